@@ -3,9 +3,13 @@
 #
 # The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Built with buildah over Debian 12 and
 # its Python 3.11, not yet with Docker; a test runs the install steps in an environment of their own.
-ARG PYTHON=3.12
+# An exact version: every build has the same base.
+ARG PYTHON=3.12.14
+ARG BASE_IMAGE=python:${PYTHON}-slim-bookworm
 
-FROM python:${PYTHON}-slim-bookworm AS install
+FROM ${BASE_IMAGE} AS install
+# A package index in place of pypi.org. Without a password: arguments stay in the history of a build.
+ARG PIP_INDEX_URL
 # An index for torch; empty: deploy/torch_build.py chooses the CPU build.
 ARG TORCH_INDEX=
 # More extras, for example `,otel`.
@@ -19,11 +23,13 @@ RUN set -eu; \
     /opt/gaudiserve/bin/python deploy/package_names.py; \
     /opt/gaudiserve/bin/gaudiserve vllm-command
 
-FROM python:${PYTHON}-slim-bookworm
+FROM ${BASE_IMAGE}
 # The kernels are compiled for the machine that runs them, at the first start, into /cache.
-RUN apt-get update \
+# Without a mirror of Debian, a BASE_IMAGE with g++ will do.
+RUN command -v g++ \
+    || { apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/*; }
 COPY --from=install /opt/gaudiserve /opt/gaudiserve
 ENV PATH=/opt/gaudiserve/bin:$PATH \
     XDG_CACHE_HOME=/cache \
@@ -31,7 +37,8 @@ ENV PATH=/opt/gaudiserve/bin:$PATH \
 RUN useradd --create-home --uid 10001 --user-group gaudiserve \
     && install -d -o gaudiserve -g gaudiserve /cache
 COPY deploy/healthcheck.py /opt/
-USER gaudiserve
+# A number: Kubernetes checks runAsNonRoot by it.
+USER 10001
 WORKDIR /home/gaudiserve
 VOLUME /cache
 EXPOSE 8000

@@ -41,11 +41,14 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@# A .venv made by install-hpu stays one: the cpu extra would put another torch into it.
-	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi; \
+	@# Make runs each line that calls it again, under `make -n` too, so pip has a line of its own.
+	@if test -f $(VENV)/vendor.txt; then exec $(MAKE) --no-print-directory install-hpu; fi
+	@if ! test -f $(VENV)/vendor.txt; then \
 	echo "Installing gaudiserve and its dependencies into $(VENV); the first time takes some minutes"; \
-	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu]'
+	torch=$$($(COUNTED) 'Choosing a build of torch' $(BIN)/python $(TORCH_CHOICE)) && $(PIP) $$torch --editable '.[cpu]'; fi
 	@# Where a compiler is there, the first start has nothing left to compile.
-	@$(COUNTED) 'Preparing kernels for this CPU, once, usually 1 to 3 minutes' $(BIN)/python -m hpu.native.library
+	@echo "Preparing kernels for this CPU; where they must be compiled, 1 to 3 minutes, once"
+	@$(COUNTED) 'Preparing kernels' $(BIN)/python -m hpu.native.library
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

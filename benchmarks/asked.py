@@ -1,4 +1,4 @@
-"""Tokens that an OpenAI server generates, and the seconds that it takes; one request a thread."""
+"""Sends parallel requests to an OpenAI server and counts the output tokens and seconds."""
 
 import json
 import time

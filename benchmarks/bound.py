@@ -1,5 +1,5 @@
-"""What a machine can reach at most on a model: weights at the rate at which it reads memory, matrix
-products at the rate at which it multiplies. Attention, its cache and everything else count as free.
+"""Upper bound of a machine's speed on a model, from its memory bandwidth (reading weights) and its
+matrix-product rate. Attention, KV cache and all other work count as free.
 """
 
 import json
@@ -37,7 +37,7 @@ class Weights:
     """Numbers of weights of a checkpoint, without norms and embedding."""
 
     body: int
-    """Without experts and head."""
+    """Weights outside the experts and the head."""
     experts: int
     """Weights of all routed experts."""
     head: int
@@ -46,18 +46,19 @@ class Weights:
 
     @property
     def used(self) -> float:
-        """Weights that a single token is multiplied with, without the head."""
+        """Weights in the products of a token, without the head."""
         return self.body + self.experts * self.top_k / self.num_experts
 
     def read(self, num_tokens: int) -> float:
-        """Weights that a launch of `num_tokens` reads, if each chooses its experts at random."""
+        """Number of weights that a launch of `num_tokens` reads if every token chooses its experts
+        at random."""
         unused = (1 - self.top_k / self.num_experts) ** num_tokens if self.experts else 0.0
         return self.body + self.head + self.experts * (1 - unused)
 
 
 def machine_rates() -> Rates:
-    """Rates measured with all cores: the better of our products and PyTorch's, and the better of
-    reading in a sum and in a product of a single row."""
+    """Rates measured with all cores: the faster of this project's and PyTorch's matrix product, and
+    the faster of two ways to read memory (a sum, and a product of a single row)."""
     CpuBackend()  # sets the number of threads as in the server
     with torch.inference_mode():
         x, weight = torch.randn(ROWS, INPUTS).bfloat16(), torch.randn(OUTPUTS, INPUTS).bfloat16()
@@ -105,8 +106,8 @@ def read_weights(folder: Path) -> Weights:
 def least_seconds(
     weights: Weights, rates: Rates, *, prompt: int, output: int, streams: int, requests: int
 ) -> float:
-    """The least seconds of a load of `requests`, `streams` at a time: the prompts' products, a row
-    of logits each, then a decode of all streams for each further token."""
+    """Lower bound in seconds for `requests` requests with `streams` at a time: the prompts'
+    products, one row of logits per request, then a decode of all streams for each further token."""
     prompts = requests * (prompt * weights.used + weights.head) / rates.multiplies
     products = streams * (weights.used + weights.head) / rates.multiplies
     decode = max(BYTES_PER_WEIGHT * weights.read(streams) / rates.reads, products)
@@ -116,6 +117,7 @@ def least_seconds(
 def least_first_token_ms(
     weights: Weights, rates: Rates, *, prompt: int, requests: int
 ) -> tuple[float, float]:
-    """Median and last of the first tokens of prompts that arrive at once, answered by arrival."""
+    """Least median and maximum time to first token of `requests` prompts that arrive at once and
+    are processed in sequence."""
     each = (prompt * weights.used + weights.head) / rates.multiplies * 1e3
     return each * (requests + 1) / 2, each * requests

@@ -70,7 +70,7 @@ QUICK_OUTPUT = 32
 
 
 def quick(workload: Workload) -> Workload:
-    """With shorter outputs and one request a stream."""
+    """`workload` with shorter outputs and one request per stream."""
     output = min(workload.output, QUICK_OUTPUT)
     return replace(workload, output=output, requests=workload.concurrency)
 
@@ -148,9 +148,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", action="append", default=[], metavar="NAME=BENCH_FLAGS")
     parser.add_argument("--only", action="append", default=[], metavar="WORDS_OF_A_WORKLOAD")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="short outputs, one request a stream")
-    parser.add_argument("--weights", type=Path, metavar="FOLDER", help="add the machine's bound")
-    parser.add_argument("--turns", action="store_true", help="let all servers run, and take turns")
+    parser.add_argument(
+        "--quick", action="store_true", help="short outputs, one request per stream"
+    )
+    parser.add_argument(
+        "--weights", type=Path, metavar="FOLDER", help="show the machine's limit for these weights"
+    )
+    parser.add_argument(
+        "--turns", action="store_true", help="run all servers, measure them in turn"
+    )
     parser.add_argument("--out", required=True, metavar="PATH")
     return parser.parse_args()
 
@@ -164,10 +170,10 @@ def _start(stack: ExitStack, measured: Measured, extra: list[str]) -> Running:
 
 
 def _load_all(running: list[Running], workloads: list[Workload], rounds: int) -> None:
-    # Never the same prompts twice: they may still be in a prefix cache.
+    # Each run gets new prompts: a repeated prompt may still be in a prefix cache.
     loads = [workload for _ in range(rounds) for workload in workloads]
     for seed, workload in enumerate(loads):
-        # The first of a pair would always meet the machine in the same state.
+        # Reverse the order in every other round, so that no server always runs first.
         for server in running if seed // len(workloads) % 2 else reversed(running):
             flags = [f"--seed={seed}", *server.flags]
             measured = server.measured
@@ -204,7 +210,7 @@ def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[st
         )
         text = Path(out.name).read_text()
         numbers = json.loads(text) if text else {"exit_code": done.returncode}
-    # A server that failed every request has no rate; the table still shows the others.
+    # A server that failed every request has no rate; the table still shows the other servers.
     rate = float(numbers.get("output_tokens_per_s", 0.0))
     print(f"{name}: {workload.name}: {rate:.1f} output tokens/s", file=sys.stderr, flush=True)
     return {"workload": workload.name, "rate": rate, **numbers}
@@ -259,7 +265,8 @@ def _markdown(measured: list[Measured], workloads: list[Workload], rounds: int) 
 
 
 def _bounds(first: Measured, workloads: list[Workload], folder: Path, rates: list[Rates]) -> str:
-    """Table of the machine's bounds at the mean of `rates`, and what the first server reaches."""
+    """Table of the machine's bounds at the mean of `rates`, and the share of them that the first
+    server reaches."""
     weights = read_weights(folder)
     mean = Rates(
         statistics.fmean(rate.reads for rate in rates),

@@ -36,7 +36,7 @@ from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.kv_cache import KVCache, block_bytes
-from hpu.runner.model_runner import ModelRunner
+from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
 
 GIB = 1024**3
@@ -64,11 +64,11 @@ SHAPES = {
     "1b": Shape(128_256, 2048, 8192, 16, 32, 8, 64),
     "tiny": Shape(320, 64, 128, 2, 4, 2, 16),
 }
-"""Two shapes like Llama 3, and a tiny one to test a script."""
+"""Two shapes like Llama 3, and a tiny shape to test a script."""
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name`; exits with a sentence if there is no such device."""
+    """The back end `name`; exits with a message if the device does not exist."""
     if name == "cpu":
         return CpuBackend()
     missing = missing_cuda(
@@ -153,17 +153,19 @@ class Decoding:
         # The first decode captures the graph.
         self._graphs.on_demand = True
         self._runner = ModelRunner(
-            model,
-            backend,
-            BatchState(num_rows, length, block_size, pad_block=num_blocks),
-            sampler,
-            KVCache(
-                model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
-            ),
-            self._graphs,
-            input_buffers,
-            vocab_size=vocab_size,
-            pads=True,
+            RunnerParts(
+                model=model,
+                backend=backend,
+                batch_state=BatchState(num_rows, length, block_size, pad_block=num_blocks),
+                sampler=sampler,
+                cache=KVCache(
+                    model, backend, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype
+                ),
+                graphs=self._graphs,
+                input_buffers=input_buffers,
+                vocab_size=vocab_size,
+                pads=True,
+            )
         )
         self._step = 0
         self._rows = list(range(num_rows))
@@ -173,7 +175,7 @@ class Decoding:
         self._admit(context, blocks_a_row, block_size)
 
     def _admit(self, context: int, blocks_a_row: int, block_size: int) -> None:
-        """Add the requests with all tokens but the last as cached; their keys are zeros."""
+        """Add the requests with all tokens except the last as cached; their keys are zeros."""
         tokens = memoryview((np.arange(context, dtype="<u4") % 300).tobytes())
         for row in self._rows:
             blocks = list(range(row * blocks_a_row, (row + 1) * blocks_a_row))

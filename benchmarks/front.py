@@ -247,7 +247,7 @@ def _peers(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
 
 
 def _started(options: argparse.Namespace) -> dict[str, dict[str, Row]]:
-    """Counts the process of the command as the API server."""
+    """Results of servers with a model; the process of the command counts as the API server."""
     results = {}
     for argument in options.server:
         name, _, command = argument.partition("=")
@@ -294,7 +294,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=800, help="tokens of a stream")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of the short requests")
     parser.add_argument("--idle", type=int, default=2000, help="number of idle streams")
-    parser.add_argument("--api-servers", type=int, default=4, help="API servers of the last part")
+    parser.add_argument(
+        "--api-servers", type=int, default=4, help="number of API servers in the last part"
+    )
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL[,PID...]")
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ LAST = b"0\r\n\r\n"
 
 @dataclass(slots=True)
 class Stream:
-    """One connection and what it received. Times in seconds of the client's monotonic clock."""
+    """A connection and what it received. Times are seconds of the client's monotonic clock."""
 
     socket: socket.socket
     asked_s: float = 0.0
@@ -30,7 +30,7 @@ class Stream:
     reads_s: list[float] = field(default_factory=list)
     """Times of received bytes."""
     tail: bytes = b""
-    """The last bytes; all bytes of an answer that is not streamed."""
+    """The last bytes of a streamed answer, or all bytes of an answer that is not streamed."""
 
     @property
     def gaps_s(self) -> list[float]:

@@ -27,7 +27,8 @@ Numbers = dict[str, float]
 
 
 def cases() -> list[tuple[int, int, int]]:
-    """(batch size, waiting requests, context), each varied alone; else 0 waiting, 1,024 tokens."""
+    """Cases (batch size, waiting requests, context): each value varies alone; the defaults are 0
+    waiting requests and 1,024 tokens."""
     found = [(rows, 0, CONTEXTS[0]) for rows in ROWS]
     for rows in GOAL_US:
         found += [(rows, waiting, CONTEXTS[0]) for waiting in WAITING[1:]]
@@ -55,7 +56,7 @@ def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
 
 
 def measure_overlap(repeats: int) -> list[Numbers]:
-    """Device utilisation with real processes, the maximum of all repeats."""
+    """Device utilisation with real processes: the maximum of all repeats."""
     found: list[Numbers] = []
     for rows, step_ms in ((256, 5.0), (256, 1.0), (1024, 5.0)):
         runs = [

@@ -22,7 +22,7 @@ PROMPT_TOKENS = 128
 
 @dataclasses.dataclass
 class Steps:
-    """The decode steps of a batch."""
+    """Times of the decode steps of a batch."""
 
     seconds: list[float]
     """Seconds of each step, including the device's idle time before it."""
@@ -50,7 +50,7 @@ async def watch_steps(
     )
     found: list[float] = []
     cpu: list[tuple[int, tuple[float, float]]] = []
-    """Steps so far, and the engine's CPU seconds then: at the first and the last measured step."""
+    """(steps so far, CPU seconds of the engine) at the first and the last measured step."""
     enough = asyncio.Event()
 
     def on_stats(stats: EngineStats) -> None:

@@ -25,7 +25,7 @@ from hpu.protocol import FromWorker, StepPlan, StepResult
 BUDGET = 8192
 """Token budget of a step, as on a card."""
 PREFILL_STEPS = 64
-"""Long contexts get a larger budget, so that they are computed in this many steps."""
+"""Prefill steps of a long context; its token budget is raised so that this number suffices."""
 WAITING_TOKENS = 64
 WARM_STEPS = 32
 

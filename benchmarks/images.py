@@ -155,7 +155,7 @@ async def chat(http: httpx.AsyncClient, model: str, seed: int) -> tuple[float, i
 
 
 async def measure(url: str) -> list[str]:
-    """Lines of the table, and what the metrics say of a picture that is sent again."""
+    """Rows of the table, and the metric's count for a repeated picture."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         await chat(http, model, 0)
@@ -183,7 +183,7 @@ async def measure(url: str) -> list[str]:
 
 
 async def encoded(http: httpx.AsyncClient) -> float:
-    """Pictures that the tower has encoded; not a number for a server without this metric."""
+    """Number of pictures that the tower has encoded; NaN for a server without this metric."""
     name = "gaudiserve:encoded_images_total"
     found = [
         line for line in (await http.get("/metrics")).text.splitlines() if line.startswith(name)

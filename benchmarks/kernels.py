@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.checkpoints import COMMON, CONFIGS
 from benchmarks.machine import machine
-from config.checkpoint.weight_maps.shard import Shard
 from config.model.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
@@ -53,7 +52,7 @@ from hpu.native.library import (
     openmp_runtime,
 )
 from hpu.native.pages import HugePages
-from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.base import LinearMethod, LinearShards, QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.registry import Int4, Int8, process_weights
@@ -94,13 +93,11 @@ USUAL = ("decode 1", "decode 8", "decode 32", "prompt 128", "prompt 1024", "prom
 STORED_GROUP_SIZE = 64
 
 
-class Stored4(Int4):
-    """4 bits with float32 scales and minima, as weights of AWQ and GPTQ checkpoints are kept."""
+class StoredInt4(Int4):
+    """4-bit weights with float32 scales and minima, as in AWQ and GPTQ checkpoints."""
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
-        return UNQUANTIZED if is_head else WeightOnlyLinearMethod(_stored)
+    def linear_method(self, weight: LinearShards) -> LinearMethod:
+        return UNQUANTIZED if weight.is_head else WeightOnlyLinearMethod(_stored)
 
 
 def _stored(weight: Tensor) -> QuantizedWeight:
@@ -125,13 +122,13 @@ QUANTIZATIONS: dict[str, Callable[[], QuantizationScheme] | None] = {
     "none": None,
     "int8": Int8,
     "int4": Int4,
-    "stored4": Stored4,
+    "stored4": StoredInt4,
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch reads and computes at least."""
+    """Least bytes and operations of a launch."""
 
     bytes: float
     operations: float
@@ -149,8 +146,8 @@ class Launches:
         kv_cache_dtype: str = AUTO,
         quantization: str = "none",
     ) -> None:
-        """`context`: cached tokens of each stream in a decode, its own included; `streams`: the
-        most of them."""
+        """`context`: cached tokens of each stream in a decode, including the new token; `streams`:
+        maximum number of streams."""
         torch.manual_seed(0)
         scheme = QUANTIZATIONS[quantization]
         model = build_model(
@@ -175,8 +172,8 @@ class Launches:
         self._each = -(-context // BLOCK_SIZE)
         """Blocks of a stream."""
         num_blocks = max(64, streams * self._each)
-        # All of it is written: reads of memory that never was are no reads. Blocks differ, so that
-        # streams do, and with them the experts they choose.
+        # Write all of the cache: reads of memory that was never written cost nothing. Blocks
+        # differ, so that streams differ and choose different experts.
         self._caches = [
             tuple(_filled(shape, config, format) for shape in shapes)
             for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
@@ -194,7 +191,7 @@ class Launches:
     def _decode(self, batch: int) -> Callable[[], Tensor]:
         tokens = torch.arange(batch).unsqueeze(1) + 5
         positions = torch.full((batch, 1), self._context - 1)
-        # Not in the order of memory.
+        # Blocks in random order, not in the order of memory.
         count = batch * self._each
         blocks = torch.randperm(count, generator=torch.Generator().manual_seed(2))
         groups = torch.arange(batch).repeat_interleave(self._each)
@@ -246,7 +243,7 @@ def work_of(shape: dict[str, Any], name: str, context: int) -> Work:
     attention = hidden * (2 * query + 2 * kv)
     if experts := shape.get("num_experts"):
         each, top = 3 * hidden * shape["moe_intermediate_size"], shape["num_experts_per_tok"]
-        # The expected number of experts that some row chooses.
+        # Expected number of experts that at least one row chooses.
         chosen = experts * (1 - (1 - top / experts) ** rows)
         read, computed = chosen * each + experts * hidden, top * each + experts * hidden
     else:
@@ -281,12 +278,13 @@ class Rates:
         self.read.append(READ_BYTES / float(self._code.read_only(address, size, self._threads)))
 
     def bound(self, work: Work) -> float:
-        """Seconds."""
+        """Lower bound in seconds."""
         return max(work.bytes / median(self.read), work.operations / median(self.multiplied))
 
 
 def compiled(source: Path, to: Path) -> Path:
-    """Linked with torch's OpenMP runtime: the waiting threads of another would compete."""
+    """Compile the kernels. They are linked with torch's OpenMP runtime, because the waiting threads
+    of a second runtime would compete."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)))
     command = [compiler, *FLAGS, "-shared", str(source), "-o", str(to), *openmp_runtime()]
     subprocess.run(command, check=True, capture_output=True)
@@ -342,7 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization", nargs="+", choices=QUANTIZATIONS, default=["none"], metavar="NAME"
     )
-    parser.add_argument("--seconds", type=float, default=6.0, help="per launch")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per launch")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
     CpuBackend()  # sets the number of threads as in the server

@@ -14,8 +14,9 @@ import argparse
 import datetime
 import json
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -35,7 +36,7 @@ from hpu.backends.cuda import CudaBackend, CudaGraph
 from hpu.backends.gaudi import GaudiBackend, HpuGraph
 from hpu.backends.select import select_backend
 from hpu.emulator.api.wrap import GraphedFunction
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.graphs import HPUGraph
 from hpu.emulator.card.recipes import Recipes
 from hpu.emulator.card.streams import CardEvent
@@ -80,14 +81,14 @@ WATCHED: tuple[tuple[type, str, str], ...] = (
     (AsyncStepOutput, "wait", WAITING),
     (GraphedFunction, "__call__", RUNTIME),
     (HPUGraph, REPLAY, RUNTIME),
-    (Device, "run", RUNTIME),
-    (Device, "close_segment", RUNTIME),
+    (EmulatedDevice, "run", RUNTIME),
+    (EmulatedDevice, "close_segment", RUNTIME),
     (Recipes, "launch", RUNTIME),
     (CardEvent, "record", RUNTIME),
     (CardEvent, "query", RUNTIME),
     (CardEvent, "synchronize", RUNTIME),
     (WorkQueue, "complete_until", RUNTIME),
-    (Device, "kernel", COMPUTED),
+    (EmulatedDevice, "kernel", COMPUTED),
 )
 """The timed methods, each with the part that it counts for."""
 
@@ -98,7 +99,7 @@ MICROSECONDS = 1e6
 COUNTED = {
     "HpuGraph.replay": "graphs replayed",
     "CudaGraph.replay": "graphs replayed",
-    "Device.run": "operators beside the graphs, views included",
+    "EmulatedDevice.run": "operators beside the graphs, views included",
     "Recipes.launch": "recipes launched for them",
     "GaudiBackend.upload": "copies to the device",
     "CudaBackend.upload": "copies to the device",
@@ -129,10 +130,11 @@ def measure(
     *,
     computes: bool,
     decodes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Numbers, Numbers]:
-    """Median microseconds of a step by part, with StepResult.host_s as `reported`; and the counts
-    of calls per step. `num_rows` requests of `context` tokens. With `computes` off (emulator only),
-    replays do nothing. `decodes`: decodes in a step."""
+    """Median microseconds of a step by part, with StepResult.host_s as `reported`; and the number
+    of calls per step, for `num_rows` requests of `context` tokens. With `computes` off (emulator
+    only), replays do nothing. `decodes`: decodes in a step. `clock`: clock of the parts."""
     total = WARM_STEPS + num_steps
     model = random_model(SHAPES["tiny"], backend, torch.float32, context + total * decodes + 2)
     decoding = Decoding(
@@ -150,7 +152,7 @@ def measure(
         raise SystemExit(f"a decode of batch {num_rows} was not captured: out of memory")
     steps: list[Numbers] = []
     calls: Counter[str] = Counter()
-    with nullcontext() if computes else returning_at_once(), Stopwatch() as stopwatch:
+    with nullcontext() if computes else returning_at_once(), Stopwatch(clock) as stopwatch:
         for owner, name, _ in WATCHED:
             stopwatch.watch(owner, name)
         for result in decoding.steps(num_steps):
@@ -159,7 +161,7 @@ def measure(
             calls += called
     # A new Decoding captures its own graphs.
     backend.begin_warmup()
-    # Two plans precede the first result, none follows the last.
+    # The first step submits two plans, and the last step submits no plan.
     middle = steps[1:-1]
     found = {part: median(step[part] for step in middle) * MICROSECONDS for part in middle[0]}
     found["launch"] = median(sum(step[part] for part in LAUNCH) for step in middle) * MICROSECONDS
@@ -177,38 +179,36 @@ def by_part(seconds: dict[str, float]) -> Numbers:
 
 
 def measure_decodes(
-    backend: Backend, num_rows: int, decodes: int, options: argparse.Namespace
-) -> Numbers:
-    """Microseconds of the host per token of all requests, with `decodes` decodes in a step: the
-    worker's thread, and the engine's CPU time from a result to the next plan. The minimum of
-    several runs."""
+    backend: Backend, num_rows: int, options: argparse.Namespace
+) -> Iterator[Numbers]:
+    """Microseconds of CPU time per token of all requests, for each number of decodes in a step: the
+    worker's thread, and the engine from a result to the next plan. The minimum of several
+    alternating runs."""
     computes = options.device != "hpu-emulator"
-    worker = engine = float("inf")
+    worker = dict.fromkeys(options.decodes, float("inf"))
+    engine = worker.copy()
     for _ in range(options.repeats):
-        found, _ = measure(
-            *(backend, num_rows, options.context, options.steps),
-            computes=computes,
-            decodes=decodes,
-        )
-        worker = min(worker, found[LOGIC] + found["launch"])
-        times = watch_decodes(num_rows, 0, options.context, ENGINE_STEPS, decodes=decodes)
-        engine = min(engine, median(times.cpu) * MICROSECONDS)
-    worker, engine = worker / decodes, engine / decodes
-    return {
-        "rows": num_rows,
-        "decodes": decodes,
-        "worker": worker,
-        "engine": engine,
-        "both": worker + engine,
-    }
+        for decodes in options.decodes:
+            found, _ = measure(
+                *(backend, num_rows, options.context, options.steps),
+                computes=computes,
+                decodes=decodes,
+                clock=time.thread_time,
+            )
+            worker[decodes] = min(worker[decodes], found[LOGIC] + found["launch"])
+            times = watch_decodes(num_rows, 0, options.context, ENGINE_STEPS, decodes=decodes)
+            engine[decodes] = min(engine[decodes], median(times.cpu) * MICROSECONDS)
+    for decodes in options.decodes:
+        each = {"worker": worker[decodes] / decodes, "engine": engine[decodes] / decodes}
+        yield {"rows": num_rows, "decodes": decodes, **each, "both": sum(each.values())}
 
 
 def decodes_table(lines: list[Numbers]) -> str:
     found = [
         "",
-        "Microseconds of the host per token of all rows, by the decodes in a step "
+        "Microseconds of CPU time per token of all rows, by the decodes in a step "
         "(`--num-scheduler-steps`): the worker's thread (host logic and launching) and the "
-        "engine's CPU time from a result to the next plan.",
+        "engine from a result to the next plan.",
         "",
         "| rows | decodes in a step | worker | engine | both |",
         "| ---: | ---: | ---: | ---: | ---: |",
@@ -291,9 +291,9 @@ def main(words: list[str] | None = None) -> None:
                 lines.append(found)
                 print(json.dumps(found), file=sys.stderr, flush=True)
         by_decodes = [
-            measure_decodes(backend, num_rows, decodes, options)
+            line
             for num_rows in options.rows
-            for decodes in options.decodes
+            for line in measure_decodes(backend, num_rows, options)
         ]
     backend.close()
     table = markdown(options.device, lines, counts) + decodes_table(by_decodes)

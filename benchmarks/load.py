@@ -85,7 +85,7 @@ def _write_config(folder: Path, num_layers: int) -> None:
 
 
 def _weights(rows: int, columns: int) -> Tensor:
-    # Random bits are fast to make; without the highest two of an exponent the numbers are small.
+    # Random bits are fast to make. Clearing the two highest exponent bits keeps the numbers small.
     numbers = torch.randint(0, 2**62, (rows * columns // 4,)) & 0x3FFF3FFF3FFF3FFF
     return numbers.view(torch.bfloat16).view(rows, columns)
 
@@ -125,8 +125,8 @@ def read(folder: Path, num_threads: int) -> None:
 
 def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
     """The model of `folder`; all parameters of the same shape share their memory."""
-    facts = read_model_config(str(folder))
-    model = build_model(facts, dtype=dtype, device=torch.device("meta"), max_model_len=8)
+    model_config = read_model_config(str(folder))
+    model = build_model(model_config, dtype=dtype, device=torch.device("meta"), max_model_len=8)
     memory: dict[torch.Size, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -134,7 +134,7 @@ def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
                 zeros = torch.zeros(parameter.shape, dtype=dtype)
                 memory[parameter.shape] = nn.Parameter(zeros, requires_grad=False)
             setattr(module, name, memory[parameter.shape])
-    # By default it leaves out what it has seen under another name.
+    # named_parameters leaves out tensors that it has seen under another name by default.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     model.named_parameters = parameters.items  # type: ignore[method-assign,assignment]
     return model
@@ -156,10 +156,10 @@ def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
         _write_config(part, num_layers)
         for file in ["outer", *(f"layer-{index:03d}" for index in range(num_layers))]:
             os.link(folder / f"{file}.safetensors", part / f"{file}.safetensors")
-        facts, cpu = read_model_config(str(part)), torch.device("cpu")
+        model_config, cpu = read_model_config(str(part)), torch.device("cpu")
 
         def weights() -> None:
-            model = build_model(facts, dtype=torch.bfloat16, device=cpu, max_model_len=8)
+            model = build_model(model_config, dtype=torch.bfloat16, device=cpu, max_model_len=8)
             load_weights(model, str(part), on_progress=lambda done, total: None)
 
         timed(part, "read", lambda: read(part, NUM_THREADS), cached=cached)
@@ -169,7 +169,7 @@ def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
         timed(
             part,
             "weights, packed",
-            lambda: load(config, facts, None, backend, lambda progress: None),
+            lambda: load(config, model_config, None, backend, lambda progress: None),
             cached=cached,
         )
 

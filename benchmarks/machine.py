@@ -5,7 +5,7 @@ import platform
 from pathlib import Path
 
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-"""CPU extensions that speed up the matrix products."""
+"""CPU extensions that speed up matrix products."""
 
 
 def machine() -> str:

@@ -43,7 +43,7 @@ def make_null_executor(
 ) -> Executor:
     """Executor factory, as in engine.executors.select: a NullDevice with the model's vocabulary and
     blocks for 256 requests of 512 tokens plus one full context."""
-    facts = read_model_config(config.model)
+    model_config = read_model_config(config.model)
     num_blocks = (256 * 512 + MAX_MODEL_LEN) // BLOCK_SIZE
     longest, schedule = config.max_model_len or MAX_MODEL_LEN, config.scheduler
     limits = BucketLimits(
@@ -55,7 +55,7 @@ def make_null_executor(
         num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching,
     )
-    ready = empty_ready(limits, facts.vocab_size, facts.eos_token_ids, [])
+    ready = empty_ready(limits, model_config.vocab_size, model_config.eos_token_ids, [])
     tokenizer = Tokenizer.from_file(str(Path(config.model, "tokenizer.json")))
     tokens = tokenizer.encode(SENTENCE, add_special_tokens=False).ids
     return NullDevice(config, step_s, tokens=tokens, ready=ready)
@@ -69,7 +69,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.engine:
         return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
-    # The unchanged server, except for the command that starts its engine.
+    # Start the unchanged server, except for the command that starts its engine.
     command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
     supervisor.launch = partial(launch, command=command)  # type: ignore[attr-defined] # replaced
     return cli.main(["serve", *arguments.flags])

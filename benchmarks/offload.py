@@ -25,7 +25,7 @@ from gaudiserve import LLM, SamplingParams
 
 BLOCK_SIZE = 32
 MORE_TOKENS = 20
-"""What the second turn adds."""
+"""Tokens that the second turn adds."""
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -58,9 +58,13 @@ def main() -> None:
     parser.add_argument("--model", default=NAMES[0])
     parser.add_argument("--conversations", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--fits", type=int, default=8, help="conversations that the cache holds")
+    parser.add_argument(
+        "--fits", type=int, default=8, help="number of conversations that the cache holds"
+    )
     parser.add_argument("--host-gib", type=float, default=4.0)
-    parser.add_argument("--restarted", type=int, default=16, help="conversations after a restart")
+    parser.add_argument(
+        "--restarted", type=int, default=16, help="number of conversations after a restart"
+    )
     args = parser.parse_args()
     rng = random.Random(3)
     first = [
@@ -88,7 +92,7 @@ def main() -> None:
             times, again, cached = first_tokens(llm, second[: args.restarted])
             read = report(f"files, {args.restarted} after a restart", times, cached)
     with LLM(model, **settings) as llm:
-        # The cache holds the last conversations then, as behind a whole first turn.
+        # Fill the cache with the last conversations, like a full first turn does.
         first_tokens(llm, first[-args.fits :])
         times, expected, cached = first_tokens(llm, second)
         computed = report("computed again", times, cached)

@@ -33,7 +33,7 @@ from hpu.bucketing.traffic import Launches, launches_of
 from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
 
 Tables = tuple[dict[int, list[Shape]], BucketTable]
-"""The plug-in's shapes by phase, and the default table here."""
+"""The plug-in's shapes by phase, and this project's default table."""
 
 BLOCK = 128
 LONG_CONTEXT = 8192
@@ -64,7 +64,7 @@ SETTINGS = {
 
 
 class Waste(NamedTuple):
-    """Padding as a fraction of the padded work."""
+    """Padding as a fraction of all work, padding included."""
 
     tokens: float
     """Fraction of the tokens that prefills compute."""
@@ -168,7 +168,7 @@ def waste(launches: Launches, found: dict[Bucket, tuple[Shape, bool]]) -> Waste:
 
 
 def measure(limits: BucketLimits, tables: Tables, launches: Launches) -> tuple[Waste, Waste]:
-    """(plug-in's padding, ours)."""
+    """Waste of the plug-in's buckets and of this project's buckets."""
     shapes, table = tables
     theirs = {launch: plugin_lookup(shapes[launch[0]], launch, limits) for launch in launches}
     found = {launch: table.find(*launch) for launch in launches}

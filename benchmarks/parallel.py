@@ -5,12 +5,11 @@
 
 Four parts, all by default:
 
-engine  a step of 256 requests before 1, 2, 4 and 8 workers with simulated devices of 5 ms a step:
-        CPU time of the engine, and how busy the devices are
-tensor  a random model on the CPU, `-tp 2` compared with a process on the same cores, alternating
-data    two engines with simulated devices compared with an engine: requests per second
-router  prefix hits of chats on four engines compared with an engine that has all of the cache
-"""
+engine  a step of 256 requests with 1, 2, 4 and 8 workers whose simulated devices take 5 ms a step:
+        CPU time of the engine, and utilisation of the devices
+tensor  a random model on the CPU, `-tp 2` compared with one process on the same cores, alternating
+data    two engines with simulated devices compared with one engine: requests per second
+router  prefix hits of chats on four engines compared with one engine that has all of the cache"""
 
 import argparse
 import asyncio
@@ -45,7 +44,7 @@ WORKERS = (1, 2, 4, 8)
 ROWS, STEP_S, STEPS = 256, 0.005, 600
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128, 128
 LAYERS = 8
-"""Layers of the random model: the dense shape of checkpoints.py, made shorter."""
+"""Layers of the random model: the dense shape of checkpoints.py with fewer layers."""
 DATA_ROWS, DATA_STEP_S, DATA_OUTPUT = 32, 0.02, 50
 GOALS = {
     "engine": "engine's CPU time with 8 workers over 1: at most 1.15; busy at least 98 %",
@@ -57,7 +56,8 @@ Rows = list[list[str]]
 
 
 def engine_rows(repeats: int) -> Rows:
-    """Steps of 256 requests: the least of `repeats` alternating runs for each number of workers."""
+    """Steps of 256 requests: the minimum of `repeats` alternating runs for each number of
+    workers."""
     runs = {
         workers: [
             asyncio.run(watch_steps(ROWS, STEP_S, STEPS, num_workers=workers))
@@ -131,9 +131,9 @@ def measure_model(size: int) -> float:
 
 
 async def requests_per_s(num_engines: int, num_requests: int) -> float:
-    """Requests per second that engines with simulated devices finish, with a quarter more
-    at once than run: between the first of them and the last, which are left out, since not all rows
-    are in use."""
+    """Requests per second of `num_engines` engines with simulated devices, with 25 % more requests
+    than rows. Counts the time between the first and the last finished request: the rows are not all
+    in use outside of it."""
     config = dataclasses.replace(
         make_config(DATA_ROWS, PROMPT_TOKENS + DATA_OUTPUT + 8),
         data_parallel=DataParallelConfig(data_parallel_size=num_engines),
@@ -213,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="part to run; default: all parts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--measure-model", type=int, help=argparse.SUPPRESS)

@@ -157,7 +157,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         choices=KV_CACHE_DTYPES,
         default=[AUTO],
         metavar="DTYPE",
-        help="of the KV cache",
+        help="data type of the KV cache",
     )
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--window", type=int, default=WINDOW, help="tokens of a window")

@@ -16,7 +16,7 @@ WIDTH, HEIGHT = 720, 300
 LEFT, BOTTOM, TOP = 56, 44, 56
 
 Rows = dict[str, list[float]]
-"""Values of each series, by label of the group."""
+"""Values of all series, by label of the group."""
 
 
 def table(name: str, head: str) -> tuple[list[str], Rows]:

@@ -42,8 +42,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND")
-    parser.add_argument("--model", help="name in the requests; the first one that is listed")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    parser.add_argument("--model", help="model of the requests; default: the first listed model")
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum tokens of an answer")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()

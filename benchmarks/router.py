@@ -30,8 +30,8 @@ from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient, SingleEngineClient
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.client.router import RouterClient
-from engine.client.terms import NO_TERMS, RequestTerms
 from engine.core.build import build_core
 from engine.core.loop import make_ready, make_table
 from engine.kv_cache.prefix_hashes import block_hashes
@@ -49,7 +49,7 @@ class Traffic:
     between_arrivals: float = 4.0
     num_turns: tuple[int, int] = (2, 10)
     system_tokens: tuple[int, ...] = (64, 256)
-    """Lengths of the system prompts; each conversation has a random length of these."""
+    """Lengths of the system prompts; each conversation draws one of these lengths."""
     message_tokens: tuple[int, int] = (10, 200)
     answer_tokens: tuple[int, int] = (10, 120)
     think_ticks: tuple[int, int] = (20, 300)
@@ -63,7 +63,7 @@ class Result:
     cached_tokens: int = 0
     ticks: int = 0
     requests: Counter[int] = field(default_factory=Counter)
-    """By engine."""
+    """Number of requests by engine."""
 
     @property
     def hit_rate(self) -> float:
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def imbalance(self) -> float:
-        """Requests of the engine that had most, over the mean."""
+        """Requests of the busiest engine, divided by the mean."""
         counts = self.requests.values()
         return max(counts) * len(counts) / sum(counts)
 
@@ -105,9 +105,11 @@ class CoreClient(SingleEngineClient):
 class RoundRobin(RouterClient):
     """Sends requests to the engines in turn."""
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+    def add(
+        self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS
+    ) -> RequestOutputQueue:
         self._turn = getattr(self, "_turn", -1) + 1
-        return self.engines[self._turn % len(self.engines)].add(request, terms)
+        return self.engines[self._turn % len(self.engines)].add(request, request_limits)
 
 
 def engine_config(num_blocks: int, max_num_seqs: int) -> EngineConfig:
@@ -142,7 +144,7 @@ class Simulation:
         self.result = Result()
 
     def run(self) -> Result:
-        """Until the last conversation has ended."""
+        """Run until the last conversation has ended."""
         at = 0.0
         for number in range(self._traffic.num_conversations):
             at += self._random.expovariate(1 / self._traffic.between_arrivals)
@@ -181,8 +183,8 @@ class Simulation:
         return queue
 
     def _has_ended(self, conversation: "Conversation", queue: RequestOutputQueue) -> bool:
-        """Take what the request has gained."""
-        # What `get` would return; nothing is awaited here.
+        """Take the request's new tokens and return whether it has ended."""
+        # The update that `get` would return, without awaiting it.
         update, queue._update = queue._update, None
         if update is None:
             return False
@@ -198,7 +200,7 @@ class Simulation:
 
 @dataclass
 class Conversation:
-    """One chat: its tokens so far, and the numbers that it draws."""
+    """State of a chat: its tokens, remaining turns and random generator."""
 
     tokens: "array[int]"
     turns_left: int
@@ -214,8 +216,8 @@ def simulate(
     max_num_seqs: int = 32,
     router: type[RouterClient] = RouterClient,
 ) -> Result:
-    """The result of `traffic` on engines that have `num_blocks` blocks together, and run
-    `max_num_seqs` sequences each."""
+    """Result of `traffic` on engines that together have `num_blocks` blocks and run `max_num_seqs`
+    sequences each."""
     limits = QueueLimits(max_requests=2**31, max_prompt_tokens=2**62)
     config = engine_config(num_blocks // num_engines, max_num_seqs)
     engines = [CoreClient(config, limits, lambda: 0.0, number) for number in range(num_engines)]
@@ -226,7 +228,9 @@ def simulate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=8000, help="of all engines together")
+    parser.add_argument(
+        "--blocks", type=int, default=8000, help="number of KV blocks of all engines"
+    )
     parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -14,17 +14,20 @@ from hpu.model_loader.size_estimate import count_parameters
 DTYPE_BYTES = 2
 """Bytes of a bfloat16 element."""
 ENGINE_US = (13.0, 0.37)
-"""Per step, and per request in it: benchmarks/results/host-2026-11-21.md."""
+"""Microseconds per step and per request in a step: benchmarks/results/host-2026-11-21.md."""
 WORKER_US = (502.0, 0.32)
-"""The same, host logic and launching: benchmarks/results/launch-2026-11-21.md."""
+"""Microseconds of host logic and launching per step and per request:
+benchmarks/results/launch-2026-11-21.md."""
 API_SERVER_TOKENS = 60_000
-"""Tokens per second of a core: docs/performance.md, the lower end."""
+"""Tokens per second of one core: the lower end in docs/performance.md."""
 ALL_REDUCE_US = 10.0
-"""Latency of an all-reduce, beside its bytes. An assumption: no published figure was found."""
+"""Latency of an all-reduce, without the time of its bytes. An assumption: no published figure was
+found."""
 GATHER_PASSES = 3
 """Passes over a cached byte when blocks are gathered: read, written, read again."""
 CHUNK_BYTES = 252
-"""Bytes of a streamed token: one event of a chat, demo model, mean of 65, 2026-11-21."""
+"""Bytes of a streamed token: one event of a chat with the demo model, mean of 65 events,
+2026-11-21."""
 LINKS_TO_A_CARD = 3
 
 

@@ -37,7 +37,7 @@ from hpu.worker import drafting
 
 
 class WrongProposer:
-    """Drafts that agree with nothing, as confident as a long match."""
+    """Always wrong drafts with the confidence of a long match."""
 
     def __init__(self) -> None:
         self._rng = random.Random(1)
@@ -58,7 +58,7 @@ class WrongProposer:
 
 
 def propose_wrong(method: SpeculationMethod, launcher: object) -> Proposer:
-    """In place of `select_proposer`."""
+    """Replacement of `select_proposer`."""
     return WrongProposer()
 
 

@@ -20,7 +20,7 @@ READY_S = 600.0
 
 
 class NotStarted(SystemExit):
-    """The command ended before the server answered, or the time is up."""
+    """The command ended before its server answered, or the server did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def started(command: str, model: str | None = None) -> Iterator[Started]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, model: str | None) -> str:
-    """Wait until the server answers a request; the model's name."""
+    """Wait until the server answers a request, and return the model's name."""
     messages = [{"role": "user", "content": "Hello"}]
     end_s = time.monotonic() + READY_S
     last_error: Exception | None = None

@@ -12,7 +12,8 @@ class Stopwatch:
     """Context manager that replaces methods by timed ones; for one thread. The overhead of about
     half a microsecond per call counts for the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._within: list[float] = []
@@ -31,7 +32,8 @@ class Stopwatch:
         self._replaced.clear()
 
     def watch(self, owner: type, name: str) -> None:
-        """Time `owner`'s method, as `Owner.name`. AttributeError if there is none."""
+        """Time `owner`'s method as `Owner.name`. Raises AttributeError if the method does not
+        exist."""
         timed = self._timed(getattr(owner, name), f"{owner.__name__}.{name}")
         # An inherited method is restored by deleting the replacement.
         self._replaced.append((owner, name, vars(owner).get(name)))
@@ -44,7 +46,7 @@ class Stopwatch:
         return found
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        within, clock = self._within, time.perf_counter
+        within, clock = self._within, self._clock
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:

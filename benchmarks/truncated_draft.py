@@ -56,12 +56,12 @@ def truncated(num_layers: int) -> Any:
 
 
 def train(model: Any, texts: list[tuple[list[int], list[int]]], seconds: float) -> None:
-    """Fit the layers and the last norm to the answers of `texts`, for so long."""
+    """Fit the layers and the last norm to the answers of `texts` for `seconds` seconds."""
     trained = [*model.model.layers.parameters(), *model.model.norm.parameters()]
     for parameter in trained:
         parameter.requires_grad_(True)
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
-    # The head over the tokens that occur: the others are seldom the most likely ones.
+    # Train only with the logits of the tokens that occur; other tokens are rarely the most likely.
     used = torch.tensor(sorted({token for _, answer in texts for token in answer}))
     rng, end_s = random.Random(1), time.perf_counter() + seconds
     order, step = list(range(len(texts))), 0
@@ -69,7 +69,7 @@ def train(model: Any, texts: list[tuple[list[int], list[int]]], seconds: float) 
         rng.shuffle(order)
         for index in order:
             prompt, answer = texts[index]
-            # Some others, so that they stay unlikely.
+            # Include some random other tokens, so that they stay unlikely.
             others = torch.randint(model.config.vocab_size, (2000,))
             classes = torch.cat((used, others[~torch.isin(others, used)]))
             targets = torch.searchsorted(used, torch.tensor(answer))

@@ -1,4 +1,2 @@
-"""Settings, request parameters and the contents of checkpoints, as frozen, checked facts.
-
-Imports nothing of the other three packages.
-"""
+"""Settings, request parameters and checkpoint metadata as frozen, validated dataclasses. Imports
+none of the other three packages."""

@@ -1,6 +1,7 @@
-"""BucketConfig: which padded shapes a server prepares; hpu/bucketing makes the lists."""
+"""BucketConfig: settings of the bucket table; hpu/bucketing computes the buckets."""
 
-from dataclasses import asdict, dataclass, field, replace
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from config.errors import ConfigError
 from config.setting import check_settings, is_count, metadata, setting
@@ -11,13 +12,18 @@ AUTOMATIC = ("auto", "none")
 """Values of `images` that select the model's default launch sizes."""
 
 
+_LIMITS = {
+    **{"min": (0, math.inf), "max": (0, math.inf)},
+    **{"step": (1, math.inf), "pad_max": (1, math.inf), "pad_percent": (0, 50)},
+}
+"""Lowest and highest value of each limit of a range."""
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One dimension of a bucket table, from `min` by `step` to `max`; None: the strategy's default.
-
-    `pad_max` and `pad_percent` limit the padding of the strategy padding-aware, in the dimension's
-    unit and in percent of the padded size.
-    """
+    """One dimension of a bucket table: buckets from `min` to `max` in steps of `step`; None: the
+    strategy's default. `pad_max` (absolute) and `pad_percent` (percent of the padded size) limit
+    the padding of the padding-aware strategy."""
 
     min: int | None = None
     step: int | None = None
@@ -25,20 +31,24 @@ class Range:
     pad_max: int | None = None
     pad_percent: int | None = None
 
-    def __post_init__(self) -> None:
+    def check(self, dimension: str) -> None:
+        """Raise ConfigError for limits that are out of range. `dimension`: the field's name."""
+        for limit, value in asdict(self).items():
+            lowest, highest = _LIMITS[limit]
+            if value is not None and not lowest <= value <= highest:
+                allowed = f"at least {lowest}" if highest == math.inf else f"{lowest} to {highest}"
+                raise ConfigError(f"{dimension}.{limit} is {value}, it must be {allowed}")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ConfigError(f"a bucket range goes from {self.min} down to {self.max}")
-        if self.step is not None and self.step < 1:
-            raise ConfigError(f"a bucket step of {self.step} must be at least 1")
-        if self.pad_max is not None and self.pad_max < 1:
-            raise ConfigError(f"a bucket pad_max of {self.pad_max} must be at least 1")
-        if self.pad_percent is not None and not 0 <= self.pad_percent <= 50:
-            raise ConfigError(f"a bucket pad_percent of {self.pad_percent} must be 0 to 50")
+            raise ConfigError(
+                f"{dimension}.min is {self.min} and {dimension}.max is {self.max}, the minimum "
+                "must be at most the maximum"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class BucketConfig:
-    """How the bucket table is made. `exact` does not pad (for devices that do not compile)."""
+    """Settings of the bucket table. The strategy `exact` does not pad (for devices that do not
+    compile)."""
 
     strategy: str = setting(
         "auto",
@@ -81,11 +91,11 @@ class BucketConfig:
     )
     images: str = setting(
         "auto",
-        "Tiles or patches of images in a launch of the vision tower, separated by commas",
+        "Bucket sizes of the vision tower, in tiles or patches per launch, separated by commas",
         name="multimodal-buckets",
         variables=("VLLM_MULTIMODAL_BUCKETS",),
     )
-    # A Range is five flags; their help puts the limit first: "Smallest number of ...".
+    # A Range becomes five flags; their help starts with the limit: "Smallest number of ...".
     prompt_batch: Range = field(
         default_factory=Range, metadata=metadata("prompts in a prefill", name="prompt-bs")
     )
@@ -143,21 +153,25 @@ class BucketConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        for dimension in fields(self):
+            if isinstance(given := getattr(self, dimension.name), Range):
+                given.check(dimension.name)
         sizes = [] if self.images.lower() in AUTOMATIC else self.images.split(",")
         if not all(is_count(size) and 1 <= int(size) <= MAX_TILES for size in sizes):
             raise ConfigError(
-                f"--multimodal-buckets is {self.images!r}, it must be numbers from 1 to "
-                f"{MAX_TILES} with commas between them"
+                f"--multimodal-buckets is {self.images!r}, it must be comma-separated numbers "
+                f"from 1 to {MAX_TILES}"
             )
         if (self.strategy == "file") != (self.file is not None):
             raise ConfigError(
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-file is "
-                f"{self.file or 'none'!r}: the strategy 'file' and a file need each other"
+                f"{self.file or 'none'!r}: the strategy 'file' requires a file, and a file "
+                "requires this strategy"
             )
         if self.traffic and self.strategy != "fitted":
             raise ConfigError(
                 f"--bucketing-strategy is {self.strategy!r} and --bucketing-traffic is "
-                f"{self.traffic!r}: only the strategy 'fitted' has a traffic"
+                f"{self.traffic!r}: only the strategy 'fitted' reads the traffic"
             )
         ignored = [] if self.strategy == "auto" else self.ignored_ranges(self.strategy)
         if ignored:
@@ -169,12 +183,12 @@ class BucketConfig:
 
 
 def _reader(ignored: list[str]) -> str:
-    """The strategy that reads the flags `ignored`."""
+    """A strategy that reads the flags `ignored`."""
     return "padding-aware" if any("-pad-" in flag for flag in ignored) else "linear"
 
 
 def _is_read(strategy: str, name: str, part: str, given: Range) -> bool:
-    """Whether `strategy` reads `part` of the range `given` of the dimension `name`."""
+    """Whether `strategy` reads the limit `part` of the range `given` of dimension `name`."""
     if strategy == "padding-aware":
         return True
     if part in ("pad_max", "pad_percent"):
@@ -183,7 +197,7 @@ def _is_read(strategy: str, name: str, part: str, given: Range) -> bool:
         ("prompt-query", "min"),
         ("prompt-ctx", "max"),
     ):
-        # Queries from 1 token, and the largest additional context.
+        # exponential-v3 always starts queries at 1 token, and reads the maximum context.
         return name == "prompt-ctx" or given.min == 1
     # The maximum also limits the prompts of a launch (config/loading/sources.py).
     return strategy == "linear" or (name, part) == ("prompt-bs", "max")

@@ -1,5 +1,5 @@
-"""Cache folders: checks of the owner of folders and files, of room, and errors for folders that
-cannot be written."""
+"""Cache folders: ownership checks of folders and files, free-space checks, and errors for folders
+that cannot be written."""
 
 import contextlib
 import errno
@@ -13,12 +13,12 @@ from pathlib import Path
 from config.errors import ConfigError, bytes_text
 from config.whole_files import write_whole
 
-HINT = "name another folder by --cache-dir or XDG_CACHE_HOME, in a container a mounted volume"
+HINT = "set --cache-dir or XDG_CACHE_HOME to another folder, in a container to a mounted volume"
 
 
 def cache_path(cache_home: str, name: str) -> Path:
-    """The folder `name` of the cache, which may not exist. Raises ConfigError if another user can
-    write files into it: the server loads code, weights and tokenizers from there."""
+    """The cache folder `name`, which need not exist yet. Raises ConfigError if another user can
+    write to it: the server loads code, weights and tokenizers from there."""
     folder = Path(cache_home) / name
     reason = foreign_writer(folder)
     if reason:
@@ -27,22 +27,22 @@ def cache_path(cache_home: str, name: str) -> Path:
 
 
 def foreign_writer(folder: Path) -> str:
-    """Why another user can write files into `folder`: it belongs to neither this user nor root, or
-    everybody may write into it. Empty if nobody else can, or if it does not exist. Its group is
-    trusted, since a Kubernetes volume is writable by a group."""
+    """Reason why another user can write to `folder`: it belongs to neither this user nor root, or
+    it is world-writable. Empty if nobody else can write to it, or if it does not exist. The group
+    is trusted, since a Kubernetes volume is group-writable."""
     try:
         link, found = folder.lstat(), folder.stat()
     except OSError:
         return ""
-    # The owner of a link chooses the folder.
+    # The owner of a symlink chooses the folder that it points to.
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in _own_ids(folder.parent):
-        return f"is a link of user {link.st_uid}"
+        return f"is a symbolic link of user {link.st_uid}"
     return _foreign_owner(found, folder) or _open_mode(found)
 
 
 def check_own(path: Path) -> None:
-    """Raise ConfigError if another user can write the cached file or folder `path`, or a file below
-    it: the owner of a cache folder may be right, and a file in it may belong to another user."""
+    """Raise ConfigError if another user can write to the cached file or folder `path`, or to a file
+    below it: a folder of this user may contain files of another user."""
     for entry in (path, *sorted(path.rglob("*"))):
         with contextlib.suppress(FileNotFoundError):
             if reason := _foreign_file(entry.lstat(), entry):
@@ -50,8 +50,8 @@ def check_own(path: Path) -> None:
 
 
 def open_cached(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Descriptor of a cached file. Raises OSError, also for a link, for a file that is not regular,
-    and for a file that another user can write. Does not wait for the writer of a FIFO."""
+    """Descriptor of a cached file. Raises OSError, also for a symlink, a file that is not regular,
+    and a file that another user can write to. Does not block on a FIFO without a writer."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     reason = _foreign_file(status, Path(path))
@@ -64,8 +64,8 @@ def open_cached(path: str | Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_cached(path: Path, max_bytes: int) -> bytes:
-    """All bytes of a cached file. Raises OSError, also for a larger file, and for a file or folder
-    that another user can write."""
+    """All bytes of a cached file. Raises OSError, also for a file larger than `max_bytes`, and for
+    a file or folder that another user can write to."""
     _check_folder(path)
     with open(open_cached(path), "rb") as file:
         content = file.read(max_bytes + 1)
@@ -75,8 +75,8 @@ def read_cached(path: Path, max_bytes: int) -> bytes:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write or replace a cached file atomically, and make its folder. Raises OSError, also for a
-    folder that another user can write."""
+    """Write or replace a cached file atomically; creates its folder. Raises OSError, also for a
+    folder that another user can write to."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_folder(path)
     write_whole(path, content)
@@ -88,11 +88,11 @@ def _check_folder(path: Path) -> None:
 
 
 def _foreign_file(status: os.stat_result, path: Path) -> str:
-    """Why another user can write the file with this status. Empty if nobody else can."""
+    """Reason why another user can write to the file with this status; empty if nobody else can."""
     if reason := _foreign_owner(status, path.parent):
         return reason
     is_open = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH
-    # With a umask of 0 the folder alone keeps others out.
+    # With a umask of 0 files are world-writable; the mode of the folder then keeps other users out.
     return _open_mode(status) if is_open and path.parent.stat().st_mode & stat.S_IXOTH else ""
 
 
@@ -109,8 +109,8 @@ def _open_mode(status: os.stat_result) -> str:
 
 
 def _own_ids(folder: Path) -> set[int]:
-    """User ids of root and of this process on the file system of `folder`. A file server may show
-    another id for files of this process."""
+    """User ids of root and of this process on the file system of `folder`. A network file system
+    may map this process to another id."""
     ids = {0, os.geteuid()}
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         ids.add(os.fstat(file.fileno()).st_uid)
@@ -129,7 +129,7 @@ def cache_errors(folder: Path, what: str) -> Iterator[None]:
 
 
 def check_room(folder: Path, num_bytes: int, what: str) -> None:
-    """Raise ConfigError if the file system of `folder` has less room than `num_bytes`."""
+    """Raise ConfigError if the file system of `folder` has less than `num_bytes` free."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise ConfigError(

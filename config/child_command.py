@@ -1,5 +1,5 @@
-"""Programs of the system that this process runs: compilers, pip, queries of the machine. Such a
-program ends with this process, even by kill -9, together with the processes that it has started."""
+"""Runs external programs: compilers, pip, hardware queries. A program and its descendants end with
+this process, even if this process is killed with SIGKILL."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-# A process of its own per program: the kernel can kill a child with its parent (PR_SET_PDEATHSIG),
-# but not what the child has started, such as the compiler proper of the command g++.
+# Each program runs below a guard process. PR_SET_PDEATHSIG kills only the direct child, not its
+# children, such as the cc1plus that g++ starts.
 _GUARD = """
 import os, sys
 sys.path[:] = [path for path in sys.path if path]
@@ -44,8 +44,8 @@ def running(
     stderr: IO[bytes] | IO[str] | int = subprocess.PIPE,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run `command`, with no input. The status of the process is that of `command`. At the end of
-    the block, and when this process ends, `command` and all that it has started are killed.
+    """Run `command` with empty stdin. The process in the block exits with the status of `command`.
+    At the end of the block, and when this process ends, `command` and its descendants are killed.
     `environment`: all variables of `command`; None: a copy of this process's variables."""
     theirs, ours = os.pipe()
     try:

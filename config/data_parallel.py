@@ -1,4 +1,4 @@
-"""DataParallelConfig: several engines with the same model in a single server."""
+"""DataParallelConfig: several engines with the same model behind one server."""
 
 from dataclasses import dataclass
 
@@ -6,17 +6,17 @@ from config.errors import ConfigError
 from config.setting import check_settings, setting
 
 MAX_ENGINES = 256
-"""Maximum number of engines: a request's key has 8 bits for the engine
+"""Maximum number of engines: a request key has 8 bits for the engine
 (engine/transport/messages.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallelConfig:
-    """Number of engines that share the requests, and the hosts that they run on."""
+    """Number of engines that share the requests, and their hosts."""
 
     data_parallel_size: int = setting(
         1,
-        "Number of engines that share the requests, each with the whole model",
+        "Number of data-parallel engines, each with the whole model",
         minimum=1,
         maximum=MAX_ENGINES,
     )
@@ -39,7 +39,7 @@ class DataParallelConfig:
     )
     data_parallel_rank: int | None = setting(
         None,
-        "Number of the first engine of this host; from 1 on, the host has no API server",
+        "Index of the first engine of this host; above 0, the host has no API server",
         aliases=("data-parallel-start-rank",),
         minimum=0,
     )
@@ -49,14 +49,15 @@ class DataParallelConfig:
         end = self.first_engine + self.num_local
         if end > self.data_parallel_size:
             raise ConfigError(
-                f"the engines of this host end at {end} (data_parallel_rank {self.first_engine}, "
-                f"data_parallel_size_local {self.num_local}), data_parallel_size is "
+                f"data_parallel_rank is {self.first_engine} and data_parallel_size_local is "
+                f"{self.num_local}: their sum is {end}, it must be at most data_parallel_size, "
                 f"{self.data_parallel_size}"
             )
         if self.num_local < self.data_parallel_size and self.data_parallel_address is None:
             raise ConfigError(
                 f"data_parallel_size is {self.data_parallel_size} and {self.num_local} of these "
-                "engines are on this host: give data_parallel_address, where the others connect"
+                "engines are on this host: set data_parallel_address, where the other hosts "
+                "connect"
             )
 
     @property

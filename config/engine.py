@@ -1,16 +1,17 @@
-"""EngineConfig: the settings of an engine and its workers, checked here and never adjusted."""
+"""EngineConfig: the settings of an engine and its workers. Values are validated here and never
+adjusted."""
 
 from dataclasses import dataclass, field
 
 from config.buckets import BucketConfig
 from config.data_parallel import DataParallelConfig
 from config.devices.base import DEVICES
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
 from config.model.quantization.base import QUANTIZATION_FORMATS
 from config.model.quantization.inc import INC, VARIABLE
-from config.model.quantization.registry import OTHER_NAMES
+from config.model.quantization.registry import KERNELS, OTHER_NAMES, SCHEMES_AT_LOAD
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -20,12 +21,13 @@ from config.setting import check_settings, metadata, setting
 AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
 """Values of EngineConfig.model_impl."""
 DUMMY = "dummy"
-"""The value of EngineConfig.load_format for random weights."""
+"""Value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 OF_CHECKPOINTS = tuple(QUANTIZATION_FORMATS.all)
-"""Values of EngineConfig.quantization that a checkpoint may declare."""
+"""Values of EngineConfig.quantization for checkpoints that are already quantized."""
 AT_LOAD = ("int8", "int4", "gguf")
-"""Values of EngineConfig.quantization for unquantized weights or a GGUF file."""
+"""Values of EngineConfig.quantization that quantize weights while loading, or keep the blocks of a
+GGUF file. They are not for checkpoints that are already quantized."""
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
@@ -51,13 +53,13 @@ class CacheConfig:
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "Fraction of the free device memory to use; on CPU at most a quarter",
+        "Fraction of the free device memory to use; no effect on CPU",
         aliases=("memory-utilization",),
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "KV-cache size in bytes (4G is 4 GiB); auto: measured; on CPU max-num-seqs full "
-        "contexts, at most a quarter of the free memory",
+        "KV-cache size in bytes (4G is 4 GiB); auto: measured; on CPU 2048 tokens for each of "
+        "--max-num-seqs sequences, at most a tenth of the free memory or one full context",
         minimum=1,
     )
     cross_attention_images: int = setting(
@@ -102,14 +104,20 @@ class SchedulerConfig:
     max_num_seqs: int = setting(32, "Maximum number of sequences that run at once", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,
-        f"Maximum tokens of a step; auto: {DEFAULT_TOKEN_BUDGET}, or --max-num-seqs or the longest "
-        "text of a pooling model if that is more",
+        f"Maximum number of tokens in a step; auto: the largest of {DEFAULT_TOKEN_BUDGET}, "
+        "--max-num-seqs and, where steps compute whole prompts, --max-model-len",
         minimum=1,
+    )
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Split prompts into chunks that different steps compute; off: a step computes whole "
+        "prompts in addition to its decodes, and --max-num-batched-tokens must be at least "
+        "--max-model-len",
     )
     max_prefill_batch: int | None = setting(
         None,
-        "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max, else 1, 4 with "
-        "--use-merged-prefill, 16 for a pooling model; on CPU by the token limit",
+        "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max if set, else 1 (4 with "
+        "--use-merged-prefill, 16 for a pooling model); on CPU as many as a step's tokens allow",
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
@@ -128,8 +136,8 @@ class SchedulerConfig:
     )
     fair_share: bool = setting(
         False,
-        "Share the engine among API keys: the next request belongs to the key that was "
-        "served the fewest tokens, within a priority",
+        "Share the engine among API keys: of the waiting requests with the same priority, the next "
+        "request is from the key that was served the fewest tokens",
     )
     max_ttft_s: float = setting(
         0.0,
@@ -147,15 +155,16 @@ class SchedulerConfig:
     )
     num_scheduler_steps: int = setting(
         1,
-        "Decodes of a request in a step: the host works once for so many tokens, which arrive "
-        "together. Steps with prompts or grammars decode once",
+        "Decode iterations of a request per step: the tokens of a step are scheduled once and "
+        "arrive together. Steps with prompts, grammars, drafts or pipeline stages have one "
+        "iteration",
         aliases=("num-scheduler-seqs",),
         minimum=1,
         maximum=64,
     )
     max_queue_len: int = setting(
         100_000,
-        "Maximum number of waiting requests in an engine, whatever the front ends allow",
+        "Maximum number of waiting requests in an engine, over all API servers",
         name="max-waiting",
         minimum=1,
     )
@@ -170,13 +179,24 @@ class SchedulerConfig:
                 f"max_num_seqs, which is {self.max_num_seqs}"
             )
 
-    def token_budget(self, longest_text: int = 0) -> int:
-        """`max_num_batched_tokens` or its default, which is at least `max_num_seqs` and
-        `longest_text`: the maximum number of tokens of a text for a pooling model, which computes a
-        text in one step."""
-        return self.max_num_batched_tokens or max(
-            DEFAULT_TOKEN_BUDGET, self.max_num_seqs, longest_text
-        )
+    def token_budget(self, max_model_len: int = 0, *, is_pooling: bool = False) -> int:
+        """`max_num_batched_tokens` or its default, which is at least `max_num_seqs` and, if a step
+        computes whole texts, `max_model_len`. Steps compute whole texts for pooling models and
+        without chunked prefill."""
+        longest = 0 if self.enable_chunked_prefill and not is_pooling else max_model_len
+        return self.max_num_batched_tokens or max(DEFAULT_TOKEN_BUDGET, self.max_num_seqs, longest)
+
+    def check_whole_prompts(self, max_model_len: int) -> None:
+        """Raise SettingError if chunked prefill is off and a step cannot compute a prompt of
+        `max_model_len` tokens."""
+        budget = self.token_budget(max_model_len)
+        if not self.enable_chunked_prefill and budget < max_model_len:
+            raise SettingError(
+                f"--max-num-batched-tokens is {budget} and --max-model-len is {max_model_len}: "
+                "with --no-enable-chunked-prefill a prompt is computed in one step, so set "
+                f"--max-num-batched-tokens to {max_model_len} or more, or --max-model-len to "
+                f"{budget} or less"
+            )
 
     def prefill_batch(self, *, is_pooling: bool = False, is_exact: bool = False) -> int:
         """`max_prefill_batch` or its default; `is_exact`: launches are not padded to buckets."""
@@ -210,8 +230,7 @@ class EngineConfig:
     )
     hf_overrides: str = setting(
         "",
-        'Fields of config.json as JSON, in place of the checkpoint\'s: {"max_position_embeddings": '
-        "8192}",
+        'Fields that replace fields of config.json, as JSON: {"max_position_embeddings": 8192}',
     )
     max_model_len: int | None = setting(
         None,
@@ -231,10 +250,16 @@ class EngineConfig:
         "log-probabilities",
         choices=LOGPROBS_MODES,
     )
+    handle_topk_duplicates: bool = setting(
+        True,
+        "Keep all tokens that tie with the k-th of top_k; off: keep exactly k tokens, which needs "
+        "another sort for each draw",
+        variables=("VLLM_HANDLE_TOPK_DUPLICATES",),
+    )
     model_impl: str = setting(
         AUTO,
-        "Code of the model: built in (native) or the library transformers; auto: built in "
-        "where possible",
+        "native: gaudiserve's implementation of the model; transformers: the code of transformers; "
+        "auto: native if gaudiserve implements the architecture",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )
@@ -247,19 +272,22 @@ class EngineConfig:
     )
     runner: str = setting(
         "auto",
-        "Output of the model: tokens (generate) or vectors (pooling); auto: by its files",
+        "Output of the model: tokens (generate) or vectors (pooling); auto: chosen by the "
+        "checkpoint's config",
         aliases=("task",),
         choices=("auto", "generate", "pooling"),
         spellings=dict.fromkeys(("embed", "embedding", "classify", "score"), "pooling"),
     )
     convert: str = setting(
         "auto",
-        "embed: use a language model as an embedding model; none: never",
+        "Use a language model as an embedding model: always (embed), never (none), or if --runner "
+        "or the checkpoint selects pooling (auto)",
         choices=("auto", "none", "embed"),
     )
     pooler_config: str = setting(
         "",
-        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; empty: the model\'s',
+        'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; without them, the '
+        "model's options",
         aliases=("override-pooler-config",),
     )
     seed: int = setting(0, "Random seed for requests that set none")
@@ -275,9 +303,9 @@ class EngineConfig:
     )
     executor: str = setting(
         "auto",
-        "Run the worker in the engine process (uni), in one process each (mp), by Ray (ray), "
-        "or in a script that torchrun starts for each device (external_launcher); auto: uni "
-        "for one worker on CPU, else mp",
+        "Where workers run: in the engine process (uni), in a process for each device (mp), in Ray "
+        "actors (ray), or in a script that torchrun starts for each device (external_launcher); "
+        "auto: uni for one worker on CPU, else mp",
         group="Parallelism",
         name="distributed-executor-backend",
         aliases=("executor",),
@@ -293,8 +321,8 @@ class EngineConfig:
     )
     cpu_kernels: str = setting(
         "auto",
-        "bfloat16 kernels on CPU; auto: our own if there are a C++ compiler and AVX2; torch: "
-        "PyTorch's",
+        "bfloat16 kernels on CPU; auto: gaudiserve's with a C++ compiler and AVX2, else "
+        "PyTorch's; torch: PyTorch's",
         group="Device",
         choices=("auto", "torch"),
     )
@@ -307,20 +335,22 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None,
-        f"Weight quantization; none: the checkpoint's ({', '.join(OF_CHECKPOINTS)}). While "
-        "loading, on CPU: int8 per output; int4 in groups of 32 inputs; gguf: the blocks of the "
-        "GGUF file. On Gaudi: inc, FP8 by Intel Neural Compressor (--quant-config)",
+        f"Weight quantization; none: the checkpoint's ({', '.join(OF_CHECKPOINTS)}). "
+        f"{' and '.join(SCHEMES_AT_LOAD)} quantize plain weights while loading; on CPU also int8 "
+        "(a scale per output), int4 (groups of 32 inputs) and gguf (the blocks of the GGUF file). "
+        "inc, on Gaudi: FP8 by Intel Neural Compressor (--quant-config)",
         group="Device",
-        choices=(*OF_CHECKPOINTS, *AT_LOAD, INC),
+        choices=(*OF_CHECKPOINTS, *KERNELS, *AT_LOAD, INC),
         spellings={
             **OTHER_NAMES,
-            # The compressor's name in scripts of 2024.
+            # Name of the compressor in scripts of 2024.
             "hqt": INC,
         },
     )
     quant_config: str | None = setting(
         None,
-        "With --quantization inc: the compressor's JSON file; `gaudiserve calibrate` makes it",
+        "JSON file of Intel Neural Compressor for --quantization inc, written by `gaudiserve "
+        "calibrate`",
         group="Device",
         variables=(VARIABLE,),
     )
@@ -348,9 +378,9 @@ class EngineConfig:
             )
         if self.executor == EXTERNAL_LAUNCHER and self.data_parallel.data_parallel_size > 1:
             raise ConfigError(
-                f"distributed_executor_backend is external_launcher and data_parallel_size is "
-                f"{self.data_parallel.data_parallel_size}: one engine runs on all processes of "
-                "the launcher"
+                "distributed_executor_backend is external_launcher and data_parallel_size is "
+                f"{self.data_parallel.data_parallel_size}: external_launcher runs one engine; set "
+                "data_parallel_size to 1"
             )
         if self.num_coupled_engines > 1:
             self._check_coupled()
@@ -362,16 +392,10 @@ class EngineConfig:
             self._check_weight_offload()
         if self.speculation.choose() is not None:
             self._check_speculation()
-        stages = self.parallel.pipeline_parallel_size
-        if stages > 1:
-            self._check_scheduler_steps(
-                f"pipeline_parallel_size is {stages}, so that a sampled token returns to the first "
-                "stage with a later step"
-            )
         if self.quantization in AT_LOAD and self.dtype not in ("auto", "bfloat16"):
             raise ConfigError(
-                f"quantization is {self.quantization} and dtype is {self.dtype}: quantized weights "
-                "are multiplied in bfloat16"
+                f"quantization is {self.quantization} and dtype is {self.dtype}: quantized "
+                "weights require the dtype bfloat16"
             )
         if self.quantization in AT_LOAD and self.device not in ("auto", "cpu"):
             raise ConfigError(
@@ -404,7 +428,7 @@ class EngineConfig:
         refusals = {
             "executor is external_launcher": self.executor == EXTERNAL_LAUNCHER,
             "quantization is inc, whose compressor replaces the layers": self.quantization == INC,
-            "model_impl is transformers, whose layers are not ours": (
+            "model_impl is transformers, whose layers take no adapters": (
                 self.model_impl == TRANSFORMERS
             ),
             "several engines share experts": self.num_coupled_engines > 1,
@@ -418,19 +442,19 @@ class EngineConfig:
         what = f"{name} is {getattr(self.offload, name):g}"
         if not self.cache.enable_prefix_caching:
             raise ConfigError(
-                f"{what} and enable_prefix_caching is off: blocks outside the device are found by "
-                f"their hashes; set {name} to 0, or turn prefix caching on"
+                f"{what} and enable_prefix_caching is off: offloaded blocks are found by their "
+                f"prefix hashes; set {name} to 0, or turn prefix caching on"
             )
         if self.executor == EXTERNAL_LAUNCHER:
             raise ConfigError(
-                f"{what} and distributed_executor_backend is {EXTERNAL_LAUNCHER}, whose engines "
-                "decide alone what a rank has: use mp"
+                f"{what} and distributed_executor_backend is {EXTERNAL_LAUNCHER}, where KV "
+                "offloading is not supported: use mp"
             )
         if self.num_coupled_engines > 1:
             raise ConfigError(
                 f"{what} and {self.num_coupled_engines} engines step together "
-                "(enable_expert_parallel with data_parallel_size): these compute evicted blocks "
-                "again"
+                "(enable_expert_parallel with data_parallel_size), for which KV offloading is "
+                f"not supported: set {name} to 0"
             )
 
     def _check_weight_offload(self) -> None:
@@ -452,28 +476,17 @@ class EngineConfig:
                 )
 
     def _check_speculation(self) -> None:
-        self._check_scheduler_steps(
-            "speculative_config is set, so that only the result of a decode says where the next "
-            "one starts"
-        )
         engines = self.num_coupled_engines
         if engines > 1:
             raise ConfigError(
                 f"speculative_config is set and {engines} engines step together "
-                "(enable_expert_parallel with data_parallel_size): these decode without drafts"
+                "(enable_expert_parallel with data_parallel_size), for which drafts are not "
+                "supported: leave speculative_config out"
             )
         if self.execution.contiguous_pa:
             raise ConfigError(
                 "contiguous_pa and speculative_config are both on: rows of one request, which "
                 "share its blocks, cannot be read as one slice; turn one of them off"
-            )
-
-    def _check_scheduler_steps(self, why: str) -> None:
-        """Raise ConfigError, because of `why`, if a step decodes a request several times."""
-        if self.scheduler.num_scheduler_steps > 1:
-            raise ConfigError(
-                f"num_scheduler_steps is {self.scheduler.num_scheduler_steps} and {why}: set "
-                "num_scheduler_steps to 1"
             )
 
     def _check_coupled(self) -> None:
@@ -493,15 +506,30 @@ class EngineConfig:
 
     @property
     def num_coupled_engines(self) -> int:
-        """Number of engines that step together because experts are distributed over all their
-        devices; 1: each engine steps alone."""
+        """Number of engines that step in lockstep because experts are distributed over all their
+        devices; 1: each engine steps independently."""
         if not self.parallel.enable_expert_parallel:
             return 1
         return self.data_parallel.data_parallel_size
 
     @property
     def max_inflight_steps(self) -> int:
-        """Maximum steps that are submitted and not yet collected: 1 for synchronous scheduling; for
-        asynchronous scheduling at least the number of pipeline stages, and at least 2."""
+        """Maximum number of steps in flight: 1 for synchronous scheduling; for asynchronous
+        scheduling at least 2, and at least the number of pipeline stages."""
         configured = self.scheduler.max_inflight_steps
         return max(configured, self.parallel.pipeline_parallel_size) if configured > 1 else 1
+
+    @property
+    def decodes_per_step(self) -> int:
+        """Maximum number of decodes of a request in a step: `num_scheduler_steps`, or 1 if
+        `single_decode_reason` has a reason."""
+        return 1 if self.single_decode_reason else self.scheduler.num_scheduler_steps
+
+    @property
+    def single_decode_reason(self) -> str:
+        """Why a step never decodes a request twice; empty if it may."""
+        if self.speculation.max_tokens_per_step() > 1:
+            return "the next decode starts after the accepted drafts"
+        if self.parallel.pipeline_parallel_size > 1:
+            return "a sampled token reaches the first pipeline stage in a later step"
+        return ""

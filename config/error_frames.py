@@ -1,5 +1,5 @@
-"""Clearing of the frames of exceptions: their local variables refer to the data of a request, often
-in a cycle, which only the garbage collector would free much later."""
+"""Clears the frames of exceptions: their local variables refer to request data, often in reference
+cycles that only the garbage collector frees."""
 
 import inspect
 import traceback
@@ -11,22 +11,22 @@ _CAN_SUSPEND = (
     | inspect.CO_ITERABLE_COROUTINE
     | inspect.CO_ASYNC_GENERATOR
 )
-"""Flags of functions whose frames may be suspended: neither running nor ended."""
+"""Code flags of functions whose frames can be suspended."""
 
 
 def release_frames(error: BaseException) -> None:
-    """Clear the frames of an error like `clear_frames`, and drop the tracebacks of the error and
-    its causes. The error must have been logged."""
+    """Clear the frames of an error with `clear_frames`, and drop the tracebacks of the error and
+    its causes. Log the error first."""
     for current in clear_frames(error):
         current.__traceback__ = None
 
 
 def clear_frames(error: BaseException) -> list[BaseException]:
-    """Clear the local variables of the ended frames to which an error and its causes refer; returns
-    the error and its causes. Their tracebacks can still be logged.
+    """Clear the local variables of all finished frames that an error and its causes refer to;
+    returns the error and its causes. Their tracebacks can still be logged.
 
-    The callers of the frames in a traceback are also cleared: Jinja replaces tracebacks, and the
-    functions that replace them then refer to the replaced traceback.
+    The callers of the frames in a traceback are also cleared: Jinja rewrites tracebacks, and the
+    frames of its rewriting functions refer to the original traceback.
     """
     found = {id(error): error}
     new = [error]
@@ -43,18 +43,18 @@ def clear_frames(error: BaseException) -> list[BaseException]:
 
 
 def _clear(frame: FrameType, seen: set[FrameType]) -> None:
-    """Clear a frame of a traceback, and its callers up to a frame that has not ended.
+    """Clear a frame of a traceback, and its callers up to a running or suspended frame.
 
-    A frame keeps a reference to its caller after `clear`, so the order does not matter.
+    A frame keeps the reference to its caller after `clear`, so the order does not matter.
     """
     caller: FrameType | None = frame
     while caller and caller not in seen:
-        # `clear` would close a caller that is suspended.
+        # `clear` would close a suspended caller.
         if caller is not frame and caller.f_code.co_flags & _CAN_SUSPEND:
             return
         seen.add(caller)
         try:
             caller.clear()
-        except RuntimeError:  # the frame is running, and so are its callers
+        except RuntimeError:  # the frame and its callers are running
             return
         caller = caller.f_back

@@ -6,14 +6,15 @@
     |   `-- NotFound       a model, adapter or response that does not exist; 404
     |-- Overloaded         a queue is full, or the server is starting or draining; 503
     |-- EngineDied         the engine process is gone; 503, and the server exits
-    |-- RequestFailed      this request broke in the engine; 500, others go on
-    |-- CommandFailed      a command could not do what it was asked; exit status 1
-    `-- ConfigError        a flag, variable, file or checkpoint we cannot run with; at start
+    |-- DeadlineExceeded   the timeout of the request has passed; 504
+    |-- RequestFailed      this request failed in the engine; 500, other requests continue
+    |-- CommandFailed      a command failed; exit status 1
+    `-- ConfigError        a flag, variable, file or checkpoint that cannot be used; at start
         |-- SettingError       a flag that this model or its files do not allow; exit status 2
         |-- ProfileWritten     a finished run of --profile-prompt or --profile-decode; status 0
-        `-- CheckpointError    the model that a command was given; exit status 1 instead of 2
+        `-- CheckpointError    a model that cannot be served; exit status 1 instead of 2
 
-Every message has the two numbers, or the value and the range, that disagree.
+Messages about values contain the value and what is allowed, or both conflicting values.
 """
 
 import json
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 
 
 class GaudiserveError(Exception):
-    """Base class of all exceptions that this project raises on purpose."""
+    """Base class of all exceptions that this project raises deliberately."""
 
 
 class UserError(GaudiserveError):
@@ -37,7 +38,8 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """`num_prompt_tokens` (or more, with `at_least`) and `max_tokens` exceed `max_model_len`."""
+    """The prompt (`num_prompt_tokens`, or more with `at_least`) plus `max_tokens` exceeds
+    `max_model_len`."""
 
     def __init__(
         self,
@@ -50,9 +52,9 @@ class PromptTooLong(UserError):
         at_least: bool = False,
         item: str = "",
     ) -> None:
-        """`param`: the field of the prompt; `limit`: the field of `max_tokens`, which is at fault
-        if the prompt fits without an output. `item`: name of the prompt that is too long, if there
-        are several inputs without an output."""
+        """`param`: the field of the prompt; `limit`: the field of `max_tokens`, reported instead if
+        the prompt alone fits. `item`: name of the prompt that is too long, for requests with
+        several inputs and no output."""
         more = "at least " if at_least else ""
         requested = f"{more}{num_prompt_tokens} tokens in the prompt"
         if max_tokens is not None:
@@ -75,7 +77,7 @@ class PromptTooLong(UserError):
 
 
 class NotFound(UserError):
-    """Something named in the request does not exist; 404."""
+    """The request names a model, adapter or response that does not exist; 404."""
 
 
 class Overloaded(GaudiserveError):
@@ -89,7 +91,7 @@ class Overloaded(GaudiserveError):
         type: str = "server_overloaded",
         is_slow: bool = False,
     ) -> None:
-        """`is_slow`: --max-ttft is the reason."""
+        """`is_slow`: whether --max-ttft is the reason."""
         super().__init__(message)
         self.is_slow = is_slow
         self.message = message
@@ -103,17 +105,17 @@ class DeadlineExceeded(GaudiserveError):
     def __init__(self, message: str, *, has_started: bool = False) -> None:
         super().__init__(message)
         self.has_started = has_started
-        """Whether an engine had started to compute the request."""
+        """Whether an engine had started the request."""
 
 
 class EngineDied(GaudiserveError):
-    """The engine process died; it is not restarted in this process."""
+    """The engine process died; this process does not restart it."""
 
     is_logged = False
     """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: the cause of the death is not what the engine computed."""
+        """`is_external`: another process killed the engine (operator, OOM killer)."""
         super().__init__(message)
         self.is_external = is_external
 
@@ -124,20 +126,20 @@ class RequestFailed(GaudiserveError):
 
 
 class CommandFailed(GaudiserveError):
-    """A command could not do what it was asked: no server answers, or the server refuses."""
+    """A command failed, for example because no server answers."""
 
 
 class ConfigError(GaudiserveError):
-    """A setting or checkpoint that cannot be used; the message names what would work."""
+    """A setting or checkpoint that cannot be used; the message says what would work."""
 
 
 class SettingError(ConfigError):
-    """A flag that the model does not allow. The message names the flag, which can be changed: the
-    model itself can be served."""
+    """A setting that this model does not support. The message names the flag to change; with
+    another value the model can be served."""
 
 
 class ProfileWritten(ConfigError):
-    """The profile of --profile-prompt or --profile-decode is written, and the start ends. The
+    """Ends the start-up after the profile of --profile-prompt or --profile-decode is written. The
     message has its path."""
 
 
@@ -147,8 +149,8 @@ class CheckpointError(ConfigError):
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Turn a ConfigError of the block into a CheckpointError: the model is what cannot be used. A
-    SettingError stays."""
+    """Turn a ConfigError in the block into a CheckpointError, because the model is the cause. A
+    SettingError is not changed."""
     try:
         yield
     except (CheckpointError, SettingError):
@@ -159,11 +161,11 @@ def checkpoint_errors() -> Iterator[None]:
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SMALLEST_SHARE = 0.1
-"""A size under this share of a unit is given in the next smaller unit."""
+"""A size below this fraction of a unit is shown in the next smaller unit."""
 
 
 def bytes_text(num_bytes: float) -> str:
-    """`num_bytes` in the unit that shows its size: 1.50 GiB, 17.00 MiB, 0.50 KiB, 17 bytes."""
+    """`num_bytes` in a readable unit: 1.50 GiB, 17.00 MiB, 0.50 KiB, 17 bytes."""
     for unit, size in _UNITS:
         if num_bytes >= _SMALLEST_SHARE * size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -180,8 +182,8 @@ _MAX_SHOWN_BITS = 128
 
 
 def value_text(value: object) -> str:
-    """A value of a request in an error message, in the words of JSON: 3, true, 'text', a list. Long
-    values are cut."""
+    """A request value for an error message, as in JSON: 3, true, 'text'; `a list` or `an object`
+    for containers. Long values are truncated."""
     if isinstance(value, (bool, type(None))):
         return json.dumps(value)
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
@@ -198,12 +200,12 @@ def value_text(value: object) -> str:
 
 
 def error_at_path(message: str) -> UserError:
-    """The error with a message that begins with the path of what is wrong in the body, such as
-    messages[0].role, which is its `param`."""
+    """UserError with `message`. Its first word, the path of the invalid field such as
+    messages[0].role, becomes `param`."""
     return UserError(message, param=message.partition(" ")[0])
 
 
 def wrong_field(parent: Mapping[str, object], field: str, where: str, wanted: str) -> str:
-    """The message about a field of the object at `where` that is missing or has a wrong value."""
+    """The message for a field of the object at `where` that is missing or invalid."""
     found = f"is {value_text(parent[field])}" if field in parent else "is missing"
     return f"{where}.{field} {found}, it must be {wanted}"

@@ -1,38 +1,43 @@
-"""How an HPU executes: execution mode, warm-up, diagnostics and the emulated card."""
+"""Settings of HPU execution: execution mode, warm-up, diagnostics and the emulated card."""
 
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from config.setting import check_settings, is_count, setting
+from config.setting import check_settings, is_count, setting, settings_of
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
 SLICE_MULTIPLE = 1024
-"""Slice sizes with which fused attention is known to work are multiples of this number
+"""Fused attention is known to work with slice sizes that are multiples of this number
 (_setup_slicing in vllm_gaudi/extension/utils.py of vllm-project/vllm-gaudi)."""
 
 LAST_LAZY_RELEASE = (1, 23)
-"""Newest release with lazy mode, which HPU graphs need, as the default. vllm-gaudi tested lazy mode
-up to this release and dropped it from its tests in 0.21, which is for 1.24; the bridge's default is
-the other mode, and the vendor calls lazy mode legacy."""
+"""Newest release whose default here is lazy mode, which HPU graphs need. vllm-gaudi tested lazy
+mode up to this release, and removed it from its tests in 0.21, which targets 1.24. The
+vendor's bridge defaults to eager mode, and calls lazy mode legacy."""
 RUNTIME_DISTRIBUTION = "habana-torch-plugin"
-"""The package that carries the release of the vendor's runtime as its version."""
+"""Package whose version is the release of the vendor's runtime."""
 EMULATED_RELEASE = "1.22.1"
 """Release of the emulated card."""
 
+FAST_SOFTMAX, FP32_SOFTMAX = "fast", "fp32"
+
 CAPTURE_ORDERS = ("traffic", "min_tokens", "max_bs")
-"""Orders of captures: by use in the traffic, by tokens, or by batch."""
+"""Capture orders: by frequency in the traffic, by tokens, or by batch size."""
 
 SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 
 PACKED_EXPERTS_FLAG = "native-mxfp4"
-"""Flag of experts that stay in 4-bit floats on the card."""
+"""Name of the flag that keeps MXFP4 experts packed on the card."""
+
+READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
+"""Settings of execution that every device reads, beside the settings of diagnostics."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """How launches run on the device, and what is logged about them."""
+    """How launches are executed on the device, and what is logged about them."""
 
     mode: str = setting(
         "auto",
@@ -67,6 +72,37 @@ class ExecutionConfig:
         name="prompt-use-fusedsdpa",
         variables=("VLLM_PROMPT_USE_FUSEDSDPA",),
     )
+    flex_attention: bool = setting(
+        False,
+        "Use PyTorch's flex attention instead of the fused attention for prompts without cached "
+        "context, windows and soft caps; not in the lazy modes",
+        name="prompt-use-flex-attention",
+        variables=("VLLM_PROMPT_USE_FLEX_ATTENTION",),
+    )
+    softmax: str = setting(
+        "auto",
+        "Softmax of attention: fast, or in float32 with float32 scores (fp32); auto: fp32 for "
+        "Qwen2 and for float16",
+        name="softmax-mode",
+        choices=("auto", FAST_SOFTMAX, FP32_SOFTMAX),
+        switches={"fp32-softmax": (FP32_SOFTMAX, FAST_SOFTMAX)},
+        switch_variables=dict.fromkeys(
+            ("VLLM_FP32_SOFTMAX", "VLLM_USE_FP32_SOFTMAX"), "fp32-softmax"
+        ),
+    )
+    block_softmax: str = setting(
+        "auto",
+        "What decodes subtract from the scores of a sequence before the exponential: its maximum "
+        "(index_reduce, scatter_reduce); the maximum of all sequences (amax) or of a head "
+        "(head_amax), which lose sequences with scores far below; or means of block maxima (wsum, "
+        "wsum_head_amax). auto: the vendor's kernel (--fused-block-softmax), else index_reduce",
+        variables=("VLLM_PA_SOFTMAX_IMPL",),
+        choices=(
+            *("auto", "index_reduce", "scatter_reduce"),
+            *("amax", "head_amax", "wsum", "wsum_head_amax"),
+        ),
+        spellings={"wsum,head_amax": "wsum_head_amax"},
+    )
     sdpa_slicing: bool = setting(
         True,
         "Run the fused attention of prompts over a long cached context in slices, without "
@@ -76,7 +112,7 @@ class ExecutionConfig:
     )
     sdpa_slice_threshold: int = setting(
         8192,
-        "Cached and new tokens from which prompt attention runs in slices",
+        "Minimum number of cached and new tokens for prompt attention in slices",
         name="fsdpa-slice-threshold",
         variables=("VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD",),
         minimum=SLICE_MULTIPLE,
@@ -90,32 +126,45 @@ class ExecutionConfig:
     )
     contiguous_pa: bool | None = setting(
         None,
-        "Decodes read the KV cache as a single slice instead of gathering blocks; auto: where it "
-        "helps and prefix caching is off",
+        "Read the KV cache in decodes as a single slice instead of gathering blocks; auto: where "
+        "this is faster and prefix caching is off",
         variables=("VLLM_CONTIGUOUS_PA",),
     )
     defrag_threshold: int = setting(
         32,
-        "With contiguous-pa: unused blocks below the highest one in use before blocks are moved "
-        "down",
+        "With contiguous-pa: number of unused blocks below the highest used block at which blocks "
+        "are moved down",
         variables=("VLLM_DEFRAG_THRESHOLD",),
         minimum=1,
     )
     host_copies: str = setting(
         "auto",
-        "How results are copied from the card. side: on a stream of their own; default: on "
-        "the stream of the launches; blocking: after a wait for all work; auto: the first "
-        "way that works at warm-up",
+        "How results are copied from the card. side: on a separate stream; default: on the stream "
+        "of the launches; blocking: after a wait for all work; auto: the first of these that works "
+        "at warm-up",
         choices=("auto", SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES),
     )
     split_qkv: bool = setting(
-        False, "Compute queries, keys and values in three products instead of a single product"
+        False, "Compute queries, keys and values in three matrix multiplications instead of one"
     )
     force_channel_fp8: bool = setting(
         True,
         "Convert FP8 block scales to output scales while loading; off: each launch expands "
         "the weights to bfloat16",
         variables=("VLLM_HPU_FORCE_CHANNEL_FP8",),
+    )
+    convert_to_fp8uz: bool = setting(
+        True,
+        "On a Gaudi 2, halve FP8 weights of a checkpoint and double their scales while loading; "
+        "off: the checkpoint is already converted (`gaudiserve quantize MODEL --to fp8-gaudi2 -o "
+        "DIR`)",
+        variables=("VLLM_SCALE_ADJUSTMENT", "VLLM_HPU_CONVERT_TO_FP8UZ"),
+    )
+    disable_mark_scales_as_const: bool = setting(
+        False,
+        "With --quantization inc, pass scales to the recipes as inputs, which the graph compiler "
+        "does not fold, instead of constants",
+        variables=("VLLM_DISABLE_MARK_SCALES_AS_CONST",),
     )
     quantized_kernels: bool = setting(
         True,
@@ -130,8 +179,8 @@ class ExecutionConfig:
     )
     selftest: str = setting(
         "auto",
-        "Avoid the failed checks of `gaudiserve selftest`; without a result, run the quick "
-        "part before the first start. auto: on a card, not on the emulator",
+        "Turn off features that failed in `gaudiserve selftest`; without a result, run its quick "
+        "checks before the first start. auto: on a card, not on the emulator",
         choices=("auto", "on", "off"),
     )
     fused_experts: bool = setting(
@@ -191,14 +240,15 @@ class ExecutionConfig:
     )
     profile_prompt: str | None = setting(
         None,
-        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS (cached context of each): profile such a "
-        "prefill into a file, and exit",
+        "BATCH,TOKENS or BATCH,TOKENS,BLOCKS (cached context of each): profile a prefill of this "
+        "shape into a file, and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_PROMPT",),
     )
     profile_decode: str | None = setting(
         None,
-        "BATCH,BLOCKS (of all sequences together): profile such a decode into a file, and exit",
+        "BATCH,BLOCKS (of all sequences together): profile a decode of this shape into a file, "
+        "and exit",
         group="Diagnostics",
         variables=("VLLM_PROFILE_DECODE",),
     )
@@ -207,7 +257,10 @@ class ExecutionConfig:
         check_settings(self)
         first, last = self.profiled_steps
         if last is not None and first > last:
-            raise ConfigError(f"profiler_steps begins at {first} and ends before, at {last}")
+            raise ConfigError(
+                f"profiler_steps has the first step {first}, it must be at most the last step, "
+                f"{last}"
+            )
         sizes = self.slice_sizes
         if sizes is not None and sizes[1] > sizes[0]:
             raise ConfigError(
@@ -217,22 +270,32 @@ class ExecutionConfig:
         _ = self.profiled_prompt, self.profiled_decode
 
     @property
+    def changed_on_gaudi(self) -> list[str]:
+        """Flags that only a Gaudi reads and whose values are not the defaults."""
+        plain = ExecutionConfig()
+        return [
+            f"--{facts.name or name.replace('_', '-')}"
+            for name, facts in settings_of(self).items()
+            if not facts.group and name not in READ_EVERYWHERE
+            if getattr(self, name) != getattr(plain, name)
+        ]
+
+    @property
     def packs_experts(self) -> bool:
-        """Whether experts that are stored in 4-bit floats stay so on the card."""
+        """Whether MXFP4 experts stay packed on the card."""
         return self.native_mxfp4
 
     @property
     def slice_sizes(self) -> tuple[int, int] | None:
         """(threshold, tokens per slice) of sliced attention; None: attention is never sliced."""
-        if not (self.sdpa_slicing and self.fused_sdpa):
+        if not (self.sdpa_slicing and self.fused_sdpa) or self.flex_attention:
             return None
         size = self.sdpa_slice_size or self.sdpa_slice_threshold // 2
         return self.sdpa_slice_threshold, -(-size // SLICE_MULTIPLE) * SLICE_MULTIPLE
 
     @property
     def profiled_steps(self) -> tuple[int, int | None]:
-        """(first, last) step of a trace; last is None if the trace has no last step. Raises
-        ConfigError."""
+        """(first, last) traced step; last is None if the trace has no end. Raises ConfigError."""
         if self.profiler_steps is None:
             return 0, None
         words = self.profiler_steps.split(",")
@@ -262,8 +325,8 @@ class ExecutionConfig:
 
 
 def _numbers(name: str, text: str, *forms: str) -> list[int]:
-    """Comma-separated whole numbers of `text`, as many as any of `forms` has words. Raises
-    ConfigError."""
+    """The comma-separated integers in `text`. Raises ConfigError unless their number fits one of
+    `forms`."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]
     if len(words) not in counts or not all(is_count(word) for word in words):
@@ -277,10 +340,11 @@ class WarmupConfig:
 
     mode: str = setting(
         "full",
-        "full: every bucket before the first request; background: the most useful buckets, "
-        "the rest between requests; skip: none",
+        "full: run every bucket before the first request; compile: only compile and capture every "
+        "bucket before the first request; background: the most useful buckets before the first "
+        "request, the other buckets between requests; skip: no bucket",
         name="warmup",
-        choices=("full", "background", "skip"),
+        choices=("full", "compile", "background", "skip"),
         switches={"skip-warmup": ("skip", "full")},
         switch_variables={"VLLM_SKIP_WARMUP": "skip-warmup"},
     )
@@ -298,14 +362,14 @@ class WarmupConfig:
     )
     full_guards_off: bool = setting(
         False,
-        "torch-compile: check no guards after warm-up; a new shape is an error",
+        "torch-compile: skip guard checks after warm-up; a new shape is then an error",
         name="full-warmup",
         variables=("VLLM_FULL_WARMUP",),
     )
     on_unwarmed_shape: str = setting(
         "run",
-        "A launch with a new shape: run (and compile) it, pad it to a prepared shape, or "
-        "reject its requests",
+        "What to do with a launch of a new shape: compile and run it (run), pad it to a prepared "
+        "shape (pad), or reject its requests (reject)",
         choices=("run", "pad", "reject"),
     )
     graph_memory_fraction: float = setting(
@@ -325,14 +389,16 @@ class WarmupConfig:
     )
     prompt_order: str = setting(
         "traffic",
-        "Which prompt buckets are captured first: the most used, or in an order of vllm-gaudi",
+        "Which prompt buckets are captured first: the most used (traffic), or the order of "
+        "vllm-gaudi (min_tokens, max_bs)",
         name="graph-prompt-strategy",
         variables=("VLLM_GRAPH_PROMPT_STRATEGY",),
         choices=CAPTURE_ORDERS,
     )
     decode_order: str = setting(
         "traffic",
-        "Which decode buckets are captured first: the most used, or in an order of vllm-gaudi",
+        "Which decode buckets are captured first: the most used (traffic), or the order of "
+        "vllm-gaudi (min_tokens, max_bs)",
         name="graph-decode-strategy",
         variables=("VLLM_GRAPH_DECODE_STRATEGY",),
         choices=CAPTURE_ORDERS,
@@ -340,6 +406,11 @@ class WarmupConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.mode == "compile" and not self.compile_only:
+            raise ConfigError(
+                "--warmup is compile and --compile-only-warmup is off: turn it on, or use --warmup "
+                "full"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,13 +437,12 @@ class EmulatorSettings:
     )
     is_strict: bool = setting(
         False,
-        "Misuse of the device stops the worker instead of being counted",
+        "Stop the worker at misuse of the device, instead of counting the misuse",
         name="emulator-strict",
     )
     faults: tuple[str, ...] = setting(
         (),
-        "Assumptions that the emulated card breaks, by the names of the checks of `gaudiserve "
-        "selftest`",
+        "Checks of `gaudiserve selftest` that fail on the emulated card",
         name="emulator-faults",
     )
 
@@ -406,17 +476,18 @@ def choose_mode(
     has_vendor_torch: bool,
     release: str,
 ) -> ModeChoice:
-    """The mode by the vendor's table. Raises ConfigError for a contradiction.
+    """The execution mode according to the vendor's table. Raises ConfigError for contradictory
+    settings.
 
-    `lazy_variable` is the value of PT_HPU_LAZY_MODE (None: not set); anything but the string 0
-    means lazy. `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU
-    graphs need. `release`: version of the runtime; empty if unknown.
+    `lazy_variable`: value of PT_HPU_LAZY_MODE (None: not set); anything except the string 0 means
+    lazy. `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU graphs
+    need. `release`: version of the runtime; empty if unknown.
 
-    PT_HPU_LAZY_MODE  enforce_eager  mode
-    0                 no             torch-compile
-    0                 yes            eager
-    1                 no             hpu-graphs
-    1                 yes            lazy
+        PT_HPU_LAZY_MODE  enforce_eager  mode
+        0                 no             torch-compile
+        0                 yes            eager
+        1                 no             hpu-graphs
+        1                 yes            lazy
     """
     wants_lazy = None if lazy_variable is None else lazy_variable != "0"
     if requested == "auto":
@@ -424,7 +495,7 @@ def choose_mode(
         if is_lazy is None:
             is_lazy, reason = _defaults_to_lazy(has_vendor_torch, release)
         if enforce_eager:
-            choice = ModeChoice(LAZY if is_lazy else EAGER, f"{reason}, eager is enforced")
+            choice = ModeChoice(LAZY if is_lazy else EAGER, f"{reason}, eager mode is enforced")
         else:
             choice = ModeChoice(HPU_GRAPHS if is_lazy else TORCH_COMPILE, reason)
     else:
@@ -441,15 +512,16 @@ def choose_mode(
     if choice.is_lazy and not has_vendor_torch:
         raise ConfigError(
             f"execution mode {choice.mode!r} ({choice.reason}) needs the vendor's build of torch, "
-            f"and this is another: use --execution-mode torch-compile, and unset PT_HPU_LAZY_MODE"
+            "which is not installed here: use --execution-mode torch-compile, and unset "
+            "PT_HPU_LAZY_MODE"
         )
     return choice
 
 
 def _defaults_to_lazy(has_vendor_torch: bool, release: str) -> tuple[bool, str]:
-    """(whether the mode is lazy where nothing names a mode, reason)."""
+    """(whether the default mode is lazy, reason)."""
     if not has_vendor_torch:
-        return False, "HPU graphs need the vendor's build of torch, and this is another"
+        return False, "HPU graphs need the vendor's build of torch, which is not installed here"
     found = re.match(r"(\d+)\.(\d+)", release)
     last = ".".join(map(str, LAST_LAZY_RELEASE))
     if not found:

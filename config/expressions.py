@@ -1,5 +1,5 @@
-"""Expressions: regular expressions from files, matched by RE2 in time that is linear in the name.
-Python's `re` may take exponential time, and blocks all threads of the process meanwhile."""
+"""Expressions: regular expressions from files. RE2 matches them in time linear in the length of the
+name; Python's `re` may take exponential time while it holds the GIL."""
 
 import re
 import time
@@ -11,27 +11,27 @@ from config.errors import ConfigError
 from config.model.json_fields import shown
 
 FULL, START, SEARCH = "FullMatchSet", "MatchSet", "SearchSet"
-"""The part of a name that an expression matches: all of it, its beginning, or any part."""
+"""How an expression matches a name: the whole name, its start, or any part."""
 
 MAX_EXPRESSION_CHARACTERS = 4096
 MAX_EXPRESSIONS = 4096
 """Maximum number of expressions in a field."""
 MAX_TOTAL_CHARACTERS = 262_144
-"""Maximum characters of all expressions in a field together."""
+"""Maximum total characters of all expressions in a field."""
 MAX_REPETITIONS = 1000
-"""RE2's own limit for a count in braces."""
+"""RE2's own limit on repetition counts such as {1000}."""
 MAX_TOTAL_REPETITIONS = 10_000
 """Maximum sum of all repetition counts in a field."""
 MAX_NAME_CHARACTERS = 1024
 MAX_MEMORY_BYTES = 2**22
-"""Maximum memory of each compiled program and of its matching."""
+"""Maximum memory of a compiled program, including its matching."""
 PROGRAM_EXPRESSIONS = 128
-"""A program is compiled under Python's lock, in about 20 us an expression."""
+"""Expressions per program. A program is compiled under the GIL, in about 20 us per expression."""
 CPU_S, CPU_S_PER_NAME = 1.0, 1e-4
-"""Limits of the CPU time of all matches: CPU_S plus CPU_S_PER_NAME for each name. A name usually
+"""Limit on the CPU time of all matches: CPU_S plus CPU_S_PER_NAME for each name. A name usually
 takes 3 us."""
 ALWAYS = 0
-"""Index of the expression that matches all names, in each program."""
+"""Index of the expression in each program that matches every name."""
 
 _PART = re.compile(
     r"""(?P<escape> \\ x[0-9a-fA-F]{2} | \\ . | \\ \Z)
@@ -62,11 +62,12 @@ class Unsupported(ConfigError):
 
 
 class Expressions:
-    """Regular expressions of a config field, in order. They match names as Python's `re` does."""
+    """Regular expressions of a config field, in order. They match names like Python's `re`."""
 
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
-        """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`: an
-        expression of ours before each. Raises Unsupported, and ConfigError."""
+        """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`:
+        expression added in front of each. Raises Unsupported for syntax that RE2 lacks, and
+        ConfigError for invalid or too large expressions."""
         _check_sizes(texts, where)
         self._where = where
         self._used_s, self._num_names = 0.0, 0
@@ -83,12 +84,14 @@ class Expressions:
         ]
 
     def first(self, name: str) -> int | None:
-        """The index of the first expression that matches `name`. Raises ConfigError for a name that
-        no module has, and for expressions that take too long."""
+        """The index of the first expression that matches `name`; None if none matches. Raises
+        ConfigError for a name that cannot be a module name, and for expressions that take too much
+        time or memory."""
         if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"{self._where} cannot be matched to a module: its name {shown(name)} has "
-                f"{len(name)} characters, it must have at most {MAX_NAME_CHARACTERS}, of ASCII"
+                f"{len(name)} characters, it must have at most {MAX_NAME_CHARACTERS} ASCII "
+                "characters"
             )
         self._num_names += 1
         for number, program in enumerate(self._programs):
@@ -101,7 +104,7 @@ class Expressions:
                     f"{self._where} has taken {self._used_s:.1f} s to match {self._num_names} "
                     f"names, at most {limit_s:.1f} s are allowed: use shorter expressions"
                 )
-            # The program ran out of memory if it did not match even the expression for all names.
+            # If not even ALWAYS matched, the program ran out of memory.
             if not found or ALWAYS not in found:
                 raise ConfigError(
                     f"{self._where} needs more than the {MAX_MEMORY_BYTES} bytes that are allowed "
@@ -115,27 +118,27 @@ class Expressions:
 def _check_sizes(texts: Sequence[str], where: str) -> None:
     if len(texts) > MAX_EXPRESSIONS:
         raise ConfigError(
-            f"{where} has {len(texts)} regular expressions, at most {MAX_EXPRESSIONS} are read"
+            f"{where} has {len(texts)} regular expressions, at most {MAX_EXPRESSIONS} are allowed"
         )
     longest = max((len(text) for text in texts), default=0)
     if longest > MAX_EXPRESSION_CHARACTERS:
         raise ConfigError(
             f"{where} has a regular expression of {longest} characters, at most "
-            f"{MAX_EXPRESSION_CHARACTERS} are read"
+            f"{MAX_EXPRESSION_CHARACTERS} are allowed"
         )
     total = sum(map(len, texts))
     if total > MAX_TOTAL_CHARACTERS:
         raise ConfigError(
             f"{where} has regular expressions of {total} characters, at most "
-            f"{MAX_TOTAL_CHARACTERS} are read"
+            f"{MAX_TOTAL_CHARACTERS} are allowed"
         )
 
 
 def _program(
     texts: Sequence[str], translated: Sequence[str], first: int, where: str, part: str
 ) -> re2.Set:
-    """The program of PROGRAM_EXPRESSIONS expressions from `first` on, preceded by the expression
-    ALWAYS."""
+    """Compile at most PROGRAM_EXPRESSIONS expressions, beginning with index `first`, into a
+    program. Its first expression matches every name (see ALWAYS)."""
     options = re2.Options()
     options.max_mem = MAX_MEMORY_BYTES
     options.log_errors = False
@@ -148,21 +151,21 @@ def _program(
             program.Add(translated[index])
     except (re2.error, UnicodeEncodeError):
         raise ConfigError(
-            f"{where} has {shown(texts[index])}, which is no regular expression"
+            f"{where} has {shown(texts[index])}, which is not a valid regular expression"
         ) from None
     try:
         program.Compile()
     except re2.error:
         raise ConfigError(
             f"{where} has regular expressions that need more than the {MAX_MEMORY_BYTES} bytes "
-            "that are allowed: use shorter ones with fewer repetitions"
+            "that are allowed: use shorter expressions with fewer repetitions"
         ) from None
     return program
 
 
 def _translated(text: str, where: str, counts: list[int]) -> str:
-    """`text` as RE2 writes it; its counts in braces are appended to `counts`. Raises Unsupported,
-    and ConfigError for groups that do not close."""
+    """`text` in RE2's syntax; repetition counts are appended to `counts`. Raises Unsupported, and
+    ConfigError for unclosed groups."""
     depth = 0
     pieces = []
     for piece in _pieces(text, where, counts):
@@ -173,7 +176,7 @@ def _translated(text: str, where: str, counts: list[int]) -> str:
             break
         pieces.append(piece)
     if depth:
-        raise ConfigError(f"{where} has {shown(text)}, which is no regular expression")
+        raise ConfigError(f"{where} has {shown(text)}, which is not a valid regular expression")
     return "".join(pieces)
 
 
@@ -207,9 +210,9 @@ def _escape(text: str, piece: str, where: str, letters: frozenset[str]) -> str:
     if second.isalpha() and second.isascii() and len(piece) == 2 and second not in letters:
         if second in "uUN" or (second == "b" and letters is _CLASS_ESCAPES):
             raise _unsupported(text, where, f"the escape {piece}")
-        raise ConfigError(f"{where} has {shown(text)}, which is no regular expression")
+        raise ConfigError(f"{where} has {shown(text)}, which is not a valid regular expression")
     if not second:
-        raise ConfigError(f"{where} has {shown(text)}, which is no regular expression")
+        raise ConfigError(f"{where} has {shown(text)}, which is not a valid regular expression")
     return {r"\Z": r"\z"}.get(piece, piece) if second.isascii() else second
 
 
@@ -223,8 +226,11 @@ def _group(text: str, piece: str, begin: int, where: str) -> str:
         if inner.endswith(":") or (begin == 0 and "-" not in inner):
             return piece
     elif inner[:-1].strip("aiLmsux-") == "" and inner[-1:] in (":", ")"):
-        raise _unsupported(text, where, f"the flags {piece}")
-    raise ConfigError(f"{where} has {shown(text)}, which is no regular expression")
+        raise Unsupported(
+            f"{where} has {shown(text)}, which has the flags {piece}: only the flags i, m and s "
+            "are supported"
+        )
+    raise ConfigError(f"{where} has {shown(text)}, which is not a valid regular expression")
 
 
 def _count(text: str, match: "re.Match[str]", where: str, counts: list[int]) -> str:
@@ -242,7 +248,7 @@ def _count(text: str, match: "re.Match[str]", where: str, counts: list[int]) -> 
 
 
 def _class(text: str, begin: "re.Match[str]", where: str) -> tuple[int, str]:
-    """The end of the class that begins there, and the class."""
+    """(end, translation) of the character class that starts with the match `begin`."""
     pieces, position = [begin[0]], begin.end()
     while position < len(text):
         match = _IN_CLASS.match(text, position)
@@ -253,9 +259,9 @@ def _class(text: str, begin: "re.Match[str]", where: str) -> tuple[int, str]:
         elif piece == "]":
             return position, "".join((*pieces, piece))
         else:
-            # RE2 has names of classes, as in [[:alpha:]].
+            # RE2 has named classes, such as [[:alpha:]].
             pieces.append(r"\[" if piece == "[" else piece)
-    raise ConfigError(f"{where} has {shown(text)}, which is no regular expression")
+    raise ConfigError(f"{where} has {shown(text)}, which is not a valid regular expression")
 
 
 def _unsupported(text: str, where: str, what: str) -> Unsupported:

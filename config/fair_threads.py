@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 current_client: ContextVar[str | None] = ContextVar("current_client", default=None)
-"""The client of the request that the task handles: its API key, or its address. None outside of a
+"""The client of the request that this task handles: its API key or its address. None outside a
 request."""
 
 
@@ -32,13 +32,14 @@ def client_of_task(name: str) -> Iterator[None]:
 
 
 class FairThreads(ThreadPoolExecutor):
-    """A thread pool that limits each client to `per_client` calls in the pool's queue or running;
-    further calls of the client wait outside of the queue. A new client waits only for these few
-    calls of each other client. Calls outside of a request are not limited. A cancelled call leaves
-    the queue.
+    """A thread pool that limits each client to `per_client` calls that run or are in the pool's
+    queue; further calls of the client wait outside the queue. So a new client waits only for a few
+    calls of each other client. Calls outside a request are not limited. A cancelled call is removed
+    at once if it waits outside the queue; in the queue it keeps its place but does not run.
 
-    With `max_calls`, a client may exceed the rest of the limit up to its share, the limit divided
-    by the clients that have calls, so a client that fills the queue does not exclude other clients.
+    When `max_calls` is reached, a client may still submit calls up to its share, the limit divided
+    by the number of clients with calls, so a client that fills the queue does not lock out other
+    clients.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class FairThreads(ThreadPoolExecutor):
         max_calls: float = math.inf,
         nouns: str = "calls",
     ) -> None:
-        """`max_calls`: limit of the calls that wait or run. `nouns` name the calls in errors."""
+        """`max_calls`: maximum number of calls that wait or run. `nouns`: word for the calls in
+        error messages."""
         super().__init__(threads, thread_name_prefix=thread_name_prefix)
         self._per_client = per_client
         self._max_calls = max_calls
         self._nouns = nouns
         self._clients: dict[str, _Client] = {}
-        """Clients that have calls."""
+        """Clients with calls that wait or run."""
         self._clients_lock = Lock()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
@@ -82,8 +84,8 @@ class FairThreads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Shut the pool down like ThreadPoolExecutor. Calls that wait outside of the queue are
-        always cancelled."""
+        """Shut the pool down like ThreadPoolExecutor. Calls that wait outside the queue are always
+        cancelled."""
         with self._clients_lock:
             waiting = [
                 call for client in self._clients.values() for call in client.waiting.values()
@@ -103,7 +105,7 @@ class FairThreads(ThreadPoolExecutor):
         if own < share:
             return
         if sum(client.num_calls for client in self._clients.values()) >= self._max_calls:
-            raise Overloaded(f"{own} {self._nouns} of this client wait, at most {share:g} may")
+            raise Overloaded(f"{own} {self._nouns} of this client wait, at most {share:g} may wait")
 
     def _forget_cancelled(self, client: "_Client", future: "Future[Any]") -> None:
         if future.cancelled():
@@ -136,8 +138,8 @@ class FairThreads(ThreadPoolExecutor):
             self._enqueue(name, client, following)
 
     def _take_next(self, name: str, client: "_Client") -> "_Call | None":
-        """The next waiting call of a client after a call of the client has ended; None: no call
-        waits."""
+        """Remove and return the next waiting call of a client after a call of the client has ended;
+        None if no call waits."""
         with self._clients_lock:
             if client.waiting:
                 return client.waiting.popitem(last=False)[1]
@@ -156,7 +158,7 @@ class _Client:
         self.num_submitted = 0
         """Calls in the pool's queue or running."""
         self.waiting: OrderedDict[object, _Call] = OrderedDict()
-        """Calls outside of the pool's queue, by future."""
+        """Calls that wait outside the pool's queue, by future."""
 
     @property
     def num_calls(self) -> int:
@@ -164,8 +166,8 @@ class _Client:
 
 
 class _Call:
-    """A call and its future. Refers to neither after the call has begun: frames that outlive the
-    call, which an exception keeps, refer to the `_Call`."""
+    """A call and its future. Drops its references to both when the call starts: an exception may
+    keep frames alive that refer to the `_Call`."""
 
     __slots__ = ("_function", "future")
 
@@ -174,7 +176,7 @@ class _Call:
         self._function = function
 
     def cancel(self) -> bool:
-        """Cancel the future, unless the call has begun."""
+        """Cancel the future, unless the call has started."""
         return self.future.cancel()
 
     def run(self) -> None:
@@ -186,7 +188,7 @@ class _Call:
         try:
             result = function()
         except BaseException as error:
-            # A cycle of the traceback, its frames and the future would keep the memory of a request
+            # A reference cycle of traceback, frames and future would keep the memory of a request
             # alive.
             clear_frames(error)
             future.set_exception(error)
@@ -198,4 +200,4 @@ class _Call:
 
 
 def _nothing() -> None:
-    """The function of a call that has begun."""
+    """Placeholder function of a call that has started."""

@@ -1,4 +1,4 @@
-"""JSON in settings and files of the operator."""
+"""Parses JSON in settings and in files of the operator."""
 
 import json
 from typing import Any
@@ -10,26 +10,26 @@ _PROBLEMS = {
     "Expecting property name enclosed in double quotes": "a name in double quotes is missing",
     "Unterminated string starting at": "a string has no closing quote",
     "Invalid control character at": "a string has a control character",
-    "Illegal trailing comma before end of object": "a comma stands before the closing bracket",
-    "Illegal trailing comma before end of array": "a comma stands before the closing bracket",
+    "Illegal trailing comma before end of object": "there is a comma before the closing bracket",
+    "Illegal trailing comma before end of array": "there is a comma before the closing bracket",
     "Extra data": "more text follows the value",
 }
-"""Messages of Python's decoder, in words for users who know JSON but not Python."""
+"""Messages of Python's JSON decoder -> messages for users who do not know Python."""
 
 
 def json_problem(error: ValueError) -> str:
-    """Why a line is not JSON, with the column, from the error of `parse_json`."""
+    """Error message, with the column, for the error that `parse_json` raised for a line."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not UTF-8"
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
-    # The break at the end of a line is no column of the line.
+    # Do not count the line break at the end of a line.
     column = min(error.pos, len(error.doc.rstrip())) + 1
     return f"{_PROBLEMS.get(error.msg, error.msg)}, at column {column}"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parsed value of `text`. Raises ValueError for invalid JSON and for values that are nested too
+    """Parse `text`. Raises ValueError for invalid JSON and for values that are nested too
     deeply."""
     try:
         return json.loads(text)

@@ -23,16 +23,16 @@ CHATTY = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose INFO lines do not help operators."""
+"""Libraries whose INFO lines are dropped."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
-"""Paths that are polled every few seconds and have no access log line."""
+"""Paths that are polled every few seconds, so they are not in the access log."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Line ends, terminal control characters, marks that change the direction of text, and lone
-surrogates, which cannot be encoded."""
+"""Line breaks, terminal control characters, bidirectional-text controls, and lone surrogates, which
+cannot be encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ _applied = DEFAULT
 
 
 def escaped(text: str) -> str:
-    """`text` with escapes for line ends and terminal control characters."""
+    """`text` with line breaks and terminal control characters escaped."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class RoleFormatter(logging.Formatter):
-    """Adds `server`, `engine 0` or `worker 3` to each line. A message is one line whatever text of
-    a client it contains, and the lines of a traceback are indented, so that a client cannot forge
-    log lines."""
+    """Prefixes each line with the process role: `server`, `engine 0`, `worker 3`. Each message is a
+    single line, and traceback lines are indented, so that text of a client cannot forge log
+    lines."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__(FORMAT, TIME)
@@ -63,7 +63,7 @@ class RoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.process_role = self._role
-        # `server server.process.api_server` would say the role twice.
+        # Avoid repeating the role, as in `server server.process.api_server`.
         record.module_name = record.name.removeprefix(f"{self._role}.")
         record.message = record.getMessage()
         record.asctime = self.formatTime(record, self.datefmt)
@@ -76,8 +76,8 @@ class RoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object in each line: time, level, process, rank, logger, message, what `extra` has
-    under `fields`, and the traceback, if any."""
+    """One JSON object per line: time, level, process, rank, logger, message, the entries of
+    `fields` in `extra`, and the traceback, if any."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__()
@@ -105,28 +105,29 @@ def _indented(text: str) -> list[str]:
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Our handler on the root logger; a separate type, so that a second setup finds it."""
+    """Our handler on the root logger. It has its own type, so that a second setup can find it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop INFO lines of libraries, even where a library has reset its loggers' levels: torch
+        """Drop INFO lines of libraries even if a library resets the level of its loggers: torch
         does so while it is imported, and logs statistics at exit if the import was interrupted."""
         is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
         return not is_chatty and bool(super().filter(record))
 
 
 class WithoutProbes(logging.Filter):
-    """Drops uvicorn's access lines for `PROBES`."""
+    """Drops uvicorn's access lines for PROBES."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        # uvicorn's arguments: client address, method, path with query, HTTP version, status.
+        # Arguments in uvicorn's records: client address, method, path with query, HTTP version,
+        # status.
         if not isinstance(record.args, tuple) or len(record.args) < 3:
             return True
         return str(record.args[2]).partition("?")[0] not in PROBES
 
 
 class LimitedWarning:
-    """A warning about a frequent event: logged at most once in `every_s` seconds, with the count
-    since the start."""
+    """Rate-limited warning about a frequent event: logged at most once in `every_s` seconds, with
+    the count since the start."""
 
     def __init__(
         self,
@@ -136,7 +137,8 @@ class LimitedWarning:
         every_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`text`: message with placeholders for the arguments of `add`, then %d for the count."""
+        """`text`: message with placeholders for the arguments of `add`, followed by %d for the
+        count."""
         self._logger = logger
         self._text = text
         self._every_s = every_s
@@ -145,8 +147,7 @@ class LimitedWarning:
         self.count = 0
 
     def add(self, *arguments: object) -> None:
-        """Increase the count, and log it unless the last line is less than `every_s` seconds
-        old."""
+        """Increase the count, and log it if the last line is at least `every_s` seconds old."""
         self.count += 1
         now_s = self._clock()
         if now_s >= self._next_s:
@@ -155,7 +156,7 @@ class LimitedWarning:
 
 
 def applied() -> LogConfig:
-    """The settings that the last `setup` of this process received."""
+    """The settings of the last `setup` call in this process."""
     return _applied
 
 
@@ -168,7 +169,7 @@ def setup(
 ) -> None:
     """Log to stderr from now on. A later call, for example in a child process, replaces the setup.
 
-    Run uvicorn with `log_config=None`, or it installs its own handlers.
+    Run uvicorn with `log_config=None`; otherwise it installs its own handlers.
     """
     global _applied
     _applied = config

@@ -1,5 +1,5 @@
-"""glibc malloc settings of this process, which control whether freed memory is returned to the
-system. All functions are no-ops with other C libraries."""
+"""glibc malloc settings of this process, which control whether freed memory is returned to the OS.
+All functions are no-ops with other C libraries."""
 
 import ctypes
 
@@ -23,26 +23,26 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def map_large_blocks() -> None:
-    """Give each block over MMAP_BLOCK_BYTES its own mapping from now on: it is returned to the
-    system when freed, and grows without a copy. By default glibc stops this for blocks of up to
-    32 MiB once it has freed one of that size."""
+    """From now on, give each block over MMAP_BLOCK_BYTES its own mapping, which is returned to the
+    OS when freed and grows without a copy. By default, after a block of up to 32 MiB is freed,
+    glibc stops mapping blocks of that size."""
     if (library := _glibc()) is not None:
         library.mallopt(_M_MMAP_THRESHOLD, MMAP_BLOCK_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, RETAINED_BYTES)
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system. Takes some milliseconds, without the GIL."""
+    """Return freed memory to the OS. Takes some milliseconds, without the GIL."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 
 
 def retain_freed_memory(num_bytes: int) -> None:
-    """Return freed memory to the system now, and from now on retain up to `num_bytes` of it for
-    reuse, in blocks of up to MAX_MMAP_THRESHOLD_BYTES; 0 restores glibc's defaults.
+    """Return freed memory to the OS now, and from now on retain up to `num_bytes` of it for reuse,
+    in blocks of up to MAX_MMAP_THRESHOLD_BYTES; 0 restores glibc's defaults.
 
-    The defaults retain little: a step that allocates and frees some MiB has all of their pages
-    mapped and cleared again, which was three quarters of the time to sample 32 tokens.
+    glibc retains little by default: a step that allocates and frees some MiB has all of these pages
+    mapped and cleared again, which took three quarters of the time to sample 32 tokens.
     """
     if (library := _glibc()) is not None:
         library.malloc_trim(0)

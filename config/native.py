@@ -1,19 +1,20 @@
-"""Converts panics of native extensions (Rust) to exceptions that process boundaries handle."""
+"""Converts panics of native extensions (Rust) to exceptions that the handlers at process boundaries
+catch."""
 
 import contextlib
 from collections.abc import Iterator
 
 _PANIC = "PanicException"
-"""Name of the panic class, which no module exports. It is a BaseException."""
+"""Name of the panic class, a BaseException that no module exports."""
 
 
 class NativePanic(RuntimeError):
-    """A native extension panicked: a fault of the extension, or an input that it cannot take."""
+    """A native extension panicked, because of a bug or an input that it does not support."""
 
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise NativePanic for a panic inside the block. All other exceptions pass."""
+    """Convert a panic inside the block to NativePanic. Other exceptions are not changed."""
     try:
         yield
     except Exception:

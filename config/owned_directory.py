@@ -15,12 +15,12 @@ from config.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOCK = ".gaudiserve.lock"
-"""A file that the owner of a directory keeps locked. The kernel releases the lock when the owner
-dies; a process id could be reused by then."""
+"""File that the owner of a directory keeps locked. The kernel releases the lock when the owner
+dies; a process id could be reused."""
 
 
 def temporary_folder() -> str:
-    """The system's temporary directory. Raises ConfigError if there is no writable directory."""
+    """The system's temporary directory. Raises ConfigError if no directory is writable."""
     try:
         return tempfile.gettempdir()
     except OSError as error:
@@ -30,12 +30,13 @@ def temporary_folder() -> str:
 
 
 class OwnedDirectory:
-    """A directory for this user only, removed when closed, at exit, or else at the next start."""
+    """A private directory of this user that is removed by `close`, at exit, or by the next
+    start."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
-        """Create it in `parent` (None: the system's temporary directory). First remove this user's
-        directories with the same prefix whose owner is dead. Raises OSError; without `parent`
-        ConfigError."""
+        """Create the directory in `parent` (None: the system's temporary directory), after removing
+        this user's directories with the same prefix whose owner is dead. Raises OSError; without
+        `parent`, ConfigError."""
         folder = os.fspath(parent) if parent is not None else temporary_folder()
         _remove_stale(folder, prefix)
         try:
@@ -66,19 +67,19 @@ class OwnedDirectory:
 
 
 def _create(parent: str, prefix: str) -> tuple[str, int]:
-    """A new directory and the descriptor of its acquired lock."""
+    """Create a directory and lock it; returns its path and the descriptor of the lock."""
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        # Not inherited: a child that outlives this process must not keep the lock.
+        # Not inheritable: a child that outlives this process must not hold the lock.
         lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Another start locked the file before us and removes the directory as stale.
+            # Another starting process locked the file first, and removes the directory as stale.
             os.close(lock)
             continue
         except OSError:
-            # A file system without locks: nobody else can lock the file and remove the directory.
+            # On a file system without locks, no process can lock the file and remove the directory.
             return path, lock
         if os.fstat(lock).st_nlink:
             return path, lock
@@ -89,19 +90,20 @@ def _remove_stale(parent: str, prefix: str) -> None:
     with suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
-                # A directory that cannot be opened, locked or removed is in use or not ours.
+                # A directory that cannot be opened, locked or removed is in use or belongs to
+                # another user.
                 with suppress(OSError):
                     _remove_if_stale(entry.path)
 
 
 def _remove_if_stale(path: str) -> None:
-    """Remove the directory if it is this user's and its lock is free. A directory without a lock
-    file has an unknown owner and is left alone. Raises OSError on failure."""
+    """Remove the directory if it belongs to this user and its lock is free. A directory without a
+    lock file has an unknown owner and is not removed. Raises OSError on failure."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(directory).st_uid != os.geteuid():
             return
-        # Without O_NONBLOCK, opening a FIFO of that name would block.
+        # Without O_NONBLOCK, opening a FIFO with this name would block.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         lock = os.open(LOCK, flags, dir_fd=directory)
         try:
@@ -119,8 +121,8 @@ def _remove_if_stale(path: str) -> None:
 
 
 def _empty(directory: int) -> None:
-    """Remove the contents by descriptor, so that a path replaced meanwhile is not followed. The
-    lock is removed last, so that the next start finishes an interrupted removal."""
+    """Remove the contents using the descriptor, so that a path replaced meanwhile is not followed.
+    The lock is removed last, so that the next start can finish an interrupted removal."""
     for _, folders, files, folder in os.fwalk(".", topdown=False, dir_fd=directory):
         for name in (*files, *folders):
             if name == LOCK:

@@ -1,4 +1,5 @@
-"""ParallelConfig: how a model is divided among devices, and what starts their workers."""
+"""ParallelConfig: how a model is divided among devices, and the executor that starts the
+workers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,15 +12,16 @@ DATA = "data"
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The devices that run a copy of the model. Each device has a rank: stage * tensor parallel
+    """The devices that run a copy of the model. The rank of a device is stage * tensor parallel
     size + shard."""
 
     tensor_parallel_size: int = setting(
-        1, "Devices that each layer of the model is divided among", minimum=1
+        1, "Number of devices among which each layer of the model is divided", minimum=1
     )
     pipeline_parallel_size: int = setting(
         1,
-        "Stages that the layers of the model are divided into, each with devices of its own",
+        "Number of stages into which the layers of the model are divided, each with its own "
+        "devices",
         minimum=1,
     )
     enable_expert_parallel: bool = setting(
@@ -29,41 +31,41 @@ class ParallelConfig:
     )
     mm_encoder_tp_mode: str = setting(
         "replicated",
-        "How tensor-parallel devices encode images; data: each device a part of them; "
-        "replicated: each device all of them",
+        "How tensor-parallel devices encode images; data: each device encodes a part of the "
+        "images; replicated: each device encodes all images",
         choices=("replicated", DATA, "weights"),
     )
     compare_ranks: bool = setting(
         False,
-        "Debugging: stop at the first difference of the tokens that tensor-parallel ranks sample",
+        "Debugging: stop when tensor-parallel ranks sample different tokens",
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
         if self.mm_encoder_tp_mode == "weights":
             raise ConfigError(
-                "--mm-encoder-tp-mode is weights, and the weights of vision towers are not divided "
-                "among devices: data divides the images"
+                "--mm-encoder-tp-mode is weights, and the weights of vision towers are not "
+                "divided among devices: use data, which divides the images"
             )
 
     @property
     def divides_images(self) -> bool:
-        """Whether each tensor-parallel device encodes a part of the images."""
+        """Whether each tensor-parallel device encodes a share of the images."""
         return self.mm_encoder_tp_mode == DATA and self.tensor_parallel_size > 1
 
     @property
     def world_size(self) -> int:
-        """Number of workers of an engine."""
+        """Number of workers per engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def output_rank(self) -> int:
-        """The first rank of the last stage: its worker sends the results."""
+        """First rank of the last stage; its worker sends the results."""
         return self.world_size - self.tensor_parallel_size
 
 
 class Stage(NamedTuple):
-    """Position of a pipeline stage among the stages of a model."""
+    """Position of a pipeline stage."""
 
     rank: int = 0
     size: int = 1
@@ -79,12 +81,12 @@ class Stage(NamedTuple):
         return self.rank == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Indices of the stage's layers among `num_layers`. Raises ConfigError if a stage would
+        """Indices of this stage's layers among `num_layers`. Raises ConfigError if a stage would
         have no layers."""
         if self.size > num_layers:
             raise SettingError(
-                f"the model has {num_layers} layers, and {self.size} stages "
-                "(--pipeline-parallel-size) need one each"
+                f"the model has {num_layers} layers and --pipeline-parallel-size is {self.size}: "
+                "each stage needs at least 1 layer"
             )
         first, end = (num_layers * rank // self.size for rank in (self.rank, self.rank + 1))
         return range(first, end)

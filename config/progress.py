@@ -1,6 +1,9 @@
-"""Progress of slow start-up work: a bar on a terminal, log lines elsewhere, and callbacks."""
+"""Progress of slow start-up work: a progress bar on a terminal, log lines elsewhere, and
+callbacks."""
 
 import logging
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +13,11 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 NUM_LINES = 10
-"""Number of log lines for a whole download or conversion where there is no bar."""
+"""Number of log lines for a download or conversion without a progress bar."""
 
 Report = Callable[[str, int, int], None]
 """Called with a stage ("fetch", "convert"), the bytes done and the total (0: unknown). May be
-called on several threads; an exception aborts the work."""
+called from several threads; an exception aborts the work."""
 
 
 def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
@@ -31,14 +34,14 @@ def unreported_step(step: str) -> None:
 
 
 class TenthLines:
-    """Logs byte progress at each tenth of the total, where there is no terminal for a bar."""
+    """Logs byte progress at each tenth of the total, if there is no terminal for a progress bar."""
 
     def __init__(self, words: str) -> None:
         self._words = words
         self._num_written = 0
 
     def update(self, done_bytes: int, total_bytes: int) -> None:
-        """Log a line if `done_bytes` has reached another tenth of the total."""
+        """Log a line if `done_bytes` has reached the next tenth of the total."""
         tenths = NUM_LINES * done_bytes // total_bytes if total_bytes else 0
         if tenths > self._num_written:
             self._num_written = tenths
@@ -46,9 +49,27 @@ class TenthLines:
             logger.info("%s: %d %%, %s", self._words, 100 * tenths // NUM_LINES, megabytes)
 
 
-class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
-    """A byte progress bar on a terminal, log lines elsewhere. Also reports each update. `disable`
-    keeps the reports."""
+def bar_size() -> dict[str, int]:
+    """Arguments of a tqdm bar on a terminal that reports 0 columns, as serial consoles and some
+    containers do: tqdm would draw nothing there. Empty elsewhere."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        return {}
+    usual = shutil.get_terminal_size()
+    return {} if columns else {"ncols": usual.columns, "nrows": usual.lines}
+
+
+class CountBar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's stubs
+    """A progress bar that is drawn on terminals of any reported size."""
+
+    def __init__(self, *args: Any, **look: Any) -> None:
+        super().__init__(*args, **{**bar_size(), **look})
+
+
+class Bar(CountBar):
+    """A byte progress bar on a terminal, log lines elsewhere. Each update also calls `report`, even
+    with `disable`."""
 
     def __init__(self, stage: str, report: Report, *, desc: str, **look: Any) -> None:
         self._stage = stage
@@ -63,7 +84,7 @@ class Bar(tqdm):  # type: ignore[type-arg] # a class only to the type checker's 
         report(stage, 0, self._total_bytes)
 
     def reach(self, done_bytes: int) -> None:
-        """Update to `done_bytes`, at most the total; fewer than before count as no progress."""
+        """Update to `done_bytes`, but not above the total, and never backwards."""
         self.update(max(0, min(done_bytes, self._total_bytes) - self._done_bytes))
 
     def update(self, n: float | None = 1) -> bool | None:

@@ -1,4 +1,4 @@
-"""ServerConfig: the settings of the API servers: HTTP, text and logs."""
+"""ServerConfig: settings of the API servers: HTTP, text handling and logs."""
 
 import ipaddress
 import re
@@ -19,10 +19,11 @@ MAX_VIDEOS = 8
 MAX_FRAMES = 768
 """Maximum number of frames of a video."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a chat template that are fields of a request, and no chat_template_kwargs."""
+"""Chat template variables that are set by fields of the request, so chat_template_kwargs may not
+set them."""
 TOOL_TEMPLATES = ("auto", "none")
 AUTO_OR_NONE = ("auto", "none")
-"""Values of a parser's flag beside the names of the parsers, which server/parsers/ knows."""
+"""Values of a parser flag besides the parser names, which server/parsers/ defines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,20 @@ class ServerConfig:
     """Address, keys, limits and text handling of the API servers."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one", minimum=0, maximum=65535)
-    uds: str | None = setting(None, "Listen on this Unix socket, in place of host and port")
+    port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)
+    uds: str | None = setting(None, "Listen on this Unix socket instead of --host and --port")
     root_path: str = setting(
-        "", "Prefix of all paths, where a proxy does not remove it: /gaudi", name="root-path"
+        "",
+        "Prefix of all paths that a proxy adds and does not remove, such as /gaudi",
+        name="root-path",
     )
     ssl_certfile: str = setting(
         "",
-        "Certificate in PEM, followed by its issuers': serve HTTPS only. Read again when it "
-        "changes",
+        "Certificate chain in PEM; with it, only HTTPS is served. Read again when the file changes",
         group="TLS",
     )
     ssl_keyfile: str = setting(
-        "", "Private key of --ssl-certfile in PEM. Read again when it changes", group="TLS"
+        "", "Private key of --ssl-certfile in PEM. Read again when the file changes", group="TLS"
     )
     ssl_keyfile_password: str = setting(
         "", "Password of --ssl-keyfile, if it is encrypted", group="TLS", is_secret=True
@@ -50,7 +52,7 @@ class ServerConfig:
     ssl_ca_certs: str = setting(
         "",
         "Certificates in PEM of the issuers of client certificates, which are then required. Read "
-        "again when it changes",
+        "again when the file changes",
         group="TLS",
     )
     api_server_count: int = setting(
@@ -66,7 +68,7 @@ class ServerConfig:
     )
     api_key_file: str = setting(
         "",
-        "File with more keys, one in each line; # begins a comment line. Read again when it "
+        "File with more API keys, one per line; # begins a comment line. Read again when the file "
         "changes",
     )
     cache_salt_per_key: bool = setting(
@@ -74,26 +76,26 @@ class ServerConfig:
         "Share cached prompt prefixes only among requests with the same API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "Web origin whose pages may call the server; a JSON list, or several times"
+        (), "Web origin whose pages may call the server; a JSON list, or given several times"
     )
     max_body_bytes: int = setting(64 * 2**20, "Maximum size of a request body in bytes", minimum=1)
     h11_max_incomplete_event_size: int = setting(
         64 * 2**10,
-        "Maximum size of URL and headers in bytes; above: 414 or 431",
-        minimum=1024,  # what an ordinary client's URL and headers need
+        "Maximum size of URL and headers in bytes; larger requests are answered with 414 or 431",
+        minimum=1024,  # enough for the URL and headers of ordinary clients
     )
     h11_max_header_count: int = setting(
-        100, "Maximum number of headers of a request; more is answered with 431", minimum=1
+        100, "Maximum number of headers of a request; more are answered with 431", minimum=1
     )
     request_header_timeout_s: float = setting(
         10.0,
-        "Seconds until the headers of a request must be complete",
+        "Time limit for the headers of a request, in seconds",
         name="request-header-timeout",
     )
     request_body_timeout_s: float = setting(
         30.0,
-        "Seconds without a byte of the body before a 408; also the time limit of a body that "
-        "arrives at under 1 KiB per second",
+        "Seconds without a byte of the body before the request is answered with 408; also the time "
+        "limit of a body that arrives at under 1 KiB per second",
         name="request-body-timeout",
     )
     forwarded_allow_ips: str = setting(
@@ -116,25 +118,25 @@ class ServerConfig:
     )
     resume: bool = setting(
         True,
-        "Restart a dead engine and continue its requests; off: the server ends",
+        "Restart a dead engine and continue its requests; off: the server stops",
     )
     max_engine_restarts: int = setting(
         5,
-        "Restarts of an engine in a row, each within a minute of being ready, before the "
-        "server ends",
+        "Maximum consecutive restarts of an engine that dies within a minute of being ready; then "
+        "the server stops",
         minimum=0,
     )
     engine_restart_wait_s: float = setting(
         30.0,
-        "Maximum seconds between restarts of an engine: 0.5 before the second restart, then "
-        "doubled",
+        "Maximum seconds before a restart of an engine: 0.5 before the second restart, doubled for "
+        "each further restart",
         name="engine-restart-wait",
         minimum=0,
     )
     max_api_server_restarts: int = setting(
         5,
-        "Restarts of an API server in a row, each within a minute of being ready, before the "
-        "server ends; with --resume",
+        "Maximum consecutive restarts of an API server that dies within a minute of being ready; "
+        "then the server stops; needs --resume",
         minimum=0,
     )
     engine_timeout_s: float = setting(
@@ -177,21 +179,21 @@ class ServerConfig:
     enable_docs: bool = setting(
         True, "Serve /docs and /openapi.json", switches={"disable-fastapi-docs": (False, True)}
     )
-    enable_page: bool = setting(True, "Serve the page at /: a chat and the server's figures")
+    enable_page: bool = setting(True, "Serve the web page at /, with a chat and server metrics")
     allow_runtime_lora_updating: bool = setting(
         False,
-        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; without --api-key, --lora-dir "
-        "and --enable-lora they refuse each request",
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter; both need --api-key, --lora-dir "
+        "and --enable-lora",
         group="LoRA",
         variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
     lora_dir: str | None = setting(
-        None, "Folder below which adapters that are loaded at run time must be", group="LoRA"
+        None, "Folder that must contain all adapters that are loaded at run time", group="LoRA"
     )
     served_model_names: tuple[str, ...] = setting(
         (),
-        "Names of the model in the API, the first in answers; none: the model as given, and "
-        "the last part of a path",
+        "Names of the model in the API; answers have the first name; none: the value of --model, "
+        "and the last part of a path",
         group="Text",
         name="served-model-name",
         aliases=("served-model-names",),
@@ -206,7 +208,7 @@ class ServerConfig:
         group="Text",
     )
     trust_request_chat_template: bool = setting(
-        False, "Let a request bring its own chat template", group="Text"
+        False, "Allow requests to set chat_template", group="Text"
     )
     special_tokens_as_text: bool = setting(
         False,
@@ -215,7 +217,7 @@ class ServerConfig:
     )
     generation_config: str = setting(
         "auto",
-        "Default sampling parameters; auto: the model's generation_config; vllm: neutral ones",
+        "Default sampling parameters; auto: the model's generation_config; vllm: neutral values",
         group="Text",
         choices=("auto", "vllm"),
     )
@@ -234,11 +236,11 @@ class ServerConfig:
     )
     return_tokens_as_token_ids: bool = setting(
         False,
-        "Name tokens in log-probabilities as `token_id:5`, unless a request says otherwise",
+        "Name tokens in log-probabilities as `token_id:5`; requests can override it",
         group="Text",
     )
     enable_force_include_usage: bool = setting(
-        False, "End every stream with a chunk that has the usage", group="Text"
+        False, "End every stream with a chunk that contains the usage", group="Text"
     )
     max_stop_strings: int = setting(
         4,
@@ -249,24 +251,26 @@ class ServerConfig:
     )
     tool_call_parser: str = setting(
         "auto",
-        "Parser of the model's tool calls; auto: by its chat template; none: calls stay text",
+        "Parser of the model's tool calls; auto: chosen by the chat template; none: calls stay "
+        "text",
         group="Text",
         choices=AUTO_OR_NONE,
         has_kinds=True,
     )
     tool_template: str = setting(
         "auto",
-        "Tools with a chat template that does not render them; auto: text of the system "
-        "message; none: refused",
+        "How to serve tools if the chat template does not render them; auto: add them to the "
+        "system message as text; none: reject requests with tools",
         group="Text",
         choices=TOOL_TEMPLATES,
     )
     enable_auto_tool_choice: bool = setting(
-        True, "Let the model choose whether to call a tool of the request", group="Text"
+        True, "Let the model decide whether to call tools (tool_choice auto)", group="Text"
     )
     reasoning_parser: str = setting(
         "auto",
-        "Parser of the model's reasoning; auto: by its chat template; none: reasoning stays text",
+        "Parser of the model's reasoning; auto: chosen by the chat template; none: reasoning stays "
+        "text",
         group="Text",
         choices=AUTO_OR_NONE,
         has_kinds=True,
@@ -275,7 +279,7 @@ class ServerConfig:
         False, "Serve token ids only, without a tokenizer", group="Text"
     )
     tokenizer_threads: int = setting(
-        2, "Threads that tokenize and render templates", group="Text", minimum=1
+        2, "Threads that tokenize and render chat templates", group="Text", minimum=1
     )
     limit_mm_per_prompt: str = setting(
         "",
@@ -285,19 +289,19 @@ class ServerConfig:
     )
     allowed_media_domains: tuple[str, ...] = setting(
         (),
-        "Host from which images and videos are fetched over HTTPS; a JSON list, or several "
+        "Host from which images and videos are fetched over HTTPS; a JSON list, or given several "
         "times; *: any public host; none: data: URLs only",
         group="Images",
         takes_several=True,
     )
     allowed_local_media_path: str = setting(
         "",
-        "Folder for file: URLs of images and videos; none: they are refused",
+        "Folder for file: URLs of images and videos; none: file: URLs are refused",
         group="Images",
     )
     image_fetch_timeout_s: float = setting(
         5.0,
-        "Seconds in which an image must be fetched",
+        "Time limit for fetching an image, in seconds",
         group="Images",
         name="image-fetch-timeout",
         variables=("VLLM_IMAGE_FETCH_TIMEOUT",),
@@ -305,7 +309,7 @@ class ServerConfig:
     )
     video_fetch_timeout_s: float = setting(
         30.0,
-        "Seconds in which a video must be fetched",
+        "Time limit for fetching a video, in seconds",
         group="Images",
         name="video-fetch-timeout",
         variables=("VLLM_VIDEO_FETCH_TIMEOUT",),
@@ -313,8 +317,8 @@ class ServerConfig:
     )
     media_io_kwargs: str = setting(
         "",
-        'Frames read of a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: maximum per '
-        f"second; num_frames -1: all, up to {MAX_FRAMES}",
+        'Frames to read from a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: '
+        f"maximum frames per second; num_frames -1: all frames, up to {MAX_FRAMES}",
         group="Images",
     )
     mm_processor_kwargs: str = setting(
@@ -330,7 +334,7 @@ class ServerConfig:
     )
     log_level: str = setting(
         "info",
-        "Lowest level that is logged",
+        "Minimum level of logged messages",
         group="Logs",
         aliases=("uvicorn-log-level",),
         variables=("VLLM_LOGGING_LEVEL",),
@@ -339,7 +343,7 @@ class ServerConfig:
     )
     log_format: str = setting(
         TEXT,
-        "Form of the log's lines; json: one object per line",
+        "Format of log lines; json: one JSON object per line",
         group="Logs",
         choices=FORMATS,
     )
@@ -351,13 +355,13 @@ class ServerConfig:
     )
     enable_log_requests: bool = setting(
         False,
-        "Log prompts too; one line per request is always logged",
+        "Log prompts; one line per request is always logged",
         group="Logs",
         switches={"disable-log-requests": (False, True)},
     )
     disable_access_log: bool = setting(
         False,
-        "Do not log HTTP calls",
+        "Do not log HTTP requests",
         group="Logs",
         aliases=("disable-uvicorn-access-log",),
     )
@@ -385,7 +389,9 @@ class ServerConfig:
                 raise ConfigError(f"limit_mm_per_prompt has {count} {kind}, it must be at least 0")
         _check_frames(*self.video_frames)
         if self.cache_salt_per_key and not self.has_api_keys:
-            raise ConfigError("cache_salt_per_key is on and api_keys holds 0 keys, it needs 1")
+            raise ConfigError(
+                "cache_salt_per_key is on and api_keys has 0 keys, it must have at least 1"
+            )
         if self.uds is not None and self.api_server_count > 1:
             raise ConfigError(
                 f"uds is {self.uds} and api_server_count is {self.api_server_count}: one API "
@@ -398,10 +404,12 @@ class ServerConfig:
     def _check_tls(self) -> None:
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_certfile else -1]
-            raise ConfigError(f"{given} is {getattr(self, given)} and {missing} is not set")
+            raise ConfigError(
+                f"{given} is {getattr(self, given)} and {missing} is not set: set both"
+            )
         for name in ("ssl_keyfile_password", "ssl_ca_certs"):
             if getattr(self, name) and not self.ssl_certfile:
-                raise ConfigError(f"{name} is set and ssl_certfile is not")
+                raise ConfigError(f"{name} is set and ssl_certfile is not: set ssl_certfile")
 
     @property
     def path_prefix(self) -> str:
@@ -410,12 +418,12 @@ class ServerConfig:
 
     @property
     def serves_dev_endpoints(self) -> bool:
-        """Whether the developer routes exist: never without a key."""
+        """Whether the developer routes are enabled: never without API keys."""
         return self.enable_dev_endpoints and self.has_api_keys
 
     @property
     def has_api_keys(self) -> bool:
-        """Whether clients must send a key."""
+        """Whether clients must send an API key."""
         return bool(self.api_keys or self.api_key_file)
 
     @property
@@ -437,7 +445,7 @@ class ServerConfig:
             )
         count = limits.get(kind, default)
         if isinstance(count, dict):
-            # vLLM's form with the sizes that its profiling assumes.
+            # vLLM's form, with the sizes for its profiling.
             count = count.get("count", default)
         if not isinstance(count, int) or isinstance(count, bool):
             raise ConfigError(f"limit_mm_per_prompt has {kind} {count!r}, it must be a number")
@@ -445,8 +453,8 @@ class ServerConfig:
 
     @property
     def video_frames(self) -> tuple[int, float]:
-        """(maximum frames of a video, maximum frames per second of a video); -1: MAX_FRAMES, or no
-        maximum per second. Raises ConfigError."""
+        """(maximum frames, maximum frames per second) of a video; -1: MAX_FRAMES, or no limit on
+        frames per second. Raises ConfigError."""
         kinds = _object("media_io_kwargs", self.media_io_kwargs)
         video = kinds.get("video", {})
         if set(kinds) - {"video"} or not isinstance(video, dict) or set(video) - set(_FRAMES):
@@ -462,12 +470,13 @@ class ServerConfig:
 
     @property
     def image_options(self) -> dict[str, Any]:
-        """Arguments of the image processor."""
+        """Keyword arguments for the image processor."""
         return _object("mm_processor_kwargs", self.mm_processor_kwargs)
 
     @property
     def template_defaults(self) -> dict[str, Any]:
-        """Variables of the chat template that a request may override. Raises ConfigError."""
+        """Default variables of the chat template, which a request may override. Raises
+        ConfigError."""
         return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     @property
@@ -477,16 +486,16 @@ class ServerConfig:
 
     def sampling_defaults(self, of_model: Mapping[str, float]) -> dict[str, float]:
         """Default sampling parameters of requests: the model's generation_config, if
-        `generation_config` is auto, then override_generation_config."""
+        `generation_config` is auto, overridden by override_generation_config."""
         recommended = of_model if self.generation_config == "auto" else {}
         return {**recommended, **_generation_overrides(self.override_generation_config)}
 
 
 IGNORED_GENERATION = ("attn_temperature_tuning",)
-"""Names in override_generation_config that are no sampling parameters. Scripts for Llama 4 on vLLM
+"""Names in override_generation_config that are not sampling parameters. Scripts for Llama 4 on vLLM
 set them, and vLLM ignores them too."""
 _LIMITED = ("image", "video", "audio")
-"""Kinds in limit_mm_per_prompt. Scripts for vLLM name audio, which no served model takes."""
+"""Kinds in limit_mm_per_prompt. Scripts for vLLM set audio, which no model here supports."""
 _FRAMES = {"num_frames": 32, "fps": -1}
 """vLLM's default of num_frames; fps -1 means that fps sets no limit."""
 
@@ -505,8 +514,8 @@ _PAIRS = re.compile(rf"{_PAIR}(?:,{_PAIR})*")
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
-    """An object from JSON, or from pairs as in older releases of vLLM: image=4,video=1. Raises
-    ConfigError."""
+    """An object from JSON, or from name=value pairs as in older releases of vLLM: image=4,video=1.
+    Raises ConfigError."""
     if _PAIRS.fullmatch(text):
         pairs = (pair.split("=") for pair in text.split(","))
         text = "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
@@ -547,6 +556,6 @@ def _check_addresses(words: str) -> None:
             ipaddress.ip_network(word, strict=False)
         except ValueError:
             raise ConfigError(
-                f"forwarded_allow_ips holds {word!r}, it must be addresses or networks "
-                "(10.0.0.0/8) with commas between them, or *"
+                f"forwarded_allow_ips has {word!r}, it must be comma-separated addresses or "
+                "networks (10.0.0.0/8), or *"
             ) from None

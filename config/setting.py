@@ -1,4 +1,5 @@
-"""Setting: the flag of a configuration field: its help, names, variables, choices and range."""
+"""Setting: metadata of a configuration field: its help, flag names, variables, choices and
+range."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,32 +10,31 @@ from config.errors import ConfigError
 T = TypeVar("T")
 _KEY = "setting"
 MAX_DIGITS = 18
-"""Maximum digits of a whole number. Larger numbers do not fit 64 bits."""
+"""Maximum digits of an integer; longer integers do not fit 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How users set a config field. Type and default are the type and default of the field."""
+    """How users set a config field. Type and default come from the field."""
 
     help: str
     group: str = ""
-    """Title in the help; empty: the group of the dataclass (config/loading/flags.py)."""
+    """Help group; empty: the group of the dataclass (config/loading/flags.py)."""
     name: str = ""
     """Flag name without dashes; empty: the field's name."""
     aliases: tuple[str, ...] = ()
     switches: Mapping[str, tuple[object, object]] = field(default_factory=dict)
-    """Flags without a value -> the value that they set, and the value that their `no-` form
-    sets."""
+    """Switch name -> (value that the switch sets, value that its `no-` form sets)."""
     variables: tuple[str, ...] = ()
     """Environment variables that are read if GAUDISERVE_<NAME> is not set."""
     switch_variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that set a switch in `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     has_kinds: bool = False
-    """Whether names of kinds that only a higher folder knows are choices, too. The command line is
-    given them (config/loading/parser.py)."""
+    """Whether kinds defined in other packages are additional choices. The command-line parser gets
+    their names (config/loading/parser.py)."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """Other words for a choice, or for a switch's true and false."""
+    """Alternative words for a choice, or for true and false of a switch."""
     minimum: float | None = None
     maximum: float | None = None
     is_secret: bool = False
@@ -54,7 +54,7 @@ def setting(default: T, help: str, **facts: Any) -> T:
 
 
 def settings_of(config: Any) -> dict[str, Setting]:
-    """The settings of a dataclass, or of an instance, by field name in the order of the fields."""
+    """The settings of a dataclass or an instance: field name -> Setting, in field order."""
     return {
         setting.name: setting.metadata[_KEY]
         for setting in fields(config)
@@ -63,13 +63,13 @@ def settings_of(config: Any) -> dict[str, Setting]:
 
 
 def is_count(word: str) -> bool:
-    """Whether a word is a whole number without a sign, of at most 18 digits."""
+    """Whether a word is an unsigned integer of at most MAX_DIGITS digits."""
     word = word.strip()
     return word.isdecimal() and len(word) <= MAX_DIGITS
 
 
 def check_settings(config: object) -> None:
-    """Raise ConfigError for a field whose value is not among its choices or is out of its range."""
+    """Raise ConfigError for a field whose value is out of range or not among its choices."""
     for name, facts in settings_of(config).items():
         value = getattr(config, name)
         if value is None:

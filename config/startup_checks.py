@@ -1,5 +1,5 @@
-"""Checks before any process starts: the device against installed packages, the context length
-against the checkpoint. Imports no torch and opens no device."""
+"""Checks before any process starts: installed packages for the device, the context length against
+the checkpoint. Imports no torch and opens no device."""
 
 import importlib
 import importlib.metadata
@@ -11,7 +11,7 @@ from config.checkpoint.operations import check_operations
 from config.checkpoint.shapes import check_weights
 from config.checkpoint.tied_head import check_tied_head
 from config.devices.base import DEVICES, Installed
-from config.engine import AT_LOAD, DUMMY, EngineConfig
+from config.engine import DUMMY, OF_CHECKPOINTS, EngineConfig
 from config.errors import ConfigError, SettingError
 from config.loading.env import is_installed
 from config.model.architectures import decoder_spec, is_native
@@ -29,14 +29,14 @@ from config.model.model_config import (
     check_limits,
 )
 from config.model.pooler import PoolerConfig, choose_pooler
-from config.model.quantization.base import QUANTIZATION_FORMATS
 from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_config
+from config.model.quantization.registry import KERNELS, SCHEMES_AT_LOAD, config_at_load
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages, indexer_of
 from config.version import install_command
 
 EMULATOR_MAX_MODEL_LEN = 512
-"""Default limit of max_model_len on the emulated card: its warm-up computes every bucket of every
+"""Maximum default of max_model_len on the emulated card: its warm-up runs every bucket of every
 length on the host, which takes hours for 8192 tokens."""
 
 
@@ -52,23 +52,23 @@ def check_device(device: str) -> None:
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
     """Raise ConfigError for a model that cannot be served with `config`."""
-    facts, pooler = check_model_config(config, folder)
+    model_config, pooler = check_model_config(config, folder)
     if config.load_format == DUMMY:
-        check_limits(facts)
+        check_limits(model_config)
     else:
-        check_weights(facts, pooler)
+        check_weights(model_config, pooler)
         if pooler is None:
-            check_tied_head(facts)
-    # After the weights, which bound the number of layers.
-    _check_block_size(config, facts)
+            check_tied_head(model_config)
+    # After the check of the weights, which limits the number of layers.
+    _check_block_size(config, model_config)
     method = config.speculation.choose()
     if method is None:
         return
     if pooler is None:
-        check_target(method, facts)
+        check_target(method, model_config)
     if method.has_drafter:
         draft = draft_folder(config, method) if method.model else folder
-        own = check_draft(config, method, draft, facts)
+        own = check_draft(config, method, draft, model_config)
         if own is not None:
             check_checkpoint(own, draft)
 
@@ -77,86 +77,123 @@ def check_model_config(
     config: EngineConfig, folder: str
 ) -> tuple[ModelConfig, PoolerConfig | None]:
     """Like check_checkpoint, but without the weights, which may not be downloaded yet."""
-    facts = read_model_config(folder)
-    pooler = choose_pooler(config, facts)
-    is_built_in = pooler is not None or is_native(facts, config.model_impl)
-    is_known = is_built_in or _is_in_transformers(facts)
-    if not is_known and facts.fields.raw.get("auto_map"):
+    model_config = read_model_config(folder)
+    pooler = choose_pooler(config, model_config)
+    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
+    is_known = is_built_in or _is_in_transformers(model_config)
+    if not is_known and model_config.fields.raw.get("auto_map"):
         raise ConfigError(
-            f"{folder} is a {facts.architecture}, which is neither built in nor in transformers: "
-            "its code is in the checkpoint (auto_map in config.json), and such code is never run"
+            f"{folder} is a {model_config.architecture}, which has neither a native "
+            "implementation nor one in transformers: its code is in the checkpoint (auto_map in "
+            "config.json), and code in a checkpoint is never run"
         )
-    if facts.encoder is None and (is_built_in or not is_known):
-        # Check only the architecture's name: num_layers may be 10^9, which the weights will
-        # disprove.
+    if model_config.encoder is None and (is_built_in or not is_known):
+        # Check only the architecture name, without layers: num_layers may claim 10^9.
         decoder_spec(
-            replace(facts, num_layers=0, layer_types=(), rope_layers=()), has_head=pooler is None
+            replace(model_config, num_layers=0, layer_types=(), rope_layers=()),
+            has_head=pooler is None,
         )
     if is_built_in:
-        check_operations(facts)
-        _check_ranks(config, facts, is_pooling=pooler is not None)
-    choose_context(config, facts, pooler)
-    chosen_quantization(config.quantization, facts)
+        check_operations(model_config)
+        _check_ranks(config, model_config, is_pooling=pooler is not None)
+    choose_context(config, model_config, pooler)
+    chosen_quantization(config.quantization, model_config)
+    if config.device != "auto":
+        check_format_at_load(config.quantization, model_config, config.device)
     if config.quantization == INC:
-        _check_compressor(config, facts, is_built_in=is_built_in and pooler is None)
-    if facts.quantization is not None and not is_built_in:
+        _check_compressor(config, model_config, is_built_in=is_built_in and pooler is None)
+    if model_config.quantization is not None and not is_built_in:
         raise ConfigError(
-            f"{facts.fields.file} has quantized weights ({facts.quantization.method}), which are "
-            f"served of built-in models only, and the code of this {facts.architecture} is that of "
-            "transformers"
+            f"{model_config.fields.file} has quantized weights "
+            f"({model_config.quantization.method}), which require a native implementation, and "
+            f"{model_config.architecture} runs on the transformers implementation"
         )
-    if facts.quantization is not None and facts.encoder is not None:
+    if model_config.quantization is not None and model_config.encoder is not None:
         raise ConfigError(
-            f"{facts.fields.file} has quantized weights ({facts.quantization.method}), which are "
-            f"not served of encoders"
+            f"{model_config.fields.file} has quantized weights "
+            f"({model_config.quantization.method}), which are not supported for encoders"
         )
-    if config.quantization in AT_LOAD and pooler is not None:
+    if quantizes_at_load(config.quantization, model_config) and pooler is not None:
         raise ConfigError(
-            f"quantization is {config.quantization}, and {folder} is served for pooling, where "
-            "weights are not quantized"
+            f"quantization is {config.quantization}, and {folder} is served for pooling, for "
+            "which quantization is not supported"
         )
     if config.quantization == "gguf" and not (Path(folder) / BLOCKS).is_file():
         raise ConfigError(
-            f"quantization is gguf, and {folder} was made from no GGUF file: give one as the model"
+            f"quantization is gguf, and {folder} was not made from a GGUF file: give a GGUF file "
+            "as the model"
         )
-    return facts, pooler
+    return model_config, pooler
 
 
-def chosen_quantization(requested: str | None, facts: ModelConfig) -> str | None:
-    """The value of --quantization; without the flag, the checkpoint's method. Raises ConfigError if
-    the flag contradicts the checkpoint."""
-    own = None if facts.quantization is None else facts.quantization.method
-    if requested is None or requested == own:
+def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str | None:
+    """The value of --quantization; without the flag, the checkpoint's method, unless the model's
+    family reads the weights itself. Raises ConfigError if the flag contradicts the checkpoint."""
+    own = None if model_config.quantization is None else model_config.quantization.method
+    declared = own or model_config.other_quantization
+    if requested in (None, declared) or declared in KERNELS.get(str(requested), ()):
         return own
-    file = facts.fields.file
-    if own is not None:
+    file = model_config.fields.file
+    is_format = requested in OF_CHECKPOINTS or requested in KERNELS
+    if declared and (own or is_format):
         raise SettingError(
-            f"quantization is {requested}, and {file} says that the weights are quantized by "
-            f"{own}: leave --quantization out"
+            f"quantization is {requested}, and {file} has weights quantized by {declared}: leave "
+            "--quantization out"
         )
-    if requested in QUANTIZATION_FORMATS.all:
+    if is_format and requested not in SCHEMES_AT_LOAD:
         raise SettingError(
             f"quantization is {requested}, and {file} has no quantization_config: the weights are "
-            "not quantized; leave --quantization out"
+            "not quantized; leave --quantization out, or quantize them while loading "
+            f"(--quantization {' or '.join(SCHEMES_AT_LOAD)})"
         )
     return requested
 
 
-def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: bool) -> None:
+def quantizes_at_load(requested: str | None, model_config: ModelConfig) -> bool:
+    """Whether this server quantizes the weights while loading; a compressor quantizes them
+    afterwards."""
+    return not model_config.quantization and requested not in (None, INC)
+
+
+def check_format_at_load(requested: str | None, model_config: ModelConfig, device: str) -> None:
+    """Raise SettingError if --quantization quantizes weights while loading to a format for which
+    `device` has no quantized matmul."""
+    if not quantizes_at_load(requested, model_config) or requested not in SCHEMES_AT_LOAD:
+        return
+    if SCHEMES_AT_LOAD[requested].is_flat and device != "cpu":
+        others = [name for name, scheme in SCHEMES_AT_LOAD.items() if not scheme.is_flat]
+        raise SettingError(
+            f"quantization is {requested} and the device is {device}: the weights of "
+            f"{model_config.fields.file} are quantized to {requested} on cpu only; use "
+            f"{' or '.join(others)}"
+        )
+
+
+def facts_at_load(requested: str | None, model_config: ModelConfig) -> ModelConfig:
+    """`model_config` with the quantization that the weights have after loading, for estimates of
+    sizes."""
+    if not quantizes_at_load(requested, model_config) or requested not in SCHEMES_AT_LOAD:
+        return model_config
+    return replace(model_config, quantization=config_at_load(requested))
+
+
+def _check_compressor(
+    config: EngineConfig, model_config: ModelConfig, *, is_built_in: bool
+) -> None:
     if not is_built_in:
         raise ConfigError(
-            f"quantization is {INC}, and {facts.path} is not a decoder that is built in: the "
-            "compressor quantizes no others"
+            f"quantization is {INC}, and {model_config.path} is not a decoder with a native "
+            "implementation, which the compressor requires"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
         raise SettingError(
-            f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}: the "
-            f"compressor caches in {FP8_INC}"
+            f"quantization is {INC} and --kv-cache-dtype is {config.cache.kv_cache_dtype}, the "
+            f"compressor supports {FP8_INC} only"
         )
     if config.cache.calculate_kv_scales:
         raise SettingError(
-            f"quantization is {INC} and --calculate-kv-scales is set: the compressor has scales of "
-            "its own"
+            f"quantization is {INC} and --calculate-kv-scales is set: leave "
+            "--calculate-kv-scales out, the compressor has its own scales"
         )
     quant_config = read_quant_config(config.quant_config)
     if quant_config.measures and (config.warmup.mode != "skip" or not config.enforce_eager):
@@ -172,59 +209,65 @@ def _check_compressor(config: EngineConfig, facts: ModelConfig, *, is_built_in: 
         )
 
 
-def _check_block_size(config: EngineConfig, facts: ModelConfig) -> None:
+def _check_block_size(config: EngineConfig, model_config: ModelConfig) -> None:
     """Raise ConfigError if the block size differs from the block size of the model's indexer."""
     size = config.cache.block_size
-    if not size or not is_native(facts, config.model_impl):
+    if not size or not is_native(model_config, config.model_impl):
         return
-    indexer = indexer_of(facts)
+    indexer = indexer_of(model_config)
     if indexer and size != indexer.block_size:
         raise SettingError(
-            f"--block-size is {size}, and the indexer of {facts.path} chooses blocks of "
+            f"--block-size is {size}, and the indexer of {model_config.path} selects blocks of "
             f"{indexer.block_size} keys: leave --block-size out"
         )
 
 
-def _check_ranks(config: EngineConfig, facts: ModelConfig, *, is_pooling: bool) -> None:
-    """Raise ConfigError if the ranks cannot divide the model. The worker checks models that are not
-    built in, whose layers are not known here."""
+def _check_ranks(config: EngineConfig, model_config: ModelConfig, *, is_pooling: bool) -> None:
+    """Raise ConfigError if the model cannot be divided among the ranks. Models that are not built
+    in are checked by the worker, because their layers are not known here."""
     parallel, num_engines = config.parallel, config.num_coupled_engines
     if num_engines > 1 and is_pooling:
         raise SettingError(
-            f"{facts.path} is served for pooling, and --enable-expert-parallel with "
+            f"{model_config.path} is served for pooling, and --enable-expert-parallel with "
             f"--data-parallel-size {num_engines} distributes experts over engines that generate: "
             "leave --enable-expert-parallel out"
         )
     if parallel.tensor_parallel_size > 1 or num_engines > 1:
         check_split(
-            replace(facts, architecture=causal_name(facts.architecture)) if is_pooling else facts,
+            replace(model_config, architecture=causal_name(model_config.architecture))
+            if is_pooling
+            else model_config,
             parallel.tensor_parallel_size,
             distributes_experts=parallel.enable_expert_parallel and not is_pooling,
             num_engines=num_engines,
         )
     if not is_pooling:
-        check_stages(facts, parallel.pipeline_parallel_size)
+        check_stages(model_config, parallel.pipeline_parallel_size)
 
 
-def _is_in_transformers(facts: ModelConfig) -> bool:
-    """Whether the installed transformers has a class for the architecture. The worker checks the
-    rest."""
-    # Imported here because it takes half a second and few models need it. It imports no torch.
-    return facts.architecture in dir(importlib.import_module("transformers"))
+def _is_in_transformers(model_config: ModelConfig) -> bool:
+    """Whether the installed transformers has a class for the architecture. The worker does the
+    remaining checks."""
+    # Imported here because the import takes half a second, and few models need it. It does not
+    # import torch.
+    return model_config.architecture in dir(importlib.import_module("transformers"))
 
 
-def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfig | None) -> int:
-    """The maximum number of tokens of a sequence: max_model_len, or else the checkpoint's limit. A
-    pooling model computes a text in one step, so the limit is at most max_num_batched_tokens, if
-    it is set; by default the limit is at most that of sentence-transformers. Raises ConfigError."""
+def choose_context(
+    config: EngineConfig, model_config: ModelConfig, pooler: PoolerConfig | None
+) -> int:
+    """The maximum number of tokens of a sequence: max_model_len, or the checkpoint's limit. A
+    pooling model computes a text in one step, so its limit is at most max_num_batched_tokens, if
+    set; the default is also at most the limit of sentence-transformers. Raises ConfigError."""
     is_emulated = config.device == "hpu-emulator"
     longest = choose_max_model_len(
         config.max_model_len,
-        facts,
+        model_config,
         is_emulated=is_emulated,
         allows_longer=config.allow_long_max_model_len,
     )
     if pooler is None:
+        config.scheduler.check_whole_prompts(longest)
         return longest
     budget = config.scheduler.max_num_batched_tokens
     if config.max_model_len is None:
@@ -233,37 +276,39 @@ def choose_context(config: EngineConfig, facts: ModelConfig, pooler: PoolerConfi
     if budget is not None and longest > budget:
         raise SettingError(
             f"--max-model-len is {longest} and --max-num-batched-tokens is {budget}: a pooling "
-            f"model reads a text in one step, so set --max-num-batched-tokens to {longest} or more"
+            f"model computes each input in one step, so set --max-num-batched-tokens to {longest} "
+            "or more"
         )
     return longest
 
 
 def choose_max_model_len(
     requested: int | None,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     *,
     is_emulated: bool = False,
     allows_longer: bool = False,
 ) -> int:
-    """The requested length, or else the checkpoint's default, on the emulated card at most
-    EMULATOR_MAX_MODEL_LEN. Raises ConfigError for a length above the checkpoint's maximum, unless
-    `allows_longer` and positions are computed."""
-    longest = max_context_length(facts)
+    """The requested length, or the checkpoint's default, which is at most EMULATOR_MAX_MODEL_LEN on
+    the emulated card. Raises ConfigError for a length above the checkpoint's maximum, unless
+    `allows_longer` is set and the model is a decoder. The model builder checks the learned
+    positions of decoders."""
+    longest = max_context_length(model_config)
     if requested is None:
-        default = default_context_length(facts)
+        default = default_context_length(model_config)
         return min(default, EMULATOR_MAX_MODEL_LEN) if is_emulated else default
     if requested <= longest:
         return requested
-    if facts.encoder is not None:
+    if model_config.encoder is not None:
         raise SettingError(
-            f"--max-model-len is {requested}, the checkpoint has vectors for {longest} positions "
-            f"and none for later ones: set --max-model-len to {longest} or less"
+            f"--max-model-len is {requested}, the checkpoint has position embeddings for "
+            f"{longest} positions only: set --max-model-len to {longest} or less"
         )
     if not allows_longer:
         raise SettingError(
             f"--max-model-len is {requested}, the checkpoint was made for "
-            f"{describe_context_length(facts)}: set --max-model-len to {longest} or less, or allow "
-            "it with --allow-long-max-model-len"
+            f"{describe_context_length(model_config)}: set --max-model-len to {longest} or less, "
+            "or allow it with --allow-long-max-model-len"
         )
     if requested > MAX_POSITION:
         raise SettingError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")

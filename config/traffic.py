@@ -1,4 +1,5 @@
-"""Lengths of real requests from JSON lines, a /metrics page or a request log."""
+"""Reads prompt and output lengths of real requests from JSON lines, a /metrics page or a request
+log."""
 
 import math
 import re
@@ -11,7 +12,7 @@ from config.whole_files import read_limited
 
 MAX_TOKENS = 10_000_000
 MAX_TRAFFIC_BYTES = 256 * 2**20
-"""Size limit of a traffic file: some three million lines."""
+"""Size limit of a traffic file: about three million lines."""
 _LOG_LINE = re.compile(r"\bprompt_tokens=(\d+) output_tokens=(\d+)\b")
 _BUCKET = re.compile(
     r'^vllm:request_(prompt|generation)_tokens_bucket\{.*\ble="([^"]+)".*\} (\S+)', re.MULTILINE
@@ -20,7 +21,7 @@ _BUCKET = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A request, or `weight` requests, with these lengths."""
+    """Token counts of a request, or of `weight` equal requests."""
 
     prompt_tokens: int
     output_tokens: int
@@ -41,9 +42,9 @@ class Lengths:
 
 
 def read_traffic(path: str) -> list[Lengths]:
-    """Read the requests of a file: JSON lines, a /metrics page, or a log with a line per request.
+    """Read the requests in a file: JSON lines, a /metrics page, or a log with a line per request.
 
-    The content determines the format. Raises ConfigError with the line.
+    The format is detected from the content. Raises ConfigError with the line.
     """
     try:
         text = read_limited(path, MAX_TRAFFIC_BYTES).decode("utf-8")
@@ -54,11 +55,11 @@ def read_traffic(path: str) -> list[Lengths]:
 
 
 def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
-    """Like `read_traffic`, from a text."""
+    """Like `read_traffic`, for a text."""
     if _BUCKET.search(text):
         found = _from_metrics(text, name)
     elif _LOG_LINE.search(text) and not text.lstrip().startswith("{"):
-        # Requests that ended before their prompt was counted have 0 prompt tokens.
+        # Requests that ended before their prompt was tokenized have 0 prompt tokens.
         found = [
             Lengths(int(prompt), int(output))
             for prompt, output in _LOG_LINE.findall(text)
@@ -67,7 +68,7 @@ def parse_traffic(text: str, name: str = "traffic") -> list[Lengths]:
     else:
         found = list(_from_json_lines(text, name))
     if not found:
-        raise ConfigError(f"{name} holds 0 requests, it must hold at least 1")
+        raise ConfigError(f"{name} has 0 requests, it must have at least 1")
     return found
 
 
@@ -78,7 +79,7 @@ def _from_json_lines(text: str, name: str) -> Iterator[Lengths]:
         try:
             entry = parse_json(line)
             if not isinstance(entry, dict):
-                raise ConfigError("it is no JSON object")
+                raise ConfigError("it is not a JSON object")
             yield Lengths(
                 _whole(entry, "prompt_tokens"),
                 _whole(entry, "output_tokens"),
@@ -96,8 +97,8 @@ def _whole(entry: dict[str, object], key: str, default: int | None = None) -> in
 
 
 def _from_metrics(text: str, name: str) -> list[Lengths]:
-    """The page has separate histograms of prompts and outputs: assume that the two lengths are
-    independent, and return every pair of buckets."""
+    """Every pair of prompt bucket and output bucket. The page has separate histograms, so the two
+    lengths are assumed to be independent."""
     prompts, outputs = (_histogram(text, kind, name) for kind in ("prompt", "generation"))
     total = sum(prompts.values())
     return [
@@ -108,7 +109,7 @@ def _from_metrics(text: str, name: str) -> list[Lengths]:
 
 
 def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
-    """Tokens (the middle of a bucket) -> requests, summed over labels."""
+    """Tokens (middle of the bucket) -> number of requests, summed over labels."""
     below: dict[float, float] = {}
     for found, end, value in _BUCKET.findall(text):
         if found == kind:
@@ -117,7 +118,7 @@ def _histogram(text: str, kind: str, name: str) -> dict[int, float]:
     start = before = 0.0
     for end in sorted(below):
         if below[end] > before:
-            # The last bucket has no middle, so its lower end is used.
+            # The last bucket is unbounded: use its lower end.
             middle = start if math.isinf(end) else (start + 1 + end) / 2
             counts[int(middle)] = below[end] - before
         start, before = end, max(before, below[end])

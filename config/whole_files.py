@@ -1,4 +1,4 @@
-"""Reads small files within limits, and writes files that other processes read."""
+"""Reads small files with size limits, and writes files atomically."""
 
 import contextlib
 import errno
@@ -10,17 +10,17 @@ import time
 from pathlib import Path
 
 MAX_PATH_CHARACTERS = 4_096
-"""Maximum path length on Linux. Resolving a longer path takes quadratic time."""
+"""Maximum path length on Linux. Resolving longer paths takes quadratic time."""
 PIPE_TIMEOUT_S = 10.0
-"""Timeout for all bytes of a pipe. A FIFO without a writer would block forever."""
+"""Time limit for reading a pipe. A FIFO without a writer would block forever."""
 _PIECE_BYTES = 2**16
 
 
 def read_limited(
     path: str | Path, max_bytes: int, *, takes_pipes: bool = True, timeout_s: float = PIPE_TIMEOUT_S
 ) -> bytes:
-    """All bytes of a file, or of a pipe that ends within `timeout_s`. Raises OSError for a larger
-    file; with `takes_pipes` False also for everything but a regular file."""
+    """All bytes of a file, or of a pipe that is closed within `timeout_s`. Raises OSError for a
+    file larger than `max_bytes`; without `takes_pipes`, also for anything except a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
@@ -31,7 +31,7 @@ def read_limited(
         elif stat.S_ISDIR(status.st_mode):
             raise OSError(errno.EISDIR, "it is a folder, it must be a file", str(path))
         elif not takes_pipes:
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return _read(descriptor, path, max_bytes, timeout_s)
     finally:
         os.close(descriptor)
@@ -42,7 +42,7 @@ def _read(descriptor: int, path: str | Path, max_bytes: int, timeout_s: float) -
     data = bytearray()
     while len(data) <= max_bytes:
         if timeout_s != float("inf"):
-            # A FIFO without a writer has no event: its first read would look like the end.
+            # A FIFO without a writer has no event: a read would return the end of the file.
             left_s = max(0.0, deadline_s - time.monotonic())
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
@@ -58,13 +58,13 @@ def _read(descriptor: int, path: str | Path, max_bytes: int, timeout_s: float) -
 
 
 def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
-    return OSError(errno.EFBIG, f"{size}, at most {max_bytes} are read", str(path))
+    return OSError(errno.EFBIG, f"{size}, at most {max_bytes} are allowed", str(path))
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write or replace a file atomically: readers see the whole old or the whole new content.
-    A path that is no regular file, such as /dev/stdout, is written to. Raises OSError; the old
-    content then stays, and no other file remains."""
+    """Write or replace a file atomically: readers see either the old or the new content. A path
+    that is not a regular file, such as /dev/stdout, is written directly. Raises OSError; the old
+    content is then kept, and no temporary file remains."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         path.write_bytes(content)

@@ -17,6 +17,9 @@ from typing import IO
 
 TERMINAL_S, LINE_S = 1.0, 5.0
 """Between two counts, on a terminal and elsewhere."""
+MAX_REPEAT_S = 20.0
+"""Elsewhere, words without words are repeated after twice the time of the last repetition, at most
+this."""
 MAX_CHARACTERS = 72
 CLEAR_LINE = "\r\x1b[K"
 WARNING = "WARNING:"
@@ -26,14 +29,17 @@ PIP_STEPS = (
     (re.compile(r"Using cached (?:\S*/)?([^\s/]+?)-\d"), "taking {} from the cache"),
     (re.compile(r"Processing (?:\S*/)?([^\s/]+?)-\d"), "reading {}"),
     (re.compile(r"Obtaining ()"), "preparing the package of this folder"),
+    (re.compile(r"Building \w+ for (\S+) \("), "building the package {}"),
+    (re.compile(r"Successfully built ()"), "preparing the installation"),
 )
 PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
 """Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
 
 
 def num_installed(environment: Path) -> int:
-    """Number of distributions in a virtual environment."""
-    return sum(1 for _ in environment.glob("lib/python*/site-packages/*.dist-info"))
+    """Number of distributions in a virtual environment. pip writes INSTALLER after the bytecode,
+    the slowest part of a large package."""
+    return sum(1 for _ in environment.glob("lib/python*/site-packages/*.dist-info/INSTALLER"))
 
 
 def pip_step(line: str) -> str:
@@ -84,6 +90,11 @@ class Counter:
         self._lock = threading.Lock()
         self._last_write_s = self._begun_s
         self.interval_s = TERMINAL_S if self._is_terminal else line_s
+        self._due_s = self._begun_s + self.interval_s
+        self._last_words = ""
+        """The words of the last count, without the seconds."""
+        self._repeat_s = self.interval_s
+        """Time between the last count and a count of the same words."""
         self.step = ""
         """The step of the command, in words."""
         self.progress: Callable[[], str] = str
@@ -92,15 +103,23 @@ class Counter:
     def silence_left_s(self) -> float:
         """Seconds until the count is due: `interval_s` after the last line. A line of the command
         may be its last, and a count right behind the line would seem to be about later work."""
-        return max(0.0, self._last_write_s + self.interval_s - time.monotonic())
+        return max(0.0, self._due_s - time.monotonic())
 
     def show(self) -> None:
-        """Write the count."""
-        seconds = time.monotonic() - self._begun_s
-        line = f"{self._words}, {seconds:.0f} s" + (
-            f": {self.step}{self.progress()}" if self.step else ""
-        )
-        self._write(shorten(line) if self._is_terminal else f"{shorten(line)}\n")
+        """Write the count, except off a terminal a repetition that comes too soon."""
+        now_s = time.monotonic()
+        words = f": {self.step}{self.progress()}" if self.step else ""
+        line = shorten(f"{self._words}, {now_s - self._begun_s:.0f} s{words}")
+        if self._is_terminal:
+            self._write(line)
+            return
+        is_new = words != self._last_words
+        if is_new or now_s >= self._last_write_s + self._repeat_s:
+            self._repeat_s = min(2 * (self.interval_s if is_new else self._repeat_s), MAX_REPEAT_S)
+            self._last_words = words
+            self._write(f"{line}\n")
+        else:
+            self._due_s = now_s + self.interval_s
 
     def relay(self, lines: IO[str]) -> None:
         """Write `lines` of the command between the counts, a repeated warning once."""
@@ -129,6 +148,7 @@ class Counter:
             print(f"{CLEAR_LINE if self._is_terminal else ''}{text}", end="", file=self._out)
             self._out.flush()
             self._last_write_s = time.monotonic()
+            self._due_s = self._last_write_s + self.interval_s
 
 
 def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
@@ -174,9 +194,9 @@ def main(arguments: list[str]) -> int:
     """Run the command of the arguments; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--summarize", action="store_true", help="it is pip: show its steps in the count"
+        "--summarize", action="store_true", help="the command is pip: show its steps in the count"
     )
-    parser.add_argument("words", help="what it does")
+    parser.add_argument("words", help="description of what the command does")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args(arguments)
     return run(given.command, Counter(given.words, sys.stderr), summarizes=given.summarize)

@@ -5,7 +5,6 @@ Imports only the standard library: it runs before anything is installed.
 """
 
 import argparse
-import contextlib
 import importlib.metadata
 import re
 import subprocess
@@ -19,7 +18,8 @@ from pathlib import Path
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_TIMEOUT_S = 60.0
 """Long: the choice without an answer is an error."""
-PIP_TIMEOUT_S = 20.0
+PIP_TIMEOUT_S = 120.0
+"""Long: on a busy machine pip alone takes tens of seconds, and no answer means no CPU build."""
 GPU_TIMEOUT_S = 10.0
 AS_PIP_FINDS = ("", "none")
 
@@ -35,12 +35,13 @@ def choose(
     installed: str | None,
     has_gpu: Callable[[], bool],
     offered: Callable[[], list[str]],
-    answers: Callable[[str], bool],
+    problem: Callable[[str], str],
 ) -> tuple[list[str], str]:
     """(arguments for pip, reason) for torch `version`.
 
     `index` is the user's own (None: not given; empty or `none`: as pip finds torch), `installed`
-    the version that is there, `offered` the versions that pip finds. Asks no more than it needs.
+    the version that is there, `offered` the versions that pip finds, `problem` says why an index
+    cannot be used (empty: it can). Asks no more than it needs.
     The CPU build is named in full: pip would otherwise take the build with CUDA from its own
     index when the other index fails later. Raises NoCpuBuild.
     """
@@ -55,12 +56,13 @@ def choose(
     build = f"{version}+cpu"
     if any(found.startswith(build) for found in offered()):
         return [f"torch=={build}"], f"torch {build}, as pip finds it: there is no NVIDIA GPU"
-    if answers(CPU_INDEX):
+    refusal = problem(CPU_INDEX)
+    if not refusal:
         reason = f"torch {build} from {CPU_INDEX}: there is no NVIDIA GPU"
         return [*_from(CPU_INDEX), f"torch=={build}"], reason
     raise NoCpuBuild(
-        f"no CPU build of torch {version}: pip finds none, and {CPU_INDEX} gave no answer within "
-        f"{INDEX_TIMEOUT_S:g} s; try again, name another index by TORCH_INDEX=URL, or take the "
+        f"no CPU build of torch {version}: pip finds none, and {CPU_INDEX} cannot be used: "
+        f"{refusal}; try again, name another index by TORCH_INDEX=URL, or take the "
         "build that pip finds, on Linux one with gigabytes of CUDA, by TORCH_INDEX=none"
     )
 
@@ -100,24 +102,26 @@ def offered_versions() -> list[str]:
     return re.findall(r"\d[^\s,()]*", done.stdout)
 
 
-def index_answers(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> bool:
-    """Whether a package index has torch and says so in time."""
-    found: list[bool] = []
+def index_problem(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> str:
+    """Why a package index cannot be used for torch; empty if it has torch and says so in time."""
+    found: list[str] = []
 
     def ask() -> None:
         request = urllib.request.Request(f"{index}/torch/", method="HEAD")
-        # Any other status than 2xx raises an OSError, and so do networks.
-        with (
-            contextlib.suppress(OSError, HTTPException),
-            urllib.request.urlopen(request, timeout=timeout_s),
-        ):
-            found.append(True)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s):
+                found.append("")
+        except (OSError, HTTPException) as error:
+            # Any status but 2xx, name servers, networks. No answer in time has its own words.
+            reason = getattr(error, "reason", error)
+            if not isinstance(reason, TimeoutError):
+                found.append(str(error) or type(error).__name__)
 
     # On a thread, because the time limit of urlopen does not hold for name servers and redirects.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(timeout_s)
-    return bool(found)
+    return found[0] if found else f"it gave no answer within {timeout_s:g} s"
 
 
 def installed_version() -> str | None:
@@ -131,7 +135,9 @@ def installed_version() -> str | None:
 def main(arguments: list[str]) -> None:
     """Print the arguments for pip."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--index", help="the user's choice: a URL; empty or none: as pip finds")
+    parser.add_argument(
+        "--index", help="URL of the index for torch; empty or none: the build that pip finds"
+    )
     pyproject = Path(__file__).parents[1] / "pyproject.toml"
     try:
         words, reason = choose(
@@ -140,7 +146,7 @@ def main(arguments: list[str]) -> None:
             installed=installed_version(),
             has_gpu=has_nvidia_gpu,
             offered=offered_versions,
-            answers=index_answers,
+            problem=index_problem,
         )
     except NoCpuBuild as error:
         sys.exit(str(error))

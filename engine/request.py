@@ -1,4 +1,4 @@
-"""Request: one sequence to generate and its progress."""
+"""Request: a sequence to generate and its progress."""
 
 import sys
 from array import array
@@ -33,12 +33,12 @@ logit becomes infinite or zero."""
 
 EndTokens = frozenset[int] | TokenSet
 
-NO_ALLOWED_TOKEN = "the grammar leaves only tokens that allowed_token_ids or bad_words bar"
+NO_ALLOWED_TOKEN = "the grammar allows only tokens that allowed_token_ids or bad_words exclude"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of the model that hold for every request."""
+    """Limits of the model, which apply to every request."""
 
     max_model_len: int
     vocab_size: int
@@ -48,13 +48,14 @@ class ModelLimits:
 
 
 class Request:
-    """One unfinished sequence. Attributes are plain numbers because the loops over all requests
-    read and write them.
+    """An unfinished sequence. Attributes are plain numbers because the loops over all requests read
+    and write them.
 
     `num_tokens` counts the request's tokens (prompt and accepted output). `num_computed_tokens`
     counts the tokens whose KV is written once every submitted plan has run; with a step in flight
     it can exceed `num_tokens`, because the newest tokens exist only on the device.
-    `num_cached_tokens` is `num_computed_tokens` as of the collected results, during prefill.
+    `num_cached_tokens`, during prefill, is the part of `num_computed_tokens` whose results were
+    collected.
     """
 
     __slots__ = (
@@ -121,7 +122,7 @@ class Request:
         self.key = message.key
         self.front_end = message.key >> FRONT_END_SHIFT
         self.group = message.group or message.key
-        """Number of the pooling request that the text belongs to."""
+        """Group key that all texts of a pooling request share; the own key otherwise."""
         self.prompt = message.prompt.cast("B")
         self.num_prompt_tokens = len(self.prompt) // TOKEN_BYTES
         self.output_token_ids = array("I")
@@ -139,12 +140,12 @@ class Request:
         self.block_hashes = block_hashes
         self.is_continuation = message.is_continuation
         self.priority_key = priority_key
-        """(priority, arrival): the smallest runs first, the greatest is preempted first."""
+        """(priority, arrival): the smallest key runs first, the largest is preempted first."""
         self.state = WAITING
         self.tenant = message.tenant
         self.charged_until = -1
-        """Value of `num_tokens` up to which the tenant was charged when the request started; -1:
-        not started. Set with fair shares only, like `expected_output`."""
+        """Value of `num_tokens` up to which the tenant was charged when the request started; -1
+        before the start. Like `expected_output`, used with fair shares only."""
         self.expected_output = 0
 
         room = limits.max_model_len - self.num_prompt_tokens
@@ -220,7 +221,8 @@ class Request:
         """Step of the last plan that contains the request."""
 
     def _resume(self, resumption: Resumption) -> None:
-        """Take over the tokens that another engine generated, as after a preemption."""
+        """Adopt the tokens that another engine generated; computation restarts as after a
+        preemption."""
         self.is_suspect = resumption.is_suspect
         self.output_token_ids.frombytes(resumption.output)
         self.num_tokens += len(self.output_token_ids)
@@ -230,8 +232,8 @@ class Request:
             self.state = MATCHING
 
     def restarted(self) -> "Request":
-        """A waiting copy of this request with its tokens and no computed KV. The caller finishes
-        this request."""
+        """Waiting copy of this request with its tokens and without computed KV. The caller finishes
+        the original."""
         other = copy(self)
         other.state = WAITING
         other.req_index = other.last_step = -1
@@ -267,7 +269,7 @@ class Request:
         assert self.guide is not None
         error = self.guide.advance(self.output_token_ids[self.guide.num_tokens])
         if error is not None:
-            return f"the grammar cannot be followed: {error}"
+            return f"the grammar cannot be enforced: {error}"
         if not self.num_unmatched and self.has_no_allowed_token:
             return f"{NO_ALLOWED_TOKEN} as output token {len(self.output_token_ids) + 1}"
         return None
@@ -281,7 +283,7 @@ class Request:
 
     @property
     def has_no_allowed_token(self) -> bool:
-        """Whether bad_words, min_tokens and the grammar exclude all allowed tokens."""
+        """Whether bad_words, min_tokens and the grammar together exclude every allowed token."""
         sampling, outputs = self.sampling, tuple(self.output_token_ids)
         listed = sampling.allowed_token_ids
         if listed is None and not (sampling.bad_words and self.guide):
@@ -309,7 +311,7 @@ class Request:
         return self.sampling
 
     def token_ids(self) -> memoryview:
-        """All tokens, uint32 little-endian. A copy once the request has output."""
+        """All tokens, uint32 little-endian; a copy if the request has output."""
         if not self.output_token_ids:
             return self.prompt
         return memoryview(bytes(self.prompt) + self.output_token_ids.tobytes())
@@ -327,7 +329,7 @@ class Request:
 def _end_tokens(
     params: SamplingParams, limits: ModelLimits, *, ignores_eos: bool
 ) -> tuple[EndTokens, EndTokens]:
-    """(stop_token_ids without EOS tokens, all tokens that end the request)."""
+    """(stop tokens that are not EOS tokens, all tokens that end the request)."""
     eos_ids: frozenset[int] = frozenset() if ignores_eos else limits.eos_ids
     listed = token_array(params.stop_token_ids)
     listed = listed[(listed >= 0) & (listed < limits.vocab_size)]

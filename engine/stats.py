@@ -1,4 +1,4 @@
-"""StepStats: counters of the engine, and their snapshot for front ends."""
+"""StepStats: counters of the engine, and snapshots for front ends."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from engine.transport.messages import EngineStats
 
 COMPILATIONS = "compilations."
 """Prefix of worker counters: `compilations.<phase>.<warmup|serving>` since the worker's start.
-Further counters: `compile_seconds.<warmup|serving>`; captured `graphs` and `graph_bytes`; and, from
+Other counters: `compile_seconds.<warmup|serving>`; captured `graphs` and `graph_bytes`; and, from
 the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Unknown names are
 ignored."""
 COMPILE_SECONDS = "compile_seconds."
@@ -20,13 +20,13 @@ COUNTERS = ("recompilations", "cpu_fallbacks", "graphs", "graph_bytes")
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
-"""Samples kept between two snapshots. At the limit the list is cleared."""
+"""Maximum number of samples between two snapshots; at the limit the list is cleared."""
 
 PHASES = ("prefill", "decode")
 """Names of hpu.protocol.PREFILL and DECODE, indexed by their numbers."""
 
 MAX_SHAPES = 512
-"""Launch shapes that are counted separately; further shapes share one count."""
+"""Launch shapes that are counted separately; all further shapes share a count."""
 
 OTHERS = (0, 0, 0)
 
@@ -56,7 +56,7 @@ class StepStats:
         counts.padding_tokens[phase] = counts.padding_tokens.get(phase, 0) + padded - useful
 
     def count_padding(self, phase: str, padding: int) -> None:
-        """Count padding tokens that a launch computes so that other engines can run theirs."""
+        """Count padding tokens that a launch computes only because other engines launch."""
         counts = self.counts.padding_tokens
         counts[phase] = counts.get(phase, 0) + padding
 
@@ -66,8 +66,9 @@ class StepStats:
         self.counts.lookups[name] = self.counts.lookups.get(name, 0) + 1
 
     def count_step(self, num_tokens: int, phases: list[int], seconds: list[float]) -> None:
-        """Count a collected step: its tokens (OutputProcessor.num_step_tokens), and the phase and
-        time of each launch. A step without tokens, such as a prompt chunk, adds no token sample."""
+        """Count a collected step: its tokens (OutputProcessor.num_step_tokens), and the phase
+        and seconds of each launch. A step without tokens, such as a prompt chunk, adds no token
+        sample."""
         counts = self.counts
         counts.steps += 1
         if len(counts.step_tokens) >= MAX_SAMPLES:
@@ -79,7 +80,7 @@ class StepStats:
         counts.step_seconds.extend(zip(phases, seconds, strict=False))
 
     def update_counters(self, counters: dict[str, float]) -> None:
-        """Store the worker counters that changed."""
+        """Update worker counters from `counters`, the changed values."""
         for name, value in counters.items():
             if name.startswith(COMPILATIONS):
                 self.counts.compilations[name[len(COMPILATIONS) :]] = int(value)
@@ -109,8 +110,8 @@ class StepStats:
         return max(by_worker, self.counts.recompilations)
 
     def snapshot(self, *, with_samples: bool, **gauges: Any) -> EngineStats:
-        """A copy of the counters with the scheduler's gauges: another thread may encode it while
-        the engine goes on counting. `with_samples`: move the samples into the copy."""
+        """Copy of the counters with the scheduler's gauges. The copy can be encoded on another
+        thread while the engine keeps counting. `with_samples`: move the samples into the copy."""
         counts = self.counts
         stats = msgspec.structs.replace(
             counts,

@@ -12,11 +12,11 @@ USABLE_FRACTION = 94.62 / 96
 Release = tuple[int, ...]
 
 
-class Generation(NamedTuple):
+class CardGeneration(NamedTuple):
     """A generation of the card."""
 
     name: str
-    """Name in the driver's library."""
+    """Name of the card in the driver's library."""
     title: str
     memory_bytes: int
     fp8_max: float
@@ -31,15 +31,15 @@ class Generation(NamedTuple):
 
 
 VENDOR_PACKAGE = "habana_frameworks.torch"
-"""The vendor's bridge to torch."""
+"""Python package of the vendor's PyTorch bridge."""
 
 GENERATIONS = {
-    "gaudi2": Generation("GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (0x1020, 0x1021)),
-    "gaudi3": Generation("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, (0x1060, 0x1063)),
+    "gaudi2": CardGeneration("GAUDI2", "Gaudi 2", 96 * GIB, 240.0, (0x1020, 0x1021)),
+    "gaudi3": CardGeneration("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, (0x1060, 0x1063)),
 }
 
 FP8_RESCALE = 240 / 448
-"""Factor from the FP8 range of Gaudi 3, for which checkpoints are made, to the range of Gaudi 2."""
+"""Ratio of the FP8 ranges of Gaudi 2 and Gaudi 3. Checkpoints use the range of Gaudi 3."""
 
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
@@ -52,7 +52,7 @@ TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
 """torch version of a release, as observed; unlisted releases are not checked."""
 
 MAX_EXPERTS: dict[Release, int] = {(1, 20): 64}
-"""Experts in a call of mixture_of_experts, for the releases with a limit (a comment in
+"""Maximum experts per mixture_of_experts call, for the releases with a limit (a comment in
 vllm_gaudi/extension/ops.py of vllm-project/vllm-gaudi)."""
 
 OUT_OF_MEMORY = (
@@ -78,7 +78,8 @@ class Kernel(NamedTuple):
 
     generations: tuple[str, ...]
     since: Release | None
-    """First release with the op; None: missing in old releases, first release not documented."""
+    """First release with the op. None: old releases lack the op, and its first release is not
+    documented."""
     undocumented: tuple[str, ...] = ()
     """Further generations with the op, whose first release is not documented."""
 
@@ -98,7 +99,7 @@ KERNELS = {
     "softmax_fa2": Kernel(BOTH, None),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
-    # An argument. The bridge of 1.19 lacks it; vllm-gaudi passes it since 1.22.
+    # The argument g_idx: the bridge of 1.19 lacks it; vllm-gaudi passes it since 1.22.
     "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
     # Intel Neural Compressor calls it since 3.5, which is for 1.22; the bridge of 1.19 lacks it.
     "calculate_scale_for_cast": Kernel(BOTH, (1, 22)),
@@ -113,7 +114,7 @@ KERNELS = {
 }
 
 
-def generation(name: str) -> Generation:
+def generation(name: str) -> CardGeneration:
     """The generation `name` (gaudi2, gaudi3). Raises ConfigError for an unknown name."""
     if name not in GENERATIONS:
         raise ConfigError(f"device {name!r} is not one of {', '.join(GENERATIONS)}")
@@ -121,13 +122,14 @@ def generation(name: str) -> Generation:
 
 
 def release_of(text: str) -> Release | None:
-    """The leading numbers of a version: 1.22.1-6f0bb5a is (1, 22, 1); None if fewer than two."""
+    """Parse the leading numbers of a version: 1.22.1-6f0bb5a -> (1, 22, 1). None if there are fewer
+    than two numbers."""
     found = re.match(r"\s*v?(\d+(?:\.\d+)+)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else None
 
 
 def torch_of_release(release: Release) -> tuple[int, int] | None:
-    """(major, minor) of the torch of `release`, if known."""
+    """torch version (major, minor) of `release`; None if unknown."""
     return next(
         (torch for known, torch in TORCH_OF_RELEASE.items() if release[: len(known)] == known), None
     )

@@ -111,7 +111,8 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _number(path: Path) -> int | None:
-    """The integer in a file; None if the file is missing or contains `max`."""
+    """The integer in a file; None if the file is missing or contains another text, such as
+    `max`."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

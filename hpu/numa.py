@@ -1,5 +1,5 @@
-"""NUMA binding: the cores near a card, or a worker's share of the host's cores. Reads the kernel's
-files below `root`, which tests replace. Opens no device.
+"""NUMA binding of a worker: to the cores near its card, or to its share of the host's cores. Reads
+the kernel's files below `root`, which tests replace. Opens no device.
 
 Memory needs no binding: Linux allocates it on the node of the core that first writes it.
 """
@@ -19,7 +19,7 @@ from hpu.protocol import Ranks
 logger = logging.getLogger(__name__)
 
 CARD_CLASSES = ("accel", "habanalabs")
-"""Folders of sys/class, of newer and of older drivers."""
+"""Folders in sys/class, for newer and for older drivers."""
 
 
 class CoreRange(NamedTuple):
@@ -31,8 +31,9 @@ class CoreRange(NamedTuple):
 
 def bind_worker(config: EngineConfig, ranks: Ranks, root: Path = ROOT) -> EngineConfig:
     """Bind this process to the cores near its card or, on a CPU, to its share of the host's cores,
-    if the host has several NUMA nodes. Must be called before torch is imported. Returns the
-    settings, with the number of threads of a CPU share."""
+    if the host has several NUMA nodes. Must be called before torch is imported. Returns `config`,
+    with `num_threads` set to the number of bound cores for a CPU worker that has no
+    `num_threads`."""
     if not hasattr(os, "sched_setaffinity"):
         return config
     device = chosen_device(config.device)
@@ -88,9 +89,9 @@ def cores_of_module(module: int, usable: Collection[int], root: Path = ROOT) -> 
 def cores_of_rank(
     rank: int, num_ranks: int, usable: Collection[int], root: Path = ROOT
 ) -> CoreRange | None:
-    """Share of worker `rank` of `num_ranks` on this host, for a worker that computes on cores:
-    equal ranges of the `usable` cores, node by node. None if there is a single node, a single
-    worker, or fewer cores than workers."""
+    """Cores of worker `rank` of `num_ranks` CPU workers on this host: equal ranges of the `usable`
+    cores, node by node. None if there is a single node, a single worker, or fewer cores than
+    workers."""
     nodes: Mapping[int, frozenset[int]] = {
         node: cores & frozenset(usable) for node, cores in numa_nodes(root).items()
     }

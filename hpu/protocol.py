@@ -2,7 +2,7 @@
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
 Changes apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new
-requests, known tokens, bitmasks, grown blocks, launches in sequence.
+requests, sampled tokens, bitmasks, grown blocks, launches in sequence.
 """
 
 import math
@@ -35,7 +35,7 @@ TOKEN_BYTES = 4
 
 
 class Ranks(NamedTuple):
-    """This process's rank in its engine's group, and the engine's index among engines that share
+    """Rank of this process in its engine, and index of the engine among the engines that share
     experts."""
 
     world_size: int = 1
@@ -43,7 +43,8 @@ class Ranks(NamedTuple):
     rank: int = 0
     """Rank in the engine."""
     init_method: str = ""
-    """Rendezvous address in torch.distributed form: tcp://host:port or file://path."""
+    """Rendezvous address in torch.distributed form: tcp://host:port, file://path, or env:// for
+    ranks that an external launcher started."""
     timeout_s: float = 1800.0
     """Maximum wait in seconds for other ranks, at the start and in each collective."""
     local_rank: int | None = None
@@ -196,8 +197,8 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 class SampledTokens(msgspec.Struct, array_like=True, gc=False):
-    """Last tokens of each request in a plan's decodes, in order, which earlier pipeline stages
-    lack."""
+    """Last tokens of the decoding requests, in the order of the plan's decodes, for pipeline stages
+    that did not sample them."""
 
     num_tokens: list[int]
     """Number of tokens of each request; its last token is not computed yet."""
@@ -205,7 +206,7 @@ class SampledTokens(msgspec.Struct, array_like=True, gc=False):
     """(requests, maximum tokens per step) uint32, little-endian: last tokens, right-aligned and
     padded with 0."""
     drafts: list[list[int]]
-    """Drafts that the decode verifies, if the host knows all tokens (StepResult.drafts)."""
+    """Draft tokens that the decode of each request verifies (see StepResult.drafts)."""
 
 
 class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
@@ -223,7 +224,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     """Block moved_from[i] is copied to moved_to[i], which replaces it in every block table. All
     moves are simultaneous; no block table contains a moved_to block before."""
     masked_requests: list[int] = []
-    """Requests with a grammar that sample in this plan, and whose last token is known."""
+    """Requests with a grammar that sample in this plan and whose last token the engine has
+    received."""
     masks: memoryview = NO_MASKS
     """(masked_requests, words) int32 little-endian: a bit per token, set if the token may come
     next. With `mask_counts`: (sum of mask_counts, words)."""
@@ -241,7 +243,7 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     """Number of bitmasks of each of `masked_requests`: for its next token, and for the tokens after
     its first drafts (StepResult.drafts). Empty: a single bitmask each."""
     freed_images: list[bytes] = []
-    """Contents whose embeddings are freed, before new images are encoded."""
+    """Content hashes of images whose embeddings are freed, before new images are encoded."""
     encoded_images: list[EncoderInput] = []
     """Images to encode before the launches. Embeddings stay until they are freed: a launch contains
     only tokens of images that are encoded and not freed."""
@@ -252,7 +254,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     """Block stored_blocks[i] is copied to slot stored_slots[i] of host memory, before any write of
     this plan to the block."""
     stored_hashes: list[bytes] = []
-    """Hashes of `stored_blocks`, by which their files are named; used if there are files."""
+    """Hashes of `stored_blocks`, which are the names of their files. Used only if blocks are stored
+    in files."""
     loaded_slots: list[int] = []
     loaded_blocks: list[int] = []
     """Slot loaded_slots[i] is copied to block loaded_blocks[i], after the stores and before the
@@ -326,7 +329,7 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
-    """The worker failed and exits after this."""
+    """The worker failed and exits after this message."""
 
     message: str
     is_config: bool = False
@@ -334,7 +337,7 @@ class WorkerFailed(msgspec.Struct, array_like=True, gc=False, tag=3):
     time: float = 0.0
     """Unix time of the failure: the first failure in a group of workers is the cause."""
     is_profile: bool = False
-    """Whether the end is a ProfileWritten."""
+    """Whether the worker ended with a ProfileWritten."""
 
 
 class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
@@ -351,8 +354,9 @@ class WarmupProgress(msgspec.Struct, array_like=True, gc=False, tag=4):
 
 
 MAX_REFERENCES = 3
-"""Block references of a decode for each block of the cache, at most: prompts that share a prefix
-refer to the same blocks. vLLM's Gaudi plug-in has the same bound, and saw about 2."""
+"""Maximum block references of a decode per block of the cache. Prompts that share a prefix refer to
+the same blocks. vLLM's Gaudi plug-in has the same bound; about 2 references per block were observed
+there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +372,8 @@ class BucketLimits:
     prefix_caching: bool
     is_pooling: bool = False
     """Pooling models compute whole texts without a KV cache: no decodes, no context blocks."""
+    chunked_prefill: bool = True
+    """Whether prompts are split across steps."""
     merged_prefill: bool = False
     """Whether every prefill has a single row, with up to `max_prefill_batch` concatenated
     sequences."""
@@ -384,11 +390,12 @@ class BucketLimits:
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.token_budget(max_model_len),
+            max_num_batched_tokens=schedule.token_budget(max_model_len, is_pooling=True),
             max_prefill_batch=schedule.prefill_batch(is_pooling=True),
             # No cache is allocated; some strategies compute decode shapes that are dropped later.
             num_blocks=schedule.max_num_seqs * math.ceil(max_model_len / block_size),
             prefix_caching=False,
+            chunked_prefill=False,
             is_pooling=True,
         )
 
@@ -401,6 +408,12 @@ class BucketLimits:
     def blocks_per_seq(self) -> int:
         """Blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def max_context_blocks(self) -> int:
+        """Maximum cached blocks before the new tokens of a prompt, from a cached prefix or from
+        earlier chunks; 0 without prefix caching and chunked prefill."""
+        return self.blocks_per_seq if self.prefix_caching or self.chunked_prefill else 0
 
     @property
     def max_decode_blocks(self) -> int:
@@ -481,8 +494,8 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     pooling: PoolingFacts | None = None
     """Set for a pooling model, which has no KV blocks and no decodes."""
     prefill_launch_tokens: int = 0
-    """Prompt tokens above which a larger prefill launch takes no less time per token, so that a
-    step need not wait for more tokens; 0: a step takes as many tokens as its budget allows."""
+    """Prompt tokens above which a larger prefill launch does not reduce the time per token, so that
+    a step need not contain more; 0: a step uses its whole token budget."""
     ranks: list[RankFacts] = []
     """Facts of all workers of a group, by rank; filled in by the executor. Empty for a single
     worker."""
@@ -570,7 +583,7 @@ class LoadAdapter(msgspec.Struct, array_like=True, gc=False, tag=10):
 
 
 class DropAdapter(msgspec.Struct, array_like=True, gc=False, tag=11):
-    """Drop an adapter from host memory. Not answered."""
+    """Drop an adapter from host memory. The worker sends no answer."""
 
     content: str
 
@@ -591,7 +604,7 @@ class FetchBlocks(msgspec.Struct, array_like=True, gc=False, tag=13):
 
 
 class DropFiles(msgspec.Struct, array_like=True, gc=False, tag=14):
-    """Delete the files of these blocks. Not answered."""
+    """Delete the files of these blocks. The worker sends no answer."""
 
     hashes: list[bytes]
 
@@ -622,4 +635,4 @@ FromWorker = (
 )
 
 Handlers = Mapping[type, Callable[[Any], None]]
-"""Functions that take a message, by its type."""
+"""Message handlers by message type."""

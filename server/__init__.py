@@ -1,5 +1,5 @@
-"""API servers, offline API and commands. The import checks that the packages engine, hpu and config
-belong to gaudiserve."""
+"""API servers, offline API and commands. Importing this package checks that the packages engine,
+hpu and config are gaudiserve's."""
 
 import importlib.util
 from pathlib import Path

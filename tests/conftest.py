@@ -1,4 +1,4 @@
-"""What every test shares: one compute thread, no network, repeatable examples, a free port."""
+"""Fixtures of all tests: one compute thread, no network, repeatable examples, a free port."""
 
 import atexit
 import gc
@@ -19,13 +19,14 @@ from config.loading.env import cache_home, openmp_environment
 # Before torch is imported anywhere: tests run side by side with servers on few cores, and a second
 # thread changes the order of float additions.
 os.environ["OMP_NUM_THREADS"] = "1"
-# The compiled kernels have two threads in some tests, which sleep soon, as in a server.
+# Some tests run the compiled kernels with two threads; as in a server, these sleep soon.
 os.environ.update(openmp_environment())
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# An operator's own settings must not change what a test sees, nor reach the servers it starts.
+# Remove the operator's own settings: they must not change a test, nor reach the servers that it
+# starts.
 for name in [name for name in os.environ if name.startswith(("GAUDISERVE_", "VLLM_"))]:
     del os.environ[name]
 
@@ -33,9 +34,9 @@ SHARED_CACHES = ("demo", "kernels", "test-models")
 
 
 def use_own_cache() -> None:
-    """Give the run a cache folder of its own: what a user's server left in its cache (the report of
-    a self-test, recipes, converted models) must not change a result. The run shares downloads, and
-    compiled kernels, whose names have a hash of their source."""
+    """Set a cache folder for this run: files that a user's server left in its cache (the report of
+    a self-test, recipes, converted models) must not change a result. The run shares the user's
+    downloads and its compiled kernels, whose names contain a hash of their source."""
     user_cache = Path(cache_home())
     folder = tempfile.mkdtemp(prefix="gaudiserve-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -51,7 +52,7 @@ def use_own_cache() -> None:
 if "PYTEST_XDIST_WORKER" not in os.environ:
     use_own_cache()
 
-# The servers that tests start would compile our modules each time.
+# Servers that tests start would otherwise compile the project's modules each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 TESTS = Path(__file__).parent
@@ -70,8 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The folders with the longest files first: of two processes, none is left with a long file
-    when the other has ended."""
+    """Sort the folders with the longest files first, so that the test processes end at about the
+    same time."""
 
     def place(item: pytest.Item) -> int:
         parts = item.path.relative_to(TESTS).parts
@@ -89,16 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def old_objects_set_aside() -> None:
-    """Every capture on the emulated card collects garbage, and looking through all that was
-    imported until then takes longer than the capture."""
+def imported_objects_frozen() -> None:
+    """Freeze the imported objects: every capture on the emulated card collects garbage, and
+    scanning all imported objects takes longer than the capture."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def log_level_restored() -> Iterator[None]:
-    """A test that sets up the log must not change which lines a later one captures."""
+    """Restore the log level: a test that sets up the log must not change which lines later tests
+    capture."""
     root = logging.getLogger()
     level = root.level
     yield
@@ -107,8 +109,8 @@ def log_level_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_compute_thread() -> Iterator[None]:
-    """A test that leaves torch more threads fails: with each operator of all later tests they wait
-    for each other in a loop, which takes up to 40 times the CPU time, and sums change."""
+    """Fail a test that leaves torch with more threads: they would spin in each operator of all
+    later tests, which takes up to 40 times the CPU time, and float sums would change."""
     yield
     torch = sys.modules.get("torch")
     if torch is not None and (count := torch.get_num_threads()) > 1:

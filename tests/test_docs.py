@@ -2,6 +2,7 @@
 server or another program are run by test_docs_examples.py."""
 
 import ast
+import configparser
 import json
 import re
 import subprocess
@@ -34,7 +35,7 @@ from doc_blocks import (
 from live import ROOT
 
 from config.loading.flags import FLAGS
-from config.loading.parser import Parser, server_parser
+from config.loading.parser import FlagParser, server_parser
 from config.loading.sources import load
 from config.loading.vllm_flags import absence
 from config.loading.vllm_spelling import FIELD_FLAGS
@@ -56,7 +57,7 @@ PARSER_NAMES = {"tool-call-parser": TOOL_PARSERS.all, "reasoning-parser": REASON
 ALL_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
 FENCE = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
-PARSERS: dict[str, Callable[[], Parser]] = {
+PARSERS: dict[str, Callable[[], FlagParser]] = {
     "serve": lambda: server_parser("serve", ""),
     "bench": bench_parser,
     "buckets": lambda: buckets_parser("fit"),
@@ -114,7 +115,7 @@ def test_the_navigation_of_the_site_is_the_index() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that a reader of a page can link to, as GitHub forms them."""
+    """Anchors of a page that links can use, as formed by GitHub."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -146,12 +147,13 @@ def test_references_have_definitions() -> None:
 
 
 def cells(row: str) -> int:
-    """The number of cells of a row: a bar within code divides cells too, unless it is escaped."""
+    """Number of cells of a row: a bar within code also separates cells, unless it is escaped."""
     return len(re.findall(r"(?<!\\)\|", row.strip())) - 1
 
 
 def broken_rows(text: str) -> list[str]:
-    """Rows of tables that a reader sees as text, or with other columns than their table has."""
+    """Table rows that are rendered as text, or whose number of columns differs from their
+    table's."""
     broken, columns = [], 0
     lines = text.splitlines()
     for i, line in enumerate(lines):
@@ -190,7 +192,7 @@ def values_of_flags() -> list[tuple[str, str]]:
     ]
 
 
-def test_the_values_of_a_flag_in_a_table_are_those_of_the_flag() -> None:
+def test_tables_have_the_values_of_their_flags() -> None:
     choices = {
         f"--{name}": (*flag.setting.choices, *PARSER_NAMES.get(flag.key, ()))
         for flag in FLAGS
@@ -214,6 +216,9 @@ def test_the_files_that_the_pages_name_exist() -> None:
         (page.name, name) for page in ALL_PAGES for name in path.findall(page.read_text("utf-8"))
     }
 
+    # Files of a reader, which git ignores.
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    named = {(page, name) for page, name in named if name not in ignored}
     missing = sorted((page, name) for page, name in named if not (ROOT / name).exists())
 
     assert len(named) > 50
@@ -237,14 +242,21 @@ def test_flags_that_the_documents_name_exist() -> None:
     text = re.sub(r"python benchmarks/[^`\n]*", "", "\n".join(texts))
     named = set(re.findall(r"(?<![\w-])(--[a-zA-Z][\w-]+)", text))
 
-    # coming-from-vllm.md lists these.
+    # coming-from-vllm.md lists these flags.
     named = {name for name in named if not absence(name)}
 
-    # Flags of kubectl, in a manifest, of docker, of pip and of our tests.
+    # Flags of kubectl, of manifests, of docker, of pip and of this project's tests.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
-    others |= {"--group-add", "--entrypoint"}
+    others |= {"--group-add", "--entrypoint", "--ulimit"}
     others |= {"--extra-index-url", "--previous", "--profile"}
-    others |= {"--abort-on-container-exit", "--crd-schemas"}
+    others |= {"--abort-on-container-exit", "--crd-schemas", "--follow", "--log-opt"}
+    others |= {"--from-file", "--tail", "--current", "--namespace"}
+    others |= {"--name", "--restart", "--stop-timeout", "--build", "--no-build"}
+    others |= {"--for", "--type", "--patch-file"}
+    # Flags of systemctl and useradd.
+    others |= {"--now", "--system", "--groups"}
+    # A flag of `hf download`.
+    others |= {"--local-dir"}
     # Flags of Ray and of torchrun.
     others |= {"--head", "--address", "--nproc-per-node"}
     assert named - others <= known
@@ -275,7 +287,7 @@ def test_the_example_config_file_is_read(tmp_path: Path) -> None:
 
 
 def check_gaudiserve(command: Command) -> None:
-    """The command exists, and its own parser takes the flags."""
+    """Check that the command exists and that its own parser accepts the flags."""
     name, *words = (word for word in command.words[1:] if word != "...")
     assert name in COMMANDS
     if name in ("bench", "buckets"):
@@ -292,7 +304,7 @@ ROUTES = re.findall(
 
 
 def check_curl(command: Command) -> None:
-    """The route exists, and a body is JSON that is sent as JSON."""
+    """Check that the route exists, and that a body is JSON and sent as JSON."""
     words = command.words
     (url,) = (word for word in words if "localhost:" in word)
     found = re.fullmatch(r"(?:http://)?localhost:800[01](/[^?]*)(?:\?\S*)?", url)
@@ -315,7 +327,7 @@ def check_make(command: Command) -> None:
 
 
 def check_pip(command: Command) -> None:
-    """Each extra, and each package, is one of this project."""
+    """Check that each extra and each package belongs to this project."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert command.words[1] == "install"
     for word in command.words[2:]:
@@ -327,12 +339,12 @@ def check_pip(command: Command) -> None:
 
 
 def check_benchmark(command: Command) -> None:
-    """The file exists and has the flags: test_docs_examples.py asks it for its help."""
+    """Check that the file exists; test_docs_examples.py runs it with --help and these flags."""
     assert (ROOT / command.words[1]).is_file()
 
 
 def check_nothing(_: Command) -> None:
-    """Run as written, by the shell."""
+    """No check: the shell runs the command as written."""
 
 
 CHECKS: dict[str, Callable[[Command], None]] = {
@@ -352,7 +364,7 @@ def check_json(block: Block) -> None:
     try:
         json.loads(block.text)
     except ValueError:
-        # JSON lines.
+        # The block is JSON lines.
         assert all(json.loads(line) for line in lines)
 
 
@@ -379,7 +391,7 @@ def check_toml(block: Block) -> None:
 
 
 def check_text(block: Block) -> None:
-    """Output of a command of its page, or listed."""
+    """Check that the text is the output of a command of its page, or a listed log line."""
     shown = [output_of(other) for other in blocks_of(block.path)]
     sources = [file for words, file in LOGGED.items() if block.text.startswith(words)]
     assert block in shown or sources
@@ -394,6 +406,11 @@ def check_elsewhere(block: Block) -> None:
     assert (block.page, block.kind) in ELSEWHERE
 
 
+def check_ini(block: Block) -> None:
+    # A unit of systemd may have a key twice.
+    configparser.RawConfigParser(strict=False).read_string(block.text)
+
+
 def check_yaml(block: Block) -> None:
     assert all(yaml.safe_load_all(block.text))
 
@@ -401,6 +418,7 @@ def check_yaml(block: Block) -> None:
 KINDS: dict[str, Callable[[Block], None]] = {
     "bash": check_shell,
     "console": check_shell,
+    "ini": check_ini,
     "javascript": check_elsewhere,
     "json": check_json,
     "python": check_python,
@@ -412,7 +430,7 @@ KINDS: dict[str, Callable[[Block], None]] = {
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Errors begin with `name`."""
+    """Prefix assertion errors with `name`."""
     try:
         yield
     except Exception as error:
@@ -434,7 +452,7 @@ INLINE = re.compile(r"([A-Z_]+=\S+ )*(make|curl|pip|(\S+/)?gaudiserve) \S")
 
 
 def inline_commands(page: Path) -> list[Command]:
-    """The commands with flags, or of make, curl or pip, in the text of a page."""
+    """Inline commands of make, curl and pip, and inline gaudiserve commands with flags."""
     spans = re.findall(r"`([^`]+)`", prose(page))
     texts = [" ".join(span.split()) for span in spans]
     found = [command_of(text) for text in texts if INLINE.match(text)]
@@ -469,7 +487,7 @@ LIMITS = {"max_tokens", "max_output_tokens"}
 
 
 def unlimited_calls(block: Block) -> list[str]:
-    """Calls of a Python block that generate a text of any length."""
+    """Calls of a Python block that generate text of unlimited length."""
     calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
     return [
         ast.unparse(call.func)
@@ -480,7 +498,7 @@ def unlimited_calls(block: Block) -> list[str]:
 
 
 def unlimited_requests(block: Block) -> list[str]:
-    """Requests of curl that generate a text of any length."""
+    """curl requests that generate text of unlimited length."""
     found = []
     for command in commands_of(block):
         words = command.words
@@ -507,9 +525,8 @@ def test_every_example_bounds_its_answer() -> None:
     assert unlimited_requests(request) == [request.text]
 
 
-def test_the_blocks_that_are_run_elsewhere_are_in_tests_that_exist() -> None:
-    """No entry of a list of exceptions is left without a block, and each test names its page or
-    program."""
+def test_exceptions_name_existing_blocks_and_tests() -> None:
+    """Each entry of a list of exceptions has a block, and its test names the page or program."""
     blocks = all_blocks()
     programs = {c.program for block in blocks if block.kind in SHELL for c in commands_of(block)}
     kinds = {(block.page, block.kind) for block in blocks}

@@ -1,8 +1,8 @@
-"""The blocks of README.md and docs/ run as written, with the ports of these tests' servers in place
-of theirs: `make test-docs`.
+"""The blocks of README.md and docs/ run as written, with the ports of this test's servers: `make
+test-docs`.
 
 The commands run in a folder with the files and models that the pages name. `demo` is the demo
-model, the other models are tiny.
+model; the other models are tiny.
 """
 
 import json
@@ -46,7 +46,7 @@ EMBEDDING_PAGES = ("pooling.md",)
 BENCHMARK_ADDRESS = "127.0.0.1:8000"
 TIME_LIMIT_S = 300
 EXACT = re.compile(r"/tokenize|/detokenize|/input_tokens|/count_tokens")
-"""Routes whose answer has the same values each time."""
+"""Routes whose answers are deterministic."""
 
 BLOCKS = [block for block in all_blocks() if is_run(block)]
 
@@ -69,13 +69,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / name).write_text(block.text)
         if block.text.startswith('{"custom_id"'):
             (folder / "batch.jsonl").write_text(block.text)
-    # curl writes the status of an answer beside it.
+    # curl writes the status of an answer to stderr.
     (folder / ".curlrc").write_text('write-out = "%{stderr}%{http_code}\\n"\n')
     return folder
 
 
 class Servers:
-    """The servers that the pages ask, each started when its first request comes."""
+    """Servers of the pages, each started at its first request."""
 
     def __init__(self, workplace: Path, logs: Path, stack: ExitStack) -> None:
         self._workplace = workplace
@@ -84,7 +84,7 @@ class Servers:
         self._running: dict[tuple[str, ...], LiveServer] = {}
 
     def of(self, block: Block) -> LiveServer:
-        """The server that the page starts before a block, or else the demo model's."""
+        """The server that the page starts before a block, otherwise the demo model's server."""
         if block.page in EMBEDDING_PAGES:
             return self.embedding()
         if command := serve_before(block):
@@ -106,7 +106,7 @@ class Servers:
         return self._running[words]
 
     def _path(self, word: str) -> str:
-        """A word in which the paths of the working folder are absolute: a server runs elsewhere."""
+        """The word with absolute paths of the working folder: a server runs in another folder."""
         return re.sub(r"(?:^\./|(?<==)|^)(my-model|adapters)\b", rf"{self._workplace}/\1", word)
 
 
@@ -147,15 +147,15 @@ def run(words: list[str], workplace: Path, given: str = "") -> subprocess.Comple
 
 
 def run_command(command: Command, block: Block, servers: Servers, workplace: Path) -> str:
-    """What one command of a shell prints."""
+    """Output of a shell command."""
     text, given = command.text.rstrip("\n"), ""
     if command.program == "python":
-        # Whole, it takes minutes.
+        # A full run takes minutes.
         text = f"{text} --help"
     if command.words[:2] == ["gaudiserve", "bench"]:
         if "--base-url" not in command.words:
             text += f" --base-url http://{ADDRESS}"
-        # Fewer than the page says, or than the default.
+        # Fewer prompts than on the page or by default.
         text += " --num-prompts 4"
     if command.words[:2] == ["gaudiserve", "chat"]:
         given = "Hello\n"
@@ -171,9 +171,9 @@ def run_command(command: Command, block: Block, servers: Servers, workplace: Pat
 
 
 def shape(value: Any) -> Any:
-    """The nested keys of an answer, in a list the keys of its first entry; None for each value."""
+    """Nested keys of an answer; of a list, the keys of its first entry; None for each value."""
     if isinstance(value, dict):
-        # The keys of top_logprobs are texts of tokens.
+        # The keys of top_logprobs are token texts.
         return {key: shape(inner) for key, inner in value.items() if key != "top_logprobs"}
     if isinstance(value, list):
         return [shape(value[0])] if value and isinstance(value[0], dict) else []

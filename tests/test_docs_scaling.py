@@ -34,8 +34,8 @@ RESULTS = ROOT / "benchmarks/results"
 
 
 def measured_us(name: str, pattern: str) -> list[tuple[int, int]]:
-    """(batch size, microseconds) of each line of a result that `pattern` matches; the first group
-    is the batch size, the others are added."""
+    """(batch size, microseconds) of each line of a result that matches `pattern`; the first group
+    is the batch size, and the other groups are added."""
     found = re.findall(pattern, (RESULTS / name).read_text(encoding="utf-8"), re.MULTILINE)
     assert found
     return [(int(batch), sum(map(int, numbers))) for batch, *numbers in found]
@@ -76,17 +76,6 @@ def test_the_cost_model_of_the_benchmarks_has_the_constants_of_the_script() -> N
     assert f"an event of {CHUNK_BYTES} bytes" in MODEL
 
 
-def test_the_costs_by_workers_are_those_of_the_results() -> None:
-    results = (RESULTS / "parallel-2026-11-23.md").read_text(encoding="utf-8")
-    part = results[results.index("## engine") :]
-    table = part[part.index("| workers") :].partition("\n\n")[0].strip()
-
-    assert table in PAGE
-    data = results[results.index("## data") :]
-    assert f"finish {cells(data, '2')[-1]} times the requests of one" in TEXT
-    assert f"{float(cells(data, '4, router')[-1][:-1]):.0f} % of the prefix tokens" in TEXT
-
-
 def cells(text: str, start: str) -> list[str]:
     """The cells of the table row that begins with `start`."""
     (row,) = re.findall(rf"^\| {re.escape(start)} \|(.*)\|$", text, re.MULTILINE)
@@ -96,7 +85,7 @@ def cells(text: str, start: str) -> list[str]:
 @pytest.mark.parametrize(
     "load", ["128/128, 1", "128/128, 8", "128/128, 32", "1024/16, 4", "1024 shared + 32/32, 8"]
 )
-def test_the_tokens_per_second_of_the_page_are_those_of_the_results(load: str) -> None:
+def test_the_tokens_per_second_of_the_page_equal_the_results(load: str) -> None:
     results = (RESULTS / "cpu-2026-11-22.md").read_text(encoding="utf-8")
     first_table = results[: results.index("One stream in its three rounds")]
 
@@ -114,13 +103,13 @@ def test_the_tokens_per_second_of_the_page_are_those_of_the_results(load: str) -
         ("time to first token, idle server", "idle: first token, ms"),
     ],
 )
-def test_the_ratios_to_vllm_are_those_of_the_results(page: str, results: str) -> None:
+def test_the_ratios_to_vllm_equal_the_results(page: str, results: str) -> None:
     texts = [
         (RESULTS / f"front-vllm-2026-11-{day}.md").read_text(encoding="utf-8") for day in (21, 22)
     ]
     comparison = PERFORMANCE[PERFORMANCE.index("| how many times better") :]
 
-    # The first file has an older table below.
+    # The first file has an older table further down.
     ratios = [cells(text.partition("## Some hours earlier")[0], results)[-1] for text in texts]
 
     assert cells(comparison, page) == ratios

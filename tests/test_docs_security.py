@@ -1,4 +1,4 @@
-"""The limits in docs/security.md equal the limits in the code."""
+"""The limits in docs/security.md and docs/images.md equal the limits in the code."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from server.openai.responses import store as stored
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
-from server.process import open_files, supervisor
+from server.process import api_server, open_files
 from server.serving import job
 from server.text import bounded_encoder, isolated_template, messages, sandbox
 from server.text import chat_template as template
@@ -61,20 +61,6 @@ def isolation(limits: compilation.Limits) -> str:
         f"| a template of a request {isolation(isolated_template.LIMITS)}",
         f"uses no CPU time for {processes.STUCK_S:g} s while a request waits",
         f"A new fork server may take {processes.START_TIMEOUT_S:g} s to read",
-        f"| an image {isolation(processor.IMAGE_LIMITS)}",
-        f"| a video {isolation(processor.VIDEO_LIMITS)}",
-        f"| images that are processed at once | {processor.MAX_RUNNING}, of them "
-        f"{processor.MAX_RUNNING_PER_CLIENT} of an API key",
-        f"| images that wait to be processed | {processor.MAX_PENDING}, and "
-        f"{processor.MAX_PENDING_BYTES // GIB} GiB, then 503",
-        f"| images and videos of a prompt | {DEFAULTS.max_images} and {DEFAULTS.max_videos} |",
-        f"| bytes of an image or a video | {fetch.MAX_IMAGE_BYTES // MIB} MiB, "
-        f"{fetch.MAX_VIDEO_BYTES // MIB} MiB",
-        f"| pixels of an image | {decode.MAX_PIXELS:,}, and {decode.MAX_SIDE:,} on a side",
-        f"| fetches of images and videos at once | {fetch.MAX_FETCHES}, of them "
-        f"{fetch.MAX_FETCHES_PER_CLIENT} of an API key; {fetch.MAX_WAITING_FETCHES} wait, then 503",
-        f"| time of a fetch | {DEFAULTS.image_fetch_timeout_s:g} s, of a video "
-        f"{DEFAULTS.video_fetch_timeout_s:g} s",
         f"stopped after {template.TIME_LIMIT_S:g} s on a thread, or when memory grows by "
         f"{template.MAX_GROWTH_BYTES // MIB} MiB meanwhile, and after "
         f"{template.INLINE_LIMIT_S * 1e3:g} ms",
@@ -87,6 +73,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"| the limit of open files, less {open_files.RESERVED}; then 503, with TLS a closed",
         f"in turns of clients | {http_protocol.MAX_WAITING_BYTES // MIB} MiB, then 503 | |",
         f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",
+        f"| idle time between requests | {api_server.KEEP_ALIVE_S} s, then the",
         f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
@@ -121,6 +108,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"| grammars that wait to be compiled | {compilation.MAX_PENDING}, then 503",
         f"| arguments of a tool call in a message | {messages.MAX_ARGUMENTS_CHARACTERS:,} char",
         f"| log-probabilities of prompt tokens in an answer | {job.MAX_PROMPT_LOGPROBS:,}: tokens",
+        f"| log-probabilities of output tokens in a whole answer | {job.MAX_KEPT_LOGPROBS:,}: tok",
         f"| cached grammars | {compilation.MAX_CACHED + compilation.MAX_PENDING}, and "
         f"{compilation.MAX_CACHED_BYTES // MIB} MiB",
         f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "
@@ -137,8 +125,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| references to items in the input of a response | {responses.MAX_REFERENCES:,} |",
         f"| `lora_path` | {whole_files.MAX_PATH_CHARACTERS:,} characters",
         f"| `$ref` in the arguments of tools | {argument_types.MAX_REFERENCE_CHARACTERS:,} char",
-        f"subschemas for a request; {argument_types.ENTRIES_PER_NODE} entries of an enum or "
-        f"{argument_types.CHARACTERS_PER_NODE} characters of a `$ref` count as a subschema",
+        f"An enum counts a subschema for {argument_types.ENTRIES_PER_NODE} entries, a `$ref` for "
+        f"{argument_types.CHARACTERS_PER_NODE} characters",
         f"| prompt rendered by a template | {renderer.MAX_CHARACTERS // MIB} Mi characters",
         "| items of a conversation before a response, and items that a response references | "
         f"{responses.MAX_CONVERSATION_BYTES // MIB} MiB of JSON",
@@ -150,8 +138,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB; `tokenizer.json` "
         f"{tokenizer.MAX_TOKENIZER_BYTES // MIB} MiB",
         f"| a text of a tokenizer without bounds {isolation(bounded_encoder.LIMITS)}",
-        f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts of which it may make more "
-        f"than {bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
+        f"a bound above {bounded_encoder.UNLIMITED_GROWTH}, for texts that the tokenizer may "
+        f"lengthen to more than {bounded_encoder.MAX_DIRECT_BYTES // MIB} MiB",
         f"| bytes that a tokenizer may make of a byte | {tokenizer.MAX_GROWTH:,};",
         f"| parts of a tokenizer | {tokenizer.MAX_STEPS} steps and "
         f"{tokenizer.MAX_PART_BYTES // MIB} MiB in each; {tokenizer.MAX_PADDING:,} tokens",
@@ -168,7 +156,6 @@ def isolation(limits: compilation.Limits) -> str:
         f"| {fields.MAX_JSON_BYTES // MIB} MiB, {fields.MAX_JSON_BYTES // MIB} MiB, "
         f"{bucket_file.MAX_FILE_BYTES // MIB} MiB, {traffic.MAX_TRAFFIC_BYTES // MIB} MiB; a pipe "
         f"must end within {whole_files.PIPE_TIMEOUT_S:g} s",
-        f"| room reserved for notices to API servers | {supervisor.RESERVED_BYTES // KIB} KiB",
         f"| JSON files of a checkpoint | {fields.MAX_JSON_BYTES // MIB} MiB;",
         f"| header of a safetensors file | {safetensors_files.MAX_HEADER_BYTES // MIB} MiB; of an "
         f"adapter {adapter_folder.MAX_HEADER_BYTES // MIB} MiB, with names of "
@@ -193,7 +180,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"{gguf_adapter.MAX_NUMBERS:,} numbers",
     ],
 )
-def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:
+def test_limits_of_the_page_equal_the_code(row: str) -> None:
     assert row in PAGE
 
 
@@ -209,7 +196,7 @@ def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:
         f"| EXIF data of an image | {file_checks.MAX_EXIF_BYTES:,} bytes",
         f"| pixels of the frames of a video together | {video.MAX_VIDEO_PIXELS:,} |",
         f"| frames of a video | {video.MAX_FRAMES} |",
-        f"| frames of an animation, also those that are not taken | "
+        "| frames of an animation, unused frames included | "
         f"{video.MAX_ANIMATION_FRAMES:,}, and {video.MAX_ANIMATION_PIXELS:,} pixels",
         f"| decoding and preprocessing an image | {processor.IMAGE_LIMITS.cpu_s:g} s of processor "
         f"time, {processor.IMAGE_LIMITS.wall_s:g} s in all, "
@@ -227,9 +214,14 @@ def test_a_limit_of_the_page_equals_that_of_the_code(row: str) -> None:
         f"{fetch.MAX_LOOKUPS_PER_CLIENT} of a client; {fetch.MAX_WAITING_FETCHES} wait",
         f"| headers of a response to a fetch | {fetch.MAX_HEADER_BYTES // KIB} KiB, and "
         f"{fetch.MAX_INTERIM_RESPONSES} interim responses",
+        f"{DEFAULTS.max_images} and {DEFAULTS.max_videos} unless set; 0: none |",
+        f"| bytes of an image or a video | {fetch.MAX_IMAGE_BYTES // MIB} MiB, "
+        f"{fetch.MAX_VIDEO_BYTES // MIB} MiB |",
+        f"`--image-fetch-timeout` ({DEFAULTS.image_fetch_timeout_s:g}) or `--video-fetch-timeout` "
+        f"({DEFAULTS.video_fetch_timeout_s:g}) seconds",
         f"| pieces of a fetched body | {fetch.FREE_PIECES}, and one more for each "
         f"{fetch.MIN_PIECE_BYTES} bytes",
     ],
 )
-def test_a_limit_of_images_equals_that_of_the_code(row: str) -> None:
+def test_limits_of_images_equal_the_code(row: str) -> None:
     assert row in IMAGES

@@ -1,4 +1,5 @@
-"""gaudiserve.py: found from every folder, also where a folder has the name of the module."""
+"""gaudiserve.py is found from every folder, even from a folder that contains the name of the
+module."""
 
 import subprocess
 import sys
@@ -17,10 +18,11 @@ ROOT = Path(__file__).parents[1]
     ],
     ids=["command", "import"],
 )
-def test_it_is_found_from_the_folder_beside_a_clone(
+def test_gaudiserve_is_found_from_the_folder_beside_a_clone(
     arguments: tuple[str, ...], shown: str, tmp_path: Path
 ) -> None:
-    # A clone has the name of the module, and users have folders with the names of our packages.
+    # A clone's folder has the name of the module, and users have folders with the names of this
+    # project's packages.
     (tmp_path / "gaudiserve").symlink_to(ROOT)
     for name in ("config", "engine", "hpu", "server"):
         (tmp_path / name).mkdir()

@@ -1,5 +1,4 @@
-"""The house rules that a reader of a single file cannot see: floors, circles, ownership of our
-names."""
+"""Rules that cannot be seen in a single file: layers, import cycles, ownership of package names."""
 
 import ast
 import sys
@@ -20,11 +19,12 @@ MAY_IMPORT = {
     "hpu": ("hpu", "config"),
     "config": ("config",),
 }
-"""A file may import these modules, and what lies below them."""
+"""Prefixes of the modules that the files of a layer may import."""
 
 EXCEPTIONS = {
     "server.cli.buckets": ("engine.reports.buckets", "engine.reports.bucket_plot"),
     "server.cli.doctor": ("engine.reports.doctor",),
+    "server.app.reference": ("engine.selftest.fallbacks",),
     "server.cli.selftest": ("engine.reports.doctor", "engine.selftest"),
     "server.offline.engines": ("engine.reports.doctor", "engine.selftest.start"),
     "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
@@ -34,18 +34,18 @@ EXCEPTIONS = {
         "engine.reports.presets",
     ),
     "engine.reports.presets": ("hpu.doctor",),
-    # A template that a request brings is rendered in the disposable process that grammars use.
+    # A request's template is rendered in the disposable process that grammars use.
     "server.text.chat_template": ("engine.process.isolation",),
     "server.text.isolated_template": ("engine.process.isolation",),
-    # A tokenizer without a bound encodes in such a process.
+    # A tokenizer without a bound encodes in a disposable process.
     "server.text.bounded_encoder": ("engine.process.isolation",),
-    # A step of a quantization runs in a process that ends with the command.
+    # A quantization step runs in a process that ends with the command.
     "server.cli.quantize": ("engine.process.child_process",),
     # A process answers probes while the tokenizer library blocks the API server.
     "server.process.start_probes": ("engine.process.child_process",),
-    # Images are decoded in such processes too.
+    # Images are decoded in disposable processes.
     "server.multimodal.processor": ("engine.process.isolation",),
-    # It divides the cores among the engines.
+    # The launcher divides the cores among the engines.
     "engine.client.launcher": ("hpu.host",),
     "engine.reports.doctor": ("hpu.host", "hpu.gaudi_devices", "hpu.doctor"),
     "engine.reports.plan": (
@@ -53,8 +53,9 @@ EXCEPTIONS = {
         "hpu.gaudi_devices",
         "hpu.model_loader.size_estimate",
     ),
-    # It runs the checks of the self-test, as an executor runs workers.
+    # The child process runs the checks of the self-test, like an executor runs workers.
     "engine.selftest.child": ("hpu.selftest",),
+    "engine.selftest.fallbacks": ("hpu.selftest.base",),
     "engine.selftest.results": ("hpu.selftest.base",),
     "engine.selftest.runner": ("hpu.selftest.base",),
     "engine.selftest.start": ("hpu.selftest.base", "hpu.doctor", "hpu.emulator.settings"),
@@ -63,13 +64,14 @@ EXCEPTIONS = {
     "engine.executors.external_launcher": ("hpu.worker.worker",),
     "engine.executors.worker_main": ("hpu.worker.worker", "hpu.numa"),
 }
+"""Prefixes of further modules that a file may import."""
 
 RESERVED = {
     "engine.client.inproc": ("server.offline", "engine"),
-    # Models and layers know no kernel library; the back end replaces their operations.
+    # Models and layers import no kernel library; the back end replaces their operations.
     "hpu.native": ("hpu.native", "hpu.backends.cpu"),
 }
-"""Modules, and the only ones of ours that may import them or what lies below them."""
+"""Modules, and the only modules of this project that may import them or modules below them."""
 
 INSIDE_HPU = {
     "hpu.ops": ("hpu.ops", "hpu.quantization"),
@@ -80,19 +82,19 @@ INSIDE_HPU = {
         *("hpu.distributed", "hpu.model_loader"),
     ),
 }
-"""Models and their parts know no back end, no kernel library, no runner. These parts of hpu/ may
-import only the listed parts."""
+"""Models and their parts import no back end, no kernel library and no runner: these parts of hpu/
+may import only the listed parts."""
 
 ONE_WAY = ("server", "engine", "hpu", "config")
-"""Floors whose folders import each other in one direction only."""
+"""Layers whose folders import each other in one direction only."""
 
 TWO_WAY = {
     # registry.py chooses the method of built layers, which hold an unquantized method by default.
     ("hpu.quantization", "hpu.layers"),
-    # For the same choice it asks whether the CPU has a packed product.
+    # registry.py also checks whether the CPU has a packed matmul.
     ("hpu.quantization", "hpu.ops"),
 }
-"""The arrows between folders of such a floor that close a circle all the same."""
+"""(folder, imported folder): accepted import cycles in ONE_WAY layers."""
 
 ONLY_IN = {
     "habana_frameworks": ("hpu.backends.gaudi", "hpu.ops", "hpu.emulator"),
@@ -106,7 +108,7 @@ ONLY_IN = {
     "uvicorn": ("server",),
     "torch": ("hpu", "engine.structured_output"),
 }
-"""Foreign packages, and the only modules of ours that may import them."""
+"""Third-party packages, and the only modules of this project that may import them."""
 
 SPAWNED = (
     "engine.executors.select",
@@ -117,19 +119,19 @@ SPAWNED = (
     "hpu.multimodal.select",
     "server.cli.main",
 )
-"""Files that may import inside a function: what is not chosen is not loaded."""
+"""Files that may import inside a function, because unused choices must not be loaded."""
 
 
 class Import(NamedTuple):
-    """`module` as it is written, `names` taken from it, where."""
+    """An import statement: `module` as written, the imported `names`, and its place."""
 
     module: str
     names: tuple[str, ...]
     line: int
     is_local: bool
-    """Inside a function."""
+    """Whether the import is inside a function."""
     is_for_types: bool
-    """Under `if TYPE_CHECKING`."""
+    """Whether the import is under `if TYPE_CHECKING`."""
     level: int
 
 
@@ -171,7 +173,7 @@ def _walk(node: ast.AST, *, is_local: bool, is_for_types: bool) -> Iterator[Impo
 
 
 def targets(found: Import) -> list[str]:
-    """The modules an import loads: `from engine import client` loads engine.client."""
+    """Modules that an import loads: `from engine import client` loads engine.client."""
     below = [f"{found.module}.{name}" for name in found.names]
     return [name for name in below if name in FILES] or [found.module]
 
@@ -181,7 +183,7 @@ def is_below(module: str, roots: tuple[str, ...]) -> bool:
 
 
 def ours() -> Iterator[tuple[str, Import, str]]:
-    """(importing module, import, imported module) for all imports of our own modules."""
+    """(importing module, import, imported module) for all imports of this project's modules."""
     for module in FILES:
         for found in imports_of(module):
             for target in targets(found):
@@ -191,8 +193,8 @@ def ours() -> Iterator[tuple[str, Import, str]]:
 
 @cache
 def owners() -> dict[str, set[str]]:
-    """The distributions that bring each top-level name. The library's own answer leaves out, in
-    Python 3.10, all that do not list their names themselves."""
+    """Distributions that provide each top-level name. In Python 3.10, the standard library's
+    function omits distributions that do not list their names."""
     found: dict[str, set[str]] = {}
     for distribution in distributions():
         names = set((distribution.read_text("top_level.txt") or "").split())
@@ -204,7 +206,7 @@ def owners() -> dict[str, set[str]]:
     return found
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_checks_find_modules() -> None:
     assert {module.partition(".")[0] for module in FILES} == set(FLOORS)
     assert len(list(ours())) > 50
 
@@ -220,7 +222,7 @@ def test_imports_point_downwards_or_sideways() -> None:
     assert wrong == []
 
 
-def test_models_know_no_back_end_and_no_kernel_library() -> None:
+def test_models_import_no_back_end_and_no_kernel_library() -> None:
     wrong = []
     for module, found, target in ours():
         part = ".".join(module.split(".")[:2])
@@ -231,18 +233,18 @@ def test_models_know_no_back_end_and_no_kernel_library() -> None:
     assert wrong == []
 
 
-def test_no_circle_of_files() -> None:
+def test_files_have_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {module: set() for module in FILES}
     for module, found, target in ours():
         if not found.is_local and target in FILES:
             graph[module].add(target)
 
-    circles = _circles(graph)
+    circles = _cycles(graph)
 
     assert circles == []
 
 
-def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     found: list[list[str]] = []
     done: set[str] = set()
 
@@ -262,8 +264,8 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("floor", ONE_WAY)
-def test_no_circle_of_folders(floor: str) -> None:
-    # A file that lies beside folders counts as a folder.
+def test_folders_have_no_import_cycles(floor: str) -> None:
+    # A file beside folders counts as a folder.
     parents = {module.rpartition(".")[0].rpartition(".")[0] for module in FILES}
     folders = {
         module: module if module.rpartition(".")[0] in parents else module.rpartition(".")[0]
@@ -276,16 +278,16 @@ def test_no_circle_of_folders(floor: str) -> None:
             if importing != imported and (importing, imported) not in TWO_WAY:
                 graph[importing].add(imported)
 
-    circles = _circles(graph)
+    circles = _cycles(graph)
 
     assert len(graph) > 5
     assert circles == []
 
 
-def test_the_circle_finder_finds_circles() -> None:
+def test_import_cycles_are_detected() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
 
-    circles = _circles(graph)
+    circles = _cycles(graph)
 
     assert circles == [["b", "c", "b"]]
 
@@ -299,7 +301,7 @@ def test_nothing_is_imported_relatively() -> None:
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_a_foreign_package_is_known_only_where_it_belongs(package: str) -> None:
+def test_third_party_packages_are_imported_only_where_allowed(package: str) -> None:
     wrong = [
         f"{FILES[module].relative_to(ROOT)}:{found.line}"
         for module in FILES
@@ -328,7 +330,7 @@ def test_only_config_env_reads_the_environment() -> None:
     assert wrong == []
 
 
-def test_imports_inside_functions_only_where_a_choice_is_made() -> None:
+def test_only_listed_files_import_inside_functions() -> None:
     wrong = [
         f"{FILES[module].relative_to(ROOT)}:{found.line}"
         for module in FILES
@@ -356,24 +358,24 @@ def test_an_init_file_describes_its_folder_in_a_few_lines() -> None:
         if path.name == "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) > 6
     ]
 
-    assert wordy == ["server"]  # it also holds the guard of the four names
+    assert wordy == ["server"]  # server/__init__.py also holds the check of the package names.
 
 
-def test_every_file_says_what_it_holds() -> None:
+def test_every_file_has_a_docstring() -> None:
     wrong = [module for module, path in FILES.items() if not ast.get_docstring(tree_of(module))]
 
     assert wrong == []
 
 
 @pytest.mark.parametrize("name", FLOORS)
-def test_no_other_distribution_owns_one_of_our_names(name: str) -> None:
+def test_no_other_distribution_owns_a_package_name(name: str) -> None:
     assert owners().get(name, set()) <= {"gaudiserve"}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     declared = pyproject.partition("dependencies = [")[2].partition("]\n")[0]
-    # Brought by whoever runs us, by fastapi and pydantic as parts of themselves, by the device's
+    # Packages provided by the user, by fastapi and pydantic as their dependencies, by the device's
     # vendor, or by an optional extra.
     elsewhere = {"torch", "starlette", "pydantic_core", "habana_frameworks", *FLOORS}
     elsewhere |= {"ray", "llmcompressor", "compressed_tensors", "datasets", "opentelemetry"}

@@ -1,5 +1,5 @@
-"""No text of a file or a request is a pattern of Python's `re`: config/expressions.py matches
-it."""
+"""No text of a file or a request is used as a pattern of Python's `re`; config/expressions.py
+matches such patterns."""
 
 import ast
 import re
@@ -12,11 +12,11 @@ FLOORS = ("server", "engine", "hpu", "config")
 MATCHER = "config/expressions.py"
 
 VARIABLE = {
-    # Alternatives of escaped words: their time is linear in the text for each word.
+    # Alternatives of escaped words: each word takes time linear in the text.
     ("server/multimodal/parts.py", """ "|".join(map(re.escape, kinds)) """),
     ("server/parsers/stream/text_stream.py", """ "|".join(map(re.escape, words)) or "(?!)" """),
     ("server/text/control_tokens.py", """ "|".join(map(re.escape, ordered)) or "(?!)" """),
-    # `words` are escaped in the line before.
+    # The line before escapes `words`.
     (
         "engine/structured_output/structural_tag.py",
         """ f"({'|'.join(words)})" if words else "((?!))" """,
@@ -31,7 +31,7 @@ VARIABLE = {
         """ re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\\.)" """,
     ),
     ("hpu/models/transformers_weights.py", """ f"^{re.escape(name)}$" """),
-    # Constants of the loop that they stand in, or of the module.
+    # Constants of the enclosing loop or of the module.
     ("server/text/template_renderer.py", """ rf"(?<!['\\"]){mark}" """),
     ("server/parsers/stream/python_stream.py", """ rf"[^\\\\{quote}]+" """),
     ("server/offline/calibration.py", "pattern"),
@@ -39,25 +39,25 @@ VARIABLE = {
     ("config/loading/cards.py", """ rf"{prefix}\\d+" """),
     ("config/loading/reference.py", """ rf"(VLLM_\\w+_BUCKET)_({'|'.join(_LIMITS)})" """),
     ("config/server.py", """ rf"{_PAIR}(?:,{_PAIR})*" """),
-    # The folder of the model, escaped.
+    # The escaped path of the model's folder.
     ("server/cli/start.py", """ rf"{re.escape(folder)}(?![\\w/.-])" """),
     # Patterns in the code of the installed transformers.
     ("hpu/models/transformers_weights.py", "target"),
     ("hpu/models/transformers_weights.py", "pattern"),
 }
-"""The patterns that are no constants, with the file that each is in, and why they may be."""
+"""Patterns that are not constants, with their file and the reason why they are accepted."""
 
 
 @cache
 def sources() -> tuple[tuple[str, ast.Module], ...]:
-    """The files that name `re`."""
+    """Source files that use `re`."""
     paths = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
     texts = [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
     return tuple((file, ast.parse(text)) for file, text in texts if re.search(r"\bre\b", text))
 
 
 def patterns(tree: ast.Module) -> Iterator[ast.expr]:
-    """The pattern of each call of a function of `re`."""
+    """Pattern of each call of a function of `re`."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
@@ -66,7 +66,7 @@ def patterns(tree: ast.Module) -> Iterator[ast.expr]:
             yield node.args[0]
 
 
-def test_patterns_are_constants_or_known() -> None:
+def test_patterns_are_constants_or_listed() -> None:
     known = {(file, ast.dump(ast.parse(text.strip(), mode="eval").body)) for file, text in VARIABLE}
     found = {
         (file, ast.dump(pattern))
@@ -98,7 +98,7 @@ def test_functions_of_re_are_called_by_their_full_names() -> None:
                 wrong.append(f"{file}:{node.lineno}")
             if "re2" in names and file != MATCHER:
                 wrong.append(f"{file}:{node.lineno}")
-            # A function of re that is handed on, as in map(re.compile, texts).
+            # A function of re that is passed as an argument, as in map(re.compile, texts).
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 is_type = node.attr in ("Pattern", "Match", "error", "escape")
                 is_flag = node.attr.isupper()
@@ -108,7 +108,7 @@ def test_functions_of_re_are_called_by_their_full_names() -> None:
     assert wrong == []
 
 
-def test_a_variable_pattern_is_seen() -> None:
+def test_a_variable_pattern_is_detected() -> None:
     tree = ast.parse("re.compile(text)\nre.match('a', text)\nre.sub(f'{a}', '', b)")
 
     found = [node for node in patterns(tree) if not isinstance(node, ast.Constant)]

@@ -1,3 +1,3 @@
-"""Resolves a model's name to a local folder: hub, GGUF conversion, the demo model. Also compares
-the tensors with config.json before torch is imported, and reads a model's facts without its
+"""Resolves a model name (hub id, GGUF file, demo model) to a local folder. Also checks tensor
+shapes against config.json before torch is imported, and reads model metadata without the
 weights."""

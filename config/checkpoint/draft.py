@@ -1,4 +1,4 @@
-"""Finds the checkpoint that drafts tokens for a model, and checks that it fits the model."""
+"""Finds the draft checkpoint for a model, and checks that the two are compatible."""
 
 import re
 from dataclasses import replace
@@ -47,8 +47,8 @@ def check_target(method: SpeculationMethod, target: ModelConfig) -> None:
     """Raise ConfigError for a target model that cannot verify drafts."""
     if states_of(target):
         raise SettingError(
-            f"--speculative-config names the method {method.method}, and {target.path} has layers "
-            "with a state, from which rejected drafts cannot be removed: leave "
+            f"--speculative-config names the method {method.method}, and {target.path} has "
+            "recurrent layers, whose state cannot be rolled back after rejected drafts: leave "
             "--speculative-config out"
         )
 
@@ -57,39 +57,40 @@ def check_draft(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> EngineConfig | None:
     """Check that the draft model or head of `method` in `folder` fits the model `target` of
-    `config`. Returns the settings of a draft model, whose checkpoint is still to be checked; None
-    for heads. Raises ConfigError."""
+    `config`. Returns the EngineConfig of a draft model, whose checkpoint the caller still has to
+    check; None for heads. Raises ConfigError."""
     if method.method in (MEDUSA, MLP_SPECULATOR):
         _check_devices(config, method)
         read_head_sizes(method, folder, target)
         return None
-    facts = draft_facts(config, method, folder, target)
+    model_config = draft_facts(config, method, folder, target)
     if method.method != DRAFT_MODEL:
         return None
-    return draft_config(config, method, folder, facts, target)
+    return draft_config(config, method, folder, model_config, target)
 
 
 def draft_facts(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> ModelConfig:
-    """Facts of the draft model or head of `method` in `folder`, or for MTP of the target's extra
-    layer. Raises ConfigError if they do not fit the model `target` of `config`."""
-    facts = _mtp_facts(target) if method.method == MTP else read_model_config(folder)
-    if facts.vocab_size != target.vocab_size:
+    """ModelConfig of the draft model or head of `method` in `folder`; for MTP, of the target's
+    extra layer. Raises ConfigError if it does not fit the model `target` of `config`."""
+    model_config = _mtp_facts(target) if method.method == MTP else read_model_config(folder)
+    if model_config.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"the draft model {method.model} has {facts.vocab_size} tokens in its vocabulary, and "
-            f"{target.path} has {target.vocab_size}: drafts are tokens of the same vocabulary"
+            f"the draft model {method.model} has {model_config.vocab_size} tokens in its "
+            f"vocabulary, and {target.path} has {target.vocab_size}, they must have the same "
+            "vocabulary"
         )
     if method.method != DRAFT_MODEL:
-        facts = _head_facts(config, method, facts, target)
-    if facts.encoder is not None or states_of(facts):
-        what = "is an encoder" if facts.encoder is not None else "has layers with a state"
+        model_config = _head_facts(config, method, model_config, target)
+    if model_config.encoder is not None or states_of(model_config):
+        what = "is an encoder" if model_config.encoder is not None else "has recurrent layers"
         raise ConfigError(
-            f"the draft model {method.model} {what}: drafts come from decoders whose layers all "
-            "cache keys and values"
+            f"the draft model {method.model} {what}, it must be a decoder whose layers all have a "
+            "KV cache"
         )
     _check_devices(config, method)
-    return facts
+    return model_config
 
 
 def _check_devices(config: EngineConfig, method: SpeculationMethod) -> None:
@@ -97,8 +98,8 @@ def _check_devices(config: EngineConfig, method: SpeculationMethod) -> None:
     if wanted not in (None, num_devices):
         raise SettingError(
             f"draft_tensor_parallel_size of --speculative-config is {wanted} and "
-            f"--tensor-parallel-size is {num_devices}: the draft model is divided among the same "
-            "devices; leave it out"
+            f"--tensor-parallel-size is {num_devices}, they must be equal: leave "
+            "draft_tensor_parallel_size out"
         )
 
 
@@ -106,19 +107,21 @@ def draft_config(
     config: EngineConfig,
     method: SpeculationMethod,
     folder: str,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     target: ModelConfig,
 ) -> EngineConfig:
-    """Settings of the drafter with the facts `facts` in `folder`, for the model `target` of
-    `config`."""
+    """EngineConfig of the drafter with the ModelConfig `model_config` in `folder`, for the model
+    `target` of `config`."""
     longest = config.max_model_len or default_context_length(target)
     return replace(
         config,
         model=folder,
-        max_model_len=min(longest, max_context_length(facts), method.max_model_len or longest),
+        max_model_len=min(
+            longest, max_context_length(model_config), method.max_model_len or longest
+        ),
         quantization=None,
         quant_config=None,
-        # The drafter is whole on the last pipeline stage.
+        # The whole drafter runs on the last pipeline stage.
         parallel=replace(config.parallel, enable_expert_parallel=False, pipeline_parallel_size=1),
         lora=LoRAConfig(),
         speculation=SpeculationConfig(),
@@ -126,40 +129,41 @@ def draft_config(
 
 
 def _mtp_facts(target: ModelConfig) -> ModelConfig:
-    """The target's facts, extended by the layer after its last layer."""
+    """The target's ModelConfig, extended by the MTP layer."""
     if not target.num_mtp_layers:
         raise SettingError(
-            f"--speculative-config names the method mtp, and {target.path} has no layer for it "
+            f"--speculative-config names the method mtp, and {target.path} has no MTP layer "
             "(num_nextn_predict_layers)"
         )
     if target.is_quantized:
         raise SettingError(
             f"--speculative-config names the method mtp, and the weights of {target.path} are "
-            "quantized: its layer for drafts is served in 16 or 32 bits only"
+            "quantized: MTP is supported for unquantized weights only"
         )
     return replace(target, num_layers=target.num_layers + 1, num_mtp_layers=0)
 
 
 def _head_facts(
-    config: EngineConfig, method: SpeculationMethod, facts: ModelConfig, target: ModelConfig
+    config: EngineConfig, method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
 ) -> ModelConfig:
-    """`facts` of an EAGLE head, with the architecture of its layers."""
-    name = re.sub("Eagle3?", "", facts.architecture)
+    """`model_config` of an EAGLE head, with the architecture name of its decoder layers."""
+    name = re.sub("Eagle3?", "", model_config.architecture)
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"the head {method.model} is a {facts.architecture}, whose layers are not built in"
+            f"the draft head {method.model} is a {model_config.architecture}, which is not "
+            "supported"
         )
-    if facts.hidden_size != target.hidden_size:
+    if model_config.hidden_size != target.hidden_size:
         raise ConfigError(
-            f"the head {method.model} has a hidden_size of {facts.hidden_size}, and {target.path} "
-            f"has {target.hidden_size}"
+            f"the draft head {method.model} has a hidden_size of {model_config.hidden_size}, and "
+            f"{target.path} has {target.hidden_size}"
         )
-    if method.method != MTP and facts.num_layers != 1:
+    if method.method != MTP and model_config.num_layers != 1:
         raise ConfigError(
-            f"the head {method.model} has {facts.num_layers} layers, the method {method.method} "
-            "has 1"
+            f"the draft head {method.model} has {model_config.num_layers} layers, the method "
+            f"{method.method} requires 1"
         )
-    facts = replace(facts, architecture=name, tie_word_embeddings=False)
+    model_config = replace(model_config, architecture=name, tie_word_embeddings=False)
     if config.parallel.tensor_parallel_size > 1:
-        check_split(facts, config.parallel.tensor_parallel_size)
-    return facts
+        check_split(model_config, config.parallel.tensor_parallel_size)
+    return model_config

@@ -1,4 +1,4 @@
-"""The facts of a model without its weights, for `gaudiserve plan`."""
+"""Reads the ModelConfig of a model without its weights, for `gaudiserve plan`."""
 
 import math
 import os
@@ -33,10 +33,10 @@ def model_facts(
     hf_overrides: str = "",
     complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts,
 ) -> ModelConfig:
-    """The facts of `model`: a folder, a config.json, a .gguf file, the demo, or a Hugging Face id.
-    For a Hugging Face id, only config.json is fetched. `hf_overrides`: as in `resolve`. `path` of
-    the result is `model`. `complete` adds facts that are not in config.json; `path` of its argument
-    is the folder of the config.json. Raises CheckpointError."""
+    """ModelConfig of `model`: a folder, a config.json, a .gguf file, the demo model, or a Hugging
+    Face id. For a Hugging Face id, only config.json is downloaded. `hf_overrides`: as in `resolve`.
+    `complete` adds values that are not in config.json; it gets a ModelConfig whose `path` is the
+    folder of config.json. The result has `model` as its `path`. Raises CheckpointError."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         folder = with_overrides(str(path.parent), hf_overrides, cache_dir)
@@ -61,8 +61,8 @@ def model_facts(
         count, total = (sum(map(math.prod, group.values())) for group in (own, loaded))
         if facts.vision is not None:
             facts = replace(facts, num_tower_parameters=total - count)
-        # Files of a quantized checkpoint hold packed values and scales, so their elements are not
-        # counted.
+        # Quantized checkpoints store packed values and scales, so the number of elements is not the
+        # number of parameters.
         if not facts.is_quantized:
             check_shapes(facts, shapes, path / _FILE)
             facts = replace(facts, num_parameters=count)

@@ -44,11 +44,12 @@ def converted(
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
-    """The folder in `cache` with `source` converted; created if it does not exist. With
-    `keep_blocks` it also has the file BLOCKS. Its generation_config.json has the defaults of
-    `sampling`, which GGUF files do not have.
+    """The folder in `cache` with the converted `source`; created if it does not exist. With
+    `keep_blocks` it also has the file BLOCKS. Its generation_config.json has the defaults in
+    `sampling`, which GGUF files lack.
 
-    An existing folder is complete. Of two processes one converts and the other waits.
+    A folder appears only when its conversion is complete. A second process waits for the conversion
+    of the first.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
@@ -65,7 +66,7 @@ def converted(
         stack.enter_context(_locked(target.with_name(f"{target.name}.lock"), report))
         if not target.is_dir():
             partial = target.with_name(f"{target.name}.partial")
-            # Leftovers of a killed process. Only the owner of the lock writes here.
+            # Leftovers of a killed process. Only the holder of the lock writes here.
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             try:
@@ -99,8 +100,8 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("Another process converts the same file, waiting for it")
-            report("convert: another process converts the same file, waiting for it", 0, 0)
+            logger.info("Another process is converting the same file, waiting for it")
+            report("convert: another process is converting the same file, waiting for it", 0, 0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -117,7 +118,7 @@ def _convert(
     file = open_gguf(source)
     config = model_config(file, dtype)
     generation = {**generation_config(file), **sampling}
-    # Check before gigabytes are written that no worker can load.
+    # Check before writing gigabytes that no worker can load.
     _, entries = read_entries(file, config, generation, dtype)
     _check_room(folder, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
@@ -135,12 +136,12 @@ def _convert(
 def read_entries(
     file: GgufFile, config: Json, generation: Json, dtype: str
 ) -> tuple[ModelConfig, list[Entry]]:
-    """Facts from `config` and `generation`, which were made from `file`, and the tensors of the
-    checkpoint. Raises ConfigError for an unsupported model, and for sizes that differ from the
+    """ModelConfig from `config` and `generation`, which were made from `file`, and the entries of
+    the checkpoint. Raises ConfigError for an unsupported model, and for sizes that differ from the
     tensors."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
-    # Check before a weight map of 10^9 layers is built.
+    # Check before building a weight map, which could have 10^9 layers.
     check_num_layers(facts, num_blocks(file), file.path)
     weight_map = weight_map_of(facts)
     assert weight_map is not None, "the table of architectures has built-in models only"

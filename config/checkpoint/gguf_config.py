@@ -1,5 +1,5 @@
-"""Makes config.json and generation_config.json from a GGUF file's metadata and from its rope
-factors, which are tensors."""
+"""Creates config.json and generation_config.json from the metadata of a GGUF file, and from its
+rope factors, which are stored as tensors."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
     *("<|return|>", "<|call|>"),
 )
-# A turn ends where the next role begins in the GLM families.
+# In the GLM families a turn ends where the next role begins.
 _ROLES = dict.fromkeys(("chatglm", "glm4", "glm4moe"), ("<|user|>", "<|observation|>"))
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -39,8 +39,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise ConfigError(
-            f"{file.path} holds the architecture {shown(file.architecture)}, "
-            f"it must be one of {', '.join(FAMILIES)}"
+            f"{file.path} has the architecture {shown(file.architecture)}, it must be one of "
+            f"{', '.join(FAMILIES)}"
         )
     heads = file.count("attention.head_count")
     hidden = file.count("embedding_length")
@@ -68,7 +68,7 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         config["attention_bias"] = True
     if has(file, "ffn_gate.bias"):
         config["mlp_bias"] = True
-    # llama.cpp rotates whole heads by default; some families rotate a part.
+    # llama.cpp rotates whole heads by default; some families rotate only a part of each head.
     partial = min(rope_dims or head_dim, head_dim) / head_dim
     if partial != _default(family.name, "partial_rotary_factor", 1.0):
         config["partial_rotary_factor"] = partial
@@ -87,8 +87,8 @@ def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def _kv_heads(file: GgufFile, heads: int) -> int:
-    """Number of KV heads of a layer with attention. A file whose layers differ has a list, with 0
-    for each layer without attention."""
+    """Number of KV heads of the attention layers. The file has a list if layers differ, with 0 for
+    layers without attention."""
     counts = layer_kv_heads(file)
     if not counts:
         return file.count("attention.head_count_kv", heads)
@@ -107,8 +107,8 @@ def _default(architecture: str, field: str, usual: float) -> Any:
 
 
 def _windows(file: GgufFile) -> dict[str, Any]:
-    """Layers with a window, if the file names them: a number n if every n-th layer has no window,
-    or a list with true for each layer with a window."""
+    """Fields for sliding-window layers, if the file has them: a number n if every n-th layer uses
+    full attention, or a list with true for each sliding-window layer."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(found, list):
         step = file.get("attention.sliding_window_pattern", int)
@@ -118,7 +118,7 @@ def _windows(file: GgufFile) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the experts, under the family's field names."""
+    """MoE fields, under the family's names."""
     family = ARCHITECTURES.get(config["architectures"][0])
     names = None if family is None else family.moe
     if names is None:
@@ -150,8 +150,8 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _columns(file: GgufFile, part: str) -> int:
-    """Number of inputs of the tensor `part` in the first layer with this tensor; 0 if there is no
-    such layer."""
+    """Number of inputs of the tensor `part` in the first layer with this tensor; 0 if no layer has
+    this tensor."""
     found = (tensor for name, tensor in file.tensors.items() if name.endswith(f".{part}"))
     return next((tensor.shape[0] for tensor in found), 0)
 
@@ -177,15 +177,14 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _head_dim(file: GgufFile, hidden: int, heads: int, rope_dims: int | None) -> int:
-    # Files of the architecture llama may have another head size, and rotate all dimensions of a
-    # head.
+    # Files with architecture llama may have a different head size, and rotate whole heads.
     if rope_dims is not None and file.architecture == "llama":
         return rope_dims
     return hidden // heads
 
 
 def pooling_files(file: GgufFile) -> dict[str, Any]:
-    """Path -> content of the files of sentence-transformers; empty unless the file's pooling type
+    """Path -> content of the sentence-transformers files; empty unless the file's pooling type
     gives a vector. Vectors are normalized to length 1, as in llama.cpp."""
     mode = {1: MEAN, 2: CLS, 3: LAST}.get(file.get("pooling_type", int) or 0)
     if mode is None:
@@ -251,8 +250,8 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | No
         return None
     if kind not in ("linear", "yarn") or factor is None:
         raise ConfigError(
-            f"{file.path} scales rope by {shown(kind)} with factor {factor}, "
-            "it must be linear or yarn with a factor"
+            f"{file.path} has rope scaling {shown(kind)} with factor {factor}, it must be linear "
+            "or yarn with a factor"
         )
     scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
@@ -276,7 +275,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     values: list[float] = np.asarray(tensor.data, dtype=np.float32).tolist()
     # NaN fails both comparisons.
     if not all(0 < value < math.inf for value in values):
-        raise ConfigError(f"{name} in {file.path} must hold finite numbers above 0 only")
+        raise ConfigError(f"{name} in {file.path} must contain only finite numbers above 0")
     return values
 
 
@@ -298,7 +297,7 @@ def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
     """The rope_scaling of Llama 3 from the stored factors, one per frequency.
 
-    All published models share every parameter but the largest factor, so the others are assumed
+    All published models share every parameter except the largest factor, so the others are assumed
     and then checked against the file.
     """
     stored = _factors(file, "rope_freqs.weight")

@@ -31,8 +31,8 @@ class GgufFamily(NamedTuple):
     optional: Mapping[str, str] = {}
     """Optional metadata keys -> fields of config.json."""
     derive: Callable[[GgufFile, Json], Json] = _nothing
-    """Computes fields that replace other fields. `config`: the fields that all architectures have
-    in common."""
+    """Computes fields that override the common fields. `config`: the fields that all architectures
+    have in common."""
 
 
 def has(file: GgufFile, part: str) -> bool:
@@ -54,8 +54,8 @@ _BLOCKS_TO_TRY = 4
 
 
 def _llama(file: GgufFile, config: Json) -> Json:
-    """Files of Mistral and Mixtral have this architecture too: a file with a window is a Mistral,
-    a file with experts a Mixtral."""
+    """Architecture fields of Mistral and Mixtral, whose GGUF architecture is also llama: experts
+    mark a Mixtral, and a sliding window marks a Mistral."""
     if file.get("expert_count", int):
         return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     if file.get("attention.sliding_window", int):
@@ -89,8 +89,8 @@ def _gemma3(file: GgufFile, config: Json) -> Json:
 
 
 def _query_scalar(config: Json, layers_of_27b: int) -> Json:
-    """query_pre_attn_scalar, which files lack. It is the head size, except in the models with 27
-    billion weights, which llama.cpp recognizes by their number of layers."""
+    """query_pre_attn_scalar, which files lack. It is the head size, except in the 27B models, which
+    llama.cpp recognizes by their number of layers."""
     size = config["head_dim"]
     if config["num_hidden_layers"] == layers_of_27b:
         size = config["hidden_size"] // config["num_attention_heads"]
@@ -105,7 +105,7 @@ def _soft_caps(file: GgufFile) -> Json:
 
 
 def _qwen_moe(file: GgufFile, config: Json) -> Json:
-    # A constant of the architecture in llama.cpp.
+    # Constant of the architecture in llama.cpp.
     return {"norm_topk_prob": file.architecture != "qwen2moe", "decoder_sparse_step": 1}
 
 
@@ -123,13 +123,13 @@ def _qwen3_next(file: GgufFile, config: Json) -> Json:
 
 
 def _deepseek2(file: GgufFile, config: Json) -> Json:
-    # attention.key_length is the size of the latent in newer files.
+    # In newer files, attention.key_length is the size of the latent.
     key = file.get("attention.key_length_mla", int) or file.count("attention.key_length")
     value = file.get("attention.value_length_mla", int) or file.count("attention.value_length")
     rotated = file.count("rope.dimension_count")
     if key <= rotated:
         raise ConfigError(
-            f"{file.path} rotates {rotated} entries of a head, which has {key} entries"
+            f"{file.path} applies rope to {rotated} dimensions of a head, which has {key}"
         )
     found: dict[str, Any] = {
         "num_key_value_heads": config["num_attention_heads"],
@@ -145,7 +145,7 @@ def _deepseek2(file: GgufFile, config: Json) -> Json:
         "norm_topk_prob": file.get("expert_weights_norm", bool) or False,
     }
     if has(file, "exp_probs_b.bias"):
-        # Published models that choose experts with a bias score them by a sigmoid.
+        # Published models with a correction bias use sigmoid scores.
         found |= {
             "scoring_func": _scoring(file, default=_SIGMOID),
             "architectures": ["DeepseekV3ForCausalLM"],
@@ -182,7 +182,7 @@ def _glm4_moe(file: GgufFile, config: Json) -> Json:
         "use_qk_norm": has(file, "attn_q_norm.weight"),
         "attention_bias": has(file, "attn_q.bias"),
         "norm_topk_prob": file.get("expert_weights_norm", bool) is not False,
-        # The file's number of layers includes the layers for multi-token prediction.
+        # The file's number of layers includes the MTP layers.
         "num_nextn_predict_layers": file.get("nextn_predict_layers", int) or 0,
         "num_hidden_layers": config["num_hidden_layers"]
         - (file.get("nextn_predict_layers", int) or 0),
@@ -247,7 +247,7 @@ def _falcon(file: GgufFile, config: Json) -> Json:
 
 
 def _smollm3(file: GgufFile, config: Json) -> Json:
-    # A constant of the architecture in llama.cpp.
+    # Constant of the architecture in llama.cpp.
     return {"no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
@@ -340,8 +340,7 @@ def _phimoe(file: GgufFile, config: Json) -> Json:
 
 
 def _baichuan(file: GgufFile, config: Json) -> Json:
-    """The model with 13 billion weights, which llama.cpp recognizes by its number of layers, uses
-    ALiBi."""
+    """The 13B model, which llama.cpp recognizes by its number of layers, uses ALiBi."""
     if config["num_hidden_layers"] != _LAYERS_OF_BAICHUAN_13B:
         return {}
     return {"max_position_embeddings": None, "model_max_length": config["max_position_embeddings"]}
@@ -351,7 +350,7 @@ _LAYERS_OF_BAICHUAN_13B = 40
 
 
 def _bert(file: GgufFile, config: Json) -> Json:
-    """A file without token types is a DistilBERT."""
+    """Encoder fields. A file without token types is a DistilBERT."""
     found: dict[str, Any] = {"hidden_act": "gelu", "is_decoder": False}
     if "token_types.weight" in file.tensors:
         return {**found, "type_vocab_size": file.tensors["token_types.weight"].shape[-1]}
@@ -442,8 +441,8 @@ FAMILIES: Mapping[str, GgufFamily] = {
 """general.architecture of a file -> family."""
 
 
-def architecture_of(facts: ModelConfig) -> str:
-    """The Hugging Face name that FAMILIES has for the model of `facts`, whatever its ending is."""
-    if facts.encoder is not None:
-        return f"{facts.encoder.family}Model"
-    return causal_name(facts.architecture)
+def architecture_of(model_config: ModelConfig) -> str:
+    """Hugging Face architecture in FAMILIES for the model of `model_config`, with any ending."""
+    if model_config.encoder is not None:
+        return f"{model_config.encoder.family}Model"
+    return causal_name(model_config.architecture)

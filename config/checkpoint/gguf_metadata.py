@@ -16,8 +16,8 @@ from config.model.json_fields import MAX_COUNT, shown
 
 MAX_METADATA_BYTES = 128 * 2**20
 MAX_ELEMENTS = 2**21
-"""Maximum number of elements of all arrays in a file. A vocabulary of 262,144 tokens has 1.3
-million: texts, types, scores and merges."""
+"""Maximum total number of array elements in a file. A vocabulary of 262,144 tokens has 1.3 million:
+texts, types, scores and merges."""
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**17
 MAX_DIMENSIONS = 4
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 class GgufLimits(NamedTuple):
-    """Limits of a file's directory, which is parsed under Python's lock."""
+    """Limits of the metadata and tensor directory, which are parsed under the GIL."""
 
     metadata_bytes: int = MAX_METADATA_BYTES
     keys: int = MAX_KEYS
     elements: int = MAX_ELEMENTS
-    """Elements of all arrays."""
+    """Total elements of all arrays."""
     tensors: int = MAX_TENSORS
 
 
@@ -62,7 +62,7 @@ class GgufTensor(NamedTuple):
     data: npt.NDArray[Any]
     """Values, outermost dimension first; uint8 for block types."""
     offset: int = 0
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,17 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Any]
-    """str, int, float, bool, and lists of these."""
+    """Key -> value: str, int, float, bool, or a list of these."""
     tensors: dict[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
-        """llama, qwen2, ..."""
+        """Value of general.architecture, such as llama or qwen2; empty if it is absent."""
         return self.value("general.architecture", str) or ""
 
     def value(self, key: str, kind: type[T]) -> T | None:
-        """The value of `key`; None if absent. Raises ConfigError if it is not a `kind`, or a number
-        that is not finite or above MAX_COUNT."""
+        """The value of `key`; None if absent. Raises ConfigError if it is not a `kind`, is not
+        finite, or is above MAX_COUNT."""
         found = self.metadata.get(key)
         if found is None:
             return None
@@ -104,8 +104,8 @@ class GgufFile:
         found = self.value(key, list)
         if found is not None and not all(isinstance(value, kind) for value in found):
             raise ConfigError(
-                f"{shown(key)} in {self.path} is {shown(found)}, it must hold a {kind.__name__} "
-                "in each place"
+                f"{shown(key)} in {self.path} is {shown(found)}, each entry must be a "
+                f"{kind.__name__}"
             )
         return found
 
@@ -129,8 +129,8 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the directory of `path`. Raises ConfigError if it is not a GGUF file or is only a part
-    of a GGUF file."""
+    """Read the metadata and tensor directory of `path`. Raises ConfigError if it is not a GGUF
+    file, or one part of a split file."""
     try:
         data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:
@@ -139,8 +139,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def parse_gguf(data: npt.NDArray[np.uint8], path: Path, limits: GgufLimits) -> GgufFile:
-    """Read the directory in `data`, the bytes of a file that errors call `path`. Raises ConfigError
-    like open_gguf."""
+    """Like open_gguf, from the bytes of a file. `path`: its name in errors."""
     try:
         file = _Reader(data, path, limits).read()
     except ValueError as error:
@@ -152,7 +151,7 @@ def parse_gguf(data: npt.NDArray[np.uint8], path: Path, limits: GgufLimits) -> G
 
 
 class _Reader:
-    """Reads a file from its beginning. Raises ValueError at the first invalid value."""
+    """Sequential reader of a file. Raises ValueError at the first invalid value."""
 
     def __init__(self, data: npt.NDArray[np.uint8], path: Path, limits: GgufLimits) -> None:
         self._path = path
@@ -173,7 +172,7 @@ class _Reader:
             self._order = ">"
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in _VERSIONS:
-            raise ValueError(f"it is of version {version}, which is none of 2 and 3")
+            raise ValueError(f"its version is {version}, it must be 2 or 3")
         num_tensors = self._count("tensors", self._limits.tensors)
         num_keys = self._count("keys", self._limits.keys)
         # Minimum bytes of a key (13) and of a tensor's entry (32): lengths, types and offsets.
@@ -196,7 +195,7 @@ class _Reader:
         end = self._offset + num_bytes
         if end > self._max_offset:
             left = max(0, self._max_offset - self._offset)
-            raise ValueError(f"{what} takes {num_bytes} bytes, {left} are left or allowed")
+            raise ValueError(f"{what} takes {num_bytes} bytes, at most {left} are allowed")
         taken = self._view[self._offset : end]
         self._offset = end
         return taken
@@ -208,15 +207,15 @@ class _Reader:
     def _count(self, what: str, maximum: int) -> int:
         count = int(self._number("Q"))
         if count > maximum:
-            raise ValueError(f"it says that it has {count} {what}, at most {maximum} are read")
+            raise ValueError(f"its header declares {count} {what}, at most {maximum} are allowed")
         return count
 
     def _check_room(self, what: str, count: int, least_bytes: int) -> None:
         left = len(self._view) - self._offset
         if count * least_bytes > left:
             raise ValueError(
-                f"it says that it has {count} {what} of at least {least_bytes} bytes, "
-                f"{left} bytes are left"
+                f"its header declares {count} {what} of at least {least_bytes} bytes, {left} "
+                "bytes are left"
             )
 
     def _string(self, what: str) -> str:
@@ -229,14 +228,14 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(key)
         if kind not in _SCALARS:
-            raise ValueError(f"the value of {shown(key)} is of the unknown type {kind}")
+            raise ValueError(f"the value of {shown(key)} has the unknown type {kind}")
         return self._number(_SCALARS[kind])
 
     def _array(self, key: str) -> list[Any]:
         kind, count = int(self._number("I")), int(self._number("Q"))
         if kind != _STRING and kind not in _SCALARS:
             raise ValueError(
-                f"{shown(key)} is an array of type {kind}, it must be texts or numbers"
+                f"{shown(key)} is an array of type {kind}, its elements must be strings or numbers"
             )
         size = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS[kind]}")
         self._check_room(f"elements in {shown(key)}", count, size)
@@ -244,7 +243,7 @@ class _Reader:
         if self._num_elements > self._limits.elements:
             raise ValueError(
                 f"its arrays up to {shown(key)} have {self._num_elements} elements, at most "
-                f"{self._limits.elements} are read"
+                f"{self._limits.elements} are allowed"
             )
         if kind == _STRING:
             what = f"a text in {shown(key)}"
@@ -253,7 +252,7 @@ class _Reader:
         return list(struct.unpack(f"{self._order}{count}{_SCALARS[kind]}", data))
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """(name, shape, type, offset)."""
+        """Read the directory entry of a tensor: (name, shape, type, offset)."""
         name = self._string("a tensor's name")
         num_dimensions = int(self._number("I"))
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
@@ -286,12 +285,16 @@ class _Reader:
         try:
             tensor_type = GGMLQuantizationType(kind)
         except ValueError:
-            raise ValueError(f"tensor {shown(name)} is of the unknown type {kind}") from None
+            raise ValueError(f"tensor {shown(name)} has the unknown type {kind}") from None
         block_size, block_bytes = GGML_QUANT_SIZES[tensor_type]
-        if min(shape) < 1 or shape[0] % block_size:
+        if min(shape) < 1:
             raise ValueError(
-                f"tensor {shown(name)} has the shape {shown(shape)}, its rows must be blocks of "
-                f"{block_size} numbers"
+                f"tensor {shown(name)} has the shape {shown(shape)}, each size must be at least 1"
+            )
+        if shape[0] % block_size:
+            raise ValueError(
+                f"tensor {shown(name)} has the shape {shown(shape)}, its first size must be a "
+                f"multiple of {block_size}"
             )
         n_elements = math.prod(shape)
         n_bytes = n_elements // block_size * block_bytes
@@ -304,6 +307,6 @@ class _Reader:
         if tensor_type in _NUMBER_TYPES:
             data = data.view(f"{self._order}{_NUMBER_TYPES[tensor_type]}").reshape(shape[::-1])
         else:
-            # A tensor with a single dimension is a single row.
+            # A 1-D tensor is a single row.
             data = data.reshape(*(shape[:0:-1] or (1,)), -1)
         return GgufTensor(tensor_type, shape, n_elements, n_bytes, data, start)

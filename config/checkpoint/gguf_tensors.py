@@ -1,9 +1,7 @@
-"""The weights of a model as parts of the tensors of its GGUF file.
-
-The names come from the package `gguf`, like the names that llama.cpp's converter writes. This file
-undoes what the converter changes besides names (order of rows, stacked experts, offsets), see
-https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
-"""
+"""Assembles the weights of a model from the tensors of its GGUF file. Names come from the package
+`gguf`, as in llama.cpp's converter. This file undoes the converter's other changes (order of rows,
+stacked experts, offsets), see
+https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py"""
 
 import math
 import re
@@ -35,55 +33,56 @@ DTYPES = {
     "bfloat16": ("BF16", 2),
     "uint8": ("U8", 1),
 }
-"""Dtype in safetensors -> its bytes."""
+"""dtype -> (safetensors name, bytes per element)."""
 PERMUTED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "internlm2", "baichuan"),
 )
-"""Architectures whose files interleave the two halves of each head of q and k, so that rope rotates
-neighbours."""
+"""Architectures whose files interleave the two halves of each q and k head, for a rope that rotates
+adjacent elements."""
 
 _TILED = ("qwen35", "qwen35moe")
 
-# Settings that are stored as tensors, which config/checkpoint/gguf_config.py reads; and the head of
-# a reranking encoder, which is not part of the encoder.
+# Settings stored as tensors (read by config/checkpoint/gguf_config.py), and the head of a reranker,
+# which is not part of the encoder.
 _OTHERS = re.compile(
     r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
 )
 _BLOCK = re.compile(r"^blk\.([0-9]{1,9})\.")
-# Expert or head indices in names whose tensors files stack.
+# Expert or head indices in the names of tensors that GGUF files stack.
 _EXPERT, _NORM = re.compile(r"\.experts\.[0-9]+\."), re.compile(r"\.norms\.[0-9]+\.")
 _RENAMED = {
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".dt_bias": ".dt_proj.bias",
     ".sinks": ".sinks.weight",
 }
-"""Name suffixes that the converter changes before it looks names up."""
+"""Name suffixes that the converter replaces before the lookup."""
 _MXFP4_BYTES = 1 + MXFP4_BLOCK // 2
 """Bytes of an MXFP4 block: a scale byte, and two weights per byte."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorRows:
     """Rows of a tensor in the file."""
 
     name: str
     """Name of the tensor in the file."""
     tensor: GgufTensor
     expert: int | None = None
-    """Index in a tensor that stacks experts; None: the whole tensor."""
+    """Index of the expert in a stacked tensor; None: the whole tensor."""
     order: npt.NDArray[np.int64] | None = None
-    """The stored rows in the order of the checkpoint; None: as they are."""
+    """Indices of the stored rows in checkpoint order; None: unchanged order."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Outermost dimension first."""
+        """Shape in checkpoint order, outermost dimension first."""
         shape = self.tensor.shape[::-1]
         if self.expert is not None:
             shape = shape[1:]
         return shape if self.order is None else (len(self.order), *shape[1:])
 
     def rows(self) -> Array:
-        """(rows, numbers or bytes per row), as stored. Whole rows move, also quantized rows."""
+        """(rows, elements or bytes per row), as stored, in checkpoint order. Quantized rows are
+        reordered without dequantizing them."""
         data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
         data = data.reshape(data.shape[0] if data.ndim else 1, -1)
         return data if self.order is None else data[self.order]
@@ -91,7 +90,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A Part.combine that permutes the rows of all sources."""
+    """A Part.combine that concatenates the rows of all sources and permutes them."""
 
     order: npt.NDArray[np.int64]
 
@@ -103,16 +102,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A contiguous run of bytes of a weight."""
+    """A contiguous part of the bytes of a weight."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TensorRows, ...]
     combine: Callable[..., Array] | None = None
-    """Makes the part of all its sources; None: the part is the rows of its only source."""
+    """Combines the sources; None: there is a single source, whose rows are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of the checkpoint."""
+    """A tensor of the converted checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,16 +119,15 @@ class Entry:
     """A key of DTYPES; uint8: the sources are not dequantized."""
     parts: tuple[Part, ...]
     change: Callable[[Array], Array] | None = None
-    """Function applied to each number; None: numbers are unchanged."""
+    """Function applied to each element; None: elements are unchanged."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
     @property
-    def only_source(self) -> Source | None:
-        """The source whose rows are the rows of the entry; None if there are several, or if numbers
-        change."""
+    def only_source(self) -> TensorRows | None:
+        """The only source of the entry, if its rows are used unchanged; otherwise None."""
         if self.change is None and len(self.parts) == 1 and self.parts[0].combine is None:
             return self.parts[0].sources[0]
         return None
@@ -142,42 +140,42 @@ def num_blocks(file: GgufFile) -> int:
 
 
 def model_entries(
-    file: GgufFile, facts: ModelConfig, weight_map: WeightMap, dtype: str
+    file: GgufFile, model_config: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
-    """The tensors of the checkpoint that `file` holds: matrices in `dtype`, vectors (norms and
-    biases, a few thousandths of all weights) in float32. Raises ConfigError for a tensor that is
-    missing, or that the model does not have."""
-    tensors = WeightSources(file, facts, weight_map)
+    """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
+    few thousandths of all weights) in float32. Raises ConfigError if a tensor is missing in `file`,
+    or if `file` has a tensor that the model lacks."""
+    tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
     return entries
 
 
 class MissingTensor(ConfigError):
-    """A tensor that a weight is made of is missing in the file."""
+    """The file lacks a tensor that a weight needs."""
 
 
 class WeightSources:
-    """Finds the tensors of a file that make up each weight."""
+    """Finds the tensors of a file for each weight."""
 
-    def __init__(self, file: GgufFile, facts: ModelConfig, weight_map: WeightMap) -> None:
+    def __init__(self, file: GgufFile, model_config: ModelConfig, weight_map: WeightMap) -> None:
         self._file = file
-        self._facts = facts
+        self._facts = model_config
         self._used: set[str] = set()
         self._names = _name_map(file.architecture)
         self._layer = re.compile(f"^{re.escape(weight_map.layer_prefix)}([0-9]+)\\.")
         self._layer_prefix = weight_map.layer_prefix
 
     def check_all_used(self) -> None:
-        """Raise ConfigError for a tensor that no weight uses. Layers for multi-token prediction,
-        which follow the other layers, are not loaded."""
+        """Raise ConfigError for a tensor that no weight uses. MTP layers, which follow the other
+        layers, are not loaded."""
         for name in self._file.tensors:
             block = _BLOCK.match(name)
             is_mtp = block is not None and int(block[1]) >= self._facts.num_layers
             if name not in self._used and not is_mtp and not _OTHERS.search(name):
                 raise ConfigError(
-                    f"{self._file.path} has a tensor {shown(name)}, which no "
-                    f"{self._file.architecture} model has"
+                    f"{self._file.path} has a tensor {shown(name)}, which "
+                    f"{self._file.architecture} models do not have"
                 )
 
     def entry(self, spec: WeightSpec, dtype: str) -> Entry:
@@ -199,8 +197,8 @@ class WeightSources:
         return Entry(spec.name, shape, "float32" if is_vector else dtype, parts, change)
 
     def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The parts of the weight in order. Raises MissingTensor for a tensor that the file does
-        not have, and ConfigError for other faults."""
+        """The parts of the weight in order. Raises MissingTensor for a tensor that the file lacks,
+        and ConfigError for other errors."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))
@@ -230,7 +228,7 @@ class WeightSources:
         return (Part((replace(source, order=order),)),)
 
     def _stored_name(self, name: str) -> str | None:
-        """Name in the file of the tensor that the checkpoint calls `name`."""
+        """Tensor name in the file for the checkpoint name `name`."""
         for theirs, ours in _RENAMED.items():
             if name.endswith(theirs):
                 name = name.removesuffix(theirs) + ours
@@ -249,32 +247,32 @@ class WeightSources:
         weight: str,
         expert: int | None = None,
         num_experts: int | None = None,
-    ) -> Source:
+    ) -> TensorRows:
         tensor = None if name is None else self._file.tensors.get(name)
         if name is None or tensor is None:
             raise MissingTensor(
-                f"{self._file.path} has no tensor {name or f'for {weight}'}, which a "
-                f"{self._file.architecture} model with its settings has"
+                f"{self._file.path} has no tensor {name or f'for {weight}'}, which its metadata "
+                f"requires for {self._file.architecture}"
             )
         self._used.add(name)
         if expert is not None and (len(tensor.shape) < 2 or tensor.shape[-1] != num_experts):
             raise ConfigError(
-                f"{self._file.path} says {num_experts} experts or heads for {weight}, the shape of "
-                f"{name} is {_size_text(tensor.shape[::-1])}"
+                f"the metadata of {self._file.path} has {num_experts} experts or heads for "
+                f"{weight}, the shape of {name} is {_size_text(tensor.shape[::-1])}"
             )
-        return Source(name, tensor, expert)
+        return TensorRows(name, tensor, expert)
 
-    def _check_shape(self, source: Source, shape: tuple[int, ...], weight: str) -> None:
+    def _check_shape(self, source: TensorRows, shape: tuple[int, ...], weight: str) -> None:
         if source.shape != shape:
             raise ConfigError(
                 f"{self._file.path} has a tensor of {_size_text(source.shape)} for {weight}, its "
-                f"settings say {_size_text(shape)}"
+                f"metadata requires {_size_text(shape)}"
             )
 
     def _order(
-        self, spec: WeightSpec, source: Source, name: str | None
+        self, spec: WeightSpec, source: TensorRows, name: str | None
     ) -> npt.NDArray[np.int64] | None:
-        """Source.order of a weight that is the whole tensor `name` of the file."""
+        """TensorRows.order for a weight that the file stores as the single tensor `name`."""
         rows = source.shape[0] if source.shape else 1
         is_attention = "qkv_proj" in spec.parameter
         if is_attention and spec.row_groups is not None:
@@ -289,11 +287,12 @@ class WeightSources:
         return self._halves(rows, heads, name)
 
     def _halves(self, rows: int, heads: int, name: str | None) -> npt.NDArray[np.int64]:
-        """Source.order of queries or keys, which are `rows` of the tensor `name`."""
+        """TensorRows.order that undoes the interleaving of q or k heads. `name`: tensor name, for
+        errors."""
         if rows % (2 * heads):
             raise ConfigError(
-                f"{self._file.path} has {rows} rows in {name}, which {heads} heads of two "
-                "halves do not divide"
+                f"{self._file.path} has {rows} rows in {name}, it must be a multiple of "
+                f"{2 * heads} for {heads} heads"
             )
         # Stored rows of a head alternate between its first and second half.
         stored = np.arange(rows).reshape(heads, rows // heads // 2, 2)
@@ -301,8 +300,7 @@ class WeightSources:
         return halves
 
     def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
-        """Queries, keys or values of a file that has them in a single tensor; None if there is no
-        such tensor."""
+        """q, k or v from the file's fused qkv tensor; None if the file has no such tensor."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
             return None
@@ -316,8 +314,8 @@ class WeightSources:
         return (Part((replace(source, order=order),)),)
 
     def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
-        """Queries, keys and values of a checkpoint that has them in a single tensor, from a file
-        that has three; None if the file has no such tensors."""
+        """The checkpoint's fused qkv weight from three tensors of the file; None if the file has no
+        such tensors."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
             return None
@@ -337,8 +335,8 @@ class WeightSources:
         return (Part(tuple(sources), Rows(grouped)),)
 
     def _latent_heads(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """kv_b_proj of latent attention: in newer files the keys of all heads, transposed, and the
-        values."""
+        """kv_b_proj of MLA. Newer files store the transposed keys of all heads and the values in
+        two tensors."""
         name = self._stored_name(spec.name)
         if name in self._file.tensors:
             return (Part((self._source(name, spec.name),)),)
@@ -362,9 +360,8 @@ class WeightSources:
         return (Part((key, value), combine),)
 
     def _fused_delta(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
-        """Queries, keys, values and gates of gated DeltaNet, which the checkpoint groups by key
-        head. Older files group them by key head too; newer files store the gates in a separate
-        tensor."""
+        """Queries, keys, values and gates of gated DeltaNet, grouped by key head in the checkpoint.
+        Older files have the same layout; newer files store the gates in a separate tensor."""
         layer = self._layer.match(spec.name)
         assert layer is not None
         name = f"blk.{layer[1]}.ssm_in.{kind}"
@@ -385,8 +382,8 @@ class WeightSources:
         return keys, values // keys, fields.count("linear_value_head_dim")
 
     def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-        """Source.order for gated DeltaNet. Files of Qwen3.5 store the first value head of every key
-        head, then the second value head of every key head, and so on."""
+        """TensorRows.order for gated DeltaNet. Files of Qwen3.5 store the first value head of every
+        key head, then the second value head of every key head, and so on."""
         if self._file.architecture not in _TILED or ".linear_attn." not in name:
             return None
         keys, each, size = self._delta_sizes()
@@ -397,7 +394,7 @@ class WeightSources:
         num_values = keys * each * size
         if rows < num_values:
             raise ConfigError(
-                f"{self._file.path} has {rows} rows for {name}, its settings say at least "
+                f"{self._file.path} has {rows} rows for {name}, its metadata requires at least "
                 f"{num_values}"
             )
         tiled = np.arange(rows - num_values, rows).reshape(each, keys, size)
@@ -405,7 +402,8 @@ class WeightSources:
         return np.concatenate((np.arange(rows - num_values), tiled.swapaxes(0, 1).reshape(-1)))
 
     def _delta_output(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """Output projection of gated DeltaNet, whose inputs are the value heads."""
+        """Output projection of gated DeltaNet. Its inputs are the value heads, which are put into
+        checkpoint order."""
         source = self._source(self._stored_name(spec.name), spec.name)
         if self._file.architecture not in _TILED:
             return (Part((source,)),)
@@ -414,8 +412,8 @@ class WeightSources:
         return (Part((source,), lambda values: values[:, order]),)
 
     def _merged_mlp(self, spec: WeightSpec) -> tuple[Part, ...]:
-        """The shared MLP, whose gate and up the checkpoint merges. GGUF files store it as a shared
-        expert, or as a plain MLP in models without experts."""
+        """The shared MLP, with gate and up merged in the checkpoint. GGUF files store it as a
+        shared expert, or as a plain MLP in models without experts."""
         layer = self._layer.match(spec.name)
         assert layer is not None
         is_down = spec.name.endswith("output_linear.weight")
@@ -456,8 +454,7 @@ class WeightSources:
             rows, columns = spec.shape[:0:-1] if spec.transposed else spec.shape[1:]
 
         def joined(parts: tuple[Array, ...]) -> Array:
-            """Gate rows before up rows; gate and up rows interleaved if the spec has no output
-            sizes."""
+            """Concatenate gate and up rows, or interleave them if the spec has no output sizes."""
             if spec.output_sizes:
                 return np.concatenate(parts)
             return np.stack(parts, axis=1).reshape(rows, -1)
@@ -480,7 +477,7 @@ class WeightSources:
 
 
 def _name_map(architecture: str) -> TensorNameMap:
-    """Map from checkpoint names to file names for a single layer, with index 0."""
+    """Map from checkpoint names to file names, for a single layer with index 0."""
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     return get_tensor_name_map(kind, 1)
 
@@ -490,8 +487,8 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _grouped(groups: int, sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """Row order that regroups concatenated outputs of `sizes` into `groups` groups, each with a
-    part of every output."""
+    """Row order that regroups the concatenated outputs of `sizes` into `groups` groups with an
+    equal part of every output."""
     ends = np.cumsum(sizes)
     outputs = [
         np.arange(end - size, end).reshape(groups, -1)
@@ -501,8 +498,8 @@ def _grouped(groups: int, sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
 
 
 def _change(spec: WeightSpec) -> Callable[[Array], Array] | None:
-    """Conversion of stored numbers: files store norm weights with their offset added, and
-    -exp(A_log) in place of A_log."""
+    """Conversion of stored values: files store norm weights with the offset already added, and
+    -exp(A_log) instead of A_log."""
     if spec.offset:
         offset = np.float32(spec.offset)
         return lambda values: values - offset
@@ -518,8 +515,8 @@ def _mxfp4(rows: Array) -> Array:
 
 
 def _mxfp4_blocks(rows: Array) -> Array:
-    """The weights in checkpoint order. A checkpoint byte has the weights 2i and 2i + 1; a file byte
-    has the weights i and i + 16."""
+    """The packed weights in checkpoint order. A byte of the checkpoint contains weights 2i and
+    2i + 1; a byte of the file contains weights i and i + 16."""
     packed = _mxfp4(rows)[..., 1:]
     codes = np.concatenate((packed & 0xF, packed >> 4), axis=-1)
     blocks: Array = codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -1,8 +1,6 @@
-"""Makes tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
-
-The converters of transformers are not used: they are private, and 4.51 and 5 have different modules
-and rules for `tokenizer.ggml.pre`.
-"""
+"""Creates tokenizer.json and tokenizer_config.json from the metadata of a GGUF file. The converters
+of transformers are not used: they are private, and differ between 4.51 and 5 in modules and in the
+rules for `tokenizer.ggml.pre`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,19 +13,19 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Rule that splits a text before merges, in Llama 3, in GLM-4 and in other families."""
+"""Pre-tokenization pattern of Llama 3, GLM-4 and other families."""
 
 MAX_PAIR_CHARACTERS = 2**28
-"""Limit on the characters of all pairs of texts into which the tokens of a vocabulary can be split,
-if merges are computed from them. A vocabulary of 262,144 tokens has some 30 million."""
+"""Limit on the total characters of all ways to split the vocabulary's tokens in two, if merges are
+computed from scores. A vocabulary of 262,144 tokens has about 30 million."""
 MAX_TOKEN_CHARACTERS = 1024
-"""Limit on a token's length if merges are computed."""
+"""Maximum token length if merges are computed from scores."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 
-# Rules that split text before merging, as published by each family. The merges of a vocabulary were
-# learned on exactly these pieces.
+# Pre-tokenization patterns, as published by each family. The merges of a vocabulary were learned on
+# exactly these pieces.
 _QWEN2 = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -73,17 +71,17 @@ _SEQUENCES: Mapping[str, tuple[str, ...]] = {
         r"\p{N}",
     ),
 }
-"""Rules with several patterns. Each pattern splits the pieces of the pattern before it."""
+"""Rules with several patterns, applied in sequence."""
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 _GPT2 = ("gpt-2", "gpt2", "default", "olmo", "mpt", "jais", "phi-2", "roberta-bpe")
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
-"""Rules with ignore_merges: a piece that is in the vocabulary is a token. Texts begin with bos
-unless the file disables it."""
+"""Rules with ignore_merges: a piece that is in the vocabulary becomes a single token. Texts begin
+with bos unless the file disables it."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
     """File name -> content; None if the file has no vocabulary. Raises ConfigError for an unknown
-    kind of tokenizer or split rule: a guess would give tokens that the model was not trained on."""
+    tokenizer kind or split rule: a guess would produce tokens that the model was not trained on."""
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
         return None
@@ -103,7 +101,10 @@ def _tokens(file: GgufFile) -> list[tuple[str, int]]:
     tokens = file.values("tokenizer.ggml.tokens", str) or []
     kinds = file.values("tokenizer.ggml.token_type", int) or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ConfigError(f"{file.path} has {len(tokens)} tokens, but types for {len(kinds)}")
+        raise ConfigError(
+            f"{file.path} has {len(tokens)} tokens and {len(kinds)} token types, the numbers must "
+            "be equal"
+        )
     return list(zip(tokens, kinds, strict=True))
 
 
@@ -160,7 +161,9 @@ def _pre_tokenizer(file: GgufFile, pre: str, byte_level: dict[str, Any]) -> dict
     patterns = (_SPLITS[pre],) if pre in _SPLITS else _SEQUENCES.get(pre)
     if patterns is None:
         known = ", ".join(sorted((*_GPT2, *_SINGLE_DIGITS, *_SPLITS, *_SEQUENCES, "falcon")))
-        raise ConfigError(f"{file.path} splits text by {shown(pre)}, it must be one of {known}")
+        raise ConfigError(
+            f"{file.path} has the pre-tokenizer {shown(pre)}, it must be one of {known}"
+        )
     return _in_order(*map(_split, patterns), {**byte_level, "use_regex": False})
 
 
@@ -183,8 +186,8 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
     unknown = file.value("tokenizer.ggml.unknown_token_id", int)
     if unknown is not None and not 0 <= unknown < len(tokens):
         raise ConfigError(
-            f"tokenizer.ggml.unknown_token_id in {file.path} is {unknown}, there are {len(tokens)} "
-            "tokens"
+            f"tokenizer.ggml.unknown_token_id in {file.path} is {unknown}, it must be between 0 "
+            f"and {len(tokens) - 1}"
         )
     spaces: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -216,16 +219,15 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 
 
 def _wordpiece(file: GgufFile) -> dict[str, Any]:
-    """WordPiece tokenizer of BERT. Files mark the beginning of a word with a space, and write
-    continuations without ##."""
+    """WordPiece tokenizer of BERT. GGUF files mark the start of a word with a space instead of
+    marking continuations with ##."""
     tokens = _tokens(file)
     vocab: dict[str, int] = {}
     for number, (token, kind) in enumerate(tokens):
         is_text = kind == _NORMAL
         text = token.removeprefix(_SPACE)
         vocab[f"##{text}" if is_text and text == token else text] = number
-    # Files do not tell whether text is lowercased: a vocabulary without capital letters is taken as
-    # lowercased.
+    # Files do not say whether text is lowercased: assume so if no token has a capital letter.
     is_cased = any(token != token.lower() for token, kind in tokens if kind == _NORMAL)
     return {
         "added_tokens": _added_tokens(tokens, (_CONTROL, _UNKNOWN)),
@@ -250,26 +252,29 @@ def _wordpiece(file: GgufFile) -> dict[str, Any]:
 
 
 def check_pairs(file: str, lengths: Iterable[int]) -> None:
-    """Raise ConfigError if tokens of these lengths are too many or too long to compute merges."""
+    """Raise ConfigError if tokens of these lengths exceed the limits for computing merges."""
     longest, num_characters = 0, 0
     for length in lengths:
         longest, num_characters = max(longest, length), num_characters + length * length
     if num_characters > MAX_PAIR_CHARACTERS or longest > MAX_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"{file} has tokens of at most {longest} characters, whose pairs have "
-            f"{num_characters}: merges are made of at most {MAX_PAIR_CHARACTERS}, of "
-            f"{MAX_TOKEN_CHARACTERS} in a token"
+            f"the merges of {file} cannot be computed: its longest token has {longest} characters "
+            f"(at most {MAX_TOKEN_CHARACTERS}) and its squared token lengths sum to "
+            f"{num_characters} (at most {MAX_PAIR_CHARACTERS})"
         )
 
 
 def _merges(file: GgufFile, vocab: dict[str, int]) -> list[list[str]]:
-    """The file's merges, or merges from its scores: every pair of tokens that form a token, best
-    score first."""
+    """The file's merges; without merges, every pair of tokens that forms a token, best score
+    first."""
     if stored := file.values("tokenizer.ggml.merges", str):
         return [merge.split(" ") for merge in stored]
     scores = file.values("tokenizer.ggml.scores", float) or []
     if len(scores) < len(vocab):
-        raise ConfigError(f"{file.path} has {len(vocab)} tokens, but scores for {len(scores)}")
+        raise ConfigError(
+            f"{file.path} has {len(vocab)} tokens and {len(scores)} scores, it must have a score "
+            "for each token"
+        )
     check_pairs(str(file.path), map(len, vocab))
     found = [
         (
@@ -333,7 +338,7 @@ def _adds(file: GgufFile, name: str) -> bool:
 
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
-    """Post-processor that adds bos and eos as the file says; cls and sep for BERT."""
+    """Post-processor that adds bos and eos according to the file; cls and sep for BERT."""
     named = _named(file)
     is_bert = file.value("tokenizer.ggml.model", str) == "bert"
     first = named.get("cls", named.get("bos")) if is_bert else named.get("bos")
@@ -377,8 +382,8 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def byte_alphabet() -> list[str]:
-    """The character of each byte in a byte-level vocabulary: its own if it is printable, else the
-    next one from U+0100 on (as in GPT-2)."""
+    """The character that represents each byte in a byte-level vocabulary, as in GPT-2: the byte's
+    own character if printable, otherwise the next unused character from U+0100 on."""
     shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte if byte in shown else 0x100 + hidden.index(byte)) for byte in range(256)]

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from config.checkpoint.gguf_metadata import GgufFile
-from config.checkpoint.gguf_tensors import DTYPES, Entry, Source
+from config.checkpoint.gguf_tensors import DTYPES, Entry, TensorRows
 from config.checkpoint.safetensors_files import Shapes
 from config.errors import ConfigError
 from config.progress import Bar, Report, unreported
@@ -23,11 +23,12 @@ BLOCK_TYPES = (
     GGMLQuantizationType.Q4_1,
     GGMLQuantizationType.Q8_0,
 )
-"""Quantization types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 a minimum."""
+"""Quantization types with kernels here: blocks of 32 inputs with a scale, and in Q4_1 also a
+minimum."""
 Stored = list[tuple[str, str, tuple[int, ...], int]]
 """Name, dtype, shape and bytes of each tensor of a safetensors file."""
 _PIECE_BYTES = 64 * 2**20
-"""Float32 bytes that are dequantized at a time."""
+"""Float32 bytes that are dequantized at once."""
 
 
 def stored_shapes(entries: Iterable[Entry]) -> Shapes:
@@ -42,8 +43,8 @@ def write_safetensors(
     progress: bool,
     report: Report = unreported,
 ) -> None:
-    """Write `entries`, which are made of the tensors of `file`, to `target`. Synced to disk on
-    return. Raises ConfigError for a tensor of an unsupported type."""
+    """Write `entries`, built from the tensors of `file`, to `target`, and sync it to disk. Raises
+    ConfigError for an unsupported tensor type."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"
@@ -62,7 +63,7 @@ def _write(
     pieces: Iterable[npt.NDArray[Any]],
     written: Callable[[int], object],
 ) -> None:
-    """Write the file `target` with write_stream. Synced to disk on return."""
+    """Write the file `target` with write_stream, and sync it to disk."""
     with target.open("wb") as out:
         write_stream(out, tensors, pieces, written)
         out.flush()
@@ -92,7 +93,7 @@ def write_stream(
 
 
 def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
-    """Bytes of a tensor of the checkpoint, several rows at a time."""
+    """Bytes of a tensor of the converted checkpoint, in chunks of rows."""
     for part in entry.parts:
         if entry.dtype == "uint8":
             assert part.combine is not None
@@ -107,14 +108,14 @@ def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
             yield _as_stored(part.combine(*sources), entry)
 
 
-def _numbers(file: GgufFile, entry: Entry, source: Source) -> Iterator[npt.NDArray[np.float32]]:
-    """Dequantized rows of `source`, several rows at a time."""
+def _numbers(file: GgufFile, entry: Entry, source: TensorRows) -> Iterator[npt.NDArray[np.float32]]:
+    """Dequantized rows of `source`, in chunks of rows."""
     data, kind = source.rows(), source.tensor.tensor_type
     row_bytes = 4 * math.prod(source.shape[1:])
     step = max(1, _PIECE_BYTES // row_bytes)
     for start in range(0, len(data), step):
         try:
-            # A damaged scale may overflow; _check_finite finds it.
+            # A damaged scale may overflow; _check_finite reports it.
             with np.errstate(over="ignore", invalid="ignore"):
                 values = dequantize(data[start : start + step], kind)
         except NotImplementedError as error:
@@ -127,9 +128,9 @@ def _numbers(file: GgufFile, entry: Entry, source: Source) -> Iterator[npt.NDArr
 
 
 def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
-    """Raise ConfigError for numbers that are not finite, which a damaged scale gives. `where`:
-    names the tensor and its file."""
-    # The sum needs no copy, and is finite for any real weights.
+    """Raise ConfigError for NaN or infinite values, which damaged scales produce. `where`: the
+    tensor and its file, for the error."""
+    # Summing needs no temporary array, and the sum of valid weights is finite.
     with np.errstate(over="ignore", invalid="ignore"):
         is_finite = np.isfinite(numbers.sum(dtype=np.float64))
     if is_finite:
@@ -140,7 +141,7 @@ def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
 
 def write_blocks(entries: Iterable[Entry], target: Path) -> None:
     """Write the blocks of all matrices of BLOCK_TYPES to `target`: uint8 (rows, bytes per row),
-    with name and type as the key, such as `lm_head.weight Q8_0`. Synced to disk on return."""
+    under keys such as `lm_head.weight Q8_0`. Synced to disk on return."""
     matrices = [
         (entry, source)
         for entry in entries
@@ -164,14 +165,14 @@ def write_blocks(entries: Iterable[Entry], target: Path) -> None:
     )
 
 
-def _block_shape(source: Source) -> tuple[int, int]:
+def _block_shape(source: TensorRows) -> tuple[int, int]:
     """(rows, bytes per row)."""
     stored_rows = source.tensor.n_elements // source.tensor.shape[0]
     return source.shape[0], source.tensor.n_bytes // stored_rows
 
 
 def _as_stored(values: npt.NDArray[np.float32], entry: Entry) -> npt.NDArray[Any]:
-    """The numbers after the conversion of `entry`, in its dtype and byte order."""
+    """The values after the conversion of `entry`, in its dtype and byte order."""
     if entry.change is not None:
         values = entry.change(values)
     values = np.ascontiguousarray(values, dtype=np.float32)

@@ -32,7 +32,7 @@ def parse_overrides(text: str) -> Json:
 
 def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
     """`config` with the fields of `overrides`. Nested configs (text_config, vision_config) are
-    merged; every other object is replaced, as in vLLM."""
+    merged; other objects are replaced, as in vLLM."""
     result = dict(config)
     for name, value in overrides.items():
         own = result.get(name)
@@ -44,9 +44,9 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
-    """A folder in the cache with links to the files of `folder` and the merged config.json, which
-    all processes and transformers read; `folder` itself if `text` has no overrides. Raises
-    ConfigError. A folder whose merged config.json cannot be read is removed."""
+    """A cache folder with links to the files of `folder` and a merged config.json, which all
+    processes and transformers read; `folder` itself if `text` has no overrides. Raises ConfigError.
+    A folder whose merged config.json cannot be read is removed."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder
@@ -57,8 +57,8 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
         content.encode()
     except UnicodeEncodeError as error:
         raise SettingError(
-            f"config.json of {folder} with --hf-overrides has half of a surrogate pair at "
-            f"character {error.start}, which is no text"
+            f"config.json of {folder} with --hf-overrides has a lone surrogate at character "
+            f"{error.start}, it must be valid Unicode text"
         ) from error
     names = sorted(path.name for path in source.iterdir() if path.name != _FILE)
     digest = hashlib.sha256("\0".join((str(source), content, *names)).encode(errors="replace"))
@@ -75,14 +75,14 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
             for name in names:
                 (fresh / name).symlink_to(source / name)
             _check(fresh, source)
-            # Another process may have created the folder first; both folders are equal.
+            # Another process may have created the folder first, with the same content.
             if not target.is_dir():
                 fresh.rename(target)
     return str(target)
 
 
 def _check(folder: Path, source: Path) -> None:
-    """Raise ConfigError, with the path of `source`, if `folder` is not the folder of a model."""
+    """Raise ConfigError, with the path of `source`, if `folder` is not a model folder."""
     try:
         read_model_config(str(folder), allow_quantized=True)
     except ConfigError as error:

@@ -1,5 +1,5 @@
 """Downloads a model from the Hugging Face hub. The configuration is checked before the weights are
-downloaded, and each error says what to do about it."""
+downloaded, and each error says how to fix it."""
 
 import errno
 import os
@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# The library loads its modules when their names are first used: most processes of a server load
-# this file and download nothing.
+# The library imports its modules lazily: most processes of a server import this file and download
+# nothing.
 import huggingface_hub
 
 from config.checkpoint.safetensors_files import incomplete
 from config.errors import ConfigError
-from config.progress import Report, TenthLines, unreported
+from config.progress import Report, TenthLines, bar_size, unreported
 
 if TYPE_CHECKING:
     import huggingface_hub.errors
@@ -31,7 +31,7 @@ _DISK_ERRORS = frozenset(
         *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EIO),
     )
 )
-"""Errors of a folder that is full, read-only or not a folder."""
+"""OS errors for a folder that is full, read-only or not a folder."""
 
 
 def download_model(
@@ -44,11 +44,11 @@ def download_model(
     progress: bool = True,
     report: Report = unreported,
 ) -> Path:
-    """The local folder of a model of the hub, below `folder` (None: the hub's own cache). `check`
-    is called with the folder before the weights are downloaded, when all other files are there; it
-    raises ConfigError for a model that cannot be served. Raises ConfigError also if the hub does
-    not provide the model, or no safetensors file has its weights. Without `has_weights` no weights
-    are downloaded."""
+    """The local folder of a model on the hub, below `folder` (None: the hub's own cache). `check`
+    is called with the folder when all files except the weights are downloaded; it raises
+    ConfigError for a model that cannot be served. Raises ConfigError also if the hub does not have
+    the model, or if its weights are not in safetensors. Without `has_weights` no weights are
+    downloaded."""
     report("fetch", 0, 0)
     path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
@@ -76,8 +76,8 @@ def download_files(
     progress: bool = True,
 ) -> Path:
     """The local folder with the files of a model that match `patterns`. Without a network, files of
-    an earlier download are used. `progress` shows bars on a terminal, and log lines elsewhere.
-    Raises ConfigError if the hub does not provide the files."""
+    an earlier download are used. `progress` shows progress bars on a terminal, and log lines
+    elsewhere. Raises ConfigError if the hub does not provide the files."""
     try:
         return Path(
             huggingface_hub.snapshot_download(
@@ -94,8 +94,8 @@ def download_files(
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Errors of a download, with the errors of the hub library's HTTP client, which differs between
-    its releases."""
+    """Exceptions that a download may raise. The HTTP client of the hub library, and so the base
+    class of its errors, differs between releases."""
     import_module("huggingface_hub.errors")
     errors = huggingface_hub.errors
     bases = (base for base in errors.HfHubHTTPError.__bases__ if issubclass(base, Exception))
@@ -107,24 +107,24 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
     errors, constants = huggingface_hub.errors, huggingface_hub.constants
     hub = constants.ENDPOINT
     if isinstance(error, errors.HFValidationError):
-        return f"{model!r} is no name of a model on {hub}: {error}"
+        return f"{model!r} is not the name of a model on {hub}: {error}"
     # The library wraps request errors if the cache cannot replace the response.
     cause = error.__cause__ or error if isinstance(error, errors.LocalEntryNotFoundError) else error
     if isinstance(cause, OSError) and cause.errno in _DISK_ERRORS:
         return (
             f"{model!r} cannot be written to {folder or constants.HF_HUB_CACHE} "
-            f"({cause.strerror}); name another folder by --download-dir or HF_HOME, in a "
-            "container a mounted volume"
+            f"({cause.strerror}); set --download-dir or HF_HOME to another folder, in a container "
+            "to a mounted volume"
         )
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return (
-            f"{model!r} is no local folder and was not downloaded before, and HF_HUB_OFFLINE "
-            "forbids to download it"
+            f"{model!r} is not a local folder and was not downloaded before, and HF_HUB_OFFLINE "
+            "forbids downloads: unset it, or give a local folder"
         )
     # Before version 1.0, an entry that is not in the cache raises an HTTP error without a response.
     if not isinstance(cause, errors.HfHubHTTPError) or cause.response is None:
         return (
-            f"{model!r} is no local folder and could not be downloaded from {hub} "
+            f"{model!r} is not a local folder and could not be downloaded from {hub} "
             f"({type(cause).__name__}: {_first_line(cause)}); without a network give a folder or a "
             "GGUF file, behind a proxy set HTTPS_PROXY, for a mirror HF_ENDPOINT"
         )
@@ -139,7 +139,7 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
     if isinstance(cause, errors.RevisionNotFoundError):
         return f"{model!r} on {hub} has no revision {revision or constants.DEFAULT_REVISION!r}"
     if status == 404:
-        return f"{model!r} is no local folder, and {hub} has no model of that name"
+        return f"{model!r} is not a local folder, and {hub} has no model of that name"
     return (
         f"{model!r} could not be downloaded, {hub} answered {status} ({_first_line(cause)}); try "
         "again later, or give a folder"
@@ -151,12 +151,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reporting(report: Report, model: str, progress: bool) -> type:
-    """A progress bar class for the hub library that reports byte counts, and logs lines where
-    stderr is no terminal.
-
-    The library makes two byte bars (received, written), and either may stand still; older versions
-    make no byte bars here and only count files.
-    """
+    """A progress bar class for the hub library that reports byte counts, and logs lines if stderr
+    is not a terminal. The library creates two byte bars (received, written), and either may not
+    advance; older versions create no byte bars here and only count files."""
     done = total = 0
     is_terminal = sys.stderr.isatty()
     lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
@@ -169,7 +166,7 @@ def _reporting(report: Report, model: str, progress: bool) -> type:
             self._done_bytes = 0
             self._total_bytes = int(look.get("total") or 0)
             look["disable"] = look.get("disable") or not (progress and is_terminal)
-            super().__init__(*args, **look)
+            super().__init__(*args, **{**bar_size(), **look})
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal done, total

@@ -1,5 +1,5 @@
-"""Names of models: paths, ids of the Hugging Face hub, and the demo model. Imports no library, so
-that a command can refuse a wrong name before it imports its other modules."""
+"""Model names: paths, Hugging Face ids, and the demo model. Imports no library, so that a command
+can reject a wrong name before it imports its other modules."""
 
 import os
 import re
@@ -28,17 +28,17 @@ def check_model_name(model: str) -> None:
 def no_such_model(model: str) -> ConfigError:
     """The error for a name that is neither a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
-        mount = "; in a container, mount it by -v" if model.startswith("/") else ""
+        mount = "; in a container, mount it with -v" if model.startswith("/") else ""
         return ConfigError(f"no such file or folder: {model}{mount}")
     return ConfigError(
-        f"no such file or folder: {model}; a model of the Hugging Face hub is named like org/name, "
-        f"the demo model {NAMES[0]!r}"
+        f"no such file or folder: {model}; a Hugging Face id has the form org/name, the demo "
+        f"model is {NAMES[0]!r}"
     )
 
 
 def default_names(model: str, adapters: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of `model` in the API without --served-model-name. A path has two: itself, as vLLM
-    names the model, and its last part, unless that is the name of an adapter."""
+    """Names of `model` in the API without --served-model-name. A path has two names: the path
+    itself, as in vLLM, and its last component, unless that is the name of an adapter."""
     if model in NAMES:
         return NAMES
     path = os.path.expanduser(model)

@@ -1,4 +1,4 @@
-"""Names in config.json that choose an operation, checked before weights are downloaded or read."""
+"""Names of operations in config.json, checked before weights are downloaded or read."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,17 +26,21 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Values of rope_type."""
 
 
-def check_operations(facts: ModelConfig) -> None:
+def check_operations(model_config: ModelConfig) -> None:
     """Raise ConfigError for an activation or a rope type that built-in models do not support."""
-    ropes = [facts.rope] if facts.local_rope is None else [facts.rope, facts.local_rope]
+    ropes = (
+        [model_config.rope]
+        if model_config.local_rope is None
+        else [model_config.rope, model_config.local_rope]
+    )
     scalings = [rope.scaling for rope in ropes]
     kinds = ["default" if scaling is None else scaling.kind for scaling in scalings]
     for field, value, known in (
-        ("hidden_act", facts.hidden_act, HIDDEN_ACTS),
+        ("hidden_act", model_config.hidden_act, HIDDEN_ACTS),
         *(("rope_type", kind, ROPE_TYPES) for kind in kinds),
     ):
         if value not in known:
             raise ConfigError(
-                f"{field} in {Path(facts.path, 'config.json')} is {shown(value)}, it must be one "
-                f"of {', '.join(known)}"
+                f"{field} in {Path(model_config.path, 'config.json')} is {shown(value)}, it must "
+                f"be one of {', '.join(known)}"
             )

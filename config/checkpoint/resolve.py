@@ -37,10 +37,10 @@ def resolve(
     matrices rounded to `dtype`; float32 is exact) or a hub id, downloaded at `revision` into
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
-    `has_weights` a folder may have no *.safetensors, and none are downloaded. With `hf_overrides`,
-    a JSON object, its config.json has the fields of the object. `progress` shows bars on a
-    terminal, and lines elsewhere; `report` is called with the same progress. Raises
-    CheckpointError, which says what is missing or wrong.
+    `has_weights` a folder may lack *.safetensors, and no weights are downloaded. `hf_overrides`:
+    JSON object with fields that override config.json. `progress` shows progress bars on a terminal,
+    and log lines elsewhere; `report` is called with the same progress. Raises CheckpointError,
+    which says what is missing or wrong.
     """
     parse_overrides(hf_overrides)
     folder = _folder(
@@ -71,7 +71,7 @@ def _folder(
     report: Report,
     check: Callable[[str], object],
 ) -> str:
-    """The folder of `model` with its original config.json. `resolve` explains the arguments."""
+    """The folder of `model` with its original config.json. See `resolve` for the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING

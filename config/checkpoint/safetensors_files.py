@@ -24,12 +24,12 @@ from config.model.json_fields import read_json, shown
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NEEDED = ("config.json", "*.safetensors")
-"""Files of a model folder."""
+"""Required files of a model folder."""
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 MAX_HEADER_BYTES = 32 * 2**20
-"""Maximum header size. The safetensors library reads up to 100 MB; the header of 90,000 tensors in
-a file has 12 MB."""
+"""Maximum header size. The safetensors library reads up to 100 MB; a header with 90,000 tensors has
+12 MB."""
 _LENGTH_BYTES = 8
 _CLASS_NAME = re.compile(r"[A-Z][A-Za-z0-9_]{1,100}")
 
@@ -50,8 +50,8 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if it has an index. Raises ConfigError
-    if there are no files."""
+    """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError if
+    there are no files."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)
@@ -65,17 +65,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
-    """The error for a model whose files `names` are no safetensors checkpoint. Its `config`, if
-    present, determines the suggested command that converts pickles."""
+    """The error for a model whose files `names` are not a safetensors checkpoint. The
+    architecture in the file `config`, if it exists, determines the suggested command that converts
+    pickles."""
     missing = [] if "config.json" in names else [_NEEDED[0]]
     if not any(name.endswith(".safetensors") for name in names):
         missing.append(_NEEDED[1])
         pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLED)]
         if pickled:
             return ConfigError(
-                f"{model} has its weights only as pickles ({pickled[0]}), which can run code when "
-                "they are read and are never read here. If you trust it, convert it and serve the "
-                f"new folder: {_conversion(model, config)}"
+                f"{model} has only pickled weights ({pickled[0]}), which can execute code and are "
+                "never loaded: if you trust them, convert them and serve the new folder: "
+                f"{_conversion(model, config)}"
             )
         gguf = [name for name in names if name.lower().endswith(".gguf")]
         if gguf:
@@ -93,7 +94,8 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
 
 
 def _conversion(model: str, config: Path) -> str:
-    """A command that writes `model` in safetensors into a new folder of the working directory."""
+    """A command that converts `model` to safetensors, into a new folder in the working
+    directory."""
     architectures = read_json(config).get("architectures") if config.is_file() else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
@@ -122,7 +124,7 @@ def _indexed(index: Path) -> list[Path]:
             )
         # Path.is_file raises for a name that file systems do not accept.
         if not os.path.isfile(file):
-            raise ConfigError(f"{index} names {shown(name)[1:-1]}, which is not there")
+            raise ConfigError(f"{index} names {shown(name)[1:-1]}, which does not exist")
         files.append(file)
     return files
 
@@ -142,9 +144,9 @@ def read_shapes(file: Path) -> Shapes:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors in `file`, in byte order. Raises ConfigError for a header that is invalid or does
-    not fit the file's size. The safetensors library checks that every byte after the header belongs
-    to exactly a single tensor."""
+    """The tensors in `file`, in byte order. Raises ConfigError for an invalid header, or a header
+    that does not fit the file's size. The safetensors library checks that the tensors cover every
+    byte after the header without overlap."""
     try:
         begin = _check_header_size(file)
         with safe_open(file, framework="numpy"), file.open("rb") as opened:
@@ -167,8 +169,8 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Hook of json.loads for headers. Raises ValueError for a name that is twice in an object:
-    readers may take different entries. Other threads may run between the calls."""
+    """Hook of json.loads for headers. Raises ValueError for a duplicate key, which readers resolve
+    differently. Other threads may run between the calls."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -177,21 +179,19 @@ def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _not_whole(file: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{file} is not a whole safetensors file: {reason}; download it again")
+    return ConfigError(f"{file} is not a complete safetensors file: {reason}; download it again")
 
 
 def _check_header_size(file: Path) -> int:
-    """Offset of the first byte after the header."""
+    """Offset of the first byte after the header. Raises ConfigError if the header is too large."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
-        # The open of a FIFO waits for a writer.
-        raise ConfigError(f"{file} cannot be read: it is no regular file")
+        # Opening a FIFO blocks until there is a writer.
+        raise ConfigError(f"{file} cannot be read: it is not a regular file")
     num_bytes = status.st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
     room = min(max(num_bytes - _LENGTH_BYTES, 0), MAX_HEADER_BYTES)
     if length > room:
-        raise _not_whole(
-            file, f"it says that its header has {length} bytes, at most {room} are there or allowed"
-        )
+        raise _not_whole(file, f"its header has {length} bytes, it must have at most {room}")
     return _LENGTH_BYTES + length

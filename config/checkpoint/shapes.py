@@ -1,5 +1,5 @@
 """Compares the sizes in config.json with the tensor shapes in the files before a model is built, so
-that no wrong size is allocated. Reads no weights."""
+that no wrong size is allocated. Reads only headers."""
 
 import re
 from collections.abc import Iterable
@@ -18,16 +18,16 @@ from config.model.model_config import MAX_LAYERS, ModelConfig
 from config.model.pooler import PoolerConfig
 
 
-def check_weights(facts: ModelConfig, pooler: PoolerConfig | None) -> None:
-    """Raise ConfigError if sizes in the config.json of the folder `facts.path`, or of its pooling
-    modules, differ from the sizes of the tensors in the files."""
-    shapes = folder_shapes(Path(facts.path))
-    source = Path(facts.path, "config.json")
-    check_shapes(facts, shapes, source)
+def check_weights(model_config: ModelConfig, pooler: PoolerConfig | None) -> None:
+    """Raise ConfigError if sizes in the config.json of the folder `model_config.path`, or in its
+    pooling modules, differ from the tensor shapes in the files."""
+    shapes = folder_shapes(Path(model_config.path))
+    source = Path(model_config.path, "config.json")
+    check_shapes(model_config, shapes, source)
     if pooler is None:
         return
     if pooler.has_head:
-        _check(head_weights(facts, pooler.facts.width), shapes, source)
+        _check(head_weights(model_config, pooler.facts.width), shapes, source)
     for dense in pooler.dense:
         size = (dense.out_size, dense.in_size)
         weight = WeightSpec("linear.weight", size, "weight", "out_features x in_features")
@@ -35,33 +35,43 @@ def check_weights(facts: ModelConfig, pooler: PoolerConfig | None) -> None:
         _check((weight,), folder_shapes(folder), folder / "config.json")
 
 
-def check_shapes(facts: ModelConfig, stored: Shapes, source: Path) -> None:
-    """Raise ConfigError unless the sizes in `facts`, which come from `source`, match the tensors
-    `stored`. An architecture that is not supported passes: the worker refuses it by name."""
-    # Map without layers first: a config.json may claim 10^9 layers, so their number is checked
-    # before a map with layers is built.
-    outer = weight_map_of(replace(facts, num_layers=0, layer_types=(), rope_layers=()))
+def check_shapes(model_config: ModelConfig, stored: Shapes, source: Path) -> None:
+    """Raise ConfigError unless the sizes in `model_config`, which come from `source`, match the
+    tensors `stored`. An unsupported architecture passes: the worker rejects it by name."""
+    # A config.json may claim 10^9 layers: check their number with a map without layers before a map
+    # with layers is built.
+    outer = weight_map_of(replace(model_config, num_layers=0, layer_types=(), rope_layers=()))
     if outer is None:
         return
     shapes = {outer.map_name(name): shape for name, shape in stored.items()}
-    check_num_layers(facts, _num_layers(shapes, outer.layer_prefix), source)
-    weight_map = weight_map_of(facts)
+    check_num_layers(model_config, _num_layers(shapes, outer.layer_prefix), source)
+    weight_map = weight_map_of(model_config)
     assert weight_map is not None
     _check(weight_map.stored_as(shapes).entries(), shapes, source)
 
 
-def check_num_layers(facts: ModelConfig, num_layers: int, source: Path) -> None:
-    """Raise ConfigError unless `num_layers`, the number of layers in the files, matches `facts`
-    (with or without MTP layers) and is at most MAX_LAYERS. `source` is named in the error."""
-    if not facts.num_layers <= num_layers <= facts.num_layers + facts.num_mtp_layers:
-        raise ConfigError(f"{source} says {facts.num_layers} layers, the files have {num_layers}")
+def check_num_layers(model_config: ModelConfig, num_layers: int, source: Path) -> None:
+    """Raise ConfigError unless `num_layers`, the number of layers in the files, matches
+    `model_config` (with or without MTP layers) and is at most MAX_LAYERS. `source` is named in the
+    error."""
+    if (
+        not model_config.num_layers
+        <= num_layers
+        <= model_config.num_layers + model_config.num_mtp_layers
+    ):
+        raise ConfigError(
+            f"{source} specifies {model_config.num_layers} layers, the files have {num_layers}"
+        )
     if num_layers > MAX_LAYERS:
-        raise ConfigError(f"{source} says {num_layers} layers, at most {MAX_LAYERS} are built")
+        raise ConfigError(
+            f"{source} specifies {num_layers} layers, at most {MAX_LAYERS} are supported"
+        )
 
 
-def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
-    """Shapes in `stored` that belong to the text model, without tensors for images or audio."""
-    if not facts.is_text_part:
+def model_shapes(model_config: ModelConfig, stored: Shapes) -> Shapes:
+    """Shapes in `stored` that belong to the text model; tensors for images or audio are left
+    out."""
+    if not model_config.is_text_part:
         return stored
     return {
         name: shape
@@ -70,15 +80,17 @@ def model_shapes(facts: ModelConfig, stored: Shapes) -> Shapes:
     }
 
 
-def weight_map_of(facts: ModelConfig) -> WeightMap | None:
+def weight_map_of(model_config: ModelConfig) -> WeightMap | None:
     """Weight map of a built-in model, without a classification head; None if the model is not built
     in."""
-    if facts.encoder is not None:
-        return encoder_weight_map(facts)
-    if causal_name(facts.architecture) not in ARCHITECTURES:
+    if model_config.encoder is not None:
+        return encoder_weight_map(model_config)
+    if causal_name(model_config.architecture) not in ARCHITECTURES:
         return None
-    has_head = facts.architecture in ARCHITECTURES
-    return decoder_weight_map(facts, decoder_spec(facts, has_head=has_head), has_head=has_head)
+    has_head = model_config.architecture in ARCHITECTURES
+    return decoder_weight_map(
+        model_config, decoder_spec(model_config, has_head=has_head), has_head=has_head
+    )
 
 
 def _num_layers(shapes: Shapes, prefix: str) -> int:
@@ -92,15 +104,16 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
         if not weight.fields:
             continue
         shape = shapes.get(weight.name)
-        says = f"{source} says {_size_text(weight.stored_shape)} ({_fields(weight)})"
+        says = f"{source} specifies {_size_text(weight.stored_shape)} ({_fields(weight)})"
         if shape is None:
-            raise ConfigError(f"{says} for {weight.name}, the files have no such tensor")
+            raise ConfigError(f"{says} for {weight.name}, the files do not have this tensor")
         if not weight.fits(shape):
             raise ConfigError(f"{says} for {weight.name}, the files have {_size_text(shape)}")
 
 
 def _fields(weight: WeightSpec) -> str:
-    """The config fields and the quantization that determine the tensor's shape, for errors."""
+    """The config fields and the quantization that determine the tensor's shape, for error
+    messages."""
     scheme = weight.scheme
     if scheme is None:
         return weight.fields

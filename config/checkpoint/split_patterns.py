@@ -1,8 +1,7 @@
-"""Checks that regular expressions of a tokenizer.json take linear time on every text.
-
-The tokenizers library searches by backtracking. The patterns come from the checkpoint, so only a
-small class of patterns, which covers the known families, may run on every text of a client.
-"""
+"""Checks that the regular expressions of a tokenizer.json take linear time on every text. The
+tokenizers library matches by backtracking. The patterns come from the checkpoint and run on every
+text of a client, so only a small class of patterns, which covers the known families, is
+accepted."""
 
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ _MAX_REPEATS = 64
 """A repetition with a larger bound counts as unbounded."""
 _MAX_GROUP_REPEATS = 4
 _MAX_CHOICES = 256
-"""Maximum number of ways to match a branch at the same position of a text."""
+"""Maximum number of alternatives that a branch may try at a position of a text."""
 
 _CLASS_ESCAPES = frozenset("dDwWsShHpP")
 _LITERAL_ESCAPES = frozenset("nrtfvea")
@@ -26,12 +25,12 @@ also has a branch `\s+`, which then matches the run."""
 
 
 class _Unknown(Exception):
-    """The pattern has a construct outside of the class."""
+    """The pattern has a construct outside the supported class."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A regular expression atom with its quantifier."""
+    """A regular-expression atom with its quantifier."""
 
     atom: str
     quantifier: str
@@ -50,7 +49,7 @@ _Branch = list[_Item]
 
 
 def is_linear(pattern: str) -> bool:
-    """Whether a search for all matches of `pattern` certainly takes time linear in the text."""
+    """Whether finding all matches of `pattern` is known to take time linear in the text."""
     branches = _parsed(pattern)
     if branches is None:
         return False
@@ -59,7 +58,7 @@ def is_linear(pattern: str) -> bool:
 
 
 def min_match_characters(pattern: str) -> int:
-    """Lower bound of the characters of a match; 0 if it is unknown."""
+    """Lower bound of the characters in a match; 0 if unknown."""
     branches = _parsed(pattern)
     return 0 if branches is None else min(map(_length, branches))
 
@@ -162,7 +161,7 @@ class _Parser:
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 
     def _group(self, depth: int) -> tuple[int, int]:
-        """Minimum characters and number of choices of a group, which may have no unbounded
+        """(minimum characters, number of alternatives) of a group. A group may have no unbounded
         items."""
         is_zero_width = False
         if self._pattern[self._place] == "?":

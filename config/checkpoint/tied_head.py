@@ -1,4 +1,4 @@
-"""Detects checkpoints whose output head is a copy of the embedding."""
+"""Detects checkpoints that declare a tied output head but store a different head."""
 
 from pathlib import Path
 
@@ -13,26 +13,28 @@ _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
-def check_tied_head(facts: ModelConfig) -> None:
-    """Raise ConfigError if config.json of the folder `facts.path` has `tie_word_embeddings` but the
-    files have a head that differs from the embedding in sampled bytes: such a checkpoint was
-    trained with an untied head. Reads at most 512 KiB."""
-    weight_map = weight_map_of(facts) if facts.encoder is None else None
-    if weight_map is None or not facts.tie_word_embeddings:
+def check_tied_head(model_config: ModelConfig) -> None:
+    """Raise ConfigError if config.json of the folder `model_config.path` has `tie_word_embeddings`,
+    but the files have a head that differs from the embedding in shape or in sampled bytes: the
+    checkpoint was trained with an untied head. Reads the headers of all files and about 512 KiB of
+    tensor data at most."""
+    weight_map = weight_map_of(model_config) if model_config.encoder is None else None
+    if weight_map is None or not model_config.tie_word_embeddings:
         return
-    spec = decoder_spec(facts, has_head=True)
+    spec = decoder_spec(model_config, has_head=True)
     head = f"{spec.names.get('lm_head', 'lm_head')}.weight"
     embedding = next(entry.name for entry in weight_map.entries() if entry.parameter == _EMBEDDING)
     found = {
         name: (file, stored)
-        for file in weight_files(Path(facts.path))
+        for file in weight_files(Path(model_config.path))
         for stored in read_header(file)
         if (name := weight_map.map_name(stored.name)) in (head, embedding)
     }
     if len(found) == 2 and not _may_be_equal(found[head], found[embedding]):
         raise ConfigError(
-            f"tie_word_embeddings in {Path(facts.path, 'config.json')} is true, and {head} in "
-            f"{found[head][0]} differs from {embedding}: one of them is wrong"
+            f"tie_word_embeddings in {Path(model_config.path, 'config.json')} is true, and {head} "
+            f"in {found[head][0]} differs from {embedding}: they must be equal, or "
+            "tie_word_embeddings must be false"
         )
 
 

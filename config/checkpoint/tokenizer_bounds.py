@@ -1,8 +1,6 @@
-"""Checks bounds of a tokenizer.json: how much it may lengthen a text, and what it may add.
-
+"""Checks bounds of a tokenizer.json: how much it may expand a text, and how many tokens it may add.
 The file comes with the checkpoint. The tokenizers library applies its normalizers, pre-tokenizers
-and post-processors to every text of a client, without limits of time or memory.
-"""
+and post-processors to every text of a client, without limits on time or memory."""
 
 import base64
 import binascii
@@ -23,46 +21,50 @@ from config.model.json_fields import shown
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
 MAX_GROWTH = 4_096
-"""Maximum bytes that normalizer and pre-tokenizer may make of a byte of text, by the bound below.
-The bound is 12 for Llama 2, 6 for Qwen, about 200 for a T5, and 3,300 for an ALBERT."""
+"""Maximum factor by which normalizer and pre-tokenizer may expand a text, in bytes, according to
+the bound computed here. The bound is 12 for Llama 2, 6 for Qwen, about 200 for a T5, and 3,300 for
+an ALBERT."""
 MAX_STEPS = 256
-"""Maximum steps in each of normalizer, pre-tokenizer, post-processor and decoder."""
+"""Maximum number of steps in the normalizer, pre-tokenizer, post-processor or decoder."""
 MAX_PART_BYTES = 4 * 2**20
-"""Maximum size of each of these parts in the file. An NFKC table has 0.3 MB."""
+"""Maximum size of the normalizer, pre-tokenizer, post-processor or decoder in the file. An NFKC
+table has 0.3 MB."""
 MAX_TOKEN_CHARACTERS = 4_096
 """Maximum length of a token. Published vocabularies have tokens of up to 1,024 characters."""
 MAX_LINEAR_UNIGRAM_CHARACTERS = 64
 """Maximum token length of a Unigram model with linear encoding time. Unigram compares each position
-of a text with all tokens that share its beginning: 10 us for each character of a text. Published
+of a text with all tokens that start with the same characters: 10 us per character. Published
 vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
-"""Maximum bytes that the decoder may make of a token, by the bound below."""
+"""Maximum bytes of the text that the decoder may produce for a token, according to the bound
+computed here."""
 MAX_TOKENS = MAX_MERGES = 2**20
-"""Maximum tokens, and maximum merges of BPE. The library parses them under Python's lock, 5 us
-each: StartProbes answers meanwhile. The largest known vocabulary has 262,144
-tokens and 514,906 merges."""
+"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each;
+StartProbes answers health probes during this time. The largest known vocabulary has 262,144 tokens
+and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
-"""Maximum added tokens. The library takes 50 us for each at start; the largest known vocabulary has
+"""Maximum number of added tokens. Loading takes 50 us for each; the largest known vocabulary has
 6,500."""
 MAX_ADDED_CHARACTERS = 2**20
-"""Maximum characters of all added tokens together. The library takes 1 us for each at start."""
+"""Maximum total characters of all added tokens. Loading takes 1 us for each."""
 MAX_SPECIAL_TOKENS = 256
 """Maximum tokens that the post-processor may add to a text or pair."""
 MAX_PADDING = 2**20
 MAX_WORD_CHARACTERS = 512
-"""Maximum max_input_chars_per_word of WordPiece, whose time is quadratic in it; BERT has 100."""
+"""Maximum max_input_chars_per_word of WordPiece, whose time is quadratic in the word length; BERT
+has 100."""
 MAX_AFFIX_CHARACTERS = 64
-"""Maximum length of the unknown token and of the marks of word parts."""
+"""Maximum length of the unknown token, and of subword prefixes and suffixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerBounds:
-    """Effects of a tokenizer.json on a text."""
+    """Bounds on the time and memory that a tokenizer.json takes per text."""
 
     growth: int = 1
-    """Upper bound of the bytes that normalizer and pre-tokenizer make of a byte of text."""
+    """Upper bound of the factor by which normalizer and pre-tokenizer expand a text, in bytes."""
     takes_linear_time: bool = True
-    """Whether encoding a text certainly takes linear time."""
+    """Whether encoding is known to take linear time."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -91,11 +93,11 @@ class _File(msgspec.Struct):
 
 def check_tokenizer_file(path: Path) -> TokenizerBounds:
     """Bounds of a tokenizer.json. Raises ConfigError if the file exceeds a limit, or is not in the
-    form that the library writes. A file of 35 MB takes 0.15 s."""
+    library's own format. A file of 35 MB takes 0.15 s."""
     try:
         if (num_bytes := path.stat().st_size) > MAX_TOKENIZER_BYTES:
             raise ConfigError(
-                f"{path} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read"
+                f"{path} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
             )
         data = path.read_bytes()
         return _Checker(path).check(msgspec.json.decode(data, type=_File))
@@ -113,7 +115,7 @@ def check_added_tokens(path: Path, contents: Sequence[str]) -> None:
 
 
 class _Checker:
-    """Checks the parts of a tokenizer.json."""
+    """Checks the sections of a tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -129,7 +131,7 @@ class _Checker:
         return TokenizerBounds(growth, has_linear_patterns and not has_long_tokens)
 
     def check_added(self, contents: Sequence[str]) -> int:
-        """The length of the longest added token. Raises ConfigError beyond a limit."""
+        """The length of the longest added token. Raises ConfigError if a limit is exceeded."""
         self._at_most("added tokens", len(contents), MAX_ADDED_TOKENS)
         self._at_most("characters of added tokens", sum(map(len, contents)), MAX_ADDED_CHARACTERS)
         longest = max(map(len, contents), default=0)
@@ -187,7 +189,7 @@ class _Checker:
             )
 
     def _template(self, step: Mapping[str, Any], name: str) -> tuple[int, int]:
-        """Number and characters of the special tokens that a template adds."""
+        """(number, characters) of the special tokens that a template adds."""
         pieces, special = step.get(name), step.get("special_tokens")
         if not isinstance(pieces, list) or not isinstance(special, dict):
             raise self._unknown("post_processor", step)
@@ -206,14 +208,14 @@ class _Checker:
             num_characters += sum(len(str(text)) for text in token.get("tokens") or ())
         if len(sequences) != len(set(sequences)):
             raise ConfigError(
-                f"{self._path} has a post_processor that repeats a text {len(sequences)} times, it "
-                "may have each text once"
+                f"{self._path} has a post_processor that uses a sequence {len(sequences)} times, "
+                "it may use each sequence once"
             )
         return count, num_characters
 
     def _growth(self, file: _File) -> tuple[int, bool]:
-        """(growth bound of normalizer and pre-tokenizer together, whether their patterns are
-        linear)."""
+        """(growth bound of normalizer and pre-tokenizer together, whether their patterns take
+        linear time)."""
         growth, per_text, patterns_are_linear = 1.0, 0.0, True
         for name, inner, part in (
             ("normalizer", "normalizers", file.normalizer),
@@ -224,7 +226,7 @@ class _Checker:
                 factor, added = self._step_growth(name, table, step)
                 growth *= factor
                 per_text = per_text * factor + added
-                # Stop before the numbers have too many digits.
+                # Stop before the numbers grow large.
                 self._at_most(_GROWTH, growth + per_text, MAX_GROWTH)
                 patterns_are_linear = patterns_are_linear and is_linear(_regex(step))
         return math.ceil(growth + per_text), patterns_are_linear
@@ -248,8 +250,8 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """Raise ConfigError if the decoder may make more than MAX_TOKEN_TEXT_BYTES of a token, or
-        has a pattern that may not take linear time."""
+        """Raise ConfigError if the decoder may produce more than MAX_TOKEN_TEXT_BYTES for a token,
+        or has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)
@@ -272,7 +274,7 @@ class _Checker:
         return json.loads(data)
 
     def _steps(self, name: str, part: Any, inner: str) -> list[dict[str, Any]]:
-        """The steps of a part, including the steps of nested sequences."""
+        """The steps of a section, including the steps of nested sequences."""
         if part is None:
             return []
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
@@ -293,12 +295,12 @@ class _Checker:
 
     def _unknown(self, name: str, part: Any) -> ConfigError:
         return ConfigError(
-            f"{self._path} has a {name} of another form than the tokenizers library writes: "
+            f"{self._path} has a {name} that is not in the format of the tokenizers library: "
             f"{shown(part)}"
         )
 
 
-_GROWTH = "bytes that its normalizer and pre_tokenizer may make of a byte of a text"
+_GROWTH = "bytes that its normalizer and pre_tokenizer may produce for each byte of text"
 
 
 def _regex(step: Mapping[str, Any]) -> str:
@@ -309,7 +311,7 @@ def _regex(step: Mapping[str, Any]) -> str:
 
 
 def _times(factor: float) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Rule of a step with a constant growth bound."""
+    """Growth rule for a step that multiplies the length by a constant."""
     return lambda step: (factor, 0.0)
 
 
@@ -330,12 +332,12 @@ def _prepend(step: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _bert(step: Mapping[str, Any]) -> tuple[float, float]:
-    # A Chinese character gets two spaces; accents are found by NFD; then lowercase.
+    # A CJK character gets two spaces; accents are split off by NFD; then lowercasing.
     return 2.0 * 3.0 * 1.5, 0.0
 
 
 def _precompiled(step: Mapping[str, Any]) -> tuple[float, float]:
-    """Longest replacement in a SentencePiece table: a trie, then texts that end in NUL."""
+    """Longest replacement in a SentencePiece table: a trie, then NUL-terminated texts."""
     table = base64.b64decode(step["precompiled_charsmap"] or "", validate=True)
     if not table:
         return 1.0, 0.0
@@ -380,7 +382,7 @@ _PRE_TOKENIZERS = {
 
 
 def _affix(name: str) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Rule of a decoder that removes an affix or replaces it by a space."""
+    """Growth rule for a decoder step that removes an affix or replaces it with a space."""
 
     def rule(step: Mapping[str, Any]) -> tuple[float, float]:
         return 2.0 if not step[name] else 1.0, 1.0

@@ -1,1 +1,2 @@
-"""Facts about the devices of --device, a file each; hpu/backends/ has the other half of each."""
+"""Properties of the values of --device, one file for each kind of device; hpu/backends/ has a file
+of the same name with the tensor code."""

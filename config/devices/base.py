@@ -1,4 +1,4 @@
-"""Device: the facts about a value of --device that need no torch. DEVICES: all devices."""
+"""Device: the properties of a value of --device that need no torch. DEVICES: all devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from config.kinds import Kinds
 
 
 class Installed(NamedTuple):
-    """The software of this machine."""
+    """The software installed on this machine."""
 
     has_module: Callable[[str], bool]
     """Whether a module could be imported, without importing it."""
@@ -22,25 +22,23 @@ def _no_problem(installed: Installed) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device. A file of this folder lists its devices in KINDS."""
+    """A device. The mapping KINDS of each file in this folder lists devices."""
 
     cards_variable: str = ""
-    """Environment variable that lists the cards a process may use; empty: the device has no
+    """Environment variable that lists the cards visible to a process; empty: the device has no
     cards."""
     ray_resource: str = ""
     """Ray's resource name of a card; empty: the device has no cards."""
     is_gaudi: bool = False
-    """Whether the vendor's runtime, or its emulator, runs the model."""
+    """Whether the model runs on the vendor's runtime or its emulator."""
     uses_cores: bool = False
-    """Whether the host's cores compute the model."""
+    """Whether the model runs on the host's cores."""
     driver: str = ""
-    """Name of the kernel's driver; empty: the device has no driver, or its checks are in
-    hpu/doctor/."""
+    """Name of the kernel driver; empty: the device has no driver, or hpu/doctor/ checks it."""
     driver_file: str = ""
     """File that exists while the driver is loaded, without the leading slash."""
     problem: Callable[[Installed], str] = _no_problem
-    """Returns the reason why the device cannot be used with the installed software; empty: it can,
-    as far as this shows."""
+    """Reason why the device cannot be used with the installed software; empty: no problem found."""
 
 
 DEVICES = Kinds[Device]("config.devices", "KINDS", "device")

@@ -1,4 +1,4 @@
-"""The host's cores."""
+"""The CPU of the host."""
 
 from config.devices.base import Device
 

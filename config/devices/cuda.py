@@ -7,8 +7,8 @@ def _problem(installed: Installed) -> str:
     if not installed.torch.endswith("+cpu"):
         return ""
     return (
-        f"device is 'cuda', and torch {installed.torch} is built for the CPU alone; install "
-        "another torch, or use the device cpu"
+        f"device is 'cuda', and torch {installed.torch} is a CPU build; install a CUDA build, or "
+        "use --device cpu"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gaudi cards, and a card that is emulated on the CPU."""
+"""Gaudi cards, and a Gaudi card emulated on the CPU."""
 
 from config.devices.base import Device, Installed
 
@@ -10,8 +10,8 @@ def _problem(installed: Installed) -> str:
     if installed.has_module(RUNTIME):
         return ""
     return (
-        f"device is 'hpu', and {RUNTIME}, the runtime of Gaudi, is not installed here; without a "
-        "Gaudi the devices are cpu and hpu-emulator"
+        f"device is 'hpu', and {RUNTIME}, the Gaudi runtime, is not installed here; without a "
+        "Gaudi, use --device cpu or hpu-emulator"
     )
 
 

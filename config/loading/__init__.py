@@ -1,2 +1,2 @@
 """Builds the config dataclasses from flags, environment variables and YAML. Settings are declared
-on the dataclass fields; flags.py makes flags from them."""
+on the dataclass fields; flags.py derives flags from them."""

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 NODES = (("dev/accel", "accel", "accel"), ("dev", "hl", "habanalabs"))
-"""(folder, name prefix, class below sys/class) of newer and of older drivers."""
+"""(folder, name prefix, class folder below sys/class) of newer and older drivers."""
 PCI_VENDOR = 0x1DA3
 ROOT = Path("/")
 
 
 class CardNode(NamedTuple):
-    """The device node of a card."""
+    """Device node of a Gaudi card."""
 
     node: str
     """Path: /dev/accel/accel0."""
     device: str
-    """Folder of the driver's files about the card, relative to the root."""
+    """The driver's folder for the card, relative to the root."""
     module: int | None
     """Module id, which may differ from the index in the name; None if the driver does not report
     it."""
@@ -35,7 +35,7 @@ def card_nodes(root: Path = ROOT) -> list[CardNode]:
         for name in names:
             device = f"sys/class/{kind}/{name}/device"
             vendor = number_in(root / device / "vendor")
-            # The same folder holds accelerators of other vendors.
+            # The folder also contains accelerators of other vendors.
             if re.fullmatch(rf"{prefix}\d+", name) and vendor in (None, PCI_VENDOR):
                 module = number_in(root / device / "module_id")
                 found.append(CardNode(f"/{folder}/{name}", device, module))
@@ -43,14 +43,14 @@ def card_nodes(root: Path = ROOT) -> list[CardNode]:
 
 
 def visible_modules(root: Path = ROOT) -> list[int]:
-    """Sorted module ids of the cards whose nodes are in this container; empty if the driver does
-    not report all of them."""
+    """Sorted module ids of the cards with nodes in this container; empty if the driver does not
+    report all of them."""
     modules = [card.module for card in card_nodes(root)]
     return [] if None in modules else sorted(module for module in modules if module is not None)
 
 
 def number_in(file: Path) -> int | None:
-    """The number in a driver file; None if the file holds no number."""
+    """The integer in a driver file; None if the file cannot be read or has no integer."""
     try:
         return int(file.read_text(encoding="ascii", errors="replace"), 0)
     except (OSError, ValueError):

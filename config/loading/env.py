@@ -33,8 +33,8 @@ from config.setting import is_count
 PREFIX = "GAUDISERVE_"
 
 DATA_PARALLEL_TOKEN = "GAUDISERVE_DATA_PARALLEL_TOKEN"
-"""Shared secret that authenticates the hosts of a server to each other. It is not a setting: no
-flag and no file sets it."""
+"""Variable with the shared secret that authenticates the hosts of a server to each other. No flag
+and no file can set it."""
 MIN_TOKEN_CHARACTERS = 16
 
 RECIPE_CACHE_MB = 8192
@@ -57,8 +57,8 @@ def environment() -> Mapping[str, str]:
 
 
 def variable_table() -> dict[str, str]:
-    """Every variable that is a setting -> flag. Earlier entries win: first our own names, then
-    other servers' names."""
+    """Variable -> flag, for all settings. Earlier entries win: our own names come before names of
+    other servers."""
     table = {flag.variable: flag.key for flag in FLAGS}
     names = [name for flag in FLAGS for name in flag.names[1:]]
     table.update({variable_of(name): name for name in (*names, *FILE_FLAGS, *ACCEPTED)})
@@ -69,11 +69,9 @@ def variable_table() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(flag, value, variable) of each setting in `environ`, in rising precedence.
-
-    An empty variable counts as not set. An empty secret is an error: an empty key would open the
-    server. Raises ConfigError for unknown GAUDISERVE_ variables, with similar names.
-    """
+    """(flag, value, variable) of each setting in `environ`, in increasing precedence. An empty
+    variable counts as unset. An empty secret is an error: an empty API key would open the server.
+    Raises ConfigError, with similar names, for unknown GAUDISERVE_ variables."""
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
     unknown = [
@@ -88,9 +86,9 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     for variable in reversed(table):
         word = environ.get(variable, "")
         if variable in environ and not word and table[variable] in secrets:
-            raise ConfigError(f"{variable} is set but empty; unset it, or put a key into it")
+            raise ConfigError(f"{variable} is set but empty; unset it, or set it to a key")
         if variable == "OMP_NUM_THREADS":
-            # A list has a number per nesting level; the first is the outermost level.
+            # A list has a number per nesting level, the outermost first.
             word = word.split(",")[0]
         if word and not is_service_link(variable, word):
             found.append((table[variable], word, variable))
@@ -100,24 +98,25 @@ def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 def _unknown(variable: str, known: Iterable[str]) -> str:
     name = variable.removeprefix(PREFIX)
     if reason := absence(name.lower().replace("_", "-")):
-        return f"{variable} is not in this version: {reason}"
-    # Compare without the prefix, which would make any two variables similar.
-    hint = nearest(name, (key.removeprefix(PREFIX) for key in known if key.startswith(PREFIX)))
+        return f"{variable} is not supported: {reason}"
+    # Compare without the prefix, which makes any two variables similar.
+    hint = nearest(name, [key.removeprefix(PREFIX) for key in known if key.startswith(PREFIX)])
     hint = hint.replace("did you mean ", f"did you mean {PREFIX}")
-    return f"the variable {variable} is no setting{hint or '; see `gaudiserve serve --help`'}"
+    return f"the variable {variable} is not a setting{hint or '; see `gaudiserve serve --help`'}"
 
 
 def is_service_link(variable: str, word: str) -> bool:
-    """Whether Kubernetes sets this variable in every pod, because a service has the prefix as its
-    name."""
+    """Whether Kubernetes sets this variable in every pod for a service with the name of the
+    prefix."""
     if _SERVICE_LINK.search(variable):
         return True
     return variable.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(word))
 
 
 def cache_home() -> str:
-    """The cache folder: $XDG_CACHE_HOME/gaudiserve, else ~/.cache/gaudiserve. It may not exist.
-    Without a home, /.cache/gaudiserve: a relative path would depend on the working directory."""
+    """The cache folder: $XDG_CACHE_HOME/gaudiserve, otherwise ~/.cache/gaudiserve. It may not
+    exist. Without a home directory, /.cache/gaudiserve: a relative path would depend on the working
+    directory."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification ignores relative paths.
     if not os.path.isabs(base):
@@ -126,18 +125,16 @@ def cache_home() -> str:
 
 
 def runtime_environment(config: EngineConfig) -> dict[str, str]:
-    """Variables that a process with a worker needs before it starts.
-
-    The OpenMP libraries read them when they are loaded. Variables of the user win, except for the
-    thread count, which a flag may override.
-    """
+    """Variables that a process with a worker needs before it starts, because the OpenMP libraries
+    read them when they are loaded. The user's variables win, except for the thread count, which a
+    flag may override."""
     chosen = openmp_environment()
     if "TOKENIZERS_PARALLELISM" not in os.environ:
-        # Otherwise the tokenizers library warns after a fork.
+        # Prevents a warning of the tokenizers library after a fork.
         chosen["TOKENIZERS_PARALLELISM"] = "false"
     if "MALLOC_ARENA_MAX" not in os.environ:
-        # trim_memory returns memory at the end of an arena only for the main arena. Without this
-        # limit, threads that compile grammars or read adapters would each have an arena.
+        # Use a single arena. trim_memory returns memory at the end of an arena only for the main
+        # arena, and threads that compile grammars or read adapters would use other arenas.
         chosen["MALLOC_ARENA_MAX"] = "1"
     if config.num_threads is not None:
         chosen["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -145,16 +142,16 @@ def runtime_environment(config: EngineConfig) -> dict[str, str]:
 
 
 def openmp_environment() -> dict[str, str]:
-    """The part of `runtime_environment` that is also set in a user's process (offline use): compute
-    threads sleep soon. Without it, steps beside two busy processes on two cores took 20 times as
-    long."""
+    """The part of `runtime_environment` that is also set in a user's process (offline inference):
+    it makes idle compute threads sleep soon. Without it, steps took 20 times as long on two cores
+    with two other busy processes."""
     variables = {
-        # Idle compute threads spin before they sleep, by default for longer than the host side of a
-        # step. On few cores they delay the engine, the API server and each other: a spinning thread
-        # occupies the core on which the thread it waits for could run. This number of rounds takes
-        # about as long as going to sleep and waking up.
+        # By default, idle compute threads spin for longer than the host part of a step. On few
+        # cores they delay the engine, the API server and each other: a spinning thread occupies the
+        # core that the thread it waits for could use. This many iterations take about as long as
+        # going to sleep and waking up.
         "GOMP_SPINCOUNT": "1000",
-        # The same for Intel's OpenMP, in milliseconds; its default is 200.
+        # The equivalent for Intel's OpenMP, in milliseconds; the default is 200.
         "KMP_BLOCKTIME": "1",
     }
     if "OMP_WAIT_POLICY" in os.environ:
@@ -163,13 +160,12 @@ def openmp_environment() -> dict[str, str]:
 
 
 def data_parallel_token() -> str:
-    """Token of the engines on other hosts. Raises ConfigError if it is not set or can be
-    guessed."""
+    """Token of the engines on other hosts. Raises ConfigError if it is not set or easy to guess."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"the variable {DATA_PARALLEL_TOKEN} has {len(token)} characters, engines on several "
-            f"hosts need at least {MIN_TOKEN_CHARACTERS}, the same on each host"
+            f"the variable {DATA_PARALLEL_TOKEN} has {len(token)} characters, it must have at "
+            f"least {MIN_TOKEN_CHARACTERS} and be the same on each host"
         )
     return token
 
@@ -183,9 +179,9 @@ class LaunchedRank(NamedTuple):
 
 
 def launched_rank() -> LaunchedRank:
-    """Rank and sizes that the launcher has set. torch.distributed reads the two rendezvous
+    """Ranks and world size set by the launcher. torch.distributed reads the two rendezvous
     variables itself (init method env://). Raises ConfigError for a variable that is missing or not
-    a number."""
+    a number, and for a rank outside the world size."""
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(
@@ -205,9 +201,9 @@ def launched_rank() -> LaunchedRank:
 def device_environment(
     config: EngineConfig, index: int, count: int, *, num_cards: int = 1
 ) -> dict[str, str]:
-    """Variables that give engine `index` of the `count` engines on this host `num_cards` cards of
-    its own among the cards that are visible to this process; empty on a CPU and for a single
-    engine. Raises ConfigError when fewer cards are visible than the engines need."""
+    """Variables that assign `num_cards` of the cards visible to this process to engine `index` of
+    the `count` engines on this host; empty on a CPU and for a single engine. Raises ConfigError if
+    there are fewer visible cards than the engines need."""
     variable = DEVICES[chosen_device(config.device)].cards_variable
     if not variable or count == 1:
         return {}
@@ -224,18 +220,19 @@ def device_environment(
     own = cards[index * num_cards : (index + 1) * num_cards]
     variables = {variable: ",".join(own)}
     if variable == HABANA_VISIBLE_MODULES and num_cards == 1:
-        # A process without a process group takes the first free card, unless this variable names a
-        # card.
+        # Without this variable, a process without a process group takes the first free card.
         variables[HLS_MODULE_ID] = own[0]
     return variables
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """All variables of a worker's process. Raises ConfigError for an impossible execution mode."""
+    """All environment variables of a worker process. Raises ConfigError for an impossible execution
+    mode."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
     if config.parallel.world_size > 1:
-        # The variable overrides a worker's rank, so all workers would take the same card.
+        # The variable would override the rank of each worker, so all workers would use the same
+        # card.
         variables.pop(HLS_MODULE_ID, None)
     return variables
 
@@ -243,8 +240,9 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
 def selftest_environment(
     config: EngineConfig, recipe_folder: str, tested: Collection[str], *, is_lazy: bool
 ) -> dict[str, str]:
-    """All variables of a process of the self-test: the variables of a worker, in lazy mode or not.
-    The variables `tested`, which a self-test may set for a server, have their defaults."""
+    """All environment variables of a self-test process: the variables of a worker with the given
+    `is_lazy`. Variables in `tested`, which the self-test may set for a server, have their
+    defaults."""
     own = {name: word for name, word in os.environ.items() if name not in tested}
     fixed = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
@@ -255,7 +253,7 @@ def selftest_environment(
 
 
 def selftest_file(config: EngineConfig) -> Path:
-    """The file of the self-test's result: beside the folder of compiled recipes."""
+    """The file with the result of the self-test, next to the folder of compiled recipes."""
     folder = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
     kept = os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
     return Path(f"{kept or folder}-selftest.json")
@@ -264,16 +262,16 @@ def selftest_file(config: EngineConfig) -> Path:
 def _with_modules(config: EngineConfig, variables: dict[str, str]) -> dict[str, str]:
     is_unset = not variables.get(HABANA_VISIBLE_MODULES)
     if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
-        # The container runtime does not set this variable. The vendor's runtime would then use
+        # The container runtime does not set this variable. Without it the vendor's runtime uses
         # ranks as module ids, although module ids and device nodes are numbered differently.
         variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
     return variables
 
 
 def module_id(device_index: int, world_size: int) -> int | None:
-    """The module id of this worker's card, as the vendor's runtime chooses it; `device_index`
-    counts the cards of this host. None where the runtime takes any free card. Raises ConfigError
-    when too few cards are visible."""
+    """The module id that the vendor's runtime chooses for this worker's card. `device_index`: index
+    of the card among the cards used on this host. None if the runtime takes any free card. Raises
+    ConfigError if too few cards are visible."""
     own = os.environ.get(HLS_MODULE_ID, "")
     if is_count(own):
         return int(own)
@@ -295,22 +293,21 @@ def module_id(device_index: int, world_size: int) -> int | None:
 
 
 def card_environment(device: str, card: str) -> dict[str, str]:
-    """Variables of a worker that has only `card`, which the variable of visible cards already
-    names."""
-    # A process without a process group takes the first free card, unless this variable names a
-    # card.
+    """Additional variables of a worker with a single visible card, `card`."""
+    # Without this variable, a process without a process group takes the first free card.
     return {HLS_MODULE_ID: card} if device == "hpu" else {}
 
 
 def chosen_device(device: str) -> str:
-    """`device`; for auto a Gaudi if the vendor's software is installed, else the CPU."""
+    """`device`; for auto, hpu if the vendor's software is installed, otherwise cpu."""
     if device != "auto":
         return device
     return "hpu" if is_installed(RUNTIME) else "cpu"
 
 
 def hpu_mode(config: EngineConfig) -> ModeChoice:
-    """The execution mode of a Gaudi or its emulator. Raises ConfigError for a contradiction."""
+    """The execution mode of a Gaudi or its emulator. Raises ConfigError for contradictory
+    settings."""
     is_emulated = chosen_device(config.device) == "hpu-emulator"
     return choose_mode(
         config.execution.mode,
@@ -332,37 +329,39 @@ def hpu_environment(config: EngineConfig) -> dict[str, str]:
 def _hpu_variables(config: EngineConfig, *, is_lazy: bool) -> dict[str, str]:
     variables = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
-        # The vendor's wrapper of parameters and `Tensor.to` is for training; servers turn it off.
+        # The vendor's parameter and `Tensor.to` wrapper is for training; inference servers disable
+        # it.
         "PT_HPU_WEIGHT_SHARING": "0",
         # Without this variable the recipe cache counts neither hits nor misses.
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
     }
     if is_lazy:
-        # Without this variable HPU graphs cannot contain collectives.
+        # HPU graphs with collectives need this variable.
         variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"
         if config.parallel.pipeline_parallel_size > 1:
-            # Graphs read tensors that another stage has sent, so the tensor cache must stay on
-            # (vllm-project/vllm-gaudi, docs/configuration/pipeline_parallelism.md).
+            # The tensor cache of HPU graphs must stay enabled with pipeline parallelism: graphs
+            # read tensors that another stage sent (vllm-project/vllm-gaudi,
+            # docs/configuration/pipeline_parallelism.md).
             variables["PT_HPUGRAPH_DISABLE_TENSOR_CACHE"] = "0"
     else:
-        # The vendor's plug-in sets these too: one recipe for all FP8 scales, and parallel
+        # The vendor's plug-in sets these variables too: one recipe for all FP8 scales, and parallel
         # compilation.
         variables["RUNTIME_SCALE_PATCHING"] = str(int(_patches_scales(config)))
         variables["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] = "1"
     if _has_gated_delta(config):
-        # For faster compilation of these models (env_variables.md of vllm-project/vllm-gaudi).
+        # Speeds up the compilation of these models (env_variables.md of vllm-project/vllm-gaudi).
         variables["ENABLE_EXPERIMENTAL_FLAGS"] = "true"
         variables["ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES"] = "true"
     recipes = str(cache_path(config.cache_dir or cache_home(), "hpu-recipes"))
     if chosen_device(config.device) == "hpu" and "," not in recipes:
-        # Path, delete at start, MB: the next process reuses compiled recipes.
+        # Path, delete on start, MB. The next process reuses compiled recipes.
         variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
     return variables
 
 
 def _patches_scales(config: EngineConfig) -> bool:
-    """Whether the runtime may patch FP8 scales into recipes. False only for scale methods of the
-    compressor that refuse it; an unreadable file is reported when it is used."""
+    """Whether the runtime may patch FP8 scales into recipes. False only for scale methods with
+    which the compressor does not support it; an unreadable file is reported when it is used."""
     try:
         return not config.quant_config or read_quant_config(config.quant_config).patches_scales
     except ConfigError:
@@ -370,8 +369,8 @@ def _patches_scales(config: EngineConfig) -> bool:
 
 
 def _has_gated_delta(config: EngineConfig) -> bool:
-    """Whether the model has gated DeltaNet layers. False for a folder that holds no model that can
-    be served, which is reported when the model is loaded."""
+    """Whether the model has gated DeltaNet layers. False for a folder without a valid model, which
+    is reported when the model is loaded."""
     try:
         return bool(decoder_spec(read_model_config(config.model)).gated_delta)
     except ConfigError:
@@ -379,26 +378,26 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
-    """The folder in which the worker's runtime keeps compiled recipes between starts; None if it
-    keeps no recipes. Raises ConfigError for an impossible execution mode."""
+    """The folder in which the worker's runtime caches compiled recipes; None without a cache.
+    Raises ConfigError for an impossible execution mode."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     variables = {**hpu_environment(config), **os.environ}
-    # path, delete at start, MB.
+    # Path, delete on start, MB.
     words = variables.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
     deletes = len(words) > 1 and words[1].strip().lower() in ("true", "1")
     return Path(words[0]) if words[0] and not deletes else None
 
 
 def disable_autoload() -> None:
-    """Keep `import torch` in this process and its children from loading the vendor's runtime, which
-    newer releases do automatically: only workers import the runtime and may touch a card."""
+    """Prevent `import torch` from loading the vendor's runtime in this process and its children, as
+    newer releases do automatically: only workers may load the runtime and open a card."""
     os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 
 
 def set_missing(variables: Mapping[str, str]) -> None:
-    """Set variables of this process that are not set yet, for a worker in a process that its parent
-    did not prepare. Call it before importing torch, which imports the vendor's runtime."""
+    """Set variables of this process that are not set yet, for a worker that runs inside this
+    process. Call it before importing torch, which loads the vendor's runtime."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -420,5 +419,5 @@ def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        # The module is already loaded and has no spec.
+        # The module is loaded but has no spec.
         return True

@@ -1,4 +1,4 @@
-"""The flags of a server, made from the settings on the config dataclass fields."""
+"""The flags of a server, derived from the settings on the config dataclass fields."""
 
 import typing
 from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A config field as a flag."""
+    """A config field exposed as a flag."""
 
     part: str
     field: str
@@ -75,7 +75,7 @@ class Flag:
 
     @property
     def all_switches(self) -> Mapping[str, tuple[object, object]]:
-        """The setting's switches, and the flag's own names if it is a bool."""
+        """The setting's switches, and for a bool also the flag's own names."""
         names = (self.key, *self.setting.aliases) if self.kind is bool else ()
         return {**dict.fromkeys(names, (True, False)), **self.setting.switches}
 
@@ -85,7 +85,7 @@ class Flag:
         return (self.key, *self.setting.aliases, *self.setting.switches)
 
     def shown(self, value: object) -> str:
-        """`value` in the form that the help shows and a flag accepts."""
+        """`value` as the help shows it and a flag accepts it."""
         if value is None:
             return "none" if self.kind is str else "auto"
         if isinstance(value, bool):
@@ -98,7 +98,20 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        return "the demo model" if self.field == "model" else self.shown(self.default)
+        """The default for the help: large sizes have a unit (64M), and "" is an empty string."""
+        if self.field == "model":
+            return "the demo model"
+        if self.kind is int and isinstance(self.default, int):
+            return _with_unit(self.default)
+        return self.shown(self.default)
+
+
+def _with_unit(count: int) -> str:
+    """`count` with the largest unit that divides it; counts below 64K have no unit."""
+    for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if count >= 2**16 and count % unit == 0:
+            return f"{count // unit}{letter}"
+    return str(count)
 
 
 def variable_of(name: str) -> str:
@@ -153,6 +166,6 @@ def _range_flags(part: str, field: str, setting: Setting) -> Iterator[Flag]:
 FLAGS: tuple[Flag, ...] = tuple(sorted(_flags(), key=lambda flag: GROUPS.index(flag.setting.group)))
 
 FILE_FLAGS: Mapping[str, str] = {
-    "config": "YAML file with any of these settings; flags and variables win over it",
+    "config": "YAML file with any of these settings; flags and variables take precedence",
 }
-"""Flags that name a file to read; they have no field."""
+"""Flags that name a file to read; they are not config fields."""

@@ -18,38 +18,40 @@ from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_das
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
 EPILOG = (
-    "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the YAML "
-    "file. A flag wins over a variable, a variable over the file. docs/coming-from-vllm.md lists "
-    "vLLM's flags."
+    "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the "
+    "YAML file. A flag takes precedence over a variable, a variable over the file. "
+    "docs/coming-from-vllm.md lists vLLM's flags."
 )
 KindNames = Mapping[str, Callable[[], Sequence[str]]]
-"""Flag -> names of the kinds that are choices of the flag, read only when a name is given or
+"""Flag -> function that returns the names of its kinds, called only when a name is given or
 shown."""
 NO_KINDS: KindNames = MappingProxyType({})
 _UNTITLED = ("positional arguments", "options")
-"""argparse's titles of the groups that are no group of settings."""
+"""Titles of argparse's default groups, which are not groups of settings."""
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
-class Parser(argparse.ArgumentParser):
-    """Argument parser that raises a single ConfigError for all wrong flags instead of exiting."""
+class FlagParser(argparse.ArgumentParser):
+    """Argument parser that raises a single ConfigError with all invalid flags instead of
+    exiting."""
 
     def __init__(self, *, is_raw: bool = False, **facts: Any) -> None:
-        """`is_raw`: description and epilog keep their lines. `facts`: of ArgumentParser; `usage`
-        names the command, its arguments and its required flags, and `[flags]` for the others."""
+        """`is_raw`: keep the line breaks of description and epilog. `facts`: arguments of
+        ArgumentParser; `usage` shows the command, its arguments and required flags, and `[flags]`
+        for all other flags."""
         kind = argparse.RawDescriptionHelpFormatter if is_raw else argparse.HelpFormatter
         facts.setdefault("formatter_class", partial(kind, max_help_position=34, width=100))
         super().__init__(**facts, allow_abbrev=False, add_help=False)
         self.add_argument("-h", "--help", action="help", help="Show this text")
         self.absence: Callable[[str], str] = lambda name: ""
-        """Returns why a vLLM flag of this command is not supported; empty for other names."""
+        """Returns why a vLLM flag is not supported by this command; empty for other names."""
         self.spell: Callable[[Iterable[str], Collection[str]], Spelled] = _as_given
-        """Rewrites vLLM's spellings to flags that the parser knows."""
+        """Converts vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
-        """Groups that `--help` leaves out and `--help-all` shows last."""
+        """Groups that `--help` omits and `--help-all` shows last."""
         self.kinds = NO_KINDS
         self.examples: tuple[str, ...] = ()
-        """Command lines that the help shows below the description."""
+        """Example command lines that the help shows below the description."""
 
     def format_help(self) -> str:
         return self._help_of(lambda group: group not in self.server_groups)
@@ -59,15 +61,18 @@ class Parser(argparse.ArgumentParser):
         return self._help_of(lambda group: True)
 
     def _show_kinds(self) -> None:
-        """Add the names of kinds to the choices that the help shows."""
+        """Add the names of kinds to the choices in the help."""
         for name, names in self.kinds.items():
             action = self._option_string_actions[f"--{name}"]
-            given = str(action.metavar).strip("{}").split(",")
-            action.metavar = _choices(dict.fromkeys((*given, *names())))
+            given = str(action.metavar)
+            # The values of a list are too many for the help.
+            if given.startswith("{"):
+                choices = (*given.strip("{}").split(","), *names())
+                action.metavar = _choices(dict.fromkeys(choices))
 
     def format_help_about(self, word: str) -> str:
-        """The text of `--help=WORD`: flags of groups whose title has `word`, and flags whose name
-        has it. Raises ConfigError if there are none."""
+        """The text of `--help=WORD`: flags with `word` in their name or in the title of their
+        group. Raises ConfigError if nothing matches."""
         self._show_kinds()
         formatter, wanted = self._get_formatter(), word.lower().replace("_", "-").lstrip("-")
         num_found = 0
@@ -113,15 +118,15 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"is {value!r}, it must be one of {allowed}")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like parse_args, but a single error names every wrong flag, with a similar flag."""
+        """Like parse_args, but a single error reports every invalid flag, with similar flags."""
         arguments, problems = self.parse_known(argv)
         if problems:
             raise ConfigError(joined(problems))
         return arguments
 
     def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(arguments, problems with the other words). `notes` of the arguments says how vLLM's
-        spellings were understood."""
+        """(arguments, problems with the remaining words). `arguments.notes` lists how vLLM's
+        spellings were interpreted."""
         for word in argv:
             if word.startswith("--help="):
                 sys.stdout.write(self.format_help_about(word.partition("=")[2]))
@@ -143,19 +148,21 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, name: str) -> str:
         if reason := self.absence(name):
-            return f"{name} is not in this version: {reason}"
+            return f"{name} is not supported: {reason}"
         known = [word for word in self._option_string_actions if word.startswith("--")]
-        return f"{name} is no flag of {self.prog}{ambiguity(name, known) or nearest(name, known)}"
+        return (
+            f"{name} is not a flag of {self.prog}{ambiguity(name, known) or nearest(name, known)}"
+        )
 
     def _value_of_switch(self, word: str) -> str:
-        # argparse's own message would wrongly say that the value is ignored.
+        # argparse's own message wrongly says that the value is ignored.
         name, equals, _ = word.partition("=")
         action = self._option_string_actions.get(name)
         if not equals or action is None or action.nargs != 0:
             return ""
         off = f"--no-{name[2:]}"
         hint = f"; {off} turns it off" if off in self._option_string_actions else ""
-        return f"{name} takes no value, {word} gives one{hint}"
+        return f"{name} takes no value, and {word} sets a value{hint}"
 
 
 def _as_given(words: Iterable[str], known: Collection[str]) -> Spelled:
@@ -169,7 +176,7 @@ def number(
     above: float = -math.inf,
     maximum: float = sys.float_info.max,
 ) -> Callable[[str], float]:
-    """A type of `add_argument`: a number in a range, by default any finite one."""
+    """An argparse `type` for numbers in a range; by default any finite number."""
     allowed = "a whole number" if kind is int else "a number"
     if minimum > -math.inf:
         allowed = f"at least {minimum:g}"
@@ -206,16 +213,16 @@ class _Record(argparse.Action):
             on = self.const
             given = Given(name if on else name.removeprefix("no-"), on, source)
         else:
-            is_one = isinstance(values, list) and len(values) == 1
-            given = Given(name, values[0] if is_one else values, source)
+            is_single = isinstance(values, list) and len(values) == 1
+            given = Given(name, values[0] if is_single else values, source)
         namespace.given = [*getattr(namespace, "given", []), given]
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with the flags of the server, and ends the process."""
+    """Prints the help of all flags, including the server flags, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
+        assert isinstance(parser, FlagParser)
         sys.stdout.write(parser.format_all_help())
         parser.exit()
 
@@ -228,12 +235,12 @@ def server_parser(
     no_model: str = "the demo model",
     kinds: KindNames = NO_KINDS,
     has_own_flags: bool = False,
-) -> Parser:
-    """A parser of all flags of a server, in groups, with defaults in the help. `no_model`: what the
-    command takes if no model is named. `load` refuses other values of the flags in `kinds`.
-    `has_own_flags`: the caller adds groups of its own, which `--help` shows alone; `--help-all`
-    shows all groups."""
-    parser = Parser(
+) -> FlagParser:
+    """Parser of all server flags, in groups, with defaults in the help. `no_model`: model that the
+    command uses if none is named, for the help. `load` rejects unknown kinds for the flags in
+    `kinds`. `has_own_flags`: the caller adds its own groups; `--help` shows only these groups,
+    `--help-all` shows all groups."""
+    parser = FlagParser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
         description=description,
@@ -267,7 +274,7 @@ def server_parser(
             group for group in parser._action_groups if group.title not in _UNTITLED
         ]
         parser.epilog = (
-            "The flags of `gaudiserve serve` are taken as well: --help-all shows them. " + EPILOG
+            "The flags of `gaudiserve serve` are accepted as well: --help-all shows them. " + EPILOG
         )
     return parser
 
@@ -279,7 +286,8 @@ def _choices(words: Iterable[str]) -> str:
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     setting = flag.setting
     off = f"; --no-{flag.key} turns it off" if flag.default is True else ""
-    text = f"{setting.help} [{flag.shown_default}{off}]".replace("%", "%%")
+    default = f" [{flag.shown_default}{off}]" if flag.shown_default else ""
+    text = f"{setting.help}{default}".replace("%", "%%")
     choices = _choices(setting.choices) if setting.choices else METAVARS[flag.kind]
     for name in flag.names:
         shown = text if name == flag.key else argparse.SUPPRESS

@@ -1,4 +1,4 @@
-"""Writes the tables of pages of docs/: `python -m config.loading.reference`."""
+"""Generates the tables in docs/: `python -m config.loading.reference`."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from config.model.multimodal.text_part import WHOLE_MODELS
 
 DOCS = Path(__file__).parents[2] / "docs"
 _PARSERS = ("tool-call-parser", "reasoning-parser")
-"""Flags whose names tools.md lists with the formats."""
+"""Flags whose kinds are listed in tools.md."""
 _LIMITS = ("MIN", "STEP", "MAX", "PAD_MAX", "PAD_PERCENT")
 _VENDOR_LIMIT = re.compile(rf"(VLLM_\w+_BUCKET)_({'|'.join(_LIMITS)})")
 _LIMIT = re.compile(r"([\w-]+-bucket)-(min|step|max|pad-max|pad-percent)")
@@ -45,11 +45,12 @@ def _setting(flag: Flag) -> tuple[str, ...]:
         text += f"; also {listed(f'--{name}' for name in flag.names[1:])}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
         text += f"; also the variable {listed(others)}"
-    return f"`--{flag.key}`", f"`{flag.shown_default}`", text
+    default = f"`{flag.shown_default}`" if flag.shown_default else ""
+    return f"`--{flag.key}`", default, text
 
 
 def _ranges() -> list[tuple[str, ...]]:
-    """One row for the limits of each bucket range, as all ranges have the same limits."""
+    """A row for each limit of bucket ranges, since all ranges have the same limits."""
     limits: dict[str, list[Flag]] = {}
     for flag in FLAGS:
         if found := _LIMIT.fullmatch(flag.key):
@@ -104,7 +105,7 @@ def _flag_of(flag: Flag, name: str) -> str:
 
 
 def _vendor_ranges() -> str:
-    """Table of the limits of each bucket range; a variable sets the flag of the same name."""
+    """Table of the limits of bucket ranges; each variable sets the flag of the same name."""
     heads = ("variable", *(ending.lower().replace("_", " ") for ending in _LIMITS))
     ranges: dict[str, list[str]] = {}
     for variable in vendor_variables():
@@ -171,7 +172,7 @@ def table_of(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 def with_text(page: str, text: str) -> str:
-    """`page` with `text` between the comments that enclose its tables."""
+    """`page` with `text` between the comments that mark its tables."""
     return _TABLES.sub(lambda marks: marks[1] + text + marks[2], page)
 
 

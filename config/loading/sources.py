@@ -1,5 +1,5 @@
 """Builds EngineConfig and ServerConfig from flags, variables, a YAML file and defaults, in this
-order of precedence. An unknown name or a value out of range is an error with its source."""
+order of precedence. Unknown names and values out of range are errors that name their source."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ from config.errors import ConfigError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.loading import env
 from config.loading.flags import FILE_FLAGS, FLAGS, PARTS, Flag
-from config.loading.parser import NO_KINDS, KindNames, Parser, server_parser
+from config.loading.parser import NO_KINDS, FlagParser, KindNames, server_parser
 from config.loading.values import (
     Given,
     clipped,
@@ -34,7 +34,13 @@ from config.loading.values import (
     wrong,
 )
 from config.loading.vllm_flags import ACCEPTED, absence, is_chat_template
-from config.loading.vllm_spelling import abbreviated, ambiguity, with_objects_of_dots
+from config.loading.vllm_spelling import (
+    MAX_OPTIMIZATION_LEVEL,
+    abbreviated,
+    ambiguity,
+    levels_of,
+    with_objects_of_dots,
+)
 from config.parallel import ParallelConfig
 from config.params.lora import LoRAConfig
 from config.params.offload import OffloadConfig
@@ -44,7 +50,7 @@ from config.whole_files import read_limited
 
 DEFAULT = "default"
 MAX_LINEAR_BATCH = 64
-"""Largest default of --max-prefill-batch with the strategy linear."""
+"""Largest default of --max-prefill-batch for the linear strategy."""
 MAX_FILE_BYTES = 128 * 2**10
 """Maximum size of the --config file."""
 MAX_FILE_KEYS = 1000
@@ -63,13 +69,13 @@ class Loaded:
     server: ServerConfig
     sources: Mapping[str, tuple[object, str]]
     without_effect: Mapping[str, str]
-    """Accepted vLLM flags, with their values -> why they have no effect."""
+    """Accepted vLLM flags with their values -> reason why they have no effect."""
     notes: tuple[str, ...]
-    """Notes about how vLLM's spellings, files and variables were understood."""
+    """Notes about how vLLM's spellings, files and variables were interpreted."""
     arguments: argparse.Namespace
-    """Parsed command line, including flags that only its command has."""
+    """Parsed command line, including flags specific to the command."""
     words: tuple[str, ...] = ()
-    """The command line: `load` with further flags behind it changes single settings."""
+    """The command line. Append flags and call `load` again to change single settings."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -91,11 +97,12 @@ def load(
     *,
     environ: Mapping[str, str] | None = None,
     default_model: str | None = None,
-    parser: Parser | None = None,
+    parser: FlagParser | None = None,
 ) -> Loaded:
-    """Read every source. Raises ConfigError.
+    """Load the configuration from all sources. Raises ConfigError.
 
-    `environ` None: the variables of this process. `default_model`: served if no source names one.
+    `environ` None: the variables of this process. `default_model`: model to serve if no source
+    names one.
     """
     parser = parser or server_parser("gaudiserve serve", "")
     arguments, problems = parser.parse_known(argv or [])
@@ -103,7 +110,7 @@ def load(
     if arguments.model is not None:
         flags = [*flags, Given("model", arguments.model, "argument MODEL")]
     named = {given.value for given in flags if given.name == "model"}
-    # The value of an unknown flag may have been parsed as MODEL.
+    # The value of an unknown flag may have been parsed as the argument MODEL.
     if len(named) > 1 and not problems:
         problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
     loaded = _merge(_variables(environ), flags, problems, arguments, default_model, parser.kinds)
@@ -111,8 +118,8 @@ def load(
 
 
 def from_keywords(**keywords: Any) -> Loaded:
-    """Like `load`, from Python keywords: flags with underscores for dashes. A keyword wins over a
-    variable of this process. Raises ConfigError for an unknown keyword."""
+    """Like `load`, from Python keyword arguments: flag names with underscores. Keywords take
+    precedence over variables of this process. Raises ConfigError for an unknown keyword."""
     problems: list[str] = []
     given = [
         Given(name, value, f"keyword {word}")
@@ -135,26 +142,27 @@ def _merge(
     default_model: str | None,
     kinds: KindNames = NO_KINDS,
 ) -> Loaded:
-    """Merge file, variables and `explicit`, the flags or keyword arguments. `explicit` wins over
-    variables; variables win over the file. A single error reports `problems` and all problems found
-    here."""
+    """Merge the file, the variables and `explicit`, the flags or keyword arguments, in increasing
+    precedence. A single error reports `problems` and all problems found here."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     notes = [*getattr(arguments, "notes", ())]
     layers = [_read_file(files["config"], problems, notes) if "config" in files else []]
     layers += [variables, explicit]
     values: dict[str, tuple[object, str]] = {}
-    for layer in layers:
-        values.update(_layer(layer, problems))
+    given = [_layer(layer, problems) for layer in layers]
+    for layer in given:
+        values.update(layer)
+    notes += _overridden(*given[-2:])
     _check_kinds(values, kinds, problems)
     for name, strategy in (("bucketing-file", "file"), ("bucketing-traffic", "fitted")):
         if name in values and "bucketing-strategy" not in values:
             values["bucketing-strategy"] = (strategy, values[name][1])
     max_prompts = values.get("prompt-bs-bucket-max", (None, ""))
     if max_prompts[0] is not None:
-        # Larger batches have no bucket. vLLM's plug-in has a single setting for both.
+        # Larger batches have no bucket. vLLM's plug-in uses a single setting for both.
         values.setdefault("max-prefill-batch", max_prompts)
     elif values.get("bucketing-strategy", ("",))[0] == "linear":
-        # The default of the Gaudi README of vLLM's fork.
+        # Default in the Gaudi README of vLLM's fork.
         max_num_seqs, _ = values.get("max-num-seqs", (SchedulerConfig().max_num_seqs, DEFAULT))
         if isinstance(max_num_seqs, int):
             most = (min(max_num_seqs, MAX_LINEAR_BATCH), values["bucketing-strategy"][1])
@@ -179,31 +187,48 @@ def _merge(
     model = str(values.get("model", ("",))[0])
     without_effect = _without_effect(chain(*layers), model, problems)
     notes += _without_absent_template(values)
+    notes += _eager_at_level_0(layers, values, problems)
     if problems:
         raise ConfigError(joined(problems))
     for flag in FLAGS:
         values.setdefault(flag.key, (flag.default, DEFAULT))
     engine, server = _build(values)
-    if server.enable_dev_endpoints and not server.serves_dev_endpoints:
-        notes.append("--enable-dev-endpoints has no effect without --api-key")
+    notes += _routes_that_refuse(engine, server)
     sources = {flag.key: values[flag.key] for flag in FLAGS}
     return Loaded(engine, server, sources, without_effect, tuple(notes), arguments)
+
+
+def _routes_that_refuse(engine: EngineConfig, server: ServerConfig) -> Iterator[str]:
+    """Notes about flags of routes that do nothing without other flags."""
+    if server.enable_dev_endpoints and not server.serves_dev_endpoints:
+        yield "--enable-dev-endpoints has no effect without --api-key"
+    if server.allow_runtime_lora_updating:
+        missing = [] if engine.lora.enable_lora else ["--enable-lora"]
+        missing += [] if server.lora_dir else ["--lora-dir FOLDER"]
+        missing += [] if server.has_api_keys else ["--api-key KEY"]
+        if missing:
+            yield (
+                f"--allow-runtime-lora-updating has no effect without {' and '.join(missing)}: "
+                "the routes refuse each request"
+            )
 
 
 def _check_kinds(
     values: Mapping[str, tuple[object, str]], kinds: KindNames, problems: list[str]
 ) -> None:
-    """Add a problem for each value of a flag in `kinds` that is no choice and no kind."""
+    """Add a problem for each word of a flag in `kinds` that is neither a choice nor a kind."""
     for key in kinds.keys() & values.keys():
         value, source = values[key]
         choices = _FLAG_OF[key].setting.choices
-        if value not in choices and value not in (names := kinds[key]()):
-            with _collected(problems):
-                raise unknown_choice(Given(key, value, source), (*choices, *names))
+        for word in value if isinstance(value, tuple) else (value,):
+            if word not in choices and word not in (names := kinds[key]()):
+                with _collected(problems):
+                    raise unknown_choice(Given(key, word, source), (*choices, *names))
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
-    """The settings of a source. The last value wins, except for flags with lists, which grow."""
+    """The settings of a single source. The last value wins, except for list flags, whose values
+    accumulate."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         with _collected(problems):
@@ -215,6 +240,16 @@ def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[objec
                 else:
                     values[flag.key] = (value, given.source)
     return values
+
+
+def _overridden(
+    variables: Mapping[str, tuple[object, str]], explicit: Mapping[str, tuple[object, str]]
+) -> Iterator[str]:
+    """Notes about GAUDISERVE_ variables whose settings have other values in `explicit`."""
+    for key, (value, source) in explicit.items():
+        before, variable = variables.get(key, (value, ""))
+        if before != value and variable.startswith(f"variable {env.PREFIX}"):
+            yield f"{source} takes precedence over {variable}, which has another value"
 
 
 @contextlib.contextmanager
@@ -234,7 +269,7 @@ def _extend(
 
 
 def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) -> dict[str, str]:
-    """vLLM's flags among `layers`, in command-line form -> why they have no effect."""
+    """vLLM flags without effect in `layers`, as on a command line -> reason."""
     found = {}
     for given in layers:
         if given.name not in ACCEPTED or given.value is None:
@@ -251,10 +286,31 @@ def _without_effect(layers: Iterable[Given], model: str, problems: list[str]) ->
     return found
 
 
-def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[str]:
-    """Remove a missing chat template of vLLM's image from `values`; yields a note about it.
+def _eager_at_level_0(
+    layers: Iterable[Iterable[Given]],
+    values: dict[str, tuple[object, str]],
+    problems: list[str],
+) -> Iterator[str]:
+    """Set enforce-eager in `values` if vLLM's optimization level is 0, unless it is set or an
+    execution mode is chosen; yields a note about it. Levels 1 to 3 compile, which is the
+    default."""
+    found = [(item, level) for layer in layers for item in layer for level in levels_of(item)]
+    for item, level in found:
+        if not 0 <= level <= MAX_OPTIMIZATION_LEVEL:
+            with _collected(problems):
+                raise wrong(item, f"a level from 0 to {MAX_OPTIMIZATION_LEVEL}")
+    is_chosen = "enforce-eager" in values or "execution-mode" in values
+    if found and found[-1][1] == 0 and not is_chosen:
+        source = found[-1][0].source
+        values["enforce-eager"] = (True, source)
+        yield f"optimization level 0 (from {source}) is treated as --enforce-eager"
 
-    The model's own template replaces the missing template, and chooses the parser of tool calls.
+
+def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[str]:
+    """Drop a --chat-template that is a file of vLLM's image and does not exist here; yields a note
+    about it.
+
+    The model's own template is used instead, and selects the tool-call parser.
     """
     template, source = values.get("chat-template", (None, ""))
     if not isinstance(template, str) or not is_chat_template(template) or Path(template).exists():
@@ -265,38 +321,40 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
         values["tool-call-parser"] = ("auto", source)
         changed = " with --tool-call-parser auto"
     yield (
-        f"--chat-template {template} is a file of vLLM's image, which is not here: the model's own "
-        f"chat template is used{changed}"
+        f"--chat-template {template} is a file of vLLM's image that does not exist here: the "
+        f"model's own chat template is used{changed}"
     )
 
 
 def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
-    """Limit the running sequences to the tokens of a step, with a note: each takes at least one.
-    vLLM computes the others in the next step."""
+    """Lower max_num_seqs to max_num_batched_tokens, with a note, because each running sequence
+    takes at least one token per step. vLLM computes the remaining sequences in the next step."""
     budget, source = values.get("max-num-batched-tokens", (None, DEFAULT))
     count, _ = values.get("max-num-seqs", (SchedulerConfig().max_num_seqs, DEFAULT))
     if isinstance(budget, int) and isinstance(count, int) and 0 < budget < count:
         values["max-num-seqs"] = (budget, source)
         yield (
-            f"--max-num-batched-tokens is {budget}, so that {budget} sequences run at once and "
-            f"others wait, not the {count} of --max-num-seqs: raise --max-num-batched-tokens to "
-            f"{count} to run them all"
+            f"--max-num-batched-tokens is {budget} and --max-num-seqs is {count}: at most "
+            f"{budget} sequences run at once; raise --max-num-batched-tokens to {count} to run "
+            "them all"
         )
 
 
 def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
-    # ValueError: an invalid date, or an integer of more digits than Python converts.
+    # ValueError: an invalid date, or an integer with more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else clipped(_yaml_reason(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
     if content is None:
         return []
     if not isinstance(content, dict):
-        raise ConfigError(f"the file {path} must hold `key: value` lines")
+        raise ConfigError(f"the file {path} must consist of `key: value` lines")
     if len(content) > MAX_FILE_KEYS:
-        raise ConfigError(f"the file {path} holds {len(content)} keys, at most {MAX_FILE_KEYS}")
+        raise ConfigError(
+            f"the file {path} has {len(content)} keys, at most {MAX_FILE_KEYS} are allowed"
+        )
     source = f"file {path}"
     found: dict[str, Given] = {}
     for key, value in _entries(content, source, problems):
@@ -307,7 +365,7 @@ def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
             raise ConfigError(f"{path} names another file ({shown(value)}); only one file is read")
         owner = _FLAG_OF[name].key if name in _FLAG_OF else name
         if owner in found:
-            raise ConfigError(f"{source} gives {owner} twice, as {found[owner].name} and as {key}")
+            raise ConfigError(f"{source} sets {owner} twice, as {found[owner].name} and as {key}")
         found[owner] = Given(name, value, source)
     return list(found.values())
 
@@ -323,18 +381,18 @@ def _entries(
             yield word, value
             continue
         with _collected(problems):
-            # vLLM makes a flag of the key only if its value is true.
+            # vLLM turns the key into a flag only if its value is true.
             if truth(Given(word, value, source)):
                 yield switch, False
 
 
 def _whole(key: str, source: str, notes: list[str]) -> str:
-    """The setting that `key` abbreviates, with a note, or `key`."""
+    """The full name of the setting that `key` abbreviates, with a note; otherwise `key`."""
     meant = abbreviated("--" + key.replace("_", "-"), _FILE_WORDS)
     if len(meant) != 1:
         return key
     whole = meant[0][2:]
-    notes.append(f"{key} is taken for {whole} (from {source}); write the whole name")
+    notes.append(f"{key} is read as {whole} (from {source}); write the whole name")
     return whole
 
 
@@ -345,10 +403,10 @@ def _is_switch(name: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Parsed YAML. Raises ValueError for aliases, which can make a huge value from a small file,
-    and for values that are nested too deeply; raises the YAML library's errors for other faults."""
+    """Parse YAML. Raises ValueError for aliases, which can expand a small file to a huge value, and
+    for values that are nested too deeply; raises the YAML library's errors for other problems."""
     depth = 0
-    # Parse a stream: with a string, errors would quote the line.
+    # Parse a stream, because YAML errors for a string quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(
@@ -360,13 +418,14 @@ def _parsed(text: str) -> object:
                 raise ValueError(f"{_line(event)} is nested more than {MAX_FILE_DEPTH} deep")
         depth -= isinstance(event, yaml.CollectionEndEvent)
     content = yaml.safe_load(io.StringIO(text))
-    # An integer with more digits than Python prints, 0xfff..., would break errors that quote it.
+    # An integer with more digits than Python prints, such as 0xfff..., would break errors that
+    # quote it.
     repr(content)
     return content
 
 
 def _yaml_reason(error: Exception) -> str:
-    """The reason of a parser's error on one line, with its place in the file."""
+    """Message of a YAML error on one line, with its position in the file."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
@@ -385,13 +444,13 @@ def _known(word: str, value: object, source: str, problems: list[str]) -> str:
     if name in _NAMES:
         return name
     if reason := absence(name):
-        # enable_lora=False requests nothing.
+        # enable_lora=False enables nothing, so it needs no support.
         if value is None or value is False:
             return ""
-        problems.append(with_sources(f"{word} is not in this version: {reason}", (source,)))
+        problems.append(with_sources(f"{word} is not supported: {reason}", (source,)))
     else:
         near = ambiguity("--" + name, _FILE_WORDS).replace("--", "") or nearest(name, _NAMES)
-        problems.append(with_sources(f"{word} is no setting{near}", (source,)))
+        problems.append(with_sources(f"{word} is not a setting{near}", (source,)))
     return ""
 
 
@@ -405,8 +464,7 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
         dimension, _, end = name.partition(".")
         ranges.setdefault(dimension, {})[end] = buckets.pop(name)
     try:
-        for dimension, ends in ranges.items():
-            buckets[dimension] = _range(dimension, ends)
+        buckets |= {dimension: Range(**ends) for dimension, ends in ranges.items()}
         engine = EngineConfig(
             **parts["engine"],
             data_parallel=DataParallelConfig(**parts["data_parallel"]),
@@ -427,18 +485,11 @@ def _build(values: Mapping[str, tuple[object, str]]) -> tuple[EngineConfig, Serv
     return engine, server
 
 
-def _range(dimension: str, ends: Mapping[str, Any]) -> Range:
-    try:
-        return Range(**ends)
-    except ConfigError as error:
-        raise ConfigError(f"{dimension}: {error}") from None
-
-
 def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
-    """A dataclass's error message with flag names instead of field names, and the sources."""
+    """Error message of a dataclass with flag names instead of field names, and the sources."""
     by_field: dict[str, list[Flag]] = {}
     for flag in FLAGS:
-        by_field.setdefault(flag.field.partition(".")[0], []).append(flag)
+        by_field.setdefault(flag.field, []).append(flag)
     sources: list[str] = []
 
     def rename(match: re.Match[str]) -> str:
@@ -447,6 +498,6 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         sources.extend(source for source in given if source not in (DEFAULT, *sources))
         return f"--{flags[0].key}" if len(flags) == 1 else match.group()
 
-    # A field name is the first word or has an underscore.
-    renamed = re.sub(r"^[a-z]+(?:_[a-z]+)*|\b[a-z]+(?:_[a-z]+)+\b", rename, message)
+    # A field name is the first word, or has an underscore; a limit of a range also has a dot.
+    renamed = re.sub(r"^[a-z]+\b|\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b", rename, message)
     return with_sources(renamed, sources)

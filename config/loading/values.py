@@ -1,4 +1,4 @@
-"""Conversion of given values (words, YAML values, keywords) to the type of a setting."""
+"""Converts given values (words, YAML values, keywords) to the type of a setting."""
 
 import difflib
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from config.json_text import parse_json
 from config.loading.flags import Flag
 
 _NUMBER = re.compile(r"^([+-]?\d[\d_]*(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB])?$")
-# A lower-case letter is a power of 1000, a capital one of 1024, as in vLLM.
+# A lower-case unit is a power of 1000, a capital unit a power of 1024, as in vLLM.
 UNITS = {
     letter: base ** (1 + power)
     for letters, base in (("kmgt", 1000), ("KMGT", 1024))
@@ -26,7 +26,7 @@ _BOOLS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "no": False, "off": False, "0": False}
 MAX_INTEGER = 2**63
 MAX_MESSAGE_CHARACTERS = 2000
-"""Maximum characters of a setting's error."""
+"""Maximum characters of an error message about a setting."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 400
 UNSET = ("auto", "none", "null")
@@ -35,13 +35,13 @@ UNSET = ("auto", "none", "null")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A setting as given by a source."""
+    """A value for a setting, as given by a source."""
 
     name: str
     """The flag's name or an alias of the flag."""
     value: object
     source: str
-    """Shown in errors: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+    """Source for error messages: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
 
 
 def shown(value: object) -> str:
@@ -49,21 +49,23 @@ def shown(value: object) -> str:
     try:
         return _SHORT.repr(value)
     except ValueError:
-        return "an integer of more digits than Python writes"
+        return "an integer with more digits than Python prints"
 
 
 def clipped(message: str) -> str:
     """`message`, shortened in the middle: it may quote a long value, and the allowed values are at
-    its end."""
+    the end."""
     if len(message) <= MAX_MESSAGE_CHARACTERS:
         return message
     half = MAX_MESSAGE_CHARACTERS // 2
     return f"{message[:half]} [...] {message[-half:]}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` if a known word has a similar spelling, else empty: a wrong hint is worse
-    than no hint. The lengths may differ by 2, in long words by a quarter."""
+def nearest(word: str, known: Collection[str]) -> str:
+    """`; did you mean x?` if a known word is spelled similarly; otherwise empty, since a wrong hint
+    is worse than none. The lengths may differ by 2, or by a quarter in long words, unless one word
+    is a prefix of the other. If no word is similar, one word may also be the end of the other
+    (--input-len and --random-input-len)."""
     alike = [
         other
         for other in known
@@ -71,21 +73,29 @@ def nearest(word: str, known: Iterable[str]) -> str:
         or other.startswith(word)
         or word.startswith(other)
     ]
-    near = difflib.get_close_matches(word, alike, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(word, alike, n=1, cutoff=0.8) or [
+        other for other in known if _is_end(word, other) or _is_end(other, word)
+    ]
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def _is_end(word: str, end: str) -> bool:
+    """Whether `word` is `end` with another part in front; `end` must have at least two parts."""
+    end = end.lstrip("-")
+    return "-" in end and word.endswith(f"-{end}") and word.lstrip("-") != end
+
+
 def joined(problems: Iterable[str]) -> str:
-    """A single message with all problems."""
+    """One message with all problems."""
     lines = list(dict.fromkeys(problems))
     if len(lines) == 1:
         return lines[0]
-    return f"{len(lines)} settings cannot be used:" + "".join(f"\n  {line}" for line in lines)
+    return f"{len(lines)} settings are invalid:" + "".join(f"\n  {line}" for line in lines)
 
 
 def convert(flag: Flag, given: Given) -> object:
-    """The value for `flag`'s field. Raises ConfigError with the value, what is allowed, and the
-    source."""
+    """Convert a given value for the field of `flag`. Raises ConfigError with the value, the allowed
+    values, and the source."""
     switches = flag.all_switches
     accepts_auto = flag.kind in (int, float) or (
         flag.is_optional and (flag.kind is bool or bool(flag.setting.choices))
@@ -110,7 +120,7 @@ def convert(flag: Flag, given: Given) -> object:
 
 
 def truth(given: Given, spellings: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Whether a switch is on; `spellings` are further words for true and false."""
+    """Whether a switch is on; `spellings`: additional words for true and false."""
     if isinstance(given.value, bool):
         return given.value
     word = (given.value if isinstance(given.value, str) else shown(given.value)).strip().lower()
@@ -129,8 +139,8 @@ def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigErro
 
 
 def with_sources(message: str, sources: Iterable[str]) -> str:
-    """`message` with the places that the wrong values are from: variables and files, and flags
-    that `message` does not name."""
+    """`message` with the sources of the invalid values: variables, files, and flags that `message`
+    does not name."""
     words = set(_FLAG_NAME.findall(message))
     left = [source for source in sources if source.removeprefix("flag ") not in words]
     return message + (f" (from {', '.join(left)})" if left else "")
@@ -166,7 +176,7 @@ def _number(flag: Flag, given: Given) -> int | float:
 
 
 def _plain_number(digits: str) -> int | float | None:
-    """None for 1__0, and for more digits than Python converts."""
+    """`digits` as a number; None for 1__0, and for more digits than Python converts."""
     try:
         return float(digits) if "." in digits else int(digits)
     except ValueError:
@@ -186,12 +196,12 @@ def _choice(flag: Flag, given: Given) -> str:
         value = os.fspath(value)
     if isinstance(value, Mapping) and not flag.setting.choices:
         try:
-            # YAML dates have no JSON form.
+            # YAML dates have no JSON representation.
             value = json.dumps(value, default=str)
         except (TypeError, ValueError):
-            raise wrong(given, "a mapping of texts to values") from None
+            raise wrong(given, "a mapping of strings to values") from None
     if not isinstance(value, str):
-        raise wrong(given, "text (in quotes)", is_secret=flag.setting.is_secret)
+        raise wrong(given, "a string (in quotes)", is_secret=flag.setting.is_secret)
     if not flag.setting.choices:
         return value
     word = flag.setting.spellings.get(value.lower(), value.lower())
@@ -201,7 +211,7 @@ def _choice(flag: Flag, given: Given) -> str:
 
 
 def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
-    """The error for a word outside of `choices`, with the nearest choice."""
+    """The error for a word that is not in `choices`, with the most similar choice."""
     # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
     near = difflib.get_close_matches(str(given.value).lower(), choices, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
@@ -209,8 +219,8 @@ def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
-    """A list of strings: a list, a JSON list, or one string. Commas separate, except in a
-    secret."""
+    """A list of strings, from a list, a JSON list, or one string. Commas separate entries, except
+    in a secret."""
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -218,15 +228,15 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):
-        # A JSON object is one text, commas included.
+        # A JSON object is a single entry, including its commas.
         value = (
             [value]
             if is_secret or value.lstrip().startswith("{")
             else [part.strip() for part in value.split(",")]
         )
     if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
-        raise wrong(given, "text, or a list of texts (in quotes)", is_secret=is_secret)
+        raise wrong(given, "a string, or a list of strings (in quotes)", is_secret=is_secret)
     if not all(value):
-        message = f"--{given.name} is empty, it must be left out or have a text"
+        message = f"--{given.name} is empty, it must be left out or have a value"
         raise ConfigError(with_sources(message, (given.source,)))
     return tuple(value)

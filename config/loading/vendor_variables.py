@@ -13,10 +13,10 @@ from config.loading.env import is_service_link, variable_table
 from config.loading.flags import FLAGS, Flag
 
 DATA = Path(__file__).with_suffix(".yaml")
-# Every start reads the file, and the loader in Python takes ten times as long as libyaml's.
+# Every start reads the file, and the pure-Python loader takes ten times as long as libyaml's.
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 RUNTIME = "runtime"
-"""Reason of a variable that the vendor's runtime reads, so that it has an effect."""
+"""Reason for variables that the vendor's runtime reads, which do have an effect."""
 REASONS = ("not built", "not needed", "instead", RUNTIME)
 
 
@@ -28,15 +28,14 @@ class VendorVariable:
     name: str
     """Name of the variable. A trailing * matches any ending."""
     default: str
-    """vLLM's default, as vLLM writes it."""
+    """vLLM's default, in vLLM's notation."""
     meaning: str
     reason: str = ""
-    """A reason from REASONS and its text; empty if a flag of ours reads the variable."""
+    """A key of REASONS, followed by text; empty if one of our flags reads the variable."""
 
     @property
     def flag(self) -> tuple[Flag, str] | None:
-        """(flag, name of the switch that the variable sets) of the flag that reads this
-        variable."""
+        """The flag that reads this variable, and the name of the switch that the variable sets."""
         for flag in FLAGS:
             switch = flag.setting.switch_variables.get(self.name)
             if switch is not None or self.name in flag.setting.variables:
@@ -62,7 +61,7 @@ def vendor_variables() -> tuple[VendorVariable, ...]:
 
 
 def ignored_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """vLLM's variables that are set and have no effect here -> why."""
+    """vLLM variables that are set but have no effect here -> reason."""
     read = variable_table()
     unread = [
         name

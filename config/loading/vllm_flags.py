@@ -1,5 +1,5 @@
-"""Flags of `vllm serve` and of its Gaudi plug-in that are no settings here: accepted without
-effect, or refused with a reason."""
+"""Flags of `vllm serve` and its Gaudi plug-in that are not settings here: accepted without effect,
+or refused with a reason."""
 
 import fnmatch
 import json
@@ -35,17 +35,23 @@ SHORT_FORMS: Mapping[str, str] = {
 
 GRAMMAR_COMPILERS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 """Names of vLLM's back ends for structured output."""
+_GRAMMAR_OPTIONS = ("disable_any_whitespace", "disable_fallback")
+"""Options of these back ends that always apply here, as JSON keys. _OPTIONS_OF_NAME matches the
+same options after the name of a back end."""
+_OPTIONS_OF_NAME = re.compile(
+    r":(no-fallback|disable-any-whitespace)(,(no-fallback|disable-any-whitespace))*$"
+)
 
 _TEMPLATE_FOLDERS = ("/app", "/app/data/template", "/opt/app-root/template")
-"""Folders of the templates in Red Hat's images of vLLM."""
+"""Template folders in Red Hat's vLLM images."""
 _TEMPLATE_FILES = re.compile(r"template_llava|tool_chat_template_[\w.]+")
-"""Names of the templates in vLLM's image, without the suffix."""
+"""Template names in vLLM's image, without the suffix."""
 
 MODEL, NUMBER = "the model's name", "a number"
-"""Placeholders in `VALUES` for the value of --model and for any number."""
+"""Placeholders in `VALUES`: the value of --model, and any number."""
 
 VALUES = (
-    # Flags, the values that are accepted (none: any), and why they have no effect.
+    # (flags, accepted values (empty: any), reason why they have no effect)
     (
         "decode-context-parallel-size prefill-context-parallel-size nnodes",
         ("1",),
@@ -60,7 +66,7 @@ VALUES = (
     (
         "config-format",
         ("auto", "hf", "mistral"),
-        "config.json is read, also where there is a params.json beside it",
+        "config.json is always read, even beside a params.json",
     ),
     (
         "tokenizer",
@@ -70,7 +76,7 @@ VALUES = (
     (
         "tokenizer-mode",
         ("auto", "hf", "slow", "mistral"),
-        "the tokenizer is of the kind that the model's files name",
+        "the model's files determine the kind of tokenizer",
     ),
     ("tokenizer-pool-size", ("0",), "--tokenizer-threads sets the number of threads"),
     ("code-revision", (), "code in a checkpoint is never run"),
@@ -83,11 +89,11 @@ VALUES = (
     (
         "preemption-mode",
         ("recompute", "swap"),
-        "--swap-space says whether blocks of preempted requests are kept, and they come back by "
-        "copy where that is faster",
+        "--swap-space above 0 keeps blocks of preempted requests in host memory; they are copied "
+        "back where that is faster than recomputing them",
     ),
-    ("prefix-caching-hash-algo", (), "blocks are found by their SHA-256"),
-    ("num-lookahead-slots", (NUMBER,), "--num-speculative-tokens says how many"),
+    ("prefix-caching-hash-algo", (), "prefix blocks are always hashed by SHA-256"),
+    ("num-lookahead-slots", (NUMBER,), "--num-speculative-tokens sets the number of drafts"),
     ("scheduler-delay-factor", ("0",), "a waiting prompt starts with the next step"),
     (
         "max-num-partial-prefills max-long-partial-prefills",
@@ -102,7 +108,7 @@ VALUES = (
     (
         "max-seq-len-to-capture",
         (NUMBER,),
-        "the buckets and --graph-reserved-mem decide what is captured, at any length",
+        "the buckets and --graph-reserved-mem decide which shapes are captured, at any length",
     ),
     (
         "guided-decoding-backend",
@@ -111,14 +117,14 @@ VALUES = (
     ),
     (
         "structured-outputs-config",
-        tuple(json.dumps({"backend": name}) for name in GRAMMAR_COMPILERS),
-        "llguidance compiles all grammars, schemas and patterns, without options",
+        (*(json.dumps({"backend": name}) for name in GRAMMAR_COMPILERS), "{}"),
+        "llguidance compiles all grammars, schemas and patterns, and has no fallback",
     ),
     (
         "compilation-config optimization-level",
         (),
-        "--execution-mode chooses how the model is compiled, and the buckets (such as "
-        "--decode-bs-bucket-max) which shapes",
+        "level 0 is --enforce-eager; else --execution-mode chooses how the "
+        "model is compiled, and the buckets (such as --decode-bs-bucket-max) which shapes",
     ),
     (
         "kv-transfer-config",
@@ -126,28 +132,31 @@ VALUES = (
         "the KV cache stays in its engine, which computes each prompt itself; "
         "--kv-offloading-size is its part outside the device",
     ),
-    ("collect-detailed-traces", (), "a trace always has what is measured"),
-    ("worker-cls", ("auto",), "there is one kind of worker"),
+    ("collect-detailed-traces", (), "traces always have all measured details"),
+    ("worker-cls", ("auto",), "there is a single worker class"),
     ("lora-dtype", ("auto",), "adapters have the data type of the model"),
-    ("chat-template-content-format", ("auto",), "found from the chat template"),
-    ("response-role", ("assistant",), "answers have the role assistant"),
+    (
+        "chat-template-content-format",
+        ("auto",),
+        "the content format is detected from the chat template",
+    ),
+    ("response-role", ("assistant",), "answers always have the role assistant"),
     (
         "allowed-methods allowed-headers",
         ("*", '["*"]', "['*']"),
-        "--allowed-origins alone chooses who may call; methods and headers are free",
+        "--allowed-origins restricts callers; all methods and headers are allowed",
     ),
     ("max-parallel-loading-workers", (NUMBER,), "each worker loads the weights of its own rank"),
     ("safetensors-load-strategy", (), "weights are read tensor by tensor"),
 )
 SWITCHES = (
-    # Switches, the accepted states (none: both), and why they have no effect.
+    # (switches, accepted states (empty: both), reason why they have no effect)
     ("enable-ssl-refresh", (), "the files of TLS are always read again when they change"),
     (
         "trust-remote-code",
         (),
         "code in a checkpoint is never run; a model that needs it is refused when it is read",
     ),
-    ("enable-chunked-prefill", ("true",), "long prompts are always computed in chunks"),
     (
         "use-padding-aware-scheduling",
         ("true",),
@@ -157,9 +166,9 @@ SWITCHES = (
     (
         "skip-mm-profiling",
         (),
-        "where the memory of launches is measured, the vision tower is measured too",
+        "memory profiling always includes the vision tower",
     ),
-    ("disable-log-stats", ("true",), "there is no periodic line to switch on; see /metrics"),
+    ("disable-log-stats", ("true",), "there is no periodic log line; see /metrics"),
     ("use-v2-block-manager", (), "there is one block manager"),
     (
         "disable-hybrid-kv-cache-manager",
@@ -171,26 +180,32 @@ SWITCHES = (
         (),
         "the back end chooses the collectives of a group of devices",
     ),
+    (
+        "guided-decoding-disable-fallback guided-decoding-disable-any-whitespace",
+        (),
+        "llguidance compiles all grammars, and has no fallback",
+    ),
     ("disable-cascade-attn", (), "there is no cascade attention"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
     ("multi-step-stream-outputs", (), "the tokens of a step are sent when the step ends"),
-    ("disable-frontend-multiprocessing", (), "an engine of a server is a process of its own"),
-    ("enable-reasoning", ("true",), "--reasoning-parser alone chooses"),
-    ("enable-sleep-mode", ("true",), "/sleep needs --enable-dev-endpoints alone"),
-    ("enable-server-load-tracking", ("true",), "/load always answers"),
-    ("enable-prompt-tokens-details", ("true",), "usage always has them"),
-    ("enable-tokenizer-info-endpoint", ("true",), "/tokenizer_info always answers"),
+    ("disable-frontend-multiprocessing", (), "each engine of a server runs in its own process"),
+    ("enable-reasoning", ("true",), "--reasoning-parser alone enables reasoning"),
+    ("enable-sleep-mode", ("true",), "/sleep requires only --enable-dev-endpoints"),
+    ("enable-server-load-tracking", ("true",), "/load is always served"),
+    ("enable-prompt-tokens-details", ("true",), "usage always has the prompt token details"),
+    ("enable-tokenizer-info-endpoint", ("true",), "/tokenizer_info is always served"),
     ("enable-request-id-headers", ("true",), "answers always have X-Request-Id"),
     ("enable-offline-docs", ("true",), "/docs needs no internet"),
-    ("use-tqdm-on-load", (), "a bar is shown on a terminal"),
+    ("use-tqdm-on-load", (), "a progress bar is shown on a terminal"),
 )
 
 ABSENT = (
-    # Flags, and why they are not in this version.
+    # (flags, reason why they are not in this version)
     (
         "data-parallel-hybrid-lb data-parallel-external-lb",
         "the server itself distributes the requests over its engines",
     ),
+    ("models", "a server has a single model; start a server for each"),
     ("headless", "a host with --data-parallel-rank above 0 has no API server"),
     (
         "node-rank master-addr master-port",
@@ -199,14 +214,14 @@ ABSENT = (
     (
         "all2all-backend expert-placement-strategy num-redundant-experts enable-eplb eplb-* "
         "enable-dbo dbo-* ubatch-size",
-        "each device of --enable-expert-parallel has as many experts as the next, in order",
+        "--enable-expert-parallel gives each device the same number of experts, in order",
     ),
     ("ray-workers-use-nsight worker-extension-cls", "there are no plug-ins for workers"),
     (
         "enable-lora-bias lora-extra-vocab-size long-lora-scaling-factors "
         "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
         "max-prompt-adapter-token",
-        "adapters are low-rank weights alone (--enable-lora)",
+        "only low-rank adapters are supported (--enable-lora)",
     ),
     (
         "speculative-disable-* speculative-max-model-len speculative-model-quantization "
@@ -217,7 +232,7 @@ ABSENT = (
     (
         "mm-processor-cache-type mm-shm-cache-* mm-encoder-attn-* mm-tensor-ipc "
         "interleave-mm-strings video-pruning-rate enable-mm-embeds disable-chunked-mm-input",
-        "images have no such options",
+        "images have no options of this kind",
     ),
     ("disable-mm-preprocessor-cache", "--mm-processor-cache-gb 0 keeps no preprocessed images"),
     (
@@ -230,17 +245,20 @@ ABSENT = (
         "--execution-mode chooses how the model is compiled, and the buckets (such as "
         "--decode-bs-bucket-max) which shapes",
     ),
-    ("attention-backend attention-config kernel-config", "each device has one attention"),
+    (
+        "attention-backend attention-config kernel-config",
+        "each device has a single attention backend",
+    ),
     (
         "pt-load-map-location model-loader-extra-config ignore-patterns",
         "weights are read tensor by tensor and copied to the device at once",
     ),
-    ("kv-cache-dtype-skip-layers", "all layers cache in --kv-cache-dtype"),
+    ("kv-cache-dtype-skip-layers", "all layers use --kv-cache-dtype"),
     (
         "kv-events-config kv-sharing-fast-prefill",
         "the KV cache stays in its engine; --kv-offloading-size is its part outside the device",
     ),
-    ("mamba-*", "recurrent states have one form and a cache of their own"),
+    ("mamba-*", "recurrent states have a fixed layout and a separate cache"),
     ("hf-token", "set the variable HF_TOKEN"),
     (
         "hf-config-path override-attention-dtype",
@@ -257,8 +275,9 @@ ABSENT = (
         "there are no plug-ins",
     ),
     (
-        "guided-decoding-disable-*",
-        "llguidance compiles all grammars, schemas and patterns, without options",
+        "guided-decoding-disable-additional-properties",
+        "an object may have unnamed properties unless its schema says "
+        '"additionalProperties": false',
     ),
     (
         "ssl-cert-reqs",
@@ -276,7 +295,7 @@ ABSENT = (
     (
         "show-hidden-metrics-for-version enable-mfu-metrics kv-cache-metrics* "
         "enable-layerwise-nvtx-tracing aggregate-engine-logging enable-per-request-metrics",
-        "/metrics and traces have what is measured",
+        "/metrics and traces always have all measurements",
     ),
     ("profiler-config", "--profiler and --profiler-trace write a trace"),
     ("override-neuron-config", "it is for another device"),
@@ -294,7 +313,7 @@ class Accepted:
 
     @property
     def shown(self) -> str:
-        """Description of the accepted values."""
+        """The accepted values, as text."""
         return " or ".join(filter(None, self.values)) or "any"
 
     def fits(self, value: object, model: str) -> bool:
@@ -310,13 +329,15 @@ class Accepted:
 
 
 def _plain(value: object) -> str:
-    """`value` as text; JSON as json.dumps writes it."""
+    """`value` as text, without _GRAMMAR_OPTIONS; JSON as json.dumps writes it."""
     if not isinstance(value, Mapping):
         try:
             value = parse_json(str(value))
         except ValueError:
-            return str(value)
-    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+            return _OPTIONS_OF_NAME.sub("", str(value))
+    if not isinstance(value, Mapping):
+        return str(value)
+    return json.dumps({key: item for key, item in value.items() if key not in _GRAMMAR_OPTIONS})
 
 
 def _number(word: str) -> float | None:
@@ -337,7 +358,8 @@ ACCEPTED: Mapping[str, Accepted] = dict(_accepted())
 
 
 def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
-    """Why vLLM's flag `name` (--enable-lora) is not in this version; empty for other names."""
+    """Reason why vLLM's flag `name` (--enable-lora) is not in this version; empty for other
+    names."""
     # --compilation-config.level is an entry of --compilation-config.
     bare = name.lstrip("-").removeprefix("no-").partition(".")[0]
     for patterns, reason in rows:
@@ -347,7 +369,7 @@ def absence(name: str, rows: Iterable[tuple[str, str]] = ABSENT) -> str:
 
 
 def is_chat_template(path: str) -> bool:
-    """Whether `path` is the place of a chat template in an image of vLLM."""
+    """Whether `path` is the location of a chat template in a vLLM image."""
     file = PurePath(path)
     is_folder = file.parent.name == "examples" or str(file.parent) in _TEMPLATE_FOLDERS
     return is_folder and file.suffix == ".jinja" and bool(_TEMPLATE_FILES.fullmatch(file.stem))

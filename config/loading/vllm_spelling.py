@@ -1,4 +1,5 @@
-"""vLLM's spellings of flags: short forms, dotted flags, abbreviations, values of switches."""
+"""Converts vLLM's spellings of flags: short forms, dotted flags, abbreviations, values of
+switches."""
 
 import json
 import re
@@ -9,13 +10,13 @@ from typing import Any, NamedTuple
 from config.errors import ConfigError
 from config.json_text import parse_json
 from config.loading.flags import FLAGS
-from config.loading.values import UNITS
+from config.loading.values import UNITS, Given
 from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 
 MAX_DOTS = 16
 """Maximum number of dots in a dotted flag; --speculative-config.method has one dot."""
 MAX_SHOWN = 4
-"""Maximum number of flags that the error of an ambiguous abbreviation names."""
+"""Maximum number of candidates in the error about an ambiguous abbreviation."""
 _SHORT = re.compile(r"(-[a-zA-Z-]+)((?:[=.].*)?)$", re.DOTALL)
 _DOTTED = re.compile(r"(--[a-zA-Z][\w-]*)\.([^=]+?)(\+?)(?:=(.*))?$", re.DOTALL)
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])$")
@@ -25,19 +26,23 @@ FIELD_FLAGS = {
 }
 """Flags of older versions of vLLM, and the fields of config.json that they set. They are added to
 the object of --hf-overrides, which they do not replace."""
+_SWITCH_NAMES = {
+    *(name for name, accepted in ACCEPTED.items() if accepted.is_switch),
+    *(name for flag in FLAGS for name in flag.all_switches),
+}
 _SWITCHES = {"true": "--NAME", "false": "--no-NAME"}
 
 
 class Spelled(NamedTuple):
-    """A command line without vLLM's spellings."""
+    """A command line with vLLM's spellings converted."""
 
     words: list[str]
     notes: list[str]
-    """Notes for the operator: each abbreviation with the full flag."""
+    """Notes for the operator: each abbreviation and its full flag."""
 
 
 def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
-    """`words` with whole flags; `known` are the flags of the parser. Raises ConfigError for a
+    """`words` with full flag names; `known`: the flags of the parser. Raises ConfigError for a
     dotted flag without a value."""
     notes: list[str] = []
     whole = []
@@ -45,14 +50,14 @@ def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
         name, equals, value = word.partition("=")
         meant = abbreviated(name, known)
         if len(meant) == 1:
-            notes.append(f"{name} is taken for {meant[0]}; write the whole name")
+            notes.append(f"{name} is read as {meant[0]}; write the whole name")
             word = meant[0] + equals + value
         whole.append(word)
     return Spelled(list(_with_plain_switches(whole)), notes)
 
 
 def with_dashes(word: str) -> str:
-    """--max_model_len and --max-model-len are the same flag. The keys of a dotted flag stay."""
+    """--max_model_len as --max-model-len. The keys of a dotted flag are not changed."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -81,7 +86,7 @@ _SETTINGS = {name: (flag.key, flag.all_switches.get(name)) for flag in FLAGS for
 
 
 def _meaning(flag: str) -> object:
-    """A key that is equal for two names of the same setting."""
+    """A key that is equal for all names of the same setting."""
     name = flag.lstrip("-")
     if name.startswith("no-") and name[3:] in _SETTINGS:
         key, states = _SETTINGS[name[3:]]
@@ -90,7 +95,7 @@ def _meaning(flag: str) -> object:
 
 
 def _long_form(word: str) -> str:
-    # -O may be followed directly by its value, as in a compiler.
+    # -O may be followed directly by its value, as in a compiler's -O2.
     match = _SHORT.match(re.sub(r"^-O(?=\d)", "-O=", word))
     if match is None or match[1] not in SHORT_FORMS:
         return word
@@ -104,8 +109,8 @@ def _override(word: str) -> str:
 
 
 def _with_objects(words: Iterable[str]) -> list[str]:
-    """`words` with dotted flags of the same name merged into a flag with a JSON object, placed at
-    the end: --a.b.c 1 becomes --a '{"b": {"c": 1}}', --a.b+ 1,2 becomes --a '{"b": ["1", "2"]}'."""
+    """`words` with dotted flags of the same name merged into one flag with a JSON object, at the
+    end: --a.b.c 1 becomes --a '{"b": {"c": 1}}', --a.b+ 1,2 becomes --a '{"b": ["1", "2"]}'."""
     rest = deque(words)
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -132,7 +137,7 @@ def _with_objects(words: Iterable[str]) -> list[str]:
 
 
 def _last_object(words: list[str], name: str) -> dict[str, object]:
-    """The JSON object that the last flag `name` among `words` has as its value, else empty."""
+    """The JSON object that is the value of the last flag `name` in `words`; otherwise empty."""
     for index in range(len(words) - 1, -1, -1):
         flag, equals, value = words[index].partition("=")
         if flag == name:
@@ -141,7 +146,7 @@ def _last_object(words: list[str], name: str) -> dict[str, object]:
 
 
 def _object(value: object) -> dict[str, object]:
-    """The object that `value` is, or is as JSON; else empty."""
+    """`value` if it is an object, or the JSON object in it; otherwise empty."""
     if isinstance(value, str):
         value = _value(value)
     return dict(value) if isinstance(value, dict) else {}
@@ -149,7 +154,7 @@ def _object(value: object) -> dict[str, object]:
 
 def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, object]]:
     """The entries of a file or keywords, with dotted keys of the same name merged into an object at
-    the end. The text of a dotted key is read as on the command line."""
+    the end. Text values of dotted keys are parsed as on the command line."""
     plain: dict[Any, object] = {}
     objects: dict[str, dict[str, Any]] = {}
     for key, value in content.items():
@@ -168,14 +173,33 @@ def with_objects_of_dots(content: Mapping[Any, Any]) -> list[tuple[Any, object]]
 
 
 def _path(key: object) -> list[str]:
-    """Name of the flag that the key of a file sets, and the keys in its object."""
+    """(flag name, keys within its object) for a key of a file."""
     name, *keys = str(key).split(".")
     name = name.replace("_", "-")
     return [*FIELD_FLAGS.get(name, name).split("."), *keys]
 
 
+MAX_OPTIMIZATION_LEVEL = 3
+"""vLLM's highest optimization level."""
+_LEVEL_FLAGS = ("compilation-config", "optimization-level")
+
+
+def levels_of(given: Given) -> list[int]:
+    """vLLM's optimization level in `given`, which is a number (-O0, --optimization-level 0) or an
+    object with a level or mode (-O.level=0); empty if `given` sets no level. Mode NONE is level
+    0."""
+    if given.name not in _LEVEL_FLAGS:
+        return []
+    value = _value(given.value) if isinstance(given.value, str) else given.value
+    if isinstance(value, Mapping):
+        value = value.get("mode", value.get("level"))
+    if isinstance(value, str) and value.upper() == "NONE":
+        return [0]
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else []
+
+
 def set_entry(target: dict[str, Any], keys: list[str], value: Any) -> None:
-    """Set the entry at the path `keys`; lists grow, and objects are merged."""
+    """Set the entry at the path `keys`; lists are extended, objects merged."""
     *parents, last = keys
     for key in parents:
         if not isinstance(target.get(key), dict):
@@ -206,11 +230,10 @@ def _with_plain_switches(words: Iterable[str]) -> Iterator[str]:
     while rest:
         word = rest.popleft()
         name, equals, value = word.partition("=")
-        accepted = ACCEPTED.get(name[2:])
-        if accepted is not None and accepted.is_switch:
+        if name[2:] in _SWITCH_NAMES:
             if not equals and rest and rest[0].lower() in _SWITCHES:
                 value = rest.popleft()
             word = _SWITCHES.get(value.lower(), word).replace("NAME", name[2:])
-        # --no-enable-lora requests nothing.
+        # --no-enable-lora enables nothing, so it needs no support.
         if not (word.startswith("--no-") and absence(word)):
             yield word

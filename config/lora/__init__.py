@@ -1,2 +1,2 @@
-"""LoRA adapters as facts: the contents of a PEFT folder, and whether they fit the base model. Reads
-headers, no weights; imports no torch."""
+"""LoRA adapters without tensors: the contents of PEFT folders and GGUF files, checked against the
+base model. Imports no torch."""

@@ -1,6 +1,5 @@
-"""LoRA adapters in folders of PEFT and in GGUF files: their tensors and values, checked against the
-base model, and the hash of their contents. hpu/lora/adapter_weights.py makes tensors of their
-bytes."""
+"""LoRA adapters in PEFT folders and GGUF files: their tensors and values, checked against the base
+model, and the hash of their contents. hpu/lora/adapter_weights.py converts the bytes to tensors."""
 
 import logging
 import math
@@ -28,15 +27,16 @@ logger = logging.getLogger(__name__)
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
-"""All files of an adapter's folder that are read or checked for existence."""
+"""All files of an adapter folder that are read, or whose existence is checked."""
 
 MAX_VALUE = 65504.0
-"""Largest absolute value of a weight, times the scale for the second matrix: the largest number of
-float16, so that no serving dtype overflows. Weights of trained adapters are below 100."""
+"""Maximum absolute value of a weight; for the second matrix, after multiplication by the scale.
+This is the largest float16 number, so that no serving dtype overflows. Weights of trained adapters
+are below 100."""
 
 MAX_TENSORS_PER_MODULE = 4
-"""Maximum tensors of an adapter per module of the base model: two matrices, and the base's own
-weight and bias."""
+"""Maximum tensors of an adapter per base module: two matrices, and copies of the base weight and
+bias."""
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B)")
@@ -46,16 +46,16 @@ _BASE_TENSOR = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
 
 
 class ExpertPart(NamedTuple):
-    """The part of an expert in the matrices of all experts of a layer. ParamWrapper of
-    peft.tuners.lora.layer stacks the experts: (experts * rank, in), and (out, rank * experts) with
-    the expert as the faster index."""
+    """An expert's slice of the LoRA matrices of stacked experts. As in ParamWrapper of
+    peft.tuners.lora.layer, the first matrix is (experts * rank, in), and the second is (out, rank *
+    experts) with the expert as the fastest-varying index."""
 
     expert: int
     num_experts: int
     first_row: int
-    """First row of the module's outputs."""
+    """First row of the module's outputs in the second matrix."""
     is_grouped: bool = False
-    """Whether the rank is the faster index of the second matrix."""
+    """Whether the rank is the fastest-varying index of the second matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ class AdapterModule:
     b: StoredTensor
     """(out, rank)"""
     part: ExpertPart | None = None
-    """The expert's part of `a` and `b`, if they hold all experts of a layer."""
+    """The expert's slice of `a` and `b`, if they contain all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseTensor:
-    """A tensor of the base model that the adapter's file repeats."""
+    """A base-model tensor that the adapter file also contains."""
 
     stored: StoredTensor
     name: str
-    """The tensor's name in the checkpoint, as WeightMap.map_name gives it."""
+    """The tensor's name as WeightMap.map_name returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Adapter:
 
     folder: AdapterFolder
     config_file: str
-    """Name of the settings file in errors."""
+    """Name of the settings file, for errors."""
     file: str
-    """Name of the weights file in errors."""
+    """Name of the weights file, for errors."""
     modules: tuple[AdapterModule, ...]
     base_tensors: tuple[BaseTensor, ...] = ()
 
@@ -101,7 +101,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the low-rank matrices."""
+        """Total size of the LoRA matrices in the file."""
         tensors = {tensor for module in self.modules for tensor in (module.a, module.b)}
         return sum(tensor.num_bytes for tensor in tensors)
 
@@ -113,16 +113,16 @@ class Adapter:
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter whose values are checked."""
+    """An adapter whose values have been checked."""
 
     adapter: Adapter
     content: str
-    """SHA-256 of the adapter's files, as hexadecimal digits."""
+    """SHA-256 of the adapter's files, in hexadecimal."""
     data: NDArray[np.uint8]
-    """The bytes of the weights file; empty unless they were kept."""
+    """Bytes of the weights file; empty without `keeps_bytes`."""
 
     def info(self, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
-        """The adapter under `name`."""
+        """LoRAInfo of the adapter, served as `name`."""
         adapter, folder = self.adapter, self.adapter.folder
         return LoRAInfo(
             name,
@@ -138,9 +138,9 @@ class LoadedAdapter(NamedTuple):
 
 
 def read_adapter(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Adapter:
-    """The adapter in `folder`, from its config and the header of its weights. A GGUF file with far
-    more weights than an adapter of `max_rank` is not read. Raises ConfigError, in a single
-    sentence, if the adapter does not fit the model or is not supported."""
+    """Read the adapter in `folder` from its config and the header of its weights. A GGUF file with
+    far more weights than an adapter of `max_rank` is not read. Raises ConfigError if the adapter
+    does not fit the model or is not supported."""
     with _opened(folder, base, max_rank) as (adapter, _, _):
         return adapter
 
@@ -148,7 +148,7 @@ def read_adapter(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Ada
 def check_adapter(
     folder: AdapterFolder, base: BaseModules, max_rank: int, extra_targets: tuple[str, ...]
 ) -> None:
-    """Like read_adapter, but also checks the server's limits."""
+    """Check an adapter like read_adapter, and against the server's limits."""
     _check_limits(read_adapter(folder, base, max_rank), max_rank, extra_targets)
 
 
@@ -160,8 +160,8 @@ def load_adapter(
     *,
     keeps_bytes: bool = False,
 ) -> LoadedAdapter:
-    """Like read_adapter, but also checks the server's limits and all values. Reads each file
-    once."""
+    """Load an adapter like read_adapter, and check it against the server's limits, including all
+    values. Reads each file once."""
     with _opened(folder, base, max_rank) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:
@@ -174,7 +174,7 @@ def load_adapter(
 
 
 Opened = Iterator[tuple[Adapter, bytes, OpenWeights]]
-"""An adapter, bytes of its settings for the hash, and its weights as a safetensors file."""
+"""(adapter, bytes of its settings for the hash, its weights as a safetensors file)."""
 
 
 def _opened(
@@ -185,7 +185,7 @@ def _opened(
 
 @contextmanager
 def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Opened:
-    """An adapter in a GGUF file."""
+    """Open an adapter in a GGUF file."""
     file = folder.name
     with folder.open_file(MAX_FILE_BYTES) as part:
         pairs, content = read_gguf_adapter(part, base, max_rank)
@@ -202,17 +202,17 @@ def _opened_gguf(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Ope
 
 @contextmanager
 def _opened_peft(folder: AdapterFolder, base: BaseModules) -> Opened:
-    """An adapter in a folder of PEFT."""
+    """Open an adapter in a PEFT folder."""
     data, fields = folder.read_config()
     config = PeftConfig.of(fields, folder.file(CONFIG_FILE))
     if folder.has(PICKLE_FILE) and not folder.has(WEIGHTS_FILE):
         raise ConfigError(
-            f"{folder.name} has its weights only as a pickle ({PICKLE_FILE}), which can run code "
-            f"when it is read and is never read here: save it as {WEIGHTS_FILE}"
+            f"{folder.name} has only pickled weights ({PICKLE_FILE}), which can execute code and "
+            f"are never loaded: save them as {WEIGHTS_FILE}"
         )
     if folder.has(NEW_TOKENS_FILE):
         raise ConfigError(
-            f"{folder.name} has {NEW_TOKENS_FILE}: adapters with tokens of their own are not served"
+            f"{folder.name} has {NEW_TOKENS_FILE}: adapters with added tokens are not supported"
         )
     with folder.open(WEIGHTS_FILE) as opened:
         file = folder.file(WEIGHTS_FILE)
@@ -223,13 +223,13 @@ def _opened_peft(folder: AdapterFolder, base: BaseModules) -> Opened:
 
 
 Pairs = dict[str, dict[str, StoredTensor]]
-"""Module name -> tensors by the suffix of their name."""
+"""Module name -> name suffix -> tensor."""
 
 
 def _sorted(
     weights: OpenWeights, file: str, base: BaseModules
 ) -> tuple[Pairs, tuple[BaseTensor, ...]]:
-    """The low-rank matrices, and the base model tensors that the file also has."""
+    """(LoRA matrices, base-model tensors that the file also contains)."""
     pairs: Pairs = {}
     base_tensors = []
     for tensor in weights.tensors:
@@ -247,12 +247,15 @@ def _sorted(
 
 
 def _no_tensor(file: str, tensor: StoredTensor) -> ConfigError:
-    return ConfigError(f"{file} has {shown(tensor.name)[1:-1]}, which is no tensor of LoRA")
+    return ConfigError(
+        f"{file} has {shown(tensor.name)[1:-1]}, which is not a LoRA tensor: save the adapter "
+        "with PEFT"
+    )
 
 
 def _base_tensor(tensor: StoredTensor, name: str, file: str, base: BaseModules) -> BaseTensor:
-    """The tensor of the base model that the file calls `name`: PEFT saves the embedding and the
-    head that an adapter targets (`save_embedding_layers`)."""
+    """The base-model tensor `name` in the file: PEFT saves the embedding and the head if an adapter
+    targets them (`save_embedding_layers`)."""
     match = _BASE_TENSOR.fullmatch(name)
     module = None if match is None else base.find(match[1])
     if match is None or module is None:
@@ -268,8 +271,8 @@ def _base_tensor(tensor: StoredTensor, name: str, file: str, base: BaseModules) 
 
 
 _OTHER_BASE = (
-    "an adapter whose training changed weights of the base is not served, merge it into the base "
-    "(merge_and_unload) and serve that"
+    "adapters that change weights of the base model are not supported, merge it into the base "
+    "model (merge_and_unload) and serve the merged model"
 )
 
 
@@ -289,11 +292,11 @@ def _modules(
 def _check_base_values(
     adapter: Adapter, tensor: BaseTensor, weights: OpenWeights, base: BaseModules
 ) -> None:
-    """Raise ConfigError unless the base model has the values of `tensor`."""
+    """Raise ConfigError unless `tensor` equals the base model's tensor."""
     found = base.tensors.find(tensor.name)
     if found is None:
         logger.warning(
-            "%s has %s, which the base model does not store as such a tensor: it is not used",
+            "%s has %s, which the base model does not store as a separate tensor: it is ignored",
             adapter.file,
             tensor.stored.name,
         )
@@ -307,14 +310,14 @@ def _check_base_values(
 def _check_value(adapter: Adapter, tensor: StoredTensor, largest: float, scale: float) -> None:
     if not math.isfinite(largest):
         raise ConfigError(
-            f"{adapter.file} has a value in {tensor.name} that is infinite or no number, all must "
-            "be finite"
+            f"{adapter.file} has an infinite or NaN value in {tensor.name}, all values must be "
+            "finite"
         )
     if max(largest, 1.0) * scale > MAX_VALUE or largest > MAX_VALUE:
         by = f", which lora_alpha and the rank multiply by {scale:.4g}" if scale != 1 else ""
         raise ConfigError(
-            f"{adapter.file} has {largest:.4g} in {tensor.name}{by}: at most {MAX_VALUE:.0f} is "
-            "served"
+            f"{adapter.file} has {largest:.4g} in {tensor.name}{by}, at most {MAX_VALUE:.0f} is "
+            "supported"
         )
 
 
@@ -329,11 +332,11 @@ def _modules_of(
     module = base.find(name)
     if module is None:
         raise ConfigError(
-            f"{file} has weights for {shown(name)[1:-1]}, the base model has no such module"
+            f"{file} has weights for {shown(name)[1:-1]}, which is not a module of the base model"
         )
     if module.refusal:
         raise ConfigError(f"{file} has weights for {name}: {module.refusal}")
-    # The router is a parameter that PEFT adapts like a linear layer.
+    # PEFT treats the router, which is a parameter, like a linear layer.
     key = f"{name}.weight" if config.selects_parameter(f"{name}.weight") else name
     is_tied = config.ties_weights and module.kind == HEAD
     if key == name and not config.selects(name) and not is_tied:
@@ -354,9 +357,9 @@ def _experts(
     file: str,
     config: PeftConfig,
 ) -> Iterator[AdapterModule]:
-    """The modules of a parameter in which transformers stacks all experts of a layer."""
+    """The modules of a parameter that stacks all experts of a layer in transformers."""
     path = name.removesuffix(".base_layer")
-    # PEFT wraps the parameters of a layer's experts around each other, in this order.
+    # PEFT nests the wrappers of a layer's expert parameters in this order.
     parameters = [
         parameter
         for parameter in stack.parameters
@@ -369,18 +372,18 @@ def _experts(
             f"{len(parameters)} parameters of {path}"
         )
     parameter = parameters[-1 - depth]
-    products = stack.parameters[parameter]
+    projections = stack.parameters[parameter]
     count = stack.num_experts
     a, b = _matrices(name, pair, _NAMES, file)
     key = f"{path}.{parameter}"
     rank = config.rank_of(key, max((a.shape[0] if a.shape else 1) // count, 1))
-    first = products[0][0]
-    out_features = sum(modules[0].out_features for modules in products)
+    first = projections[0][0]
+    out_features = sum(modules[0].out_features for modules in projections)
     _check_shapes(
         file, rank, {a: (count * rank, first.in_features), b: (out_features, rank * count)}
     )
     first_row = 0
-    for modules in products:
+    for modules in projections:
         for expert, module in enumerate(modules):
             part = ExpertPart(expert, count, first_row, parameter in config.grouped)
             yield AdapterModule(module, rank, config.scale_of(key, rank), a, b, part)
@@ -390,15 +393,13 @@ def _experts(
 def _matrices(
     name: str, pair: Mapping[str, StoredTensor], names: tuple[str, str], file: str
 ) -> tuple[StoredTensor, StoredTensor]:
-    """The two matrices of a module, which must be called `names`. Raises ConfigError."""
+    """The two LoRA matrices of a module, whose tensors must have `names`. Raises ConfigError."""
     missing = [end for end in names if end not in pair]
     if missing:
-        raise ConfigError(
-            f"{file} has no {name}.{missing[0]}, but {next(iter(pair.values())).name}"
-        )
+        raise ConfigError(f"{file} has {next(iter(pair.values())).name} and no {name}.{missing[0]}")
     extra = [tensor.name for end, tensor in pair.items() if end not in names]
     if extra:
-        raise ConfigError(f"{file} has {extra[0]} besides {pair[names[0]].name}")
+        raise ConfigError(f"{file} has {extra[0]}, which does not belong to {pair[names[0]].name}")
     return pair[names[0]], pair[names[1]]
 
 
@@ -416,14 +417,15 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def _report_targets(config: PeftConfig, found: Iterable[str]) -> None:
-    """Log targets without weights: PEFT writes a list for several models, and names that
-    exclude_modules or layers_to_transform leave out, as they are."""
+    """Log the first target without weights, if any. It is not an error: PEFT writes default targets
+    for several models, and does not remove names that exclude_modules or layers_to_transform
+    exclude."""
     if not isinstance(config.targets, frozenset):
         return
     missing = config.targets.difference(*map(path_ends, found))
     if missing:
         logger.warning(
-            "%s says target_modules %s, and %s has weights for 0 of them",
+            "%s has target_modules %s, and %s has weights for 0 of these modules",
             config.file,
             shown(min(missing)),
             WEIGHTS_FILE,

@@ -1,5 +1,5 @@
-"""AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the weights
-file, read once, so that header, values and hash come from the same bytes."""
+"""AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the open
+weights file, read once so that header, values and hash come from the same bytes."""
 
 import hashlib
 import json
@@ -24,14 +24,15 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 MAX_CONFIG_BYTES = 2 * 2**20
-"""Parsed under Python's lock, in about 20 ms."""
+"""Maximum size of the config, which is parsed under the GIL in about 20 ms."""
 MAX_CONFIG_VALUES, MAX_CONFIG_OBJECTS = 200_000, 16_384
-"""Commas, and brackets and braces that open, in the text of the config."""
+"""Maximum number of commas, and of opening brackets and braces, in the text of the config."""
 MAX_HEADER_BYTES = 16 * 2**20
-"""Parsed under Python's lock, in about 40 ms. 90,000 tensors have 15 MB."""
+"""Maximum size of a safetensors header, which is parsed under the GIL in about 40 ms. A header with
+90,000 tensors has 15 MB."""
 
 MAX_NAME_CHARACTERS = 1024
-"""Maximum length of a tensor's name."""
+"""Maximum length of a tensor name."""
 
 _CHUNK_BYTES = 2**20
 _LENGTH_BYTES = 8
@@ -39,30 +40,30 @@ _MAX_DIMS = 8
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 _ROUNDING, _SMALLEST = 2**-8, 2**-24
-"""Relative error of a number that is rounded to bfloat16; smallest number above 0 of float16."""
+"""Relative rounding error of bfloat16; smallest positive float16 number."""
 
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Dtypes of an adapter's weights, with the bytes of a number."""
+"""Dtypes of adapter weights -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The folder of an adapter, or its GGUF file."""
+    """An adapter's folder, or its GGUF file."""
 
     path: str
     root: str = ""
-    """Folder below which files may be read, with symlinks resolved; the path itself has no
-    symlinks. Empty: files may be anywhere, because an operator gave the folder."""
+    """Resolved folder that must contain all files of the adapter; `path` then has no symlinks.
+    Empty: no restriction, because the operator gave the path."""
     label: str = ""
-    """Name of the folder in errors, as its user wrote it; empty: its path."""
+    """Folder name for errors, as the user wrote it; empty: `path`."""
 
     @property
     def name(self) -> str:
-        """Name of the folder in errors."""
+        """Name of the folder, for errors."""
         return self.label or self.path
 
     def file(self, name: str) -> str:
-        """Name of a file of the folder in errors."""
+        """Name of a file in the folder, for errors."""
         return f"{self.name}/{name}" if name else self.name
 
     def has(self, name: str) -> bool:
@@ -75,8 +76,8 @@ class AdapterFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """A file of the folder; without a name the adapter's own file. Raises ConfigError if it is
-        not there, or leads out of `root`."""
+        """Open a file of the folder; without a name, the adapter's own file. Raises ConfigError if
+        it does not exist or is outside `root`."""
         try:
             descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:
@@ -93,13 +94,13 @@ class AdapterFolder:
             os.close(descriptor)
 
     def read_config(self) -> tuple[bytes, Json]:
-        """The bytes and fields of CONFIG_FILE. Raises ConfigError."""
+        """(bytes, fields) of CONFIG_FILE. Raises ConfigError."""
         with self.open(CONFIG_FILE) as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes > MAX_CONFIG_BYTES:
                 raise ConfigError(
                     f"{self.file(CONFIG_FILE)} has {num_bytes} bytes, at most {MAX_CONFIG_BYTES} "
-                    "are read"
+                    "are allowed"
                 )
             data = bytearray(num_bytes)
             _fill(opened, memoryview(data), self.file(CONFIG_FILE))
@@ -112,59 +113,58 @@ class AdapterFolder:
         ):
             if count > limit:
                 raise ConfigError(
-                    f"{self.file(CONFIG_FILE)} has {count} {what}, at most {limit} are read"
+                    f"{self.file(CONFIG_FILE)} has {count} {what}, at most {limit} are allowed"
                 )
         return bytes(data), parse_json_object(bytes(data), self.file(CONFIG_FILE))
 
     @contextmanager
     def open_file(self, max_bytes: int) -> "Iterator[PartialFile]":
-        """An adapter that is a file, before it is read. Raises ConfigError."""
+        """Open an adapter that is a single file. Raises ConfigError."""
         with self.open("") as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes > max_bytes:
                 raise ConfigError(
-                    f"{self.name} has {num_bytes} bytes, at most {max_bytes} are read"
+                    f"{self.name} has {num_bytes} bytes, at most {max_bytes} are allowed"
                 )
             yield PartialFile(opened, self.name, num_bytes)
 
     def _missing(self, name: str, error: OSError | ValueError) -> ConfigError:
         if not os.path.exists(self.path):
             return ConfigError(
-                f"{self.name} is not there, an adapter is a folder with {CONFIG_FILE} or a GGUF "
-                "file"
+                f"{self.name} does not exist, it must be a folder with {CONFIG_FILE} or a GGUF file"
             )
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             return ConfigError(f"{self.file(name)} cannot be read: {error.strerror}")
         if name == CONFIG_FILE:
-            return ConfigError(f"{self.name} has no {name}, so it is no adapter of PEFT")
+            return ConfigError(f"{self.name} has no {name}, so it is not a PEFT adapter")
         return ConfigError(f"{self.name} has no {name}")
 
     def _check(self, descriptor: int, name: str) -> None:
-        """Raise ConfigError unless an open file may be read. What was opened counts: a link may
-        change after any check that comes before."""
+        """Raise ConfigError unless the opened file may be read. Checks the descriptor, because a
+        symlink may change after a check of the path."""
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{self.file(name)} is no regular file")
+            raise ConfigError(f"{self.file(name)} is not a regular file")
         if self.root and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(
             self.root
         ):
             raise ConfigError(
-                f"{self.file(name)} leads out of --lora-dir, where all files of an adapter must be"
+                f"{self.file(name)} is outside --lora-dir, all files of an adapter must be in it"
             )
 
 
 class PartialFile:
-    """A file that is read in parts, each at its place in memory of the file's size. The system
-    gives memory only to the parts that are read."""
+    """A file that is read in parts, into an array of the file's size. The OS allocates memory only
+    for the parts that are read."""
 
     def __init__(self, opened: FileIO, name: str, num_bytes: int) -> None:
-        """`name`: its name in errors."""
+        """`name`: name of the file, for errors."""
         self.name = name
         self.data = np.empty(num_bytes, np.uint8)
         self._opened = opened
 
     def read(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Read bytes `begin` to `end`, or to the end of the file. Other threads run meanwhile.
-        Raises ConfigError."""
+        """Read bytes `begin` to `end`, or to the end of the file. Releases the GIL. Raises
+        ConfigError."""
         end = min(end, len(self.data))
         self._opened.seek(begin)
         for start in range(begin, end, _CHUNK_BYTES):
@@ -174,7 +174,7 @@ class PartialFile:
 
 
 class _Entry(msgspec.Struct, gc=False):
-    """A tensor in the header."""
+    """A tensor entry of the safetensors header."""
 
     dtype: str
     shape: list[int]
@@ -182,27 +182,27 @@ class _Entry(msgspec.Struct, gc=False):
 
 
 class OpenWeights:
-    """The weights file of an adapter, while it is open."""
+    """The open weights file of an adapter."""
 
     def __init__(self, opened: FileIO, file: str, max_tensors: int) -> None:
-        """Reads the header. `file`: its name for errors. Raises ConfigError."""
+        """Reads the header. `file`: name of the file, for errors. Raises ConfigError."""
         self._opened = opened
         self._file = file
         self._max_tensors = max_tensors
         self.num_bytes = os.fstat(opened.fileno()).st_size
         self._header = self._read_header()
         self.tensors = self._parse(self._header)
-        """In the order of their bytes, which they fill without gaps."""
+        """Tensors in file order, without gaps between their bytes."""
 
     def read(
         self, config: bytes, *, keeps_bytes: bool
     ) -> tuple[str, NDArray[np.uint8], dict[StoredTensor, float]]:
-        """(hash, bytes, magnitudes): the SHA-256 of the config's bytes and the file, as hexadecimal
-        digits; the bytes of the file, if `keeps_bytes`; the largest absolute value of each tensor,
-        infinite if the tensor holds a value that is not finite. Raises ConfigError."""
+        """(hash, bytes, magnitudes): the SHA-256 of the config's bytes and the file, in
+        hexadecimal; the bytes of the file, if `keeps_bytes`; the largest absolute value of each
+        tensor, infinite for NaN or infinite values. Raises ConfigError."""
         digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
         digest.update(self.num_bytes.to_bytes(8, "little") + self._header)
-        # Not filled with zeros, which would take seconds under Python's lock.
+        # Not zeros: zeroing the memory takes seconds under the GIL.
         data = np.empty(self.num_bytes if keeps_bytes else 0, np.uint8)
         data[: len(self._header)] = np.frombuffer(self._header if keeps_bytes else b"", np.uint8)
         chunk = memoryview(bytearray(_CHUNK_BYTES))
@@ -221,8 +221,8 @@ class OpenWeights:
         return digest.hexdigest(), data, largest
 
     def has_values(self, tensor: StoredTensor, file: Path, other: StoredTensor) -> bool:
-        """Whether `tensor` has the values of `other` in `file`, a tensor of the same shape; of
-        another dtype if the values differ by no more than a rounding. Raises ConfigError."""
+        """Whether `tensor` equals the tensor `other` of the same shape in `file`; values of another
+        dtype may differ by a rounding error. Raises ConfigError."""
         own_size, other_size = DTYPES[tensor.dtype], DTYPES[other.dtype]
         count = tensor.num_bytes // own_size
         step = _CHUNK_BYTES // 8
@@ -247,28 +247,24 @@ class OpenWeights:
     def _read_at(self, opened: FileIO | BufferedReader, offset: int, num_bytes: int) -> bytes:
         data = os.pread(opened.fileno(), num_bytes, offset)
         if len(data) < num_bytes:
-            raise ConfigError(
-                f"{self._file} has changed: {len(data)} of {num_bytes} bytes are there"
-            )
+            raise ConfigError(f"{self._file} has changed: it has {len(data)} of {num_bytes} bytes")
         return data
 
     def _read_header(self) -> bytes:
-        """The bytes before the first tensor."""
+        """The bytes before the first tensor's data."""
         head = bytearray(min(_LENGTH_BYTES, self.num_bytes))
         _fill(self._opened, memoryview(head), self._file)
         length = int.from_bytes(head, "little")
         room = min(max(self.num_bytes - _LENGTH_BYTES, 0), MAX_HEADER_BYTES)
         if length > room:
-            raise self._broken(
-                f"it says that its header has {length} bytes, at most {room} are there or allowed"
-            )
+            raise self._broken(f"its header has {length} bytes, it must have at most {room}")
         text = bytearray(length)
         _fill(self._opened, memoryview(text), self._file)
         return bytes(head + text)
 
     def _parse(self, header: bytes) -> list[StoredTensor]:
         try:
-            # Each entry is decoded by a call of its own, between which other threads may run.
+            # Decode each entry in a separate call, so that other threads can run in between.
             raw = msgspec.json.decode(header[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
             if len(raw) > self._max_tensors:
@@ -317,8 +313,8 @@ class OpenWeights:
             )
         if len(tensor.name) > MAX_NAME_CHARACTERS:
             raise self._broken(
-                f"{shown(tensor.name)} has a name of {len(tensor.name)} characters, at most "
-                f"{MAX_NAME_CHARACTERS} are read"
+                f"the name {shown(tensor.name)} has {len(tensor.name)} characters, at most "
+                f"{MAX_NAME_CHARACTERS} are allowed"
             )
         sizes = tensor.shape
         if len(sizes) > _MAX_DIMS or not all(0 <= size <= self.num_bytes for size in sizes):
@@ -331,24 +327,22 @@ class OpenWeights:
             )
 
     def _broken(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self._file} is not a whole safetensors file: {reason}")
+        return ConfigError(f"{self._file} is not a complete safetensors file: {reason}")
 
 
 def _fill(opened: FileIO, target: memoryview, file: str) -> None:
-    """Read as many bytes as `target` takes. Raises ConfigError if there are fewer."""
+    """Fill `target` with bytes of the file. Raises ConfigError if the file is too short."""
     total = len(target)
     while target:
         count = opened.readinto(target)
         if not count:
-            raise ConfigError(
-                f"{file} has changed: {total - len(target)} of {total} bytes are there"
-            )
+            raise ConfigError(f"{file} has changed: it has {total - len(target)} of {total} bytes")
         target = target[count:]
 
 
 def _top_bits(part: memoryview, dtype: str) -> int:
-    """The largest number without its sign, as the integer with the same bits: in the order of
-    integers infinity follows all finite numbers, and what is no number follows infinity."""
+    """Bits of the largest absolute value, as an integer. Compared as integers, infinity is above
+    all finite numbers, and NaN is above infinity."""
     bits = np.frombuffer(part, f"<u{DTYPES[dtype]}")
     return int((bits << 1).max()) >> 1 if len(bits) else 0
 
@@ -360,7 +354,7 @@ def _numbers(data: bytes, dtype: str) -> NDArray[np.float32]:
 
 
 def _magnitude(bits: int, dtype: str) -> float:
-    """The number with these bits and no sign; infinite for what is no number."""
+    """The absolute value with these bits; infinite for NaN."""
     size = DTYPES[dtype]
     if dtype == "BF16":
         bits, size = bits << 16, 4

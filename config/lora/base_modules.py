@@ -1,4 +1,4 @@
-"""BaseModules: which modules of a base model an adapter may have weights for, and their shapes."""
+"""BaseModules: the base-model modules that an adapter may have weights for, and their shapes."""
 
 import re
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from config.params.lora import EMBEDDING, EXPERTS, HEAD
 
 _WEIGHT = ".weight"
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Parameters of transformers that stack all experts of a layer."""
+"""transformers' names of the parameters that stack all experts of a layer."""
 _ROUTER = ".gate.weight"
 _GATES = (_ROUTER, ".shared_expert_gate.weight")
-"""Suffixes of the parameters of routers and of shared experts' gates."""
+"""Suffixes of the parameters of routers and shared-expert gates."""
 _ROUTER_NAMES = re.compile(r".+\.(?:gate|router)")
-"""Paths of routers in transformers."""
+"""Module paths of routers in transformers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,65 +30,66 @@ class BaseModule:
     """Path in the checkpoint, as WeightMap.map_name returns it."""
     in_features: int
     out_features: int
-    """Size of the output. For an embedding, `in_features` is the vocabulary size and `out_features`
-    the hidden size."""
+    """Output size. For an embedding, `in_features` is the vocabulary size and `out_features` the
+    hidden size."""
     spec: WeightSpec
-    """Spec of the module's weight."""
+    """WeightSpec of the module's weight."""
     kind: str = ""
     """One of EXTRA_TARGETS; empty: a linear layer."""
     refusal: str = ""
-    """Why the module takes no adapter; empty: it takes adapters."""
+    """Reason why adapters for this module are not supported; empty: they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """The routed experts of a layer as transformers stacks them in parameters."""
+    """The routed experts of a layer, grouped by the stacked parameters of transformers."""
 
     parameters: dict[str, list[list[BaseModule]]] = field(
         default_factory=lambda: {GATE_UP: [], DOWN: []}
     )
-    """Parameter name -> its projections in order, each with its experts."""
+    """Parameter name -> for each of its projections, the experts' modules."""
 
     @property
     def num_experts(self) -> int:
         return len(self.parameters[DOWN][0])
 
     def add(self, spec: WeightSpec) -> None:
-        """Add a weight of the checkpoint, which has a single expert or all experts."""
+        """Add a checkpoint weight of a single expert or of all experts."""
         is_down = spec.parameter.endswith(".w2_weight")
-        products = self.parameters[DOWN if is_down else GATE_UP]
+        projections = self.parameters[DOWN if is_down else GATE_UP]
         output = spec.outputs[0] if spec.outputs else 0
-        while len(products) <= output:
-            products.append([])
+        while len(projections) <= output:
+            projections.append([])
         if spec.num_experts is None:
             module = module_of(spec)
             assert module is not None, "an expert has matrices"
-            products[output].append(module)
+            projections[output].append(module)
             return
-        products[output] += [
+        projections[output] += [
             _of_stack(spec, expert, spec.num_experts) for expert in range(spec.num_experts)
         ]
 
 
 class BaseModules:
-    """The modules of a model that is built in."""
+    """The modules of a built-in model."""
 
-    def __init__(self, facts: ModelConfig) -> None:
+    def __init__(self, model_config: ModelConfig) -> None:
         """Raises ConfigError for a model that is not built in."""
-        weight_map = weight_map_of(facts)
+        weight_map = weight_map_of(model_config)
         if weight_map is None:
             raise ConfigError(
-                f"{Path(facts.path) / 'config.json'} says {facts.architecture}, which runs in the "
-                "code of transformers: adapters are served of built-in models only"
+                f"{Path(model_config.path) / 'config.json'} is a {model_config.architecture}, "
+                "which runs on the transformers implementation: adapters require a native "
+                "implementation"
             )
-        self.facts = facts
+        self.model_config = model_config
         self.weight_map: WeightMap = weight_map
         self._modules: dict[str, BaseModule] = {}
         self.expert_stacks: dict[str, ExpertStack] = {}
-        """Path of the layer in the checkpoint -> its experts."""
+        """Checkpoint path of the layer -> its experts."""
         self._routers: dict[str, BaseModule] = {}
         self._layer = re.compile(re.escape(weight_map.layer_prefix) + r"[0-9]+(?=\.)")
-        self.tensors = BaseTensors(Path(facts.path), weight_map)
+        self.tensors = BaseTensors(Path(model_config.path), weight_map)
         for spec in weight_map.entries():
             module = module_of(spec)
             if module is not None:
@@ -98,7 +99,7 @@ class BaseModules:
                 self._routers[layer[0]] = module
             if layer is not None and _is_of_experts(spec):
                 self.expert_stacks.setdefault(layer[0], ExpertStack()).add(spec)
-        if facts.tie_word_embeddings and facts.encoder is None:
+        if model_config.tie_word_embeddings and model_config.encoder is None:
             self._add_tied_head()
 
     @property
@@ -107,8 +108,8 @@ class BaseModules:
         return self._modules
 
     def find(self, name: str) -> BaseModule | None:
-        """The module that an adapter calls `name`. The path of a router in transformers may differ
-        from its path in the checkpoint."""
+        """The module for an adapter's module name `name`. transformers and the checkpoint may have
+        different paths for a router."""
         mapped = self._mapped(name)
         found = self._modules.get(mapped)
         if found is None and _ROUTER_NAMES.fullmatch(mapped):
@@ -117,8 +118,9 @@ class BaseModules:
         return found
 
     def find_experts(self, name: str) -> ExpertStack | None:
-        """The routed experts that an adapter calls `name`. Only the layer and the last part of the
-        path count: in transformers the part between them may differ from the checkpoint."""
+        """The routed experts for an adapter's module name `name`. Only the layer and the last
+        component of the path are compared: the components between may differ between transformers
+        and the checkpoint."""
         if not name.endswith(".experts"):
             return None
         layer = self._layer.match(self._mapped(name))
@@ -128,7 +130,8 @@ class BaseModules:
         return self.weight_map.map_name(name + _WEIGHT).removesuffix(_WEIGHT)
 
     def _add_tied_head(self) -> None:
-        """Add a head that shares the embedding's weights, since the checkpoint has no head."""
+        """Add the output head that is tied to the embedding: the checkpoint has no tensor for
+        it."""
         tables = [module for module in self._modules.values() if module.kind == EMBEDDING]
         for table in tables[:1]:
             spec = table.spec._replace(name="lm_head.weight", parameter="lm_head.weight")
@@ -139,14 +142,14 @@ class BaseModules:
 
 
 def _is_of_experts(spec: WeightSpec) -> bool:
-    """Whether `spec` holds weights of routed experts, as opposed to scales or biases."""
+    """Whether `spec` is a weight of routed experts, not a scale or bias."""
     is_weight = spec.parameter.endswith((".w13_weight", ".w2_weight"))
     is_values = spec.part is None or spec.part.role == "values"
     return is_weight and is_values and not spec.is_scales
 
 
 def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
-    """The module of an expert whose weight is part of the stacked tensor."""
+    """The module of an expert in a stacked tensor."""
     rows, columns = spec.shape[1], spec.shape[2]
     if spec.transposed:
         rows, columns = columns, rows
@@ -168,7 +171,7 @@ def module_of(spec: WeightSpec) -> BaseModule | None:
         name = spec.module + _WEIGHT
     parameter = spec.parameter
     if spec.num_experts is not None and name.endswith((".weight", "proj", "_blocks")):
-        refusal = "its weights are stacked: adapters for whole stacks of experts are not served"
+        refusal = "its weights are stacked, and adapters for stacked experts are not supported"
         module = name.removesuffix(_WEIGHT)
         return BaseModule(module, spec.shape[-1], spec.shape[-2], spec, EXPERTS, refusal)
     if not name.endswith(_WEIGHT) or len(spec.shape) != 2:
@@ -179,7 +182,7 @@ def module_of(spec: WeightSpec) -> BaseModule | None:
         # The embedding table is (tokens, size).
         return BaseModule(name[: -len(_WEIGHT)], out_features, in_features, spec, EMBEDDING)
     if "embed" in parameter:
-        refusal = "of embeddings only those of a decoder's tokens take an adapter"
+        refusal = "only the token embedding of a decoder takes an adapter"
     elif parameter == "lm_head.weight":
         kind = HEAD
         if spec.normalized or spec.offset:

@@ -1,4 +1,4 @@
-"""BaseTensors: finds the tensors of a base model in its checkpoint files."""
+"""BaseTensors: finds base-model tensors in the checkpoint files."""
 
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from config.errors import ConfigError
 from config.lora.adapter_folder import DTYPES
 
 
-class Place(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor and its file."""
 
     file: Path
@@ -24,22 +24,22 @@ class BaseTensors:
         self._folder = folder
         self._weight_map = weight_map
         self.aliases: dict[str, str] = {}
-        """Names of tensors that the checkpoint stores under other names."""
+        """Tensor name -> the name under which the checkpoint stores it."""
 
-    def find(self, name: str) -> Place | None:
-        """Place of the tensor called `name` by WeightMap.map_name; None if the checkpoint has no
-        tensor of floating-point numbers with this name."""
+    def find(self, name: str) -> TensorLocation | None:
+        """Location of the tensor with the mapped name `name` (WeightMap.map_name); None if the
+        checkpoint has no floating-point tensor of this name."""
         return self._places.get(name) or self._places.get(self.aliases.get(name, ""))
 
     @cached_property
-    def _places(self) -> dict[str, Place]:
+    def _places(self) -> dict[str, TensorLocation]:
         try:
             files = weight_files(self._folder)
         except ConfigError:
             # The base model is a GGUF file.
             return {}
         return {
-            self._weight_map.map_name(tensor.name): Place(file, tensor)
+            self._weight_map.map_name(tensor.name): TensorLocation(file, tensor)
             for file in files
             for tensor in read_header(file)
             if tensor.dtype in DTYPES

@@ -1,5 +1,5 @@
-"""Adapters of --lora-modules and --default-mm-loras: their folders, and what a server must reserve
-for them."""
+"""Adapters of --lora-modules and --default-mm-loras: their folders, and the optional targets that
+the server must reserve."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,11 @@ from config.model.read_config import read_model_config
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
 
 IMAGE_ADAPTER = "vision-lora"
-"""Folder of the image adapter in a checkpoint whose text model has such an adapter, as in
-Phi-4-multimodal."""
+"""Folder of the image adapter in checkpoints that include one, such as Phi-4-multimodal."""
 
 
 def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
-    """Folder of the checkpoint's image adapter, if requests with images do not use it by
-    default."""
+    """Folder of the checkpoint's image adapter, if image requests do not use it by default."""
     folder = Path(checkpoint, IMAGE_ADAPTER)
     if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
         return None
@@ -29,8 +27,8 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 
 
 def check_adapter_paths(config: LoRAConfig) -> None:
-    """Raise ConfigError for an adapter that is neither on this machine nor named like an adapter of
-    the hub. Called before any process starts."""
+    """Raise ConfigError for an adapter that neither exists on this machine nor has a valid hub id.
+    Called before any process starts."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):
             raise SettingError(
@@ -40,8 +38,8 @@ def check_adapter_paths(config: LoRAConfig) -> None:
 
 
 def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None = None) -> None:
-    """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads
-    settings and headers of the adapters. `download_dir`: as in configured_adapters."""
+    """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads the
+    adapters' settings and headers. `download_dir`: as in configured_adapters."""
     adapters = configured_adapters(config, download_dir)
     if not adapters:
         return
@@ -55,7 +53,7 @@ def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None
 
 @contextmanager
 def naming(adapter: NamedAdapter) -> Iterator[None]:
-    """Begin a ConfigError with the flag, the name and the path of an adapter."""
+    """Prefix a ConfigError with the flag, the name and the path of an adapter."""
     try:
         yield
     except ConfigError as error:
@@ -66,7 +64,7 @@ def naming(adapter: NamedAdapter) -> Iterator[None]:
 def configured_adapters(
     config: LoRAConfig, download_dir: str | None = None
 ) -> tuple[NamedAdapter, ...]:
-    """The adapters of the two flags with their folders. Adapters on the hub are downloaded to
+    """The adapters of the two flags, with local folders. Hub adapters are downloaded to
     `download_dir` (None: the hub's own cache). Raises ConfigError."""
     return tuple(
         adapter._replace(path=str(_folder(adapter, download_dir)), label=adapter.path)

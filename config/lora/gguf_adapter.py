@@ -1,5 +1,5 @@
-"""LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them. Reads the
-matrices in the order of the base model's checkpoint."""
+"""LoRA adapters in GGUF files, as written by llama.cpp's convert_lora_to_gguf.py. Converts the
+matrices to the layout of the base model's checkpoint."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 from config.checkpoint.gguf_families import FAMILIES, architecture_of
 from config.checkpoint.gguf_metadata import GgufFile, GgufLimits, GgufTensor, parse_gguf
-from config.checkpoint.gguf_tensors import MissingTensor, Part, Rows, Source, WeightSources
+from config.checkpoint.gguf_tensors import MissingTensor, Part, Rows, TensorRows, WeightSources
 from config.checkpoint.gguf_weights import write_stream
 from config.errors import ConfigError
 from config.lora.adapter_folder import PartialFile
@@ -31,33 +31,34 @@ Matrices = tuple[Array, Array]
 
 MAX_FILE_BYTES = 4 * 2**30
 MAX_NUMBERS = 2**31
-"""Maximum number of elements of all matrices; each takes 4 bytes."""
+"""Maximum total number of elements of all matrices; each takes 4 bytes."""
 MAX_METADATA_BYTES = 16 * 2**20
-"""Parsed under Python's lock. An adapter has about 20 keys, and 100 bytes for each tensor."""
+"""Maximum size of the metadata, which is parsed under the GIL. An adapter has about 20 keys, and
+100 bytes for each tensor."""
 MAX_KEYS = 1_024
 MAX_ELEMENTS = 2**16
-"""Maximum number of elements of all arrays. An adapter has no vocabulary."""
+"""Maximum total number of array elements. An adapter has no vocabulary."""
 MAX_TENSORS_PER_MODULE = 8
-"""Maximum tensors of a file per module of the base model: two matrices for each of the projections
-that the checkpoint may merge."""
+"""Maximum tensors of a file per base module: two matrices for each projection that the checkpoint
+may merge."""
 
 _TABLE = "token_embd.weight"
 _EXPERTS = re.compile(r"blk\.[0-9]{1,9}\.ffn_[a-z_]+_exps\.weight")
-_PRODUCTS = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
-"""Parameter of ExpertStack -> names that files use for its expert projections."""
+_PROJECTIONS = {GATE_UP: ("gate", "up"), DOWN: ("down",)}
+"""Parameter of ExpertStack -> names of its projections in GGUF files."""
 _ENDS = (".lora_a", ".lora_b")
 
 
 class GgufPair(NamedTuple):
-    """The matrices of a module."""
+    """The LoRA matrices of a module."""
 
     base: BaseModule
     name: str
-    """Name of the file's tensor that the matrices change, for errors."""
+    """Name of the adapted tensor in the file, for errors."""
     a: Array
-    """(rank, in); of an embedding (rank, tokens)."""
+    """(rank, in); for an embedding (rank, tokens)."""
     b: Array
-    """(out, rank), times alpha / rank."""
+    """(out, rank), multiplied by alpha / rank."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -68,10 +69,9 @@ class GgufPair(NamedTuple):
 def read_gguf_adapter(
     stored: PartialFile, base: BaseModules, max_rank: int
 ) -> tuple[tuple[GgufPair, ...], bytes]:
-    """Read an adapter's matrices; returns them and the SHA-256 of the metadata and the matrices.
-    The matrices are read only if the metadata fits the base model, and if they have at most twice
-    the numbers of a whole adapter of `max_rank`. Raises ConfigError for content that does not
-    fit."""
+    """Read an adapter's matrices; returns them and the SHA-256 of metadata and matrices. The
+    matrices are read only if the metadata fits the base model, and if they have at most twice the
+    elements of a full adapter of `max_rank`. Raises ConfigError if the content does not fit."""
     file = stored.name
     head = stored.read(0, MAX_METADATA_BYTES)
     limits = GgufLimits(
@@ -86,8 +86,8 @@ def read_gguf_adapter(
     found = [*_modules(pairs, opened, base, used), *_experts(pairs, file, base, used)]
     for name in pairs.keys() - used:
         raise ConfigError(
-            f"{file} has weights for {shown(name)[1:-1]}, which is no module of the base model "
-            f"({base.facts.architecture}) that takes an adapter"
+            f"{file} has weights for {shown(name)[1:-1]}, which is not a module of the base model "
+            f"({base.model_config.architecture}) that takes an adapter"
         )
     for pair in found:
         _check_shapes(pair, file)
@@ -95,7 +95,7 @@ def read_gguf_adapter(
 
 
 def _read_tensors(stored: PartialFile, head: Array, opened: GgufFile) -> bytes:
-    """Read the tensors that are not in `head`, the begin of the file; returns the hash."""
+    """Read the tensors after `head`, the start of the file; returns the hash."""
     tensors = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
     digest = sha256(len(stored.data).to_bytes(8, "little"))
     digest.update(head[: tensors[0].offset].data)
@@ -108,7 +108,7 @@ def _read_tensors(stored: PartialFile, head: Array, opened: GgufFile) -> bytes:
 
 @contextmanager
 def written(pairs: Sequence[GgufPair]) -> Iterator[FileIO]:
-    """A safetensors file in memory with the matrices of `pairs`."""
+    """A safetensors file in memory with the matrices in `pairs`."""
     matrices = {
         name: matrix
         for pair in pairs
@@ -125,7 +125,7 @@ def written(pairs: Sequence[GgufPair]) -> Iterator[FileIO]:
 
 
 def _scaled(pair: Matrices, alpha: float) -> Matrices:
-    """`pair` with the second matrix times alpha / rank; unchanged if alpha is 0."""
+    """`pair` with the second matrix multiplied by alpha / rank; unchanged if alpha is 0."""
     a, b = pair
     return a, b * np.float32(alpha / a.shape[-2]) if alpha else b
 
@@ -142,21 +142,20 @@ def _check_shapes(pair: GgufPair, file: str) -> None:
 
 
 def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
-    """`adapter.lora.alpha`; 0 if absent. Raises ConfigError for a file that does not hold a LoRA
-    adapter of the base model."""
+    """`adapter.lora.alpha`; 0 if absent. Raises ConfigError for a file that does not contain a
+    LoRA adapter of the base model."""
     kind = opened.value("general.type", str)
     if kind != "adapter":
-        raise ConfigError(f"{file} has general.type {shown(kind)}, an adapter has 'adapter'")
+        raise ConfigError(f"{file} has general.type {shown(kind)}, it must be 'adapter'")
     kind = opened.value("adapter.type", str)
     if kind != "lora":
-        raise ConfigError(f"{file} has adapter.type {shown(kind)}, only 'lora' is served")
+        raise ConfigError(f"{file} has adapter.type {shown(kind)}, only 'lora' is supported")
     if opened.values("adapter.alora.invocation_tokens", int):
         raise ConfigError(
-            f"{file} has adapter.alora.invocation_tokens: adapters that begin at such tokens are "
-            "not served"
+            f"{file} has adapter.alora.invocation_tokens: activated LoRA (aLoRA) is not supported"
         )
     family = FAMILIES.get(opened.architecture)
-    own = architecture_of(base.facts)
+    own = architecture_of(base.model_config)
     if family is None or own not in (family.name, *family.others):
         raise ConfigError(
             f"{file} is an adapter of the architecture {shown(opened.architecture)[1:-1]}, the "
@@ -166,19 +165,19 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 
 
 def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
-    """Raise ConfigError for tensors that are no matrices of LoRA, or more than an adapter of the
-    base model can have."""
+    """Raise ConfigError for tensors that are not LoRA matrices, or for more tensors than an adapter
+    of the base model can have."""
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
     features = sum(module.in_features + module.out_features for module in base.modules.values())
     most = min(MAX_NUMBERS, 2 * max_rank * features)
     count = sum(tensor.n_elements for tensor in opened.tensors.values())
     if count > most:
-        raise ConfigError(f"{file} has {count} numbers, at most {most} are read")
+        raise ConfigError(f"{file} has {count} values, at most {most} are allowed")
     for name, tensor in opened.tensors.items():
         stem, end = name[:-7], name[-7:]
         if end not in _ENDS:
-            raise ConfigError(f"{file} has {shown(name)[1:-1]}, which is no tensor of LoRA")
+            raise ConfigError(f"{file} has {shown(name)[1:-1]}, which is not a LoRA tensor")
         dimensions = 3 if _EXPERTS.fullmatch(stem) else 2
         if len(tensor.shape) != dimensions:
             raise ConfigError(
@@ -187,12 +186,12 @@ def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int
             )
         other = _ENDS[end == _ENDS[0]]
         if f"{stem}{other}" not in opened.tensors:
-            raise ConfigError(f"{file} has no {shown(stem)[1:-1]}{other}, but {shown(name)[1:-1]}")
+            raise ConfigError(f"{file} has {shown(name)[1:-1]} and no {shown(stem)[1:-1]}{other}")
 
 
 def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
-    """Name of the changed tensor -> its matrices. Matrices of stacked experts have a further
-    leading dimension."""
+    """Name of the adapted tensor -> its matrices. Matrices of stacked experts have a leading expert
+    dimension."""
     halves: dict[str, dict[str, Array]] = {}
     for name, tensor in opened.tensors.items():
         halves.setdefault(name[:-7], {})[name[-7:]] = _numbers(tensor, name, file)
@@ -202,7 +201,7 @@ def _pairs(opened: GgufFile, file: str) -> dict[str, Matrices]:
 def _pair(stem: str, found: Mapping[str, Array], file: str) -> Matrices:
     a, b = (found[end] for end in _ENDS)
     if stem == _TABLE:
-        # Its rows are looked up.
+        # Embedding rows are looked up, so the file stores the first matrix transposed.
         a = a.T
     if a.shape[:-2] != b.shape[:-2] or a.shape[-2] != b.shape[-1]:
         raise ConfigError(
@@ -213,11 +212,11 @@ def _pair(stem: str, found: Mapping[str, Array], file: str) -> Matrices:
 
 
 def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
-    """The numbers of `tensor`, outermost dimension first."""
+    """The values of `tensor`, outermost dimension first."""
     if tensor.tensor_type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         return tensor.data.astype(np.float32)
     try:
-        # Values that are not finite are found later, when all values are checked.
+        # NaN and infinite values are reported later, when all values are checked.
         with np.errstate(over="ignore", invalid="ignore"):
             values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -230,13 +229,13 @@ def _numbers(tensor: GgufTensor, name: str, file: str) -> Array:
 def _modules(
     pairs: Mapping[str, Matrices], opened: GgufFile, base: BaseModules, used: set[str]
 ) -> Iterator[GgufPair]:
-    """Pairs of the linear layers and the embedding. Adds names of tensors to `used`."""
-    sources = WeightSources(_products(pairs, opened), base.facts, base.weight_map)
+    """LoRA matrices of linear layers and the embedding. Adds tensor names to `used`."""
+    sources = WeightSources(_weight_shapes(pairs, opened), base.model_config, base.weight_map)
     for module in base.modules.values():
         spec = module.spec
         if spec.expert is not None or spec.num_experts is not None:
             continue
-        # Files use the names of unquantized weights.
+        # GGUF files use the names of unquantized weights.
         spec = spec._replace(name=f"{module.name}.weight", part=None, scheme=None)
         try:
             parts = sources.parts(spec)
@@ -251,8 +250,8 @@ def _modules(
         yield GgufPair(module, label, *_joined(matrices))
 
 
-def _products(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
-    """A file without data that has the shapes of the matrices' products."""
+def _weight_shapes(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
+    """A GGUF file without data whose tensors have the shapes of the adapted weights."""
     nothing: Array = np.empty(0, np.float32)
     tensors = {}
     for name, (a, b) in pairs.items():
@@ -262,28 +261,28 @@ def _products(pairs: Mapping[str, Matrices], opened: GgufFile) -> GgufFile:
 
 
 def _matrices(part: Part, pairs: Mapping[str, Matrices], opened: GgufFile) -> Matrices:
-    """The matrices of a part of a weight."""
+    """The LoRA matrices of a part of a weight."""
     found = [_rows(source, pairs) for source in part.sources]
     if part.combine in (None, np.transpose):
-        # The first matrix holds the inputs, however the checkpoint stores the weight.
+        # A transposed base weight does not change the LoRA matrices: (rank, in) and (out, rank).
         return found[0]
     if isinstance(part.combine, Rows):
         a, b = _joined(found)
         return a, b[part.combine.order]
     raise ConfigError(
-        f"{opened.path} has weights for {part.sources[0].name}, whose inputs the base model has in "
-        "another order: such adapters are not served"
+        f"{opened.path} has weights for {part.sources[0].name}, whose inputs are permuted in the "
+        "base model: adapters for permuted weights are not supported"
     )
 
 
-def _rows(source: Source, pairs: Mapping[str, Matrices]) -> Matrices:
+def _rows(source: TensorRows, pairs: Mapping[str, Matrices]) -> Matrices:
     a, b = pairs[source.name]
     return a, b if source.order is None else b[source.order]
 
 
 def _joined(parts: list[Matrices]) -> Matrices:
-    """The matrices of concatenated outputs. Outputs that share the first matrix keep their rank;
-    otherwise the result's rank is the sum of the ranks."""
+    """The LoRA matrices of concatenated outputs. Outputs with the same first matrix keep their
+    rank; otherwise the ranks add up."""
     first = parts[0][0]
     if all(np.array_equal(a, first) for a, _ in parts):
         return first, np.concatenate([b for _, b in parts])
@@ -299,10 +298,10 @@ def _joined(parts: list[Matrices]) -> Matrices:
 def _experts(
     pairs: Mapping[str, Matrices], file: str, base: BaseModules, used: set[str]
 ) -> Iterator[GgufPair]:
-    """Pairs of the routed experts. Adds names of tensors to `used`."""
+    """LoRA matrices of the routed experts. Adds tensor names to `used`."""
     for layer, stack in base.expert_stacks.items():
         number = int(layer.removeprefix(base.weight_map.layer_prefix))
-        for kinds, modules in _products_of(stack):
+        for kinds, modules in _projections_of(stack):
             names = [f"blk.{number}.ffn_{kind}_exps.weight" for kind in kinds]
             there = [name for name in names if name in pairs]
             used.update(there)
@@ -316,27 +315,27 @@ def _experts(
                 matrices = [_expert(name, there, expert, pairs) for name in names]
                 a, b = _joined(matrices)
                 if len(names) > 1 and not module.spec.output_sizes:
-                    # Rows of gate and up alternate.
+                    # Interleave the rows of gate and up.
                     b = b.reshape(len(names), -1, b.shape[-1]).swapaxes(0, 1).reshape(b.shape)
                 yield GgufPair(module, f"{there[0]}[{expert}]", a, b)
 
 
-def _products_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[BaseModule]]]:
-    """The experts of each projection of a layer, with the projection names in files. A checkpoint
-    may merge gate and up."""
-    for parameter, kinds in _PRODUCTS.items():
-        products = stack.parameters[parameter]
-        if len(products) < len(kinds):
-            yield kinds, products[0]
+def _projections_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[BaseModule]]]:
+    """(projection names in GGUF files, the experts' modules) for each projection of a layer. Gate
+    and up may be merged in the checkpoint."""
+    for parameter, kinds in _PROJECTIONS.items():
+        projections = stack.parameters[parameter]
+        if len(projections) < len(kinds):
+            yield kinds, projections[0]
             continue
-        for kind, modules in zip(kinds, products, strict=True):
+        for kind, modules in zip(kinds, projections, strict=True):
             yield (kind,), modules
 
 
 def _expert(
     name: str, there: Sequence[str], expert: int, pairs: Mapping[str, Matrices]
 ) -> Matrices:
-    """The matrices of an expert; zero for a projection that is not `there`."""
+    """The LoRA matrices of an expert; zero for a projection that is not in `there`."""
     a, b = pairs[name if name in there else there[0]]
     return a[expert], b[expert] if name in there else np.zeros_like(b[expert])
 

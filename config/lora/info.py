@@ -1,4 +1,4 @@
-"""LoRAInfo: a served adapter, for processes that do not hold its weights."""
+"""LoRAInfo: description of a served adapter, for processes without its weights."""
 
 from typing import NamedTuple
 
@@ -6,25 +6,26 @@ from config.params.lora import NamedAdapter
 
 
 class LoRAInfo(NamedTuple):
-    """A served adapter."""
+    """Description of a served adapter."""
 
     name: str
     path: str
     content: str
-    """Hash of the adapter's files; equal for two names of the same adapter."""
+    """Hash of the adapter's files; equal if two names serve the same adapter."""
     rank: int
     """Largest rank of the adapter."""
     num_bytes: int
     parent: str | None = None
-    """Name of the base model as its owner gave it; None: the served model's."""
+    """Base model name that the adapter's owner gave (`base_model_name`); None: the served
+    model's."""
     kind: str = ""
     """NamedAdapter.kind."""
     root: str = ""
     """AdapterFolder.root."""
     source: str = ""
-    """Folder of the adapter as its user wrote it, which clients may see."""
+    """Folder of the adapter as the user wrote it, shown to clients."""
 
     @property
     def named(self) -> NamedAdapter:
-        """The NamedAdapter that loads the adapter again."""
+        """The NamedAdapter to load the adapter again."""
         return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)

@@ -1,5 +1,5 @@
-"""PeftConfig: the adapter_config.json of a LoRA adapter. Settings that would change the output and
-are not supported are refused."""
+"""PeftConfig: the adapter_config.json of a LoRA adapter. Unsupported settings that would change the
+output are rejected."""
 
 import logging
 import math
@@ -21,20 +21,20 @@ MAX_TARGETS = 65_536
 ALL_LINEAR = "all-linear"
 
 RANK_MAJOR, GROUPED = "rank_major", "grouped_by_expert"
-"""Orders of the columns of lora_B of stacked experts: by rank and then by expert, as PEFT reads
-them, or a block of columns for each expert."""
+"""Column orders of lora_B for stacked experts: by rank and then by expert, as PEFT reads them, or a
+block of columns per expert."""
 STACKED_PARAMETERS = ("gate_up_proj", "down_proj")
 _LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
-"""Unsloth's fields for the column order: for all parameters together, and for each parameter."""
+"""Unsloth's fields for the column order: for all parameters, and for each parameter."""
 
-# Fields about the training, which have no effect on the weights.
+# Training settings without effect on the weights.
 _INFORMATION = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config"),
         *("eva_config", "corda_config", "lora_ga_config", "runtime_config", "target_modules", "r"),
         *("lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "peft_type"),
-        # Conv1D layers and linear layers have the same low-rank weights.
+        # The LoRA matrices of Conv1D and linear layers have the same layout.
         "fan_in_fan_out",
         *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
         *("target_parameters", "ensure_weight_tying", _LAYOUT, _LAYOUTS),
@@ -42,15 +42,15 @@ _INFORMATION = frozenset(
         *("lorap_lr_ratio", "lorap_emb_lr", "lora_dtype"),
     )
 )
-# Initializations that leave the base weights unchanged.
+# Initialization methods that leave the base weights unchanged.
 _PLAIN_INITS = (
     *(True, False, None, "true", "false", "gaussian", "orthogonal", "eva", "lora_ga", "mica"),
 )
 
 
 class Pattern(Generic[Value]):
-    """Per-module values, selected by regular expressions that match the end of a module's path. The
-    first match counts, as in get_pattern_key of peft.utils.other."""
+    """Values per module, selected by regular expressions that match the end of the module path. The
+    first match applies, as in get_pattern_key of peft.utils.other."""
 
     def __init__(self, values: Mapping[str, Value], where: str) -> None:
         """Raises Unsupported and ConfigError."""
@@ -64,31 +64,31 @@ class Pattern(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Fields of adapter_config.json that determine what the weights mean."""
+    """Fields of adapter_config.json that determine how the weights are applied."""
 
     file: str
-    """Name of the file in errors."""
+    """Name of the file, for errors."""
     rank: int
     alpha: float
     uses_rslora: bool
     targets: frozenset[str] | Expressions | None
-    """Names of modules or the ends of their paths, or a regular expression for whole paths. None:
-    all modules that the adapter has weights for."""
+    """Module names or path suffixes, or a regular expression for whole paths. None: all modules
+    that the adapter has weights for."""
     ranks: Pattern[int] | None
-    """Rank per module; None: ranks come from the weights' shapes, since an expression is not
-    supported by RE2."""
+    """Rank per module; None: the weights' shapes give the ranks, because RE2 does not support an
+    expression."""
     alphas: Pattern[float]
     parameters: frozenset[str] = frozenset()
-    """Names of parameters that stack experts, or the ends of their paths."""
+    """Names or path suffixes of parameters that stack experts."""
     grouped: frozenset[str] = frozenset()
-    """Parameters that stack experts whose columns of lora_B are GROUPED."""
+    """Stacked-expert parameters whose lora_B columns are GROUPED."""
     ties_weights: bool = False
-    """Whether the head gets the weights of the embedding that it is tied to."""
+    """Whether the tied output head may have weights without being in target_modules."""
 
     @classmethod
     def read(cls, folder: AdapterFolder) -> "PeftConfig":
-        """Read the config of the adapter in `folder`. Raises ConfigError, with the file, for
-        settings that cannot be served."""
+        """Read the config of the adapter in `folder`. Raises ConfigError, which names the file, for
+        unsupported settings."""
         return cls.of(folder.read_config()[1], folder.file(CONFIG_FILE))
 
     @classmethod
@@ -117,12 +117,12 @@ class PeftConfig:
         )
 
     def rank_of(self, module: str, stored: int) -> int:
-        """Rank of the adapter of `module`, a path in the base model. `stored`: the rank of its
-        weights in the file."""
+        """LoRA rank of `module`, a path in the base model. `stored`: rank of its weights in the
+        file."""
         return stored if self.ranks is None else self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """Factor of the low-rank product: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
+        """LoRA scale: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
         alpha = self.alphas.value_of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
@@ -140,7 +140,7 @@ class PeftConfig:
 
 
 def path_ends(module: str) -> list[str]:
-    """The path of a module, and its suffix after each dot."""
+    """`module` and all its path suffixes: a.b.c, b.c, c."""
     parts = module.split(".")
     return [".".join(parts[first:]) for first in range(len(parts))]
 
@@ -148,46 +148,46 @@ def path_ends(module: str) -> list[str]:
 def _check(file: str, fields: Mapping[str, Any]) -> None:
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{file} says peft_type {shown(kind)}, only LORA is served")
+        raise ConfigError(f"{file} has peft_type {shown(kind)}, only LORA is supported")
     if fields.get("use_dora"):
         raise ConfigError(
-            f"{file} says use_dora: the adapter is DoRA, whose weights depend on those of the "
-            "base; merge it into the base (merge_and_unload) and serve that"
+            f"{file} has use_dora, which is not supported: merge the adapter into the base model "
+            "(merge_and_unload) and serve the merged model"
         )
     if fields.get("bias", "none") != "none":
-        raise ConfigError(f"{file} says bias {shown(fields['bias'])}, only 'none' is served")
+        raise ConfigError(f"{file} has bias {shown(fields['bias'])}, only 'none' is supported")
     if fields.get("modules_to_save"):
         raise ConfigError(
-            f"{file} says modules_to_save {shown(fields['modules_to_save'])}: whole modules are no "
-            "low-rank weights; merge the adapter into the base"
+            f"{file} has modules_to_save {shown(fields['modules_to_save'])}, which is not "
+            "supported: merge the adapter into the base model"
         )
     init = fields.get("init_lora_weights", True)
     init = init.lower() if isinstance(init, str) else init
     if isinstance(init, list | dict) or init not in _PLAIN_INITS:
         raise ConfigError(
-            f"{file} says init_lora_weights {shown(init)}, which changes the weights of the base: "
+            f"{file} has init_lora_weights {shown(init)}, which changes the weights of the base: "
             "save the adapter for the original base (path_initial_model_for_weight_conversion)"
         )
     for name, value in fields.items():
         if name not in _INFORMATION and value not in (None, False, {}, [], ""):
             raise ConfigError(
-                f"{file} says {shown(name)[1:-1]} {shown(value)}, which is not understood"
+                f"{file} has {shown(name)[1:-1]} {shown(value)}, which is not supported"
             )
 
 
 def _number(file: str, name: str, value: Any, kind: type[Value]) -> Value:
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ConfigError(f"{file} says {name} {shown(value)}, it must be a number")
+        raise ConfigError(f"{file} has {name} {shown(value)}, it must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ConfigError(f"{file} says {name} {shown(value)}, it must be a finite number")
+        raise ConfigError(f"{file} has {name} {shown(value)}, it must be a finite number")
     if kind is int and not 1 <= value <= MAX_COUNT:
         limit = "at least 1" if value < 1 else f"at most {MAX_COUNT}"
-        raise ConfigError(f"{file} says {name} {shown(value)}, it must be {limit}")
+        raise ConfigError(f"{file} has {name} {shown(value)}, it must be {limit}")
     return kind(value)
 
 
@@ -198,13 +198,13 @@ def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
         try:
             return Expressions((value,), f"target_modules of {file}", FULL)
         except Unsupported as error:
-            # PEFT stores weights only for the modules that it names.
-            logger.warning("%s; the adapter's weights tell its modules", error)
+            # PEFT stores weights only for targeted modules.
+            logger.warning("%s; the modules are taken from its weights", error)
             return None
     if isinstance(value, list) and value:
         return _names(file, "target_modules", value)
     raise ConfigError(
-        f"{file} says target_modules {shown(value)}, it must be a text or a list of texts"
+        f"{file} has target_modules {shown(value)}, it must be a string or a list of strings"
     )
 
 
@@ -232,7 +232,7 @@ def _grouped(file: str, fields: Json) -> frozenset[str]:
         for name, layout in layouts.items():
             if layout not in (RANK_MAJOR, GROUPED):
                 raise ConfigError(
-                    f"{file} says {_LAYOUT} {shown(layout)} of {shown(name)[1:-1]}, it must be "
+                    f"{file} has {_LAYOUT} {shown(layout)} of {shown(name)[1:-1]}, it must be "
                     f"{RANK_MAJOR} or {GROUPED}"
                 )
         return frozenset(name for name, layout in layouts.items() if layout == GROUPED)
@@ -242,9 +242,9 @@ def _grouped(file: str, fields: Json) -> frozenset[str]:
 
 def _names(file: str, field: str, value: Any) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{file} says {field} {shown(value)}, it must be a list of texts")
+        raise ConfigError(f"{file} has {field} {shown(value)}, it must be a list of strings")
     if len(value) > MAX_TARGETS:
-        raise ConfigError(f"{file} says {len(value)} {field}, at most {MAX_TARGETS} are read")
+        raise ConfigError(f"{file} has {len(value)} {field}, at most {MAX_TARGETS} are allowed")
     return frozenset(value)
 
 
@@ -252,10 +252,10 @@ def _numbers(file: str, name: str, value: Any, kind: type[Value]) -> dict[str, V
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} says {name} {shown(value)}, it must be an object")
+        raise ConfigError(f"{file} has {name} {shown(value)}, it must be an object")
     if len(value) > MAX_EXPRESSIONS:
         raise ConfigError(
-            f"{file} says {name} of {len(value)} modules, at most {MAX_EXPRESSIONS} are read"
+            f"{file} has {name} of {len(value)} modules, at most {MAX_EXPRESSIONS} are allowed"
         )
     return {
         key: _number(file, f"{name} of {shown(key)[1:-1]}", value, kind)
@@ -267,5 +267,5 @@ def _rank_pattern(ranks: Mapping[str, int], where: str) -> Pattern[int] | None:
     try:
         return Pattern(ranks, where)
     except Unsupported as error:
-        logger.warning("%s; the shapes of the adapter's weights tell its ranks", error)
+        logger.warning("%s; the ranks are taken from the shapes of its weights", error)
         return None

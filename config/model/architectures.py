@@ -12,7 +12,7 @@ from config.model.model_config import ModelConfig
 from config.model.multimodal.text_part import WHOLE_MODELS
 
 NEAR_NAME_RATIO = 0.85
-"""A name that is less alike is not near: half of most names is ForCausalLM."""
+"""Minimum similarity of a suggested name; high, since half of most names is ForCausalLM."""
 
 _SPEECH = re.compile("Whisper|ASR|Speech|Transcri")
 
@@ -20,8 +20,8 @@ ARCHITECTURES = Kinds[Family]("config.model.families", "FAMILIES", "architecture
 
 
 def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
-    """Whether the generating model of `config` is handled by `decoder_spec`, which also refuses
-    unsupported architectures; otherwise transformers' code runs it."""
+    """Whether `decoder_spec` handles the generative model of `config`, including errors for
+    unsupported architectures; otherwise the transformers implementation runs it."""
     return model_impl == NATIVE or (model_impl == AUTO and config.architecture in ARCHITECTURES)
 
 
@@ -33,20 +33,20 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
         name = causal_name(name)
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"{config.path} is a {config.architecture}, which is not built in; {nearest(name)}"
+            f"{config.path} is a {config.architecture}, which is not supported; {nearest(name)}"
         )
     return ARCHITECTURES[name].make_spec(config)
 
 
 def nearest(architecture: str) -> str:
-    """Served architectures with similar names, for error messages; without a similar name, the
+    """Supported architectures with similar names, for error messages; without a similar name, the
     page that lists all architectures."""
     if _SPEECH.search(architecture):
-        return "speech is not served"
+        return "speech models are not supported"
     near = get_close_matches(
         architecture, [*ARCHITECTURES, *WHOLE_MODELS], n=3, cutoff=NEAR_NAME_RATIO
     )
     count = len(ARCHITECTURES) + len(WHOLE_MODELS)
     if not near:
-        return f"docs/models.md lists the {count} architectures that are served"
+        return f"docs/models.md lists the {count} supported architectures"
     return f"the nearest of the {count} architectures in docs/models.md are {', '.join(near)}"

@@ -1,5 +1,5 @@
 """DecoderSpec: the differences between decoder families. Family: a registry entry. The models, the
-weight map and the size estimate are built from a spec. Imports no torch."""
+weight map and the memory estimate are built from a spec. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ MXFP4_BLOCK = 32
 """Number of adjacent weights that share a scale (OCP Microscaling Formats, version 1.0)."""
 Arrangement = Literal["before", "after", "around", "parallel", "parallel_two_norms"]
 """Position of a layer's norms: before attention and MLP, on their outputs, or both. Parallel:
-attention and MLP read the same layer input, through a shared norm or through a norm each, and both
+attention and MLP read the same layer input, through a shared norm or separate norms, and both
 outputs are added to it."""
 
 NORMS: Mapping[Arrangement, tuple[str, ...]] = {
@@ -40,30 +40,30 @@ the arrangement `before`, and the norm after the attention in the arrangement `a
 
 
 class LayerSpec(NamedTuple):
-    """What a layer consists of."""
+    """Structure of a layer."""
 
     window: int | None = None
-    """Number of tokens that a query sees, including its own token; None: all."""
+    """Sliding-window size in tokens, including the query's own token; None: full attention."""
     chunk: int | None = None
-    """Chunk size in tokens: a query sees only keys of its own chunk. Never set together with
-    `window`."""
+    """Chunk size in tokens for chunked attention: a query attends only to its own chunk. Never set
+    together with `window`."""
     rope: Literal["default", "local", "none"] = "default"
     """Rope of queries and keys: ModelConfig.rope (default), ModelConfig.local_rope (local), or no
-    rotation (none)."""
+    rope (none)."""
     qk_norm: bool = True
-    """Whether the layer has the norm that DecoderSpec.qk_norm names."""
+    """Whether the layer has the norm DecoderSpec.qk_norm."""
     tunes_temperature: bool = False
     """Whether DecoderSpec.temperature applies."""
     sinks: bool = False
     """Whether each head has an attention sink: a learned logit that joins the softmax without a
     value (tensor self_attn.sinks)."""
     attention: Literal["dense", "mla", "cross"] | StateKind = "dense"
-    """Kind of attention, or the state layer in its place. cross: queries see only the keys of
-    images; attention and MLP each add tanh(gate) times their output, and add nothing in a text
+    """Kind of attention, or the state layer that replaces attention. cross: queries attend only to
+    image keys; attention and MLP each add tanh(gate) times their output, and add nothing in a text
     without images."""
     feed_forward: Literal["mlp", "moe"] = "mlp"
     indexed: bool = False
-    """Whether DecoderSpec.indexer chooses the blocks of keys that a query attends to."""
+    """Whether DecoderSpec.indexer selects the key blocks that a query attends to."""
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -73,17 +73,18 @@ class ClampedSwiGLU(NamedTuple):
     alpha: float
     limit: float
     interleaved: bool = True
-    """Whether gate and up are interleaved in the rows of their weight, instead of gate before
+    """Whether the rows of gate and up are interleaved in their weight, instead of gate before
     up."""
 
 
 class IndexerSpec(NamedTuple):
     """Indexer of block-sparse attention (MiniMax-M3). A query attends to the `top_blocks` blocks of
-    `block_size` keys that have the highest products of an index query and an index key; the last
-    `local_blocks` blocks are always among them."""
+    `block_size` keys with the highest dot products of index query and index key; the last
+    `local_blocks` blocks are always included."""
 
     num_heads: int
-    """Heads of the index queries, as many as KV heads: each chooses blocks for a KV head."""
+    """Number of index query heads, equal to the number of KV heads: each selects the blocks for a
+    KV head."""
     head_dim: int
     block_size: int
     top_blocks: int
@@ -92,56 +93,52 @@ class IndexerSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Differences between the families with experts: the router, and names in the checkpoint."""
+    """Differences between MoE families: the router, and checkpoint names."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     float32_router: bool = False
-    """Whether the router computes in float32 instead of the model's dtype."""
+    """Whether the router runs in float32 instead of the model's dtype."""
     router_bias: bool = False
     sparse_mixer: float | None = None
-    """Jitter of SparseMixer, which chooses two experts in succession; None: other routing.
-    `scoring` and renormalization have no effect with SparseMixer."""
+    """Jitter of SparseMixer, which selects two experts sequentially; None: other routing. `scoring`
+    and renormalization have no effect with SparseMixer."""
     scales_input: bool = False
-    """Multiply the input of an expert by its weight instead of the output."""
+    """Multiply the input of an expert by its router weight, instead of the output."""
     expert_bias: bool = False
-    """Whether both projections of an expert have biases."""
+    """Whether both expert projections have biases."""
     clamped_swiglu: ClampedSwiGLU | None = None
     """Activation of the experts; None: the model's activation."""
     block: str = "mlp"
-    """Name of the MoE block; prefix of the following names."""
+    """Name of the MoE block, which is the prefix of the names below."""
     gate: str = "gate"
     group_scoring: Literal["top2", "max", "none"] = "top2"
-    """Score by which groups of experts are chosen: the sum of a group's two best scores, or its
-    best score; none: no groups."""
+    """Score that selects expert groups: the sum of a group's two best scores, or its best score;
+    none: no groups."""
     correction_bias: str = ""
-    """Name of the bias that is added to the scores when experts are chosen; empty: no bias."""
+    """Name of the bias that is added to the scores for expert selection; empty: no bias."""
     correction_rows: tuple[int, ...] = ()
-    """Leading dimensions of the correction bias, before the dimension of the experts. Only the
-    first row is used; further rows belong to experts for images."""
+    """Leading dimensions of the correction bias, before the expert dimension. Only the first row is
+    used; further rows are for image experts."""
     transposed_router: bool = False
-    """The checkpoint holds the matrix of the router as (in, out)."""
+    """Whether the checkpoint stores the router weight as (in, out)."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down of an expert."""
+    """Names of an expert's gate, up and down projections."""
     shared: str = ""
     """Name of the shared expert."""
     shared_gate: str = ""
     """Name of the shared expert's gate; empty: no gate."""
     layout: Literal["separate", "merged", "transposed", "mxfp4"] = "separate"
-    """Layout of the routed experts' tensors. Separate: three tensors for each expert.
-
-    Merged: input_linear, gate before up, and output_linear, each for all experts. The shared
-    expert's tensors, called shared_mlp, are outside `block`.
-
-    Transposed: gate_up_proj and down_proj, each for all experts, (experts, in, out).
-
-    MXFP4: blocks and scales of gate_up_proj and of down_proj, (experts, out, in / 32, ...).
-    """
+    """Layout of the routed experts' tensors. Separate: three tensors per expert. Merged:
+    input_linear, gate before up, and output_linear, each for all experts; the shared expert's
+    tensors, called shared_mlp, are outside `block`. Transposed: gate_up_proj and down_proj, each
+    for all experts, (experts, in, out). MXFP4: blocks and scales of gate_up_proj and of down_proj,
+    (experts, out, in / 32, ...)."""
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """Names of the tensors for all experts in layouts other than merged."""
+    """Names of the stacked expert tensors in layouts other than merged."""
 
 
 class TemperatureTuning(NamedTuple):
-    """Queries times 1 + scale * log(1 + floor((position + offset) / floor))."""
+    """Query scaling by 1 + scale * log(1 + floor((position + offset) / floor))."""
 
     scale: float
     floor: float
@@ -150,20 +147,19 @@ class TemperatureTuning(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec:
-    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The cache holds a
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). The cache stores a
     latent and a rotated key per token; keys and values of all heads are projections of the
     latent."""
 
     q_lora_rank: int | None
-    """Size of the latent from which queries are projected; None: queries are projected from the
-    hidden state."""
+    """Size of the query latent; None: queries are projected directly from the hidden state."""
     kv_lora_rank: int
     qk_nope_head_dim: int
-    """Entries of a query or key head that are not rotated; they precede the rotated entries."""
+    """Elements of a query or key head that are not rotated; they precede the rotated elements."""
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    """Epsilon of the norms of latents. The published code uses this number, not rms_norm_eps."""
+    """Epsilon of the latents' norms. The published code uses this value, not rms_norm_eps."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -171,25 +167,25 @@ class MLASpec:
 
     @property
     def padded_head_dim(self) -> int:
-        """Head size to which a prefill pads queries, keys and values: fused kernels need equal
-        sizes."""
+        """Head size to which a prefill pads queries, keys and values, since fused kernels need
+        equal sizes."""
         return max(self.qk_head_dim, self.v_head_dim)
 
     @property
     def latent_size(self) -> int:
-        """Elements that a layer caches per token."""
+        """Number of elements that a layer caches per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def absorbed_size(self) -> int:
-        """Elements per head of the two matrices by which a decode multiplies queries and outputs
+        """Elements per head of the two matrices that a decode applies to queries and outputs
         (absorbed kv_b_proj)."""
         return self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Differences between the decoder families."""
+    """Differences between decoder families."""
 
     layers: tuple[LayerSpec, ...]
     qkv_bias: bool = False
@@ -198,7 +194,7 @@ class DecoderSpec:
     mlp: str = "mlp"
     """Checkpoint name of the MLP in layers without experts."""
     qk_norm_after_rope: bool = False
-    """Apply the query and key norm after the rotation instead of before it."""
+    """Whether the query and key norms are applied after rope instead of before."""
     head_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
     """Kind of the norms: RMS norm or layer norm."""
@@ -209,24 +205,24 @@ class DecoderSpec:
     gated_mlp: bool = True
     """Whether the MLP is down(act(gate) * up) instead of down(act(up))."""
     qk_norm: Literal["none", "heads", "all", "each_head", "unweighted"] = "none"
-    """Kind of the norm of queries and keys, which is an RMS norm or a layer norm as `norm` says.
-    heads: per head, with a weight that all heads share. all: over all heads together. each_head:
-    per head, with a weight per head. unweighted: per head, without a weight."""
+    """Query and key norm, an RMS norm or a layer norm according to `norm`. heads: per head, with a
+    weight shared by all heads. all: over all heads together. each_head: per head, with a weight per
+    head. unweighted: per head, without a weight."""
     learned_positions: bool = False
     """Whether a learned position embedding is added to the token embedding."""
     interleaved_rope: bool = False
-    """Whether rope rotates neighbouring entries of a head instead of entries of its two halves."""
+    """Whether rope rotates adjacent elements of a head instead of elements of its two halves."""
     attention_scale: float | None = None
     """Scale of attention scores; None: 1/sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Scores become soft_cap * tanh(score / soft_cap)."""
+    """Soft cap of attention scores: soft_cap * tanh(score / soft_cap)."""
     alibi_max_bias: float | None = None
-    """Maximum bias of ALiBi, from which `alibi_slopes` computes the slopes; 8 in most families.
-    None: no ALiBi."""
+    """Maximum ALiBi bias, from which `alibi_slopes` computes the slopes; 8 in most families. None:
+    no ALiBi."""
     alibi_scale: float = 1.0
     """Factor of the ALiBi slopes."""
     temperature: TemperatureTuning | None = None
-    """Temperature that scales queries by position, in layers with `tunes_temperature`."""
+    """Position-dependent query scaling in layers with `tunes_temperature`."""
     num_further_embeddings: int = 0
     """Embedding rows after the vocabulary, for tokens that are never sampled."""
     embedding_multiplier: float = 1.0
@@ -235,28 +231,28 @@ class DecoderSpec:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
-    """c * tanh(logits / c), after the division."""
+    """Soft cap of logits after the division: c * tanh(logits / c)."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Module path in the model -> its name in the checkpoint; paths within a layer are relative to
-    the layer. Absent paths have the same name."""
+    """Module path in the model -> checkpoint name; paths within a layer are relative to the layer.
+    Other modules have the same name in both."""
     unused: tuple[str, ...] = ()
-    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
+    """Suffixes of tensor names that a checkpoint may contain and that are not loaded."""
     qkv_layout: Literal["separate", "fused", "grouped"] = "separate"
-    """Checkpoint layout of queries, keys and values: three tensors (separate); a tensor with
-    queries, then keys, then values (fused); a tensor with queries, key and value of each KV head
+    """Checkpoint layout of queries, keys and values: three tensors (separate); one tensor with
+    queries, then keys, then values (fused); one tensor with queries, key and value of each KV head
     together (grouped)."""
     fused_gate_up: bool = False
-    """Whether the checkpoint holds gate_up_proj instead of gate_proj and up_proj."""
+    """Whether the checkpoint has gate_up_proj instead of gate_proj and up_proj."""
     transposed: bool = False
-    """Whether the checkpoint holds the layers' matrices as (in, out)."""
+    """Whether the checkpoint stores linear weights of the layers as (in, out)."""
     single_head_norms: bool = False
-    """Whether the checkpoint holds a separate norm tensor for each head."""
+    """Whether the checkpoint stores a separate norm tensor per head."""
     normalized_head: bool = False
     """Whether the rows of the head are scaled to length 1."""
     moe: MoESpec | None = None
     """Spec of the layers with experts."""
     mla: MLASpec | None = None
-    """Spec of latent attention, which all layers have or none has."""
+    """Spec of multi-head latent attention, which either all layers use or none."""
 
     indexer: IndexerSpec | None = None
     """Indexer of the layers with `indexed`."""
@@ -268,23 +264,23 @@ class DecoderSpec:
     short_conv: ShortConvSpec | None = None
     """Spec of the layers with a gated short convolution."""
     attention_gate: bool = False
-    """Whether q_proj also gives a gate after each query head, whose sigmoid scales the head's
-    output."""
+    """Whether q_proj also produces a gate after each query head; the sigmoid of the gate scales the
+    head's output."""
     mlp_swiglu: ClampedSwiGLU | None = None
     """Activation of the MLPs and of the shared expert; None: the model's activation."""
     mlp_size: int | None = None
-    """Inner features of the MLPs without experts; None: intermediate_size."""
+    """Intermediate size of the MLPs without experts; None: intermediate_size of config.json."""
     merged_mlp: bool = False
     """Whether MLPs without experts are called shared_mlp and have input_linear (gate before up) and
     output_linear."""
 
     @property
     def has_score_options(self) -> bool:
-        """Whether attention scores need more than scaling and masking."""
+        """Whether attention scores have options beyond scale and mask."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
     def state_of(self, layer: LayerSpec) -> StateSpec | None:
-        """State that the layer keeps per request; None: keys and values."""
+        """Spec of the layer's recurrent state; None if the layer caches keys and values."""
         specs: dict[str, StateSpec | None] = {
             "mamba2": self.mamba2,
             "gated_delta": self.gated_delta,
@@ -298,14 +294,14 @@ class DecoderSpec:
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """State specs of the layers that have a recurrent state."""
+        """State specs of the layers with a recurrent state."""
         states = (self.state_of(layer) for layer in self.layers)
         return tuple(state for state in states if state is not None)
 
 
 def uniform_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Layer specs from `layer_types` and `rope_layers` of the checkpoint. Without layer_types, all
-    layers are windowed if the checkpoint has a window, and all use full attention otherwise."""
+    """Layer specs from the checkpoint's `layer_types` and `rope_layers`. Without layer_types, all
+    layers use the window if there is one, and full attention otherwise."""
     moe = config.moe
     all_alike = "full_attention" if config.sliding_window is None else "sliding_attention"
     types = config.layer_types or (all_alike,) * config.num_layers
@@ -336,7 +332,7 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:
 def without_rope(
     layers: tuple[LayerSpec, ...], is_rotated: Iterable[bool]
 ) -> tuple[LayerSpec, ...]:
-    """`layers`, where only the layers that `is_rotated` selects rotate queries and keys."""
+    """`layers` with rope only in the layers where `is_rotated` is true."""
     return tuple(
         layer if rotates else layer._replace(rope="none")
         for layer, rotates in zip(layers, is_rotated, strict=True)
@@ -344,7 +340,7 @@ def without_rope(
 
 
 class Family(NamedTuple):
-    """A registry entry."""
+    """Registry entry of a decoder family."""
 
     make_spec: Callable[[ModelConfig], DecoderSpec]
     models: str
@@ -352,12 +348,12 @@ class Family(NamedTuple):
     limits: str = ""
     """Unsupported features of these models, for the documentation."""
     renamed: Mapping[str, tuple[str, ...]] = {}
-    """Field of config.json -> names under which it is read."""
+    """Field of config.json -> common names that get its value."""
     defaults: Mapping[str, Any] = {}
-    """Values of absent fields, if they differ from most families."""
+    """Defaults for absent fields, if they differ from most families."""
     moe: MoEFields | None = None
-    """Names of the fields of the family's experts."""
+    """Names of the family's MoE fields."""
     quantizations: tuple[str, ...] = ()
     """Values of `quant_method` whose weights are dequantized during loading."""
     derive: Callable[[Fields], Mapping[str, Any]] | None = None
-    """Computes fields that replace other fields."""
+    """Computes fields that override the fields of config.json."""

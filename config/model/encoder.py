@@ -1,4 +1,4 @@
-"""Reads the config.json of BERT-like encoders into fields of ModelConfig and EncoderConfig."""
+"""Reads the config.json of BERT-like encoders into ModelConfig and EncoderConfig."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _FIELDS = (
     "hidden_act",
 )
 _DISTIL_BERT_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "activation")
-"""Names of hidden size, inner size, layers, heads and activation."""
+"""DistilBERT's names of the fields in _FIELDS."""
 
 _NOMIC_NAMES = {
     "hidden_size": "n_embd",
@@ -47,7 +47,7 @@ _TRAINED_POSITIONS = 2048
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Facts that only encoders have."""
+    """Settings that only encoders have."""
 
     family: str
     """One of FAMILIES."""
@@ -55,10 +55,10 @@ class EncoderConfig:
     num_types: int
     """Number of token types (first and second text of a pair); 0: none."""
     first_position: int
-    """Index of the first token in the position table; for RoBERTa, the index after the padding
+    """Index of the first token's row in the position table; RoBERTa starts after the padding
     index."""
     has_rope: bool = False
-    """Whether rope replaces the position table."""
+    """Whether rope is used instead of a position table."""
     is_gated: bool = False
     """Whether the MLP is gated."""
     has_biases: bool = True
@@ -66,16 +66,16 @@ class EncoderConfig:
 
 
 def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
-    """`fields` under transformers' names. Raises ConfigError for a NomicBert with layers that are
-    not built in."""
+    """`fields` with transformers' names. Raises ConfigError for a NomicBert with unsupported
+    layers."""
     if not architecture.startswith(NOMIC_BERT):
         return fields
     raw = dict(fields.raw)
     for name, built in _NOMIC_VARIANTS.items():
         if raw.get(name) not in (None, built):
             raise ConfigError(
-                f"{name} in {fields.file} is {shown(raw[name])}, and only {shown(built)} is built "
-                "in for this model"
+                f"{name} in {fields.file} is {shown(raw[name])}, only {shown(built)} is supported "
+                "for this model"
             )
     for usual, published in _NOMIC_NAMES.items():
         if raw.get(usual) is None and raw.get(published) is not None:
@@ -83,7 +83,7 @@ def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
     if raw.get("hidden_act") in (None, "swiglu"):
         raw["hidden_act"] = "silu"
     if "n_positions" in raw:
-        # Longer texts need a rope scaling that depends on the text's length.
+        # Longer texts would need a rope scaling that depends on the text's length.
         trained = fields.count("max_trained_positions", _TRAINED_POSITIONS)
         raw["max_position_embeddings"] = min(fields.count("n_positions"), trained)
     if raw.get("rope_theta") is None and not raw.get("rope_parameters"):
@@ -92,8 +92,8 @@ def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
 
 
 def encoder_fields(architecture: str, fields: Fields) -> Json | None:
-    """Fields of a ModelConfig for an encoder; None if `architecture` is not one. Raises ConfigError
-    for unsupported variants."""
+    """Fields of a ModelConfig for an encoder; None for other architectures. Raises ConfigError for
+    unsupported variants."""
     family = next((f for f in FAMILIES for end in ENDINGS if architecture == f + end), None)
     if family is None:
         return None
@@ -102,15 +102,18 @@ def encoder_fields(architecture: str, fields: Fields) -> Json | None:
     hidden, inner, layers, heads, activation = _DISTIL_BERT_FIELDS if is_distilled else _FIELDS
     hidden_size, num_heads = fields.count(hidden), fields.count(heads)
     if hidden_size % num_heads:
-        raise ConfigError(f"{fields.file} divides hidden size {hidden_size} into {num_heads} heads")
+        raise ConfigError(
+            f"{fields.file} has hidden size {hidden_size}, it must be a multiple of its "
+            f"{num_heads} heads"
+        )
     table, first = fields.count("max_position_embeddings"), 0
     if family in (ROBERTA, XLM_ROBERTA):
-        # Position ids begin after the padding token's id.
+        # Positions start after the padding index.
         first = fields.get("pad_token_id", int, 1) + 1
     if not 0 <= first < table:
         raise ConfigError(
             f"pad_token_id in {fields.file} is {shown(first - 1)}, it must be below "
-            f"max_position_embeddings - 1, which is {table - 1}: positions begin behind it"
+            f"max_position_embeddings - 1, which is {table - 1}: positions start after it"
         )
     return {
         "vocab_size": fields.count("vocab_size"),
@@ -139,9 +142,9 @@ def _refuse_variants(fields: Fields) -> None:
     kind = fields.get("position_embedding_type", str, "absolute")
     if kind != "absolute":
         raise ConfigError(
-            f"position_embedding_type in {fields.file} is {shown(kind)}, only absolute ones are "
-            "built"
+            f"position_embedding_type in {fields.file} is {shown(kind)}, only absolute embeddings "
+            "are supported"
         )
     for name in ("is_decoder", "add_cross_attention"):
         if fields.get(name, bool, False):
-            raise ConfigError(f"{name} in {fields.file} is true: only plain encoders are built")
+            raise ConfigError(f"{name} in {fields.file} is true, only plain encoders are supported")

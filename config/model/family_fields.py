@@ -11,12 +11,12 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "dff"),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
 }
-"""Usual field name -> names that GPT-2, Falcon, OPT and related families use."""
+"""Common field name -> names in GPT-2, Falcon, OPT and related families."""
 
 GENERATORS = dict.fromkeys(
     ("ChatGLMModel", "ChatGLMForConditionalGeneration"), "ChatGLMForCausalLM"
 )
-"""Architectures that have an output head, which their name does not say -> a name that does."""
+"""Architectures with an output head whose name does not say so -> equivalent ForCausalLM name."""
 
 HEADLESS_ENDINGS = (
     "TextModel",
@@ -24,14 +24,14 @@ HEADLESS_ENDINGS = (
     "TextForSequenceClassification",
     "ForSequenceClassification",
 )
-"""Endings of architecture names without an output head. Text parts of multimodal models have Text
-in the ending."""
+"""Endings of architecture names without an output head. Text models inside multimodal models have
+an ending with Text."""
 GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
 """Endings of architecture names with an output head."""
 
 
 def causal_name(architecture: str) -> str:
-    """Architecture name of the family with an output head."""
+    """Architecture name of the same family with an output head."""
     if architecture.endswith(GENERATOR_ENDINGS):
         return architecture
     for ending in HEADLESS_ENDINGS:
@@ -41,8 +41,8 @@ def causal_name(architecture: str) -> str:
 
 
 def with_usual_names(fields: Fields) -> Fields:
-    """`fields` with every field under its usual name too. Raises ConfigError if two names of the
-    number of layers disagree: transformers' code may read the other name."""
+    """`fields`, with every field also under its common name. Raises ConfigError if two names of the
+    number of layers disagree, because transformers may read the other name."""
     raw = dict(fields.raw)
     for usual, others in OTHER_NAMES.items():
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]
@@ -50,10 +50,10 @@ def with_usual_names(fields: Fields) -> Fields:
             raw[usual] = found[0]
         if usual == "num_hidden_layers" and found and found[-1] != found[0]:
             raise ConfigError(
-                f"{fields.file} says {shown(found[0])} and {shown(found[-1])} layers, under two "
-                "names"
+                f"{fields.file} has two numbers of layers, {shown(found[0])} and "
+                f"{shown(found[-1])}, which must be equal"
             )
     if "n_inner" in raw and raw.get("intermediate_size") is None:
-        # null in GPT-2 means four times the hidden size.
+        # In GPT-2, null means four times the hidden size.
         raw["intermediate_size"] = 4 * fields.count("n_embd")
     return Fields(raw, fields.file)

@@ -13,18 +13,16 @@ T = TypeVar("T")
 Json = dict[str, Any]
 
 MAX_JSON_BYTES = 32 * 2**20
-"""Maximum size of a JSON file. Published config files are below 2 MB; the index of 90,000 tensors
-is below 10 MB."""
+"""Maximum size of a JSON file. Published config files are below 2 MB; an index of 90,000 tensors is
+below 10 MB."""
 MAX_COUNT = 2**48
-"""Largest integer of any field. Products of a few such integers stay exact."""
+"""Maximum of integer fields; far above all published sizes."""
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_NUMBER = 65504.0
-"""Largest magnitude of a number that reaches a tensor, unless its field has another limit:
-float16's largest number. float16 is the narrowest dtype of a model, and torch raises for a larger
-factor."""
+"""Maximum magnitude of numbers that are used in tensors, unless the field has another limit: the
+largest number of float16, the narrowest model dtype. torch raises for a larger factor."""
 MIN_NUMBER = 1e-30
-"""Smallest magnitude of a number other than 0. The number and its reciprocal are well within
-float32."""
+"""Minimum magnitude of a nonzero number. The number and its reciprocal are well within float32."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -52,7 +50,7 @@ def read_any_json(file: Path) -> Any:
     """The JSON value in `file`. Raises ConfigError if it cannot be read, is not JSON in UTF-8, or
     exceeds MAX_JSON_BYTES."""
     try:
-        # A FIFO in a folder would block the start, or the thread that loads an adapter.
+        # A FIFO would block the start-up, or the thread that loads an adapter.
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
@@ -61,7 +59,7 @@ def read_any_json(file: Path) -> Any:
 
 def _object(value: Any, file: object) -> Json:
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}, it must be an object")
+        raise ConfigError(f"{file} is a {type(value).__name__}, it must be a JSON object")
     return value
 
 
@@ -73,9 +71,9 @@ def _parse(data: bytes, file: object) -> Any:
 
 
 def _check_numbers(found: Json, file: Path) -> None:
-    """Raise ConfigError for a finite number at any depth that float32 cannot hold. Fields that are
-    read by name have narrower limits; a library may make tensors of the other fields. Published
-    files have an infinite limit of a clamp, which torch takes."""
+    """Raise ConfigError for a finite number, at any depth, that does not fit in float32. Fields
+    that are read by name have tighter limits; libraries may convert the other fields to tensors.
+    Infinity is allowed: published files have an infinite clamp limit, which torch accepts."""
     waiting: list[tuple[str, Any]] = [("", found)]
     while waiting:
         name, value = waiting.pop()
@@ -91,11 +89,14 @@ def _check_numbers(found: Json, file: Path) -> None:
 
 
 class Fields:
-    """Typed access to a JSON object; an absent and a null field are the same."""
+    """Typed access to a JSON object. A null field counts as absent."""
 
     def __init__(self, raw: Json, file: Path) -> None:
         self.raw = raw
         self.file = file
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fields) and (self.raw, self.file) == (other.raw, other.file)
 
     def get(self, name: str, kind: type[T], default: T | None) -> Any:
         value = self.raw.get(name)
@@ -108,7 +109,7 @@ class Fields:
         return value
 
     def count(self, name: str, default: int | None = None, *, maximum: int = MAX_COUNT) -> int:
-        """An integer from 1 to `maximum`; required without a default."""
+        """Integer field from 1 to `maximum`; required without a default."""
         value = self.count_or_none(name, maximum=maximum)
         if value is None:
             value = default
@@ -117,7 +118,7 @@ class Fields:
         return value
 
     def count_or_none(self, name: str, *, maximum: int = MAX_COUNT) -> int | None:
-        """An integer from 1 to `maximum`, if present."""
+        """Integer field from 1 to `maximum`; None if absent."""
         value = self.get(name, int, None)
         if value is None:
             return None
@@ -132,7 +133,7 @@ class Fields:
     def integer(
         self, name: str, default: int, *, minimum: int = 0, maximum: int = MAX_COUNT
     ) -> int:
-        """An integer from `minimum` to `maximum`."""
+        """Integer field from `minimum` to `maximum`."""
         value: int = self.get(name, int, default)
         if not minimum <= value <= maximum:
             raise ConfigError(
@@ -148,15 +149,15 @@ class Fields:
         above: float = -math.inf,
         maximum: float = MAX_NUMBER,
     ) -> float | None:
-        """A finite number of at least `minimum`, above `above` and at most `maximum`, if
-        present. Its magnitude is at least MIN_NUMBER, or 0."""
+        """Finite number field that is at least `minimum`, above `above` and at most `maximum`; None
+        if absent. Its magnitude must be at least MIN_NUMBER, or 0."""
         value = self.raw.get(name)
         if value is None:
             return None
         number = _finite(value)
         if number is None:
             raise ConfigError(
-                f"{name} in {self.file} is {shown(value)}, it must be a number that is finite"
+                f"{name} in {self.file} is {shown(value)}, it must be a finite number"
             )
         for is_wrong, allowed in (
             (number < minimum, f"at least {minimum:g}"),
@@ -175,16 +176,16 @@ class Fields:
         return default if value is None else value
 
     def numbers(self, name: str, *, above: float = -math.inf) -> tuple[float, ...]:
-        """List of numbers, each checked like `number` and above `above`; empty if absent."""
+        """List of numbers above `above`, each checked like `number`; empty if absent."""
         values = self.get(name, list, [])
         if None in values:
-            raise ConfigError(f"{name} in {self.file} has null, it must hold numbers only")
+            raise ConfigError(f"{name} in {self.file} has null, it must contain only numbers")
         entries = (Fields({name: value}, self.file) for value in values)
         return tuple(entry.number(name, 0.0, above=above) for entry in entries)
 
 
 def _finite(value: object) -> float | None:
-    """`value` as a finite number, or None."""
+    """`value` as a finite number, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""ModelConfig: the facts of a checkpoint."""
+"""ModelConfig: the configuration of a checkpoint."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,9 @@ from config.model.multimodal.vision import VisionFacts
 from config.model.quantization.base import QuantizationConfig
 
 MAX_NEW_TOKENS = "max_new_tokens"
-"""Field of a generation config: the limit of the output of every request."""
+"""Field of a generation config: limit on the output of every request."""
 DEFAULT_MAX_TOKENS = "max_tokens"
-"""Field of a generation config: the limit of the output of a request without a limit."""
+"""Field of a generation config: output limit for requests that set no limit."""
 GENERATION_LIMITS = (MAX_NEW_TOKENS, DEFAULT_MAX_TOKENS)
 GENERATION_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -21,19 +21,19 @@ GENERATION_FIELDS = (
 )
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCKS = "blocks.gguf.safetensors"
-"""File with the quantized blocks of a GGUF file, in the same folder as the weights."""
+"""File with the quantized blocks of a converted GGUF file, next to the weights."""
 
 MAX_LAYERS = 10_000
 MAX_MTP_LAYERS = 64
 MAX_POSITION = 2**24
-"""Limit of positions and windows. The longest published context is 10,485,760 tokens."""
+"""Maximum of positions and windows. The longest published context is 10,485,760 tokens."""
 MAX_WIDTH = 2**20
 MAX_VOCAB = 2**24
 MAX_TOKEN_ID = 2**32 - 1
 MAX_TOP_K = 2**31 - 1
 DEFAULT_THETA = 10000.0
 MAX_THETA = 1e30
-"""Well within float32, the dtype of the frequency computation."""
+"""Maximum rope theta, well within float32, the dtype of the frequency computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,16 @@ class RopeConfig:
     theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
     partial: float = 1.0
-    """Rotated fraction of a head."""
+    """Fraction of each head that is rotated."""
     sections: tuple[int, ...] = ()
-    """Number of frequencies per position axis, for positions with three axes, in frequency order;
+    """Number of frequencies for each of the three position axes (M-RoPE), in frequency order;
     empty: positions have a single axis."""
     interleaves_sections: bool = False
-    """Whether the frequencies of the three axes are interleaved: height has every third frequency
-    from the second on, width every third from the third on, each as many as its section, and time
-    has all other frequencies."""
+    """Whether the frequencies of the three axes are interleaved: height has frequencies 1, 4, 7,
+    ... and width 2, 5, 8, ..., each as many as its section, and time has all others."""
 
     def rotated_size(self, head_dim: int) -> int:
-        """Number of leading entries of each head that are rotated."""
+        """Number of leading elements of each head that are rotated."""
         return int(head_dim * self.partial)
 
 
@@ -83,13 +82,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Facts about a checkpoint.
-
-    Fields that only some families have default to neutral values (no window, multiplier 1).
-    """
+    """Configuration of a checkpoint. Fields that only some families have default to neutral values
+    (no window, multiplier 1)."""
 
     path: str
-    """Local folder with config.json, safetensors and tokenizer files (a GGUF file is converted)."""
+    """Local folder with config.json, safetensors and tokenizer files; for a GGUF file, the folder
+    of its conversion."""
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -102,18 +100,19 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     local_rope: RopeConfig | None = None
-    """Rope of windowed and chunked layers, if it differs from `rope`."""
+    """Rope of sliding-window and chunked layers, if it differs from `rope`."""
     rope_layers: tuple[bool, ...] = ()
-    """Whether each layer rotates queries and keys; empty: all do."""
+    """Whether each layer uses rope; empty: all layers do."""
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    """Biases on q, k, v."""
+    """Whether q, k and v have biases."""
     attention_out_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
-    """Chunk size in tokens. Queries of chunked layers see only their own chunk."""
+    """Chunk size in tokens for layers with chunked attention, whose queries attend only to their
+    own chunk."""
     layer_types: tuple[str, ...] = ()
     """Type of each layer, from LAYER_TYPES; empty: all layers use `sliding_window`, if it is
     set."""
@@ -121,69 +120,76 @@ class ModelConfig:
     """Queries, keys and values are clamped to -clip_qkv and clip_qkv."""
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
-    """Replaces 1/sqrt(head_dim)."""
+    """Scale of attention scores instead of 1/sqrt(head_dim)."""
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     """Divisor of the logits."""
     moe: MoEConfig | None = None
     """Set for mixtures of experts."""
     use_qk_norm: bool = False
-    """Whether query and key heads are normed, in families where checkpoints differ."""
+    """Whether query and key heads are normalized, for families whose checkpoints differ."""
     num_mtp_layers: int = 0
-    """Multi-token-prediction layers after the last decoder layer that the files may hold. They are
-    not loaded with the model."""
+    """Number of MTP layers that the files may contain after the last decoder layer. They are not
+    loaded with the model."""
     is_causal: bool = True
     """Whether attention is causal."""
     quantization: QuantizationConfig | None = None
-    """Quantization of the checkpoint's weights; None for formats that a single family handles
+    """Quantization of the checkpoint's weights; None also for formats that a single family handles
     itself."""
     encoder: EncoderConfig | None = None
-    """Set for encoders of the BERT family, which have no rotary embedding."""
+    """Set for encoders of the BERT family."""
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     num_parameters: int | None = None
-    """Number of elements in the files, where they were counted: the size of a model that is not
-    built in."""
+    """Number of elements in the files, if they were counted: the size of a model that is not built
+    in."""
     num_tower_parameters: int = 0
-    """Number of elements of the vision tower, which is on every card; without files, it comes from
-    the tower's code."""
+    """Number of elements of the vision tower, which is replicated on every card; without files,
+    computed from the tower's code."""
     cached_numbers: int | None = None
-    """Number of key and value elements cached per token in all layers, where they were counted:
-    layers of a model that is not built in may share keys and values, or have heads of several
-    sizes."""
+    """Number of key and value elements cached per token over all layers, if they were counted:
+    layers of a model that is not built in may share keys and values, or have several head sizes."""
     is_text_part: bool = False
-    """Whether the files hold a model with images or audio whose text model this config
-    describes."""
+    """Whether this is the text model of a multimodal checkpoint."""
     vision: VisionFacts | None = None
-    """Set if the model takes images."""
-    fields: Fields = field(default=Fields({}, Path()), compare=False, repr=False)
-    """Contents of config.json, for fields that a single family reads."""
-    generation_defaults: dict[str, float] = field(default_factory=dict)
+    """Set if the model supports images."""
+    fields: Fields = field(default_factory=lambda: Fields({}, Path()), hash=False, repr=False)
+    """Contents of config.json, for fields that only one family reads."""
+    generation_defaults: dict[str, float] = field(default_factory=dict, hash=False)
     """GENERATION_FIELDS of generation_config.json, if present."""
 
     @property
+    def other_quantization(self) -> str:
+        """Method of quantized weights that the model's family reads itself; empty: no such
+        weights."""
+        own = self.fields.get("quantization_config", dict, {})
+        return str(own["quant_method"]) if "quant_method" in own and not self.quantization else ""
+
+    @property
     def is_quantized(self) -> bool:
-        """Whether the files declare quantized weights."""
+        """Whether the checkpoint is quantized."""
         return self.quantization is not None or bool(self.fields.raw.get("quantization_config"))
 
     def kv_heads_per_rank(self, num_ranks: int) -> int:
-        """KV heads on each of `num_ranks` tensor-parallel ranks. With fewer heads than ranks, each
-        head is on several ranks."""
+        """KV heads on each of `num_ranks` tensor-parallel ranks. Heads are replicated if there are
+        fewer heads than ranks."""
         return max(1, self.num_kv_heads // num_ranks)
 
 
-def check_limits(facts: ModelConfig) -> None:
-    """Raise ConfigError for sizes above the limits. Used where no tensors exist to compare the
+def check_limits(model_config: ModelConfig) -> None:
+    """Raise ConfigError for sizes above the limits. Used if there are no tensors to compare the
     sizes with."""
-    moe = facts.moe
+    moe = model_config.moe
     for name, value, maximum in (
-        ("layers", facts.num_layers, MAX_LAYERS),
-        ("tokens in its vocabulary", facts.vocab_size, MAX_VOCAB),
-        ("hidden features", facts.hidden_size, MAX_WIDTH),
-        ("inner features", facts.intermediate_size, MAX_WIDTH),
+        ("layers", model_config.num_layers, MAX_LAYERS),
+        ("tokens in its vocabulary", model_config.vocab_size, MAX_VOCAB),
+        ("hidden features", model_config.hidden_size, MAX_WIDTH),
+        ("inner features", model_config.intermediate_size, MAX_WIDTH),
         ("inner features in an expert", 0 if moe is None else moe.inner_size, MAX_WIDTH),
         ("inner features in the shared expert", 0 if moe is None else moe.shared_size, MAX_WIDTH),
-        ("features in its query heads", facts.num_heads * facts.head_dim, MAX_WIDTH),
+        ("features in its query heads", model_config.num_heads * model_config.head_dim, MAX_WIDTH),
     ):
         if value > maximum:
-            raise ConfigError(f"{facts.path} has {value} {name}, at most {maximum} are built")
+            raise ConfigError(
+                f"{model_config.path} has {value} {name}, at most {maximum} are supported"
+            )

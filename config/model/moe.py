@@ -1,4 +1,4 @@
-"""Reads the expert fields of config.json into MoEConfig."""
+"""Reads the MoE fields of config.json into MoEConfig."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,17 +12,18 @@ for each expert."""
 
 
 class MoEFields(NamedTuple):
-    """Names of a family's config.json fields for experts; empty: the family has no such field."""
+    """Names of a family's MoE fields in config.json; empty: the family has no such field."""
 
     num_experts: str
     top_k: str = "num_experts_per_tok"
     inner_size: str = "intermediate_size"
     dense_size: str = "intermediate_size"
-    """Inner features of the layers without experts."""
+    """Intermediate size of the dense layers."""
     shared_size: str = ""
-    """Inner features of the shared expert."""
+    """Intermediate size of the shared expert."""
     num_shared: str = ""
-    """Number of shared experts, which form a single expert of that many times `inner_size`."""
+    """Number of shared experts, which are merged into one expert of this many times
+    `inner_size`."""
     renormalize: str = ""
     num_groups: str = ""
     top_groups: str = ""
@@ -35,32 +36,32 @@ class MoEFields(NamedTuple):
     """Whether the first of every `layer_step` layers has experts, instead of the last."""
     dense_layers: str = ""
     expert_layers: str = ""
-    """The layers that have experts; if set, the four fields above have no effect."""
+    """The layers with experts; if set, the layer fields above have no effect."""
     may_be_none: bool = False
-    """Whether a number of 0 experts means that all layers have a plain MLP."""
+    """Whether 0 experts means that all layers have a plain MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """Expert settings of the layers with experts."""
+    """MoE settings of a model."""
 
     fields: MoEFields
     num_experts: int
     top_k: int
     inner_size: int
-    """Inner features of each routed expert."""
+    """Intermediate size of each routed expert."""
     shared_size: int = 0
-    """Inner features of the shared expert; 0: no shared expert."""
+    """Intermediate size of the shared expert; 0: no shared expert."""
     renormalize: bool = True
-    """Whether the weights of a token's experts sum to 1, before `scaling_factor`."""
+    """Whether the router weights of a token are normalized to sum 1, before `scaling_factor`."""
     num_groups: int = 1
     top_groups: int = 1
-    """Number of the `num_groups` groups from which a token's experts come."""
+    """Number of expert groups, out of `num_groups`, that are selected for a token."""
     scaling_factor: float = 1.0
     first_layer: int = 0
     last_layer: int | None = None
     layer_step: int = 1
-    """In every group of `layer_step` layers, a single layer has experts: the last, or the first if
+    """One layer of every `layer_step` layers has experts: the last, or the first if
     MoEFields.first_of_step is set."""
     dense_layers: frozenset[int] = frozenset()
     expert_layers: frozenset[int] | None = None
@@ -79,13 +80,13 @@ class MoEConfig:
 
     @property
     def shared_fields(self) -> str:
-        """The fields that `shared_size` comes from."""
+        """Names of the fields that determine `shared_size`."""
         names = self.fields
         return names.shared_size or f"{names.num_shared} * {names.inner_size}"
 
 
 def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
-    """Expert settings from config.json. Raises ConfigError for contradictory numbers."""
+    """MoE settings from config.json. Raises ConfigError for contradictory values."""
     num_experts = fields.count(names.num_experts, maximum=MAX_EXPERTS)
     top_k = fields.count(names.top_k)
     if top_k > num_experts:
@@ -102,7 +103,7 @@ def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
         top_k=top_k,
         inner_size=inner_size,
         shared_size=_shared_size(fields, names, inner_size),
-        # Most families with the switch leave it off by default.
+        # Most families that have this field default to false.
         renormalize=fields.get(names.renormalize, bool, not names.renormalize),
         num_groups=num_groups,
         top_groups=top_groups,
@@ -116,7 +117,7 @@ def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
 
 
 def _shared_size(fields: Fields, names: MoEFields, inner_size: int) -> int:
-    """Inner features of the shared expert; 0: no shared expert."""
+    """Intermediate size of the shared expert; 0: no shared expert."""
     if names.num_shared:
         return inner_size * fields.integer(names.num_shared, 0)
     return fields.integer(names.shared_size, 0)
@@ -127,11 +128,11 @@ def _groups(fields: Fields, names: MoEFields, num_experts: int, top_k: int) -> t
     top_groups = fields.count(names.top_groups, num_groups)
     if num_groups == 1:
         return 1, 1
-    # A group's score is the sum of the scores of its two best experts.
+    # A group's score may be the sum of its two best expert scores.
     if num_experts % num_groups or num_experts < 2 * num_groups:
         raise ConfigError(
-            f"{names.num_groups} in {fields.file} is {num_groups}, and it does not divide "
-            f"{names.num_experts}, {num_experts}, into groups of 2 or more"
+            f"{names.num_groups} in {fields.file} is {num_groups}, it must divide "
+            f"{names.num_experts}, {num_experts}, into groups of at least 2"
         )
     if top_groups > num_groups:
         raise ConfigError(
@@ -141,8 +142,8 @@ def _groups(fields: Fields, names: MoEFields, num_experts: int, top_k: int) -> t
     available = num_experts // num_groups * top_groups
     if top_k > available:
         raise ConfigError(
-            f"{names.top_k} in {fields.file} is {top_k}, and {names.top_groups} of "
-            f"{names.num_groups} groups hold {available} experts"
+            f"{names.top_k} in {fields.file} is {top_k}, it must be at most {available}, the "
+            f"experts in {names.top_groups} of {names.num_groups} groups"
         )
     return num_groups, top_groups
 
@@ -153,6 +154,6 @@ def _layers(fields: Fields, name: str) -> frozenset[int] | None:
         return None
     if not all(type(layer) is int for layer in layers):
         raise ConfigError(
-            f"{name} in {fields.file} is {shown(layers)}, it must be a list of layers"
+            f"{name} in {fields.file} is {shown(layers)}, it must be a list of layer indices"
         )
     return frozenset(layers)

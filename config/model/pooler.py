@@ -1,4 +1,4 @@
-"""PoolerConfig: how hidden states become vectors, from the checkpoint's files and
+"""PoolerConfig: how hidden states are pooled to vectors, from the checkpoint's files and
 --pooler-config."""
 
 import json
@@ -39,7 +39,7 @@ _TRUNCATIONS = ("is_matryoshka", "matryoshka_dimensions")
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """Pooling after the last layer, and the facts for the API servers."""
+    """Pooling after the last layer, and the settings for the API servers."""
 
     modes: tuple[str, ...]
     """Pooling modes, from sentence_transformers.MODES; the vectors of several modes are
@@ -47,41 +47,47 @@ class PoolerConfig:
     facts: PoolingFacts
     dense: tuple[DenseConfig, ...] = ()
     has_head: bool = False
-    """Whether a classification head replaces the vector."""
+    """Whether a classification head is applied to the vector."""
     activation: str = IDENTITY
-    """Activation of the head's logits."""
+    """Activation function of the head's logits."""
     max_tokens: int | None = None
-    """Tokens after which sentence-transformers truncates; None: no limit."""
+    """Length to which sentence-transformers truncates; None: no limit."""
 
 
 def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | None:
-    """The pooler of `model`; None for a model that generates.
+    """The pooler of `model`; None for a generative model.
 
-    A model is served for pooling if the runner says so, if its architecture has no language-model
-    head, or if it has files of sentence-transformers. Raises ConfigError if settings and files
-    disagree.
+    A model is served for pooling if --runner or --convert says so, if its architecture has no
+    language-model head, or if it has sentence-transformers files. Raises ConfigError if settings
+    and files contradict each other.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)
     generates = architecture.endswith(GENERATOR_ENDINGS)
     runner = config.runner
     if runner == "auto":
-        runner = "generate" if generates and sentence is None else "pooling"
+        is_embedder = sentence is not None or config.convert == "embed"
+        runner = "generate" if generates and not is_embedder else "pooling"
     if runner == "generate":
         if not generates:
             raise SettingError(
-                f"runner is 'generate', and {model.path} is a {architecture}, which gives vectors "
-                "and no tokens: set --runner to auto or pooling"
+                f"runner is 'generate', and {model.path} is a {architecture}, which is a pooling "
+                "model: set --runner to auto or pooling"
+            )
+        if config.convert == "embed":
+            raise SettingError(
+                "runner is 'generate' and convert is 'embed', which makes an embedding model: "
+                "leave out one of them"
             )
         return None
     if generates and config.convert == "none":
         raise SettingError(
-            f"runner is 'pooling' and convert is 'none', and {model.path} is a {architecture}: "
-            "it gives tokens unless it is converted (--convert embed)"
+            f"runner is 'pooling' and convert is 'none', and {model.path} is a {architecture}, "
+            "which generates text unless it is converted: set --convert to auto or embed"
         )
     if not model.is_causal and model.layer_types:
         raise ConfigError(
-            f"{model.path} has a sliding window or chunks without being causal: not built here"
+            f"{model.path} has a sliding window or chunks and is not causal, which is not supported"
         )
     options = _options(config.pooler_config)
     if architecture.endswith(CLASSIFIER) and config.convert != "embed":
@@ -99,7 +105,7 @@ def _embedder(model: ModelConfig, options: Fields, sentence: SentenceConfig | No
     for dense in found.dense:
         if dense.in_size != width:
             raise ConfigError(
-                f"{dense.folder} takes vectors of {dense.in_size} numbers, it is given {width}"
+                f"{dense.folder} has {dense.in_size} input features, its input vectors have {width}"
             )
         width = dense.out_size
     if found.truncate_dim is not None:
@@ -126,7 +132,8 @@ def _classifier(model: ModelConfig, options: Fields) -> PoolerConfig:
     mode = CLS if model.encoder else LAST
     if _mode_option(options) not in (None, mode):
         raise SettingError(
-            f"the head of {model.path} was trained on {mode} alone (--pooler-config)"
+            f"the head of {model.path} was trained for {mode} pooling only: leave pooling_type "
+            "out of --pooler-config"
         )
     normalizes = _normalize_option(options)
     facts = PoolingFacts(
@@ -161,7 +168,7 @@ def _activation(fields: Fields, default: str) -> str:
         last = str(name).rsplit(".", 1)[-1]
         if last not in _ACTIVATIONS:
             raise ConfigError(
-                f"the activation in {fields.file} is {shown(name)}, which is not built here"
+                f"the activation in {fields.file} is {shown(name)}, which is not supported"
             )
         return _ACTIVATIONS[last]
     return _PROBLEM_ACTIVATIONS.get(fields.get("problem_type", str, None), default)
@@ -181,7 +188,7 @@ def _options(text: str) -> Fields:
     known = (*_TYPES, *_NORMALIZE, *_TRUNCATIONS)
     strange = sorted(set(raw) - set(known)) if isinstance(raw, Mapping) else ["no object"]
     if strange:
-        raise SettingError(f"--pooler-config holds {strange[0]}, it may hold {', '.join(known)}")
+        raise SettingError(f"--pooler-config has {strange[0]}, it may have {', '.join(known)}")
     return Fields(raw, file)
 
 
@@ -211,7 +218,7 @@ def _dimensions(model: ModelConfig, options: Fields) -> tuple[int, ...] | None:
             # Bounded because API servers receive the dimensions in 64 bits.
             if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
                 raise ConfigError(
-                    f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must hold "
+                    f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must contain "
                     f"numbers from 1 to {MAX_COUNT}"
                 )
             return tuple(sorted(listed))

@@ -41,43 +41,47 @@ _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
 
 def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfig:
-    """Read config.json and generation_config.json in folder `path`.
+    """Read config.json and generation_config.json in folder `path`. Accepts the field names of
+    transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). For a
+    multimodal model, returns the config of the text model.
 
-    Accepts the field names of transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5
-    (rope_parameters, dtype). Raises ConfigError for a missing file or field, a value of the wrong
-    type, a checkpoint quantized by a method that is not served, unless `allow_quantized`, and a
-    model that is neither a plain decoder nor an encoder of the BERT family. Of a model with images
-    or audio it is the text model.
+    Raises ConfigError for a missing file or field, a value of the wrong type, an unsupported
+    quantization method (unless `allow_quantized`), and a model that is neither a plain decoder nor
+    an encoder of the BERT family.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{path} holds no config.json, so it is not a model's folder")
+        raise ConfigError(f"{path} has no config.json, it must be a model folder")
     generation_file = Path(path) / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
     absent = {} if part is None else TEXT_DEFAULTS.get(str(part.raw.get("model_type")), {})
-    facts = model_config_of(path, fields, Fields(generation, generation_file), absent)
+    model_config = model_config_of(path, fields, Fields(generation, generation_file), absent)
     if not allow_quantized or is_served(fields):
-        family = ARCHITECTURES.get(causal_name(facts.architecture))
+        family = ARCHITECTURES.get(causal_name(model_config.architecture))
         known = () if family is None else family.quantizations
-        facts = replace(facts, quantization=read_quantization(fields, known))
-    return facts if part is None else replace(facts, is_text_part=True, vision=read_vision(whole))
+        model_config = replace(model_config, quantization=read_quantization(fields, known))
+    return (
+        model_config
+        if part is None
+        else replace(model_config, is_text_part=True, vision=read_vision(whole))
+    )
 
 
 def model_config_of(
     path: str, fields: Fields, generation: Fields, absent: Mapping[str, Any] = MappingProxyType({})
 ) -> ModelConfig:
-    """Like read_model_config, from the contents of the two files. `absent` has values of fields
-    that `fields` may leave out. Sizes are not limited here: config/checkpoint/shapes.py compares
-    them with the tensors before a model is built."""
+    """Like read_model_config, from the contents of the two files. `absent`: values for fields that
+    `fields` may lack. Sizes are not limited here: config/checkpoint/shapes.py compares them with
+    the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
     encoder = encoder_fields(architecture, fields)
     usual = with_usual_names(fields)
-    # null differs from an absent field: it may mean that there is no window.
+    # null is not the same as absent here: it may mean that there is no window.
     absent = {name: value for name, value in absent.items() if name not in usual.raw}
     if family is None:
         usual = Fields({**usual.raw, **absent}, usual.file)
@@ -93,7 +97,8 @@ def model_config_of(
         architecture=architecture,
         **facts,
         fields=usual,
-        # Without a dtype, decoders are bfloat16, and older encoders float32.
+        # Defaults for a missing dtype: bfloat16 for decoders, float32 for encoders, which are
+        # older.
         dtype=_dtype(fields, "float32" if encoder else "bfloat16"),
         eos_token_ids=_eos_token_ids(Path(path), fields, generation, facts["vocab_size"]),
         generation_defaults=_generation_defaults(generation),
@@ -120,13 +125,13 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
-    """`fields` with the family's names and values under the common names, and `absent` for fields
-    without a value."""
+    """`fields` with the family's names and defaults converted to the common names, and `absent` for
+    fields without a value."""
     present = _renamed(
         family, {key: value for key, value in fields.raw.items() if value is not None}
     )
     absent = _renamed(family, {key: absent[key] for key in absent if key not in present})
-    # A null field stays null unless the family has a default.
+    # A null field stays null unless the family has a default for it.
     known = Fields({**fields.raw, **family.defaults, **absent, **present}, fields.file)
     if family.derive is None:
         return known
@@ -134,18 +139,18 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """Fields of a decoder that is not built in. Its errors say so: the model may use another field
-    name."""
+    """Fields of a decoder that is not built in. Errors say that it is not built in, because the
+    model may use another field name."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}, and a {architecture} is not built in; {nearest(architecture)}"
+            f"{error}, and a {architecture} is not supported; {nearest(architecture)}"
         ) from error
 
 
 def _renamed(family: Family, fields: Json) -> Json:
-    """`fields` with values copied to the family's usual names where these names are absent."""
+    """`fields` with values copied to the common names that are absent."""
     for theirs, ours in family.renamed.items():
         if theirs in fields:
             fields = {**dict.fromkeys(ours, fields[theirs]), **fields}
@@ -158,11 +163,14 @@ def _decoder_fields(family: Family | None, fields: Fields) -> Json:
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{fields.file} has {num_heads} query heads, not a multiple of its {num_kv_heads} "
-            "key heads"
+            f"{fields.file} has {num_heads} query heads, it must be a multiple of its "
+            f"{num_kv_heads} KV heads"
         )
     if fields.raw.get("head_dim") is None and hidden_size % num_heads:
-        raise ConfigError(f"{fields.file} divides hidden_size {hidden_size} into {num_heads} heads")
+        raise ConfigError(
+            f"{fields.file} has hidden_size {hidden_size}, it must be a multiple of its "
+            f"{num_heads} heads"
+        )
     head_dim = fields.count("head_dim", hidden_size // num_heads)
     max_position = fields.count("max_position_embeddings", maximum=MAX_POSITION)
     rope, local_rope = _ropes(fields, max_position, head_dim)
@@ -210,8 +218,8 @@ def _moe(family: Family | None, fields: Fields) -> MoEConfig | None:
 
 
 def _inner_size(fields: Fields, family: Family | None) -> int:
-    """Inner size of a layer without experts. If a model that is not built in has several sizes, the
-    largest."""
+    """Intermediate size of a dense layer. For a model that is not built in, the largest size if
+    intermediate_size is a list."""
     sizes = fields.raw.get("intermediate_size")
     if family is None and isinstance(sizes, list) and sizes:
         return max(
@@ -236,10 +244,10 @@ def _layer_types(
     fields: Fields, num_layers: int, rope_layers: tuple[bool, ...]
 ) -> tuple[int | None, int | None, tuple[str, ...]]:
     """(window, chunk size, layer types). The types come from layer_types, sliding_window_pattern or
-    max_window_layers; without these fields all layers are alike. By default, chunked layers are the
-    layers that rotate."""
+    max_window_layers; without these fields all layers have the same type, except that chunked
+    attention applies only to layers with rope."""
     window = None
-    # An unused window may be 0.
+    # sliding_window may be 0 if it is unused.
     if fields.get("use_sliding_window", bool, True):
         window = fields.count_or_none("sliding_window", maximum=MAX_POSITION)
     chunk = fields.count_or_none("attention_chunk_size", maximum=MAX_POSITION)
@@ -253,7 +261,9 @@ def _layer_types(
         chunked = rope_layers or (True,) * num_layers
         return None, chunk, tuple(LAYER_TYPES[2 if is_chunked else 0] for is_chunked in chunked)
     if chunk is not None:
-        raise ConfigError(f"{fields.file} has a window and chunks, and no layer_types")
+        raise ConfigError(
+            f"{fields.file} has a sliding window and attention chunks, it must have layer_types"
+        )
     pattern = fields.count_or_none("sliding_window_pattern", maximum=MAX_LAYERS)
     first = fields.get("max_window_layers", int, 0)
     return (
@@ -267,16 +277,20 @@ def _layer_types(
 
 
 def _check_num_layers(fields: Fields, num_layers: int) -> None:
-    """Where the result has an entry per layer."""
+    """Raise ConfigError for too many layers, before building lists with an entry per layer."""
     if num_layers > MAX_LAYERS:
-        raise ConfigError(f"{fields.file} says {num_layers} layers, at most {MAX_LAYERS} are built")
+        raise ConfigError(
+            f"{fields.file} specifies {num_layers} layers, at most {MAX_LAYERS} are supported"
+        )
 
 
 def _checked_types(
     fields: Fields, types: list[Any], num_layers: int, window: int | None, chunk: int | None
 ) -> tuple[str, ...]:
     if len(types) != num_layers:
-        raise ConfigError(f"layer_types in {fields.file} names {len(types)} layers of {num_layers}")
+        raise ConfigError(
+            f"layer_types in {fields.file} has {len(types)} entries, it must have {num_layers}"
+        )
     unknown = [layer_type for layer_type in types if layer_type not in LAYER_TYPES]
     if unknown:
         raise ConfigError(
@@ -288,13 +302,13 @@ def _checked_types(
     ):
         if size is None and layer_type in types:
             raise ConfigError(
-                f"layer_types in {fields.file} has {layer_type}, and there is no {name}"
+                f"layer_types in {fields.file} has {layer_type}, which requires {name}"
             )
     return tuple(types)
 
 
 def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer rotates, from no_rope_layers (1: rotates); empty if all layers rotate."""
+    """Whether each layer uses rope, from no_rope_layers (1: it does); empty if all layers do."""
     flags = fields.get("no_rope_layers", list, [])
     interval = fields.count_or_none("no_rope_layer_interval", maximum=MAX_LAYERS)
     if not flags and interval is None:
@@ -313,7 +327,7 @@ def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 def _ropes(
     fields: Fields, max_position: int, head_dim: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """(rope of most layers, rope of windowed and chunked layers if it differs)."""
+    """(rope of full-attention layers, rope of sliding-window and chunked layers if it differs)."""
     raw = rope_fields(fields)
     if not is_nested(raw):
         rope = _rope(raw, fields, max_position, head_dim)
@@ -322,8 +336,8 @@ def _ropes(
     unknown = [name for name in raw if name not in LAYER_TYPES]
     if unknown or not all(isinstance(value, dict | None) for value in raw.values()):
         raise ConfigError(
-            f"rope_parameters in {fields.file} are {shown(raw)}, they must be those of one rope, "
-            f"or of one for each of {', '.join(LAYER_TYPES)}"
+            f"rope_parameters in {fields.file} are {shown(raw)}, they must be the parameters of "
+            f"one rope, or of one rope for each of {', '.join(LAYER_TYPES)}"
         )
     full, *others = (raw.get(name) for name in LAYER_TYPES)
     given = [rope for rope in others if rope is not None]
@@ -339,7 +353,7 @@ def _ropes(
 
 
 def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
-    """RopeConfig from a rope object; transformers 5 has all fields in this object."""
+    """RopeConfig from a rope object, which has all fields in transformers 5."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number(
@@ -353,10 +367,10 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
             f"partial_rotary_factor in {fields.file} is {partial}, it must be above 0, at most 1"
         )
     scaling, kind = None, rope.get("rope_type", str, None) or rope.get("type", str, "default")
-    # Three position axes are no scaling; only mrope_section differs.
+    # mrope is not a scaling: only mrope_section matters.
     kind = "default" if kind == "mrope" else kind
     if kind != "default":
-        # Scaling names in the first Phi-3 checkpoints.
+        # Scaling names of the first Phi-3 checkpoints.
         if kind == "su" or (kind == "yarn" and "short_factor" in raw):
             kind = "longrope"
         scaling = _scaling(rope, fields, kind, max_position)
@@ -367,13 +381,13 @@ def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeCo
     size, minimum = found.rotated_size(head_dim), 4 if kind == "dynamic" else 2
     if sections and (len(sections) != 3 or sum(sections) != size // 2):
         raise ConfigError(
-            f"mrope_section in {fields.file} is {list(sections)}, it must be three numbers with "
-            f"the sum {size // 2}"
+            f"mrope_section in {fields.file} is {list(sections)}, it must be three numbers whose "
+            f"sum is {size // 2}"
         )
     if size % 2 or size < minimum:
         raise ConfigError(
-            f"{fields.file} rotates {size} of {head_dim} entries of a head, it must be an even "
-            f"number of at least {minimum}"
+            f"{fields.file} applies rope to {size} of {head_dim} dimensions of a head, it must be "
+            f"an even number of at least {minimum}"
         )
     return found
 
@@ -384,7 +398,7 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
     original = original or rope.count_or_none(name, maximum=MAX_POSITION)
     factor = rope.number_or_none("factor", maximum=MAX_POSITION)
     if factor is None:
-        # Published longrope checkpoints, and some yarn checkpoints, have no factor.
+        # Published longrope checkpoints, and some yarn checkpoints, lack the factor.
         factor = max_position / original if original else 1.0
     if factor <= 0:
         raise ConfigError(f"the rope factor in {fields.file} is {factor}, it must be above 0")
@@ -396,7 +410,7 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
             f"which is {low:g}"
         )
     if kind == "longrope" and (original or max_position) < 2:
-        raise ConfigError(f"{name} in {fields.file} is 1, longrope takes 2 or more")
+        raise ConfigError(f"{name} in {fields.file} is 1, longrope requires at least 2")
     return RopeScaling(
         kind=kind,
         factor=factor,
@@ -417,14 +431,15 @@ def _scaling(rope: Fields, fields: Fields, kind: str, max_position: int) -> Rope
 def _eos_token_ids(
     folder: Path, fields: Fields, generation: Fields, vocab_size: int
 ) -> tuple[int, ...]:
-    """All end tokens: the union of eos_token_id in generation_config.json and config.json (a
-    number or a list; null is absent) and the tokenizer's eos_token. A fine-tune often changes only
+    """All end tokens: the union of eos_token_id in generation_config.json and config.json (a number
+    or a list; null counts as absent) and the tokenizer's eos_token. Fine-tunes often change only
     one of the three."""
     listed = [*_token_ids(generation), *_token_ids(fields)]
     own = eos_token_id(folder)
     if own is not None:
         listed.append(own)
-    # -1 in some files means no such token. Ids beyond the vocabulary are never sampled.
+    # In some files -1 means that there is no such token. Ids outside the vocabulary are never
+    # sampled.
     return tuple(dict.fromkeys(token for token in listed if 0 <= token < vocab_size))
 
 

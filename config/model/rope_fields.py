@@ -1,4 +1,4 @@
-"""Rope fields of config.json: one object from rope_scaling and rope_parameters."""
+"""Rope fields of config.json, merged from rope_scaling and rope_parameters."""
 
 from config.model.json_fields import Fields, Json, shown
 from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
@@ -6,7 +6,7 @@ from config.model.model_config import DEFAULT_THETA, LAYER_TYPES
 _FULL = LAYER_TYPES[0]
 _TYPES = ("rope_type", "type")
 _OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
-"""Fields of config.json that apply to a rope without these fields."""
+"""Top-level fields of config.json that apply to a rope object without these fields."""
 
 
 def rope_fields(fields: Fields) -> Json:
@@ -14,7 +14,7 @@ def rope_fields(fields: Fields) -> Json:
     The rules for a file with both are the rules of transformers 5.24:
 
     1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
-    rope_theta, have no effect.
+    rope_theta but except mrope_ fields, have no effect.
 
     2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
 
@@ -27,19 +27,19 @@ def rope_fields(fields: Fields) -> Json:
     if is_nested(parameters) and not is_nested(scaling):
         full = Fields(parameters, fields.file).get(_FULL, dict, {})
         return {**parameters, _FULL: {**full, **scaling}}
-    # Sections of three axes belong to the model, not to a user's scaling.
+    # mrope_section belongs to the model, not to a user's scaling.
     sections = {name: value for name, value in parameters.items() if name.startswith("mrope_")}
     return {**sections, **scaling}
 
 
 def is_nested(rope: Json) -> bool:
-    """Whether `rope` has an object for each layer type."""
+    """Whether `rope` has a separate object per layer type."""
     return any(isinstance(value, dict) for value in rope.values())
 
 
 def describe_rope_conflict(fields: Fields) -> str:
-    """Fields of rope_parameters that have no effect because rope_scaling has other values; empty if
-    both agree."""
+    """Fields of rope_parameters that are ignored because rope_scaling has other values; empty if
+    they agree."""
     parameters = fields.get("rope_parameters", dict, None) or {}
     if not fields.get("rope_scaling", dict, None) or not parameters:
         return ""
@@ -52,10 +52,10 @@ def describe_rope_conflict(fields: Fields) -> str:
 
 
 def _with_type(rope: Json) -> Json:
-    """`rope` with its type under the newer name."""
+    """`rope` with its type under the newer name, rope_type."""
     if is_nested(rope):
         return rope
     kind = next((rope[name] for name in _TYPES if rope.get(name) is not None), "default")
-    # Three position axes are no scaling.
+    # mrope is not a scaling.
     kind = "default" if kind == "mrope" else kind
     return {**{name: value for name, value in rope.items() if name != "type"}, "rope_type": kind}

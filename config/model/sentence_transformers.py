@@ -1,4 +1,4 @@
-"""The files of sentence-transformers next to a checkpoint: modules, prompts and lengths."""
+"""Reads the sentence-transformers files of a checkpoint: modules, prompts and lengths."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +10,7 @@ from config.model.json_fields import Fields, Json, read_any_json, read_json, sho
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
 MODES = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
-"""Modes of pooling hidden states into a vector, in the order in which older files concatenate
-several modes."""
+"""Pooling modes, in the order in which older files concatenate several modes."""
 
 _OLDER = {
     CLS: "pooling_mode_cls_token",
@@ -22,13 +21,14 @@ _OLDER = {
     LAST: "pooling_mode_lasttoken",
 }
 _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-"""sentence_<model>_config.json: the first releases used several names, later ones always bert."""
+"""sentence_<model>_config.json: the first releases used several names, later releases always
+bert."""
 
 NO_LIMIT = 10**40
-"""Upper bound of length fields. It exceeds int(1e30), which means no limit in tokenizer files."""
+"""Upper bound of length fields. It is above int(1e30), which means no limit in tokenizer files."""
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
-"""Activations of a dense module, by their names in torch.nn."""
+"""Activation functions of a dense module, by their names in torch.nn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SentenceConfig:
     lowers_case: bool = False
     similarity: str = "cosine"
     truncate_dim: int | None = None
-    """Leading dimensions of a vector that are kept; None: all."""
+    """Number of leading vector dimensions to keep; None: all."""
     default_prompt: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
 
@@ -74,12 +74,12 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
     lengths = _fields(next((file for file in named if file.is_file()), named[0]))
     _check_modalities(lengths)
-    # Fallback: the limit of the tokenizer.
+    # Default: the tokenizer's limit.
     tokenizer = _fields(path / "tokenizer_config.json")
     settings = _fields(path / "config_sentence_transformers.json")
     prompts = settings.get("prompts", dict, {})
     if not all(isinstance(text, str) for text in prompts.values()):
-        raise ConfigError(f"prompts in {settings.file} must be texts by name")
+        raise ConfigError(f"prompts in {settings.file} must be an object whose values are strings")
     default = settings.get("default_prompt_name", str, None)
     if default is not None and default not in prompts:
         raise ConfigError(
@@ -101,11 +101,11 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
 
 
 def _check_modalities(fields: Fields) -> None:
-    """Raise ConfigError for a model that takes chat messages as texts."""
+    """Raise ConfigError for a model that takes chat messages instead of texts."""
     if "message" in fields.get("modality_config", dict, {}):
         raise ConfigError(
             f"modality_config of {fields.file} has 'message', so sentence-transformers renders "
-            "each text with the chat template, which is not supported: remove it to read texts "
+            "each text with the chat template, which is not supported: remove it to embed texts "
             "without the template"
         )
 
@@ -116,10 +116,10 @@ def _fields(file: Path) -> Fields:
 
 
 def _modules(file: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each module in order, without `Transformer`, which is the model itself."""
+    """(kind, folder) of each module in order, except `Transformer`, the model itself."""
     listed: Any = read_any_json(file)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ConfigError(f"{file} must hold a list of modules")
+        raise ConfigError(f"{file} must contain a list of modules")
     kinds = []
     for module in listed:
         entry: Json = module
@@ -138,28 +138,29 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     if not is_known or any(name != "Dense" for name in middle):
         listing = shown(", ".join(names))[1:-1]
         raise ConfigError(
-            f"{file} lists {listing or 'nothing'}: what is built is a Transformer, then Pooling, "
-            "then any number of Dense, then perhaps Normalize"
+            f"{file} lists {listing or 'nothing'}, it must list a Transformer, then Pooling, then "
+            "any number of Dense, then optionally Normalize"
         )
     if kinds[0][1]:
         raise ConfigError(
-            f"{file} keeps the Transformer in {shown(kinds[0][1])}, it must be in the "
-            "folder of the file"
+            f"{file} has the Transformer in {shown(kinds[0][1])}, it must be in the folder of the "
+            "file"
         )
     return kinds[1:]
 
 
 def _modes(fields: Fields) -> tuple[str, ...]:
-    """Pooling modes. Newer files name the modes; older files have a boolean for each mode."""
+    """Pooling modes. Newer files list the modes; older files have a boolean per mode."""
     named = fields.raw.get("pooling_mode")
     if named is None:
         chosen = [mode for mode, name in _OLDER.items() if fields.get(name, bool, False)]
         named = chosen or MEAN
     modes = tuple(named) if isinstance(named, list) else (named,)
-    # No repetitions, which would make a vector of any width.
+    # Repeated modes would allow vectors of any width.
     if not modes or not all(mode in MODES for mode in modes) or len(set(modes)) < len(modes):
         raise ConfigError(
-            f"the pooling mode in {fields.file} is {shown(named)}, it must be of {', '.join(MODES)}"
+            f"the pooling mode in {fields.file} is {shown(named)}, it must be one or more of "
+            f"{', '.join(MODES)}"
         )
     return modes
 

@@ -1,4 +1,4 @@
-"""Special tokens of a checkpoint's tokenizer: their texts, and the id of the end token."""
+"""Special tokens of a checkpoint's tokenizer: their texts, and the id of the EOS token."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class _ModelVocab(msgspec.Struct):
 
 
 def read_object(path: Path) -> Json:
-    """The JSON object in `path`; empty if the file is absent or holds another value."""
+    """The JSON object in `path`; empty if the file is missing or contains another value."""
     if not path.is_file():
         return {}
     loaded = read_any_json(path)
@@ -54,8 +54,8 @@ def token_text(token: object) -> str | None:
 
 
 def special_tokens(folder: Path, config: Json) -> dict[str, str]:
-    """bos_token, eos_token, ... to their texts: `config`, the tokenizer_config.json of `folder`,
-    before its special_tokens_map.json."""
+    """Text of bos_token, eos_token, ...: from `config`, the tokenizer_config.json of `folder`, or
+    else from its special_tokens_map.json."""
     older = read_object(folder / "special_tokens_map.json")
     tokens = {
         name: token_text(config.get(name)) or token_text(older.get(name)) for name in NAMED_TOKENS
@@ -64,10 +64,10 @@ def special_tokens(folder: Path, config: Json) -> dict[str, str]:
 
 
 def eos_token_id(folder: Path) -> int | None:
-    """The id of the tokenizer's eos_token; None if the files name no such token, or give the token
-    no id. An id comes from tokenizer.json, then from added_tokens_decoder in
-    tokenizer_config.json, then from added_tokens.json and vocab.json. Raises ConfigError for a
-    file that cannot be read."""
+    """The id of the tokenizer's eos_token; None if the files define no such token or no id for it.
+    The id is looked up in tokenizer.json, added_tokens_decoder of tokenizer_config.json,
+    added_tokens.json and vocab.json, in this order. Raises ConfigError for a file that cannot be
+    read."""
     config = read_object(folder / "tokenizer_config.json")
     text = special_tokens(folder, config).get("eos_token")
     if text is None:
@@ -97,7 +97,8 @@ def _id_in_tokenizer(file: Path, text: str) -> int | None:
         return None
     try:
         data = read_limited(file, MAX_TOKENIZER_BYTES, takes_pipes=False)
-        # Two passes: nearly all end tokens are added tokens, and a vocabulary of 35 MB takes long.
+        # Two passes: nearly all EOS tokens are added tokens, and parsing a vocabulary of 35 MB is
+        # slow.
         added = msgspec.json.decode(data, type=_AddedTokens).added_tokens or []
         for token in added:
             if token.content == text:
@@ -111,7 +112,7 @@ def _id_in_tokenizer(file: Path, text: str) -> int | None:
     if isinstance(vocab, dict):
         return _integer(vocab.get(text))
     if isinstance(vocab, list):
-        # A Unigram model lists its pieces with their scores, in the order of ids.
+        # A Unigram model lists (piece, score) pairs in the order of ids.
         pieces = (entry[0] for entry in vocab if isinstance(entry, list) and entry)
         return next((number for number, piece in enumerate(pieces) if piece == text), None)
     return None

@@ -1,5 +1,5 @@
-"""Checks from the config alone whether a model can be divided among tensor-parallel ranks or
-pipeline stages."""
+"""Checks whether a model can be divided among tensor-parallel ranks or pipeline stages, using only
+its config."""
 
 from collections.abc import Iterator
 
@@ -22,10 +22,10 @@ def check_split(
     num_engines: int = 1,
 ) -> None:
     """Raise ConfigError, with both numbers and the numbers that work, if the model cannot be
-    divided among `num_cards` cards. `distributes_experts`: each card holds whole experts instead of
-    a part of each expert; the cards of all `num_engines` engines share the experts."""
+    divided among `num_cards` cards. `distributes_experts`: each card has whole experts instead of a
+    shard of each expert; the cards of all `num_engines` engines share the experts."""
     if distributes_experts and config.moe is None:
-        raise ConfigError(f"{config.path} has no experts that could be distributed over ranks")
+        raise ConfigError(f"{config.path} has no experts to distribute over ranks")
     counts = [*_divided(config, distributes_experts)]
     for count, what, may_repeat in counts:
         if not _divides(num_cards, count, may_repeat):
@@ -56,13 +56,13 @@ def check_stages(config: ModelConfig, num_stages: int) -> None:
         return
     if states_of(config):
         raise SettingError(
-            f"{config.path} has layers with a state, which {num_stages} stages "
-            "(--pipeline-parallel-size) cannot divide yet: use --tensor-parallel-size"
+            f"{config.path} has recurrent layers, which cannot be divided into {num_stages} "
+            "pipeline stages (--pipeline-parallel-size): use --tensor-parallel-size"
         )
     if cross_layers_of(config):
         raise SettingError(
             f"{config.path} has layers that read images, which only the first of {num_stages} "
-            "stages (--pipeline-parallel-size) would have: use --tensor-parallel-size"
+            "stages (--pipeline-parallel-size) receives: use --tensor-parallel-size"
         )
     Stage(0, num_stages).layers(config.num_layers)
 
@@ -74,7 +74,7 @@ def _divides(num_cards: int, count: int, may_repeat: bool) -> bool:
 def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided]:
     yield config.num_heads, "query heads", False
     if latents_of(config) is None:
-        # Each card holds whole latents.
+        # Latents are replicated on each card.
         yield config.num_kv_heads, "KV heads", True
     for state in {type(state): state for state in states_of(config)}.values():
         yield from state.divided()
@@ -92,24 +92,24 @@ def _divided(config: ModelConfig, distributes_experts: bool) -> Iterator[Divided
 
 
 def _mlp_size(config: ModelConfig) -> int:
-    """Inner features of the MLPs without experts."""
+    """Intermediate size of the dense MLPs."""
     if config.architecture not in ARCHITECTURES:
         return config.intermediate_size
     return decoder_spec(config).mlp_size or config.intermediate_size
 
 
 def latents_of(config: ModelConfig) -> MLASpec | None:
-    """Latent attention of a built-in model; None without latent attention."""
+    """MLA spec of a built-in model; None without MLA."""
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
 
 
 def indexer_of(config: ModelConfig) -> IndexerSpec | None:
-    """Indexer of a built-in model's layers; None without an indexer."""
+    """Indexer spec of a built-in model; None without an indexer."""
     return decoder_spec(config).indexer if config.architecture in ARCHITECTURES else None
 
 
 def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:
-    """State specs of the layers of a built-in model that keep a recurrent state."""
+    """State specs of the layers with a recurrent state of a built-in model."""
     if config.architecture not in ARCHITECTURES:
         return ()
     return decoder_spec(config).states

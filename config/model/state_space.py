@@ -1,21 +1,21 @@
-"""Sizes of the layers that keep a state of fixed size per request in place of keys and values:
-Mamba 2, gated DeltaNet and gated short convolutions."""
+"""Sizes of layers that keep a fixed-size state per request instead of keys and values: Mamba 2,
+gated DeltaNet and gated short convolutions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 MAMBA2_CHUNK = 128
-"""Tokens of a chunk of a Mamba 2 layer: matrices over the pairs of a chunk's tokens grow with it,
-the matrix over the pairs of chunks shrinks."""
+"""Chunk size in tokens for Mamba 2: larger chunks need larger matrices within a chunk and a smaller
+matrix between chunks."""
 
 GATED_DELTA_CHUNK = 64
-"""Tokens of a chunk of a gated DeltaNet layer, as in the reference kernels."""
+"""Chunk size in tokens for gated DeltaNet, as in the reference kernels."""
 
 StateKind = Literal["mamba2", "gated_delta", "short_conv"]
 Divided = tuple[int, str, bool]
-"""(count, name, may_repeat) of something that tensor-parallel ranks divide. may_repeat: the count
-may be smaller than the number of ranks; several ranks then share an item."""
+"""(count, name, may_repeat) of heads, groups or features that ranks divide. may_repeat: they are
+replicated if there are fewer of them than ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class Mamba2Spec:
     num_heads: int
     head_dim: int
     num_groups: int
-    """Number of groups. Neighbouring heads of a group share B and C."""
+    """Number of groups. The adjacent heads of a group share B and C."""
     state_size: int
     conv_kernel: int
-    """Number of inputs that the convolution sees, including the token's own input."""
+    """Kernel size of the convolution, including the current token."""
     conv_bias: bool
     proj_bias: bool
 
@@ -58,7 +58,7 @@ class Mamba2Spec:
 
     @property
     def scan_elements(self) -> int:
-        """Estimate of the float32 numbers of a prefill's scan for each token."""
+        """Estimated number of float32 elements per token during the scan of a prefill."""
         states = self.inner_size * self.state_size // MAMBA2_CHUNK
         return 3 * self.num_heads * MAMBA2_CHUNK + 6 * self.inner_size + 3 * states
 
@@ -67,8 +67,8 @@ class Mamba2Spec:
         yield self.num_groups, "groups of its Mamba layers (mamba_n_groups)", True
 
     def on_rank(self, num_ranks: int) -> "Mamba2Spec":
-        """The part of the layer on each of `num_ranks` ranks. Heads are divided among the ranks.
-        Each group is on several ranks if there are fewer groups than ranks."""
+        """The shard of the layer on each of `num_ranks` ranks: heads are divided; groups are
+        replicated if there are fewer groups than ranks."""
         groups = max(1, self.num_groups // num_ranks)
         return replace(self, num_heads=self.num_heads // num_ranks, num_groups=groups)
 
@@ -80,15 +80,15 @@ class GatedDeltaSpec:
     num_key_heads: int
     """Number of query heads and of key heads."""
     num_value_heads: int
-    """Number of value heads, a multiple of `num_key_heads`: neighbouring value heads share a key
+    """Number of value heads, a multiple of `num_key_heads`: adjacent value heads share a key
     head."""
     key_dim: int
     value_dim: int
     conv_kernel: int
     """Kernel size of the convolution."""
     fused_weights: bool
-    """Whether the checkpoint holds in_proj_qkvz and in_proj_ba, each grouped by key head, instead
-    of in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    """Whether the checkpoint has in_proj_qkvz and in_proj_ba, each grouped by key head, instead of
+    in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
 
     @property
     def key_size(self) -> int:
@@ -123,9 +123,8 @@ class GatedDeltaSpec:
         yield self.num_key_heads, "key heads of its linear attention", True
 
     def on_rank(self, num_ranks: int) -> "GatedDeltaSpec":
-        """The part of the layer on each of `num_ranks` ranks. Value heads and key heads are divided
-        among the ranks. Each key head is on several ranks if there are fewer key heads than
-        ranks."""
+        """The shard of the layer on each of `num_ranks` ranks: value heads and key heads are
+        divided; key heads are replicated if there are fewer key heads than ranks."""
         key_heads = max(1, self.num_key_heads // num_ranks)
         value_heads = self.num_value_heads // num_ranks
         return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
@@ -133,14 +132,14 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
-    """A gated short convolution (LFM2). Its state is the last inputs of the convolution alone."""
+    """A gated short convolution (LFM2). Its state is only the last inputs of the convolution."""
 
     conv_size: int
     """Channels of the convolution."""
     conv_kernel: int
-    """Number of inputs that the convolution sees, including the token's own input."""
+    """Kernel size of the convolution, including the current token."""
     bias: bool
-    """Whether the convolution and both projections add a bias."""
+    """Whether the convolution and both projections have biases."""
 
     @property
     def conv_elements(self) -> int:
@@ -152,14 +151,14 @@ class ShortConvSpec:
 
     @property
     def scan_elements(self) -> int:
-        """Estimate of the float32 numbers for each token: the inputs, two sums and the product."""
+        """Estimated number of float32 elements per token: the inputs, two sums and the product."""
         return 4 * self.conv_size
 
     def divided(self) -> Iterator[Divided]:
         yield self.conv_size, "channels of its short convolutions", False
 
     def on_rank(self, num_ranks: int) -> "ShortConvSpec":
-        """The part of the layer on each of `num_ranks` ranks, which divide its channels."""
+        """The shard of the layer on each of `num_ranks` ranks: channels are divided."""
         return replace(self, conv_size=self.conv_size // num_ranks)
 
 

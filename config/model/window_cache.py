@@ -1,5 +1,5 @@
-"""Ring caches of sliding-window layers: their size, and whether they save memory compared with
-blocks of the whole context. Pure arithmetic without torch."""
+"""Ring caches of sliding-window layers: their size, and whether they save memory compared with a
+paged cache of the whole context. Pure arithmetic, without torch."""
 
 from typing import NamedTuple
 
@@ -10,28 +10,28 @@ def ring_blocks(window: int, block_size: int) -> int:
 
 
 class CacheSizes(NamedTuple):
-    """Sizes in bytes of the two layouts of a model's KV cache."""
+    """Sizes in bytes of a model's KV cache without and with rings."""
 
     block: int
-    """A block of all layers."""
+    """Bytes of a block in all layers."""
     full_block: int
-    """A block of the layers with full attention."""
+    """Bytes of a block in the full-attention layers."""
     rings: int
-    """The rings of the layers with a window, for all requests together."""
+    """Bytes of the sliding-window layers' rings for all requests."""
 
     def with_further(self, size: int) -> "CacheSizes":
-        """These sizes with `size` further bytes per block. Without full-attention layers a block of
-        theirs stays empty."""
+        """These sizes with `size` more bytes per block. A block of full-attention layers stays at 0
+        bytes if there are no such layers."""
         full_block = self.full_block + size if self.full_block else 0
         return self._replace(block=self.block + size, full_block=full_block)
 
 
 def rings_hold_more(sizes: CacheSizes, available: int, wanted_blocks: int) -> bool:
-    """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or
-    equally many in fewer bytes.
+    """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or as
+    many in fewer bytes.
 
-    False for a model without full-attention layers: requests are admitted by the blocks of these
-    layers.
+    False for a model without full-attention layers, because requests are admitted by the blocks of
+    these layers.
     """
     if not sizes.full_block or sizes.full_block == sizes.block:
         return False

@@ -1,4 +1,4 @@
-"""LoRAConfig: the settings of adapters."""
+"""LoRAConfig: settings for LoRA adapters."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,20 +8,20 @@ from config.json_text import parse_json
 from config.setting import check_settings, setting
 
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
-"""Optional targets of adapters, whose buffers are allocated only on demand."""
+"""Optional adapter targets, whose buffers are allocated only if an adapter needs them."""
 AUTO = "auto"
 IMAGE = "image"
 
 
 class NamedAdapter(NamedTuple):
-    """An adapter of --lora-modules."""
+    """The name and the location of an adapter."""
 
     name: str
     path: str
     base_model_name: str | None = None
-    """The parent that the list of models shows; None: the served model."""
+    """Parent in the list of models; None: the served model."""
     kind: str = ""
-    """IMAGE: the default adapter of requests with images that name no adapter."""
+    """IMAGE: default adapter of image requests that name no adapter."""
     root: str = ""
     """Root folder of the adapter, see AdapterFolder.root."""
     label: str = ""
@@ -30,7 +30,7 @@ class NamedAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """LoRA adapters."""
+    """Settings for LoRA adapters."""
 
     enable_lora: bool = setting(False, "Serve LoRA adapters of the model")
     lora_modules: tuple[str, ...] = setting(
@@ -41,8 +41,8 @@ class LoRAConfig:
     )
     default_mm_loras: str = setting(
         "",
-        'Adapter of requests with images that name no adapter, as JSON: {"image": '
-        '"/models/phi-4/vision-lora"}; also served as the model image',
+        'Adapter for requests with images that name no adapter, as JSON: {"image": '
+        '"/models/phi-4/vision-lora"}; its name in the API is image',
     )
     max_loras: int = setting(
         1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024
@@ -57,13 +57,13 @@ class LoRAConfig:
     )
     fully_sharded_loras: bool = setting(
         False,
-        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory, "
-        "one more collective for each product",
+        "Divide both matrices of each adapter among the tensor-parallel ranks: less memory, but "
+        "an additional collective for each layer",
     )
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
-        "Parts beside linear layers with adapters: some of embedding, head and experts, or "
-        "none; each costs memory and time on a card; auto: the parts of --lora-modules",
+        "What adapters may change besides linear layers: some of embedding, head and experts, or "
+        "none; each costs memory and time on a card; auto: what --lora-modules change",
     )
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class LoRAConfig:
         for name in self.lora_extra_targets:
             if name not in (AUTO, "none", *EXTRA_TARGETS):
                 allowed = ", ".join((AUTO, "none", *EXTRA_TARGETS))
-                raise ConfigError(f"lora_extra_targets has {name!r}, it must be of {allowed}")
+                raise ConfigError(f"lora_extra_targets has {name!r}, it must be one of {allowed}")
         if self.lora_modules and not self.enable_lora:
             count = len(self.lora_modules)
             raise ConfigError(
@@ -95,7 +95,7 @@ class LoRAConfig:
 
     @property
     def adapters(self) -> tuple[NamedAdapter, ...]:
-        """Adapters of `lora_modules` and of `default_mm_loras`."""
+        """The adapters of `lora_modules` and `default_mm_loras`."""
         return (
             *map(_named_adapter, self.lora_modules),
             *_default_adapters(self.default_mm_loras),
@@ -126,7 +126,7 @@ def _named_adapter(word: str) -> NamedAdapter:
         and isinstance(fields.get("base_model_name"), str | None)
     ):
         raise ConfigError(
-            f"lora_modules has {word!r}, it must have the texts name and path, and may have "
+            f"lora_modules has {word!r}, it must have the strings name and path, and may have "
             "base_model_name"
         )
     return NamedAdapter(**fields)
@@ -141,6 +141,7 @@ def _default_adapters(text: str) -> tuple[NamedAdapter, ...]:
         raise ConfigError(f"default_mm_loras is {text!r}, which is not JSON: {error}") from None
     if not isinstance(paths, dict) or set(paths) != {IMAGE} or not isinstance(paths[IMAGE], str):
         raise ConfigError(
-            f"default_mm_loras is {text!r}, it must be an object with the text {IMAGE} alone"
+            f"default_mm_loras is {text!r}, it must be an object whose only field is the string "
+            f"{IMAGE}"
         )
     return (NamedAdapter(IMAGE, paths[IMAGE], kind=IMAGE),)

@@ -1,4 +1,4 @@
-"""OffloadConfig: KV blocks and weights that are kept outside the device's memory."""
+"""OffloadConfig: KV blocks and weights that are offloaded from the device."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Memory and files for KV blocks and weights beyond the device's own memory."""
+    """Host memory and files for offloaded KV blocks and weights."""
 
     swap_space: float = setting(
         0.0,
         "Host memory for KV blocks of preempted requests, in GiB for each device; 0: "
-        "recompute them",
+        "recompute the blocks",
         minimum=0,
     )
     kv_offloading_size: float = setting(
         0.0,
         "Host memory for KV blocks evicted from the prefix cache or preempted, in GiB for "
-        "all devices of an engine; 0: recompute them",
+        "all devices of an engine; 0: recompute the blocks",
         minimum=0,
     )
     kv_offloading_backend: str = setting(
@@ -29,13 +29,13 @@ class OffloadConfig:
     )
     kv_offloading_dir: str | None = setting(
         None,
-        "Folder for files of the same KV blocks, which a restart finds again; none: host "
-        "memory only",
+        "Folder for files of the KV blocks of --kv-offloading-size, which a restarted server "
+        "reuses; none: host memory only",
     )
     kv_offloading_dir_size: float = setting(
         32.0,
-        "Size of the files of an engine in --kv-offloading-dir, in GiB; the least recently "
-        "used are deleted",
+        "Maximum size of an engine's files in --kv-offloading-dir, in GiB; the least recently "
+        "used files are deleted",
         minimum=1e-6,
     )
     kv_offloading_delete_files: bool = setting(
@@ -54,17 +54,17 @@ class OffloadConfig:
         if self.kv_offloading_dir and not self.kv_offloading_size:
             raise ConfigError(
                 f"--kv-offloading-dir is {self.kv_offloading_dir} and --kv-offloading-size is 0: "
-                "blocks pass through host memory on their way to files and back"
+                "files need a buffer in host memory, set --kv-offloading-size above 0"
             )
         if self.kv_offloading_delete_files and not self.kv_offloading_dir:
             raise ConfigError(
-                "--kv-offloading-delete-files is set and --kv-offloading-dir is not: there are no "
-                "files"
+                "--kv-offloading-delete-files is set and --kv-offloading-dir is not: set "
+                "--kv-offloading-dir"
             )
 
     @property
     def is_on(self) -> bool:
-        """Whether any blocks are kept outside the device."""
+        """Whether KV blocks are offloaded."""
         return self.swap_space > 0 or self.kv_offloading_size > 0
 
     def host_bytes(self, num_devices: int) -> int:

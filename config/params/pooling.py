@@ -6,35 +6,35 @@ import msgspec
 from config.errors import UserError, value_text
 
 EMBED = "embed"
-"""One vector for the whole text."""
+"""A vector for the whole text."""
 TOKEN_EMBED = "token_embed"
-"""One vector for each token."""
+"""A vector for each token."""
 SCORE = "score"
-"""One number for a pair of texts that were read together."""
+"""A score for a pair of texts that are encoded together."""
 CLASSIFY = "classify"
-"""One number for each of the model's labels."""
+"""A score for each label of the model."""
 TASKS = (EMBED, TOKEN_EMBED, SCORE, CLASSIFY)
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """How to pool the hidden states of a text or pair.
 
-    Raises `UserError` for a value that no model supports; the engine refuses values that its model
+    Raises `UserError` for a value that no model supports; the engine rejects values that its model
     does not support.
     """
 
     task: str = EMBED
     """One of TASKS."""
     dimensions: int | None = None
-    """Truncate the vector to this many numbers before it is normalized; None: all."""
+    """Number of leading elements of the vector to keep, before normalization; None: all."""
     normalize: bool | None = None
-    """Vectors of length 1; for score and classify, numbers between 0 and 1 instead of logits.
-    None: the model's default."""
+    """Whether to normalize vectors to length 1; for score and classify, whether to map logits to
+    0..1. None: the model's default."""
     num_first: int = 0
-    """Number of tokens of the first text of a pair; later tokens have token type 1, if the model
-    has token types. 0: a single text."""
+    """Number of tokens of the first text of a pair; the other tokens have token type 1, if the
+    model has token types. 0: a single text."""
     num_skipped: int = 0
-    """Number of leading tokens that are computed but not pooled: a prompt."""
+    """Number of leading tokens, a prompt, that are excluded from pooling."""
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -45,7 +45,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
             _at_least("dimensions", self.dimensions, 1)
             if self.task not in (EMBED, TOKEN_EMBED):
                 raise UserError(
-                    f"dimensions is {self.dimensions}, and {self.task} gives no vector to truncate",
+                    f"dimensions is {self.dimensions}, and {self.task} returns no vector to "
+                    "truncate",
                     param="dimensions",
                 )
         _at_least("num_first", self.num_first, 0)
@@ -59,9 +60,9 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tasks: tuple[str, ...]
     """The supported TASKS."""
     width: int
-    """Size of a vector of embed and classify."""
+    """Size of the vectors of embed and classify."""
     token_width: int
-    """Size of each vector of token_embed."""
+    """Size of the vectors of token_embed."""
     normalizes: bool = False
     """Default of PoolingParams.normalize."""
     dimensions: tuple[int, ...] | None = ()
@@ -69,15 +70,15 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     labels: tuple[str, ...] = ()
     """Names of the classes."""
     similarity: str = "cosine"
-    """How vectors are compared: cosine, dot, euclidean or manhattan."""
+    """Similarity function: cosine, dot, euclidean or manhattan."""
     prompts: dict[str, str] = {}
-    """Prompts to put before an input, by name."""
+    """Name -> prompt that is prepended to an input."""
     default_prompt: str | None = None
     """Name of the default prompt."""
     includes_prompt: bool = True
     """Whether the prompt's tokens are pooled (see PoolingParams.num_skipped)."""
     lowers_case: bool = False
-    """Whether texts are converted to lower case before tokenization."""
+    """Whether texts are lowercased before tokenization."""
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

@@ -17,16 +17,18 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-"""Maximum tokens of a bad word. Every request of a batch is padded to the batch's largest number
-and length of bad words."""
+"""Maximum tokens of a bad word. The sampler pads every request of a batch to the batch's largest
+number and length of bad words."""
 MAX_LISTED_TOKENS = 300_000
 """Maximum number of token ids in the list fields of a request, times its sequences: each sequence
-has its own copy in the message, the engine and the worker. Larger than any vocabulary."""
+has its own copy in the message, the engine and the worker. The limit is above any vocabulary
+size."""
 MAX_LISTED_BIASES = 65_536
 """Maximum number of `logit_bias` entries, times sequences. An entry costs several times as much as
-a listed token id."""
+a token id in a list."""
 MAX_LISTED_WORDS = 16_384
-"""Maximum number of bad words, times sequences. Each takes a row of the sampler's table."""
+"""Maximum number of bad words, times sequences. Each bad word takes a row of the sampler's
+table."""
 
 ID_LISTS = ("stop_token_ids", "allowed_token_ids")
 _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids")
@@ -35,7 +37,8 @@ _TUPLES = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_word
 def invalid_token(
     token_ids: Collection[int] | TokenIds | TokenArray, vocab_size: int
 ) -> int | None:
-    """A token id outside the vocabulary. Lists of 300,000 ids take milliseconds, arrays less."""
+    """A token id outside the vocabulary, if any. A list of 300,000 ids takes milliseconds, an array
+    less."""
     if not len(token_ids):
         return None
     if isinstance(token_ids, bytes):
@@ -61,11 +64,12 @@ def _finite(value: float) -> bool:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """How to sample a request. Neutral values leave the logits bit-identical.
+    """Sampling parameters of a request. Neutral values leave the logits bit-identical.
 
-    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. They apply in this
-    order: allowed and banned tokens, `min_tokens`, `logit_bias`; penalties; temperature; `min_p`;
-    `top_k`; `top_p`. Raises `UserError` when a value is out of range.
+    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. They are applied in
+    this order: `structured_outputs`; bad words; `logit_bias`, `allowed_token_ids`, `min_tokens`;
+    penalties; temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of
+    range.
     """
 
     n: int = 1
@@ -84,7 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: TokenIds = ()
-    """Bytes where the list is long, as in `allowed_token_ids`; set by the text pipeline."""
+    """Stop token ids; packed as bytes if the list is long, like `allowed_token_ids`. Set by the
+    text pipeline."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -100,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    """Number of last prompt tokens to keep; -1: the context length."""
+    """Keep only this many of the last prompt tokens; -1: the context length."""
     structured_outputs: GrammarSpec | None = None
     """The grammar of the output; may be given as `{kind: value}`."""
     thinking_token_budget: int | None = None
@@ -132,11 +137,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
     def replace(self, **changes: Any) -> "SamplingParams":
-        """A checked copy with `changes`."""
+        """A validated copy with `changes`."""
         return msgspec.structs.replace(self, **changes)
 
     def replace_unchecked(self, **changes: Any) -> "SamplingParams":
-        """A copy with `changes` that are already valid: long lists are not checked again."""
+        """A copy with `changes` that are already valid, to avoid validating long lists again."""
         other = copy(self)
         for name, value in changes.items():
             msgspec.structs.force_setattr(other, name, value)
@@ -153,7 +158,8 @@ def _check_grammar(params: SamplingParams) -> None:
     grammar, budget = params.structured_outputs, params.thinking_token_budget
     if budget is not None and (grammar is None or grammar.thinking is None):
         raise UserError(
-            "thinking_token_budget needs a reasoning parser, which only a server's chat has",
+            "thinking_token_budget is supported for chats of a server only, since it needs a "
+            "reasoning parser",
             param="thinking_token_budget",
         )
 
@@ -163,8 +169,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_kinds(params: SamplingParams) -> None:
-    """Raise UserError for values of the wrong type. Offline, no other code checks a caller's
-    values."""
+    """Raise UserError for values of the wrong type. Offline, no other code validates the values."""
     for name in ("n", "top_k", "min_tokens", *_OPTIONAL):
         value = getattr(params, name)
         _check(value is None or _is_integer(value), name, value, "an integer")
@@ -180,7 +185,7 @@ def _check_kinds(params: SamplingParams) -> None:
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
-    ("max_tokens", lambda count: count >= 0, "at least 1"),
+    ("max_tokens", lambda count: count >= 0, "at least 0"),
     ("min_tokens", lambda count: count >= 0, "at least 0"),
     ("logprobs", lambda count: 0 <= count <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     ("prompt_logprobs", lambda count: 0 <= count <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
@@ -233,7 +238,7 @@ def _check_tokens(params: SamplingParams) -> None:
 
 
 def _are_biases(values: Collection[float]) -> bool:
-    """Whether all values are finite and between -100 and 100. A NaN makes the sum NaN."""
+    """Whether all values are finite and between -100 and 100. The sum detects NaN."""
     return (
         set(map(type, values)) <= {int, float}
         and max(values) <= 100
@@ -255,7 +260,7 @@ def _check_bad_words(params: SamplingParams) -> None:
     words = params.bad_words_token_ids
     name = "bad_words_token_ids"
     if len(words) > MAX_BAD_WORDS:
-        _refuse(name, f"has {len(words)} words, at most {MAX_BAD_WORDS} are taken")
+        _refuse(name, f"has {len(words)} words, at most {MAX_BAD_WORDS} are allowed")
     for word in words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
             _refuse(
@@ -271,12 +276,12 @@ def _check_bad_words(params: SamplingParams) -> None:
 
 
 def _as_tuple(params: SamplingParams, name: str) -> None:
-    """Convert a string or a list to a tuple (None: empty)."""
+    """Convert a string or a list to a tuple; None to an empty tuple."""
     value = getattr(params, name)
     if isinstance(value, tuple) or (value is None and name == "allowed_token_ids"):
         return
     if isinstance(value, bytes) and name in ID_LISTS:
-        # Bytes come from another process, which has checked them.
+        # Bytes come from another process, which has validated them.
         return
     if value is None:
         value = ()

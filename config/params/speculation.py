@@ -1,4 +1,4 @@
-"""SpeculationConfig: settings of speculative decoding, in the spelling of `vllm serve`."""
+"""SpeculationConfig: settings of speculative decoding, with the names of `vllm serve`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,10 +29,9 @@ METHOD_KEYS: Mapping[str, tuple[str, ...]] = {
     MEDUSA: _HEAD,
     MLP_SPECULATOR: _HEAD,
 }
-"""Value of SpeculationMethod.method -> keys that only this method takes, besides the keys of all
-methods."""
+"""SpeculationMethod.method -> keys that only this method accepts, besides the common keys."""
 NOT_BUILT = ("ngram_gpu", "custom_class")
-"""Methods of vLLM that are refused."""
+"""Methods of vLLM that are not supported."""
 SPELLINGS: Mapping[str, str] = {"deepseek_mtp": MTP}
 """Older names of methods."""
 OLD_NGRAM = "[ngram]"
@@ -61,21 +60,22 @@ _REFUSED_KEYS = (
     *("quantization", "code_revision", "disable_by_batch_size", "speculative_token_tree"),
     *("enforce_eager", "disable_padded_drafter_batch", "parallel_drafting", "draft_load_config"),
 )
-"""Keys of vLLM that have no meaning for the supported methods."""
+"""Keys of vLLM that do not apply to the supported methods."""
 
 
 class SuffixLimits(NamedTuple):
     """vLLM's settings of suffix decoding."""
 
     max_depth: int = DEFAULT_SUFFIX_DEPTH
-    """Maximum tokens of a match and its continuation together."""
+    """Maximum total tokens of a match and its continuation."""
     max_cached_requests: int = 10_000
-    """Maximum number of requests whose outputs are indexed; 0: only the request's own text."""
+    """Maximum number of requests whose outputs are indexed; 0: only the request's own text is
+    searched."""
     max_spec_factor: float = 1.0
     """Maximum drafts per token of the match."""
     min_token_prob: float = 0.1
-    """Minimum probability of a draft together with the drafts before it, estimated from how often
-    they followed."""
+    """Minimum estimated probability of a draft token and all draft tokens before it, from
+    continuation counts."""
 
 
 USUAL_SUFFIX_LIMITS = SuffixLimits()
@@ -83,23 +83,23 @@ USUAL_SUFFIX_LIMITS = SuffixLimits()
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMethod:
-    """A method of speculation and its limits."""
+    """Speculation method and its limits."""
 
     method: str
     max_drafts: int
     """Maximum draft tokens per request and step."""
     lookup_max: int = DEFAULT_LOOKUP_MAX
     lookup_min: int = DEFAULT_LOOKUP_MIN
-    """Shortest n-gram that `ngram` looks up; `lookup_max` is the longest."""
+    """Minimum n-gram length for the method `ngram`; `lookup_max` is the maximum."""
     adaptive: bool = True
-    """Whether fewer tokens are drafted when drafts cost more time than they save."""
+    """Whether to draft fewer tokens when drafts cost more time than they save."""
     model: str = ""
-    """Draft checkpoint, with the same forms as --model; empty: the method needs no checkpoint."""
+    """Draft checkpoint, in the same forms as --model; empty: the method needs no checkpoint."""
     revision: str | None = None
     """Revision of a hub id."""
     max_model_len: int | None = None
-    """Maximum context of the drafter in tokens, after which it drafts nothing; None: the limit of
-    the drafter's checkpoint."""
+    """Maximum context of the drafter in tokens; it drafts nothing for longer contexts. None: the
+    limit of the drafter's checkpoint."""
     draft_tensor_parallel_size: int | None = None
     """Number of devices that the drafter is divided among; None: as many as the target."""
 
@@ -114,7 +114,7 @@ class SpeculationMethod:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Settings of speculative decoding, which is off unless a method is named."""
+    """Settings of speculative decoding. It is off unless a method is given."""
 
     speculative_config: str | None = setting(
         None,
@@ -126,7 +126,7 @@ class SpeculationConfig:
         None, "Older form of the method: [ngram], or the name of a draft model"
     )
     num_speculative_tokens: int | None = setting(
-        None, "Draft tokens of a request in one step, at most", minimum=1, maximum=MAX_DRAFTS
+        None, "Maximum number of draft tokens of a request in a step", minimum=1, maximum=MAX_DRAFTS
     )
     ngram_prompt_lookup_max: int | None = setting(
         None, "Longest n-gram that the method ngram looks for", minimum=1, maximum=MAX_LOOKUP
@@ -136,7 +136,8 @@ class SpeculationConfig:
     )
     speculative_draft_tensor_parallel_size: int | None = setting(
         None,
-        "Devices that the draft model is divided among; must equal --tensor-parallel-size",
+        "Number of devices among which the draft model is divided; must equal "
+        "--tensor-parallel-size",
         minimum=1,
     )
 
@@ -146,12 +147,12 @@ class SpeculationConfig:
 
     @property
     def reads_embedding(self) -> bool:
-        """Whether the method drafts with the target's embedding."""
+        """Whether the drafter uses the target's embedding."""
         method = self.choose()
         return method is not None and method.method in (EAGLE, EAGLE3, MTP)
 
     def max_tokens_per_step(self) -> int:
-        """Tokens that a decode computes per sequence: its last token and its drafts. Raises
+        """Maximum tokens per sequence in a decode step: its last token and its drafts. Raises
         ConfigError."""
         method = self.choose()
         return 1 if method is None else 1 + method.max_drafts
@@ -172,8 +173,8 @@ class SpeculationConfig:
         for name, value in flags.items():
             if value is not None and options.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"speculative_config says that {name} is {options[name]!r}, and another flag "
-                    f"says that it is {value!r}"
+                    f"speculative_config sets {name} to {options[name]!r}, and another flag sets "
+                    f"it to {value!r}"
                 )
         return _speculation(options) if options else None
 
@@ -184,10 +185,10 @@ def _parse(text: str | None) -> dict[str, object]:
     try:
         options = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"speculative_config is {text!r}, which is no JSON: {error}") from None
+        raise ConfigError(f"speculative_config is {text!r}, which is not JSON: {error}") from None
     if not isinstance(options, dict):
         raise ConfigError(f"speculative_config is {text!r}, it must be a JSON object")
-    # vLLM's defaults, written out, request nothing.
+    # null selects vLLM's default, like an absent key.
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -220,7 +221,8 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
         raise ConfigError("speculative_config has no num_speculative_tokens")
     if "model" in METHOD_KEYS[method] and not options.get("model"):
         raise ConfigError(
-            f"speculative_config names the method {method} and no model, whose checkpoint drafts"
+            f"speculative_config names the method {method} and no model: set model to the folder "
+            "or hub id of the drafter"
         )
     lookup_max, lookup_min = _lookups(options)
     return SpeculationMethod(
@@ -238,7 +240,7 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
 
 
 def _method(options: Mapping[str, object]) -> str:
-    """The method. If only a model is given, the method that vLLM infers from the model's name."""
+    """The method; if only a model is given, the method that vLLM infers from the model's name."""
     method = options.get("method")
     method = SPELLINGS.get(str(method), method)
     built = ", ".join(METHOD_KEYS)
@@ -249,11 +251,11 @@ def _method(options: Mapping[str, object]) -> str:
         raise ConfigError(f"speculative_config names no method: it must be one of {built}")
     if method in NOT_BUILT:
         raise ConfigError(
-            f"the method {method!r} of speculative_config is not in this version, which has {built}"
+            f"the method {method!r} of speculative_config is not supported: use one of {built}"
         )
     if method not in METHOD_KEYS:
         raise ConfigError(
-            f"the method {method!r} of speculative_config is none; this version has {built}"
+            f"the method {method!r} of speculative_config is unknown: use one of {built}"
         )
     return str(method)
 
@@ -280,8 +282,8 @@ def _suffix(options: Mapping[str, object]) -> SuffixLimits:
 
 
 def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
-    """(longest, shortest) n-gram. If only a single limit is given, it is used for both, as in
-    vLLM."""
+    """(maximum, minimum) n-gram length. If only the maximum or the minimum is given, it is used for
+    both, as in vLLM."""
     names = ("prompt_lookup_max", "prompt_lookup_min")
     given = [_limited(options, name, MAX_LOOKUP) for name in names if name in options]
     if not given:

@@ -11,7 +11,7 @@ from config.errors import UserError, value_text
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 FREE = "free"
-"""Any text, after reasoning with a token limit. Internal: no request can set it."""
+"""Any text, after reasoning with a token limit. Internal: requests cannot set it."""
 MAX_CHARACTERS = 1 << 18
 """Maximum length of a spec in characters (256 Ki). Every sequence sends its spec to the engine."""
 MAX_REQUEST_CHARACTERS = 1 << 24
@@ -20,21 +20,21 @@ MAX_CHOICES = 10_000
 
 
 class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Reasoning before the grammar applies: from any of `opens` to any of `closes`."""
+    """Reasoning before the grammar applies: from any tag in `opens` to any tag in `closes`."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_inside: bool
-    """Whether the output begins inside the reasoning; otherwise it may begin with any of
+    """Whether the output starts inside the reasoning; otherwise it may start with any of
     `opens`."""
     skips_blanks: bool
     """Whether line breaks may separate the reasoning from the rest."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One of KINDS and its text: JSON for json (a schema), choice (a list of strings) and
-    structural_tag, the pattern or grammar for regex and grammar, empty for json_object and FREE.
-    Equal specs compile to the same grammar."""
+    """Grammar of an output, before compilation. `kind` is in KINDS; `text` is JSON for json (a
+    schema), choice (a list of strings) and structural_tag, the pattern or grammar for regex and
+    grammar, and empty for json_object and FREE. Equal specs compile to the same grammar."""
 
     kind: str
     text: str = ""
@@ -45,17 +45,17 @@ class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise _bad(f"a grammar of kind {self.kind!r} is not one of {', '.join(KINDS)}")
         if len(self.text) > MAX_CHARACTERS:
             raise _bad(
-                f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARACTERS} are taken"
+                f"{self.kind} has {len(self.text)} characters, at most {MAX_CHARACTERS} are allowed"
             )
         try:
             self.text.encode()
         except UnicodeEncodeError:
-            raise _bad(f"{self.kind} has half a character (a lone surrogate)") from None
+            raise _bad(f"{self.kind} has a lone surrogate, it must be valid Unicode text") from None
 
 
 def grammar_spec(fields: Mapping[str, Any], name: str | None = None) -> GrammarSpec | None:
     """The spec of a request's structured_outputs, `{kind: value}` with at most one kind set; None
-    if none is. Raises UserError. `name`: the field that has the value, for errors."""
+    if no kind is set. Raises UserError. `name`: the field with the value, for errors."""
     named = {kind: value for kind, value in fields.items() if not _is_unset(kind, value)}
     strange = sorted(named.keys() - set(KINDS))
     if strange:
@@ -67,8 +67,19 @@ def grammar_spec(fields: Mapping[str, Any], name: str | None = None) -> GrammarS
     return None
 
 
+def fields_of(spec: GrammarSpec) -> dict[str, object]:
+    """The structured_outputs of a request for the grammar of `spec`, without its reasoning; empty
+    for any text. The inverse of `grammar_spec`."""
+    if spec.kind == FREE:
+        return {}
+    if spec.kind == "json_object":
+        return {spec.kind: True}
+    is_text = spec.kind in ("regex", "grammar")
+    return {spec.kind: spec.text if is_text else json.loads(spec.text)}
+
+
 def _is_unset(name: str, value: object) -> bool:
-    # A JSON schema may be false (nothing is valid), which differs from unset.
+    # A JSON schema may be false (nothing is valid), which is not the same as unset.
     return value is None or (value is False and name != "json")
 
 
@@ -95,7 +106,7 @@ def _choice(name: str, value: object) -> GrammarSpec:
     if not isinstance(value, (list, tuple)) or not value:
         raise _bad(f"{name} is {value_text(value)}, it must be a list of at least 1 string")
     if len(value) > MAX_CHOICES:
-        raise _bad(f"{name} has {len(value)} strings, at most {MAX_CHOICES} are taken")
+        raise _bad(f"{name} has {len(value)} strings, at most {MAX_CHOICES} are allowed")
     for choice in value:
         if not isinstance(choice, str) or not choice:
             shown = value_text(choice)
@@ -121,30 +132,30 @@ _SPECS: dict[str, Callable[[str, object], GrammarSpec]] = {
 
 
 def _parsed(name: str, value: object) -> object:
-    """`value`, or the JSON in it if it is a string."""
+    """`value`; a string is parsed as JSON."""
     if not isinstance(value, str):
         return value
     if len(value) > MAX_CHARACTERS:
-        raise _bad(f"{name} has {len(value)} characters, at most {MAX_CHARACTERS} are taken")
+        raise _bad(f"{name} has {len(value)} characters, at most {MAX_CHARACTERS} are allowed")
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise _bad(
-            f"{name} is a string that is no JSON, it must be an object, or its JSON: "
+            f"{name} is a string that is not JSON, it must be an object, or its JSON: "
             f"{error.msg.lower()} at character {error.pos}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise _bad(f"{name} is a string that is no JSON: {error}") from None
+        raise _bad(f"{name} is a string that is not JSON: {error}") from None
 
 
 def _to_json(name: str, value: object) -> str:
-    """Compact JSON in the given order of keys, which is the order of an object's properties.
-    Raises UserError for more than MAX_CHARACTERS before any of the JSON is made."""
+    """Compact JSON in the given key order, which is the order of an object's properties. Raises
+    UserError for more than MAX_CHARACTERS, before it generates any JSON."""
     try:
         if (least := least_characters(value)) > MAX_CHARACTERS:
             raise _bad(
-                f"{name} has at least {least} characters as JSON, at most {MAX_CHARACTERS} "
-                "are taken"
+                f"{name} has at least {least} characters as JSON, at most {MAX_CHARACTERS} are "
+                "allowed"
             )
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError) as error:
@@ -152,7 +163,7 @@ def _to_json(name: str, value: object) -> str:
 
 
 def least_characters(value: object) -> int:
-    """Minimum number of characters of `value` as JSON. Counting stops beyond MAX_CHARACTERS."""
+    """Lower bound of the length of `value` as JSON. Counting stops beyond MAX_CHARACTERS."""
     count, unread = 0, [value]
     while unread:
         entry = unread.pop()

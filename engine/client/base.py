@@ -13,6 +13,7 @@ from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.lora.info import LoRAInfo
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.client.resumption import (
     NoObserver,
     Resumer,
@@ -20,9 +21,7 @@ from engine.client.resumption import (
     fail_poison_request,
     resume_order,
 )
-from engine.client.state import EngineState, Failure, Lost, Running, Starting
-from engine.client.state import Failed as FailedState
-from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.state import EngineState, FailedState, Failure, Lost, Running, Starting
 from engine.client.ttft import Share, merged, tokens_ahead
 from engine.process.child_process import ProcessEnd
 from engine.transport.channels import HIGH_WATER
@@ -55,13 +54,13 @@ SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
 """Timeouts of control calls that move or read weights, or that warm up; seconds."""
 
 CAUSE_GRACE_S = 0.5
-"""Maximum wait for the cause of an engine's end after the end was noticed."""
+"""Maximum wait for the cause of an engine's end after the end was noticed; seconds."""
 
 MAX_RETRY_AFTER_S = 3600
 
 
 class EngineClient(Protocol):
-    """Client of a single engine, or of several engines behind a router. The calls are the same
+    """Client of a single engine, or of several engines behind a router. The interface is the same
     whether an engine runs in another process or in a thread of this process. SingleEngineClient
     documents the methods."""
 
@@ -79,7 +78,8 @@ class EngineClient(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why no engine is left; None while an engine runs."""
+        """Why requests cannot be served: all engines have ended, or an engine ended before all
+        were ready. None otherwise."""
 
     @property
     def is_misconfigured(self) -> bool:
@@ -91,11 +91,12 @@ class EngineClient(Protocol):
 
     @property
     def is_failure_logged(self) -> bool:
-        """Whether the engine reported the failure itself; it has logged it, too."""
+        """Whether the engine has reported the failure itself, and so has already logged it."""
 
     @property
     def lost(self) -> Failure | None:
-        """Why no engine runs, while a crashed engine is being restarted."""
+        """Why no engine runs while a crashed engine is being restarted; None if an engine runs, or
+        if no engine is being restarted."""
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None: ...
 
@@ -111,10 +112,14 @@ class EngineClient(Protocol):
 
     async def close(self) -> None: ...
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+    def add(
+        self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS
+    ) -> RequestOutputQueue:
         """Send a sequence to an engine."""
 
-    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None: ...
+    def check_ttft(
+        self, num_tokens: int, *, priority: int, request_limits: RequestLimits
+    ) -> None: ...
 
     def abort(self, keys: list[int]) -> None: ...
 
@@ -151,6 +156,9 @@ class SingleEngineClient:
         """The latest gauges and counters."""
         self.adapters: Mapping[str, LoRAInfo] = {}
         """Served LoRA adapters, by name."""
+        self._registered: Mapping[str, LoRAInfo] = {}
+        """The adapters that the engine has now, without adapters that it must load again after a
+        crash."""
         self._on_stats: Callable[[EngineStats], None] = _ignore
         self._on_prompt: Callable[[list[bytes]], None] = _ignore
         self._on_failure: Callable[[int, Failure], None] = lambda engine, failure: self.end(failure)
@@ -215,8 +223,8 @@ class SingleEngineClient:
         return self._router.num_waiting_tokens
 
     def silent_s(self) -> float:
-        """Seconds without a message from an engine that has open requests; 0 without open requests,
-        before the engine is ready, and while it is being restarted."""
+        """Seconds since the last message of an engine that has open requests; 0 without open
+        requests, before the engine is ready, and while it is being restarted."""
         is_waiting = self.state.is_running and not self._router.is_empty
         return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 
@@ -233,7 +241,8 @@ class SingleEngineClient:
         raise NotImplementedError
 
     def on_stats(self, observe: Callable[[EngineStats], None] | None) -> None:
-        """Call `observe` with every EngineStats that arrives: each sample is sent only once."""
+        """Call `observe` with every EngineStats that arrives. Skipping an EngineStats would lose
+        samples: the engine sends each sample once."""
         self._on_stats = observe or _ignore
 
     def on_prompt(self, observe: Callable[[list[bytes]], None]) -> None:
@@ -248,11 +257,13 @@ class SingleEngineClient:
         self._resumes, self._observer = True, observer
 
     def on_failure(self, decide: Callable[[int, Failure], None]) -> None:
-        """Call `decide` with the engine's number and the failure when the engine fails, in place of
+        """Call `decide` with the engine's number and the failure when the engine fails, instead of
         ending this client; `decide` is responsible for calling `end`."""
         self._on_failure = decide
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+    def add(
+        self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS
+    ) -> RequestOutputQueue:
         """Send a sequence; sets its key, its timeout and its tenant.
 
         The prompt contains the placeholder tokens of its images; `sampling.n` is ignored. A
@@ -261,24 +272,24 @@ class SingleEngineClient:
         the request waits for the new engine.
 
         Raises Overloaded when too many requests wait or the engine is not ready, EngineDied when
-        the engine has failed, DeadlineExceeded when the deadline of `terms` has passed, and
-        UserError when the request cannot be encoded. Does not wait.
+        the engine has failed, DeadlineExceeded when the deadline of `request_limits` has passed,
+        and UserError when the request cannot be encoded. Does not wait.
         """
         self.state.check(self.progress)
-        timeout_s = terms.timeout_s()
+        timeout_s = request_limits.timeout_s()
         if self._router.is_empty:
             self._heard_at_s = time.monotonic()
         queue = self._router.open(
             request.prompt.nbytes // TOKEN_BYTES,
             is_continuation=request.is_continuation,
-            share=(request.priority, terms.tenant),
+            share=(request.priority, request_limits.tenant),
         )
-        queue.deadline_s = terms.deadline_s
-        request.key, request.timeout_s, request.tenant = queue.key, timeout_s, terms.tenant
+        queue.deadline_s = request_limits.deadline_s
+        request.key, request.timeout_s, request.tenant = queue.key, timeout_s, request_limits.tenant
         if self._resumes:
             queue.message = request
         try:
-            # While the engine is being restarted, the request waits to be sent by `_resumer`.
+            # While the engine is being restarted, `_resumer` sends the request later.
             sent = self.state.is_lost or self._send(request)
         except (TypeError, ValueError) as error:
             self._router.discard(queue.key)
@@ -288,14 +299,14 @@ class SingleEngineClient:
             raise Overloaded(f"The engine has left {HIGH_WATER} messages unread.")
         return queue
 
-    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
+    def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
         """Raise Overloaded if the expected time to first token of a prompt of `num_tokens` exceeds
-        max_ttft_s. Call it before `add` if there is such a limit."""
-        check_ttft(self.ttft_s(num_tokens, (priority, terms.tenant)), self._max_ttft_s)
+        max_ttft_s. The caller checks before `add` if the limit is set."""
+        check_ttft(self.ttft_s(num_tokens, (priority, request_limits.tenant)), self._max_ttft_s)
 
     def ttft_s(self, num_tokens: int, share: Share) -> float:
-        """Expected time to first token of a prompt of `num_tokens`, in seconds; 0 if no tokens wait
-        before it, the engine has not measured its prefill rate yet, or there is no max_ttft_s."""
+        """Expected time to first token of a prompt of `num_tokens`, in seconds; 0 if no tokens are
+        queued before it, the engine has not measured its prefill rate yet, or max_ttft_s is 0."""
         stats = self.stats
         if self._router.shares is None or not stats.prefill_tokens_per_s:
             return 0.0
@@ -349,8 +360,8 @@ class SingleEngineClient:
         self._fail(Failure(message, is_config))
 
     def end(self, failure: Failure) -> None:
-        """End all open requests and control calls with `failure`; if the engine crashed before and
-        reported the cause itself, with the reported cause. Only the first call counts."""
+        """End all open requests and control calls with `failure`, or with the cause that a crashed
+        engine reported itself. Only the first call counts."""
         failure = self.state.cause(failure)
         self.state.settle()
         if not self.state.has_failed:
@@ -398,7 +409,10 @@ class SingleEngineClient:
         return self.state.is_pending
 
     def set_exit_cause(self, end: ProcessEnd) -> None:
-        """Handle the end of an engine process that the launcher restarts; `end` is the cause."""
+        """Handle the end of an engine process that the launcher restarts; `end` is the cause. A
+        late call, when the next process already takes requests, has no effect."""
+        if self.state.is_running and self.pid not in (0, end.pid):
+            return
         failure = Failure(end.description, is_external=end.is_external)
         self._lose(failure)
         self.state.explain(failure)
@@ -408,7 +422,7 @@ class SingleEngineClient:
     def _reload_adapters(self) -> None:
         """Load the adapters that the crashed engine had loaded at run time, then resume."""
         missing = [
-            adapter for name, adapter in self.state.adapters.items() if name not in self.adapters
+            adapter for name, adapter in self.state.adapters.items() if name not in self._registered
         ]
 
         async def reload() -> None:
@@ -434,6 +448,7 @@ class SingleEngineClient:
         self.has_hung = False
         pause = lost.pause()
         self.state = Running(lost.report())
+        self.adapters = self._registered
         self._resumer.adopt(self.queues, self._router)
         self._observer.engine_restored(self, pause)
 
@@ -463,7 +478,9 @@ class SingleEngineClient:
         elif isinstance(message, Reply):
             self._answer(message)
         elif isinstance(message, Adapters):
-            self.adapters = {info.name: info for info in message.infos}
+            self._registered = {info.name: info for info in message.infos}
+            # A request for an adapter that will be loaded again is accepted meanwhile.
+            self.adapters = {**self.state.adapters, **self._registered}
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, Ready):
@@ -516,4 +533,4 @@ def check_ttft(expected_s: float, max_ttft_s: float) -> None:
 
 
 def _ignore(_: object) -> None:
-    """An observer of values that nobody needs."""
+    """Observer that does nothing."""

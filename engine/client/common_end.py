@@ -8,9 +8,9 @@ from engine.client.state import Failure
 
 
 class FailurePropagation:
-    """Ends the clients of all engines when the first engine ends. If an engine ends, collectives of
-    the other engines fail, and their failures may arrive first: a failure that may be a consequence
-    waits CAUSE_GRACE_S for the cause."""
+    """Ends the clients of all engines when the first engine ends. The end of an engine makes
+    collectives in the other engines fail, and their failures may arrive first. A failure that may
+    be a consequence is therefore reported after CAUSE_GRACE_S, unless the cause arrives before."""
 
     def __init__(self, engines: Sequence[SingleEngineClient]) -> None:
         self._engines = engines
@@ -44,7 +44,7 @@ class FailurePropagation:
         message = failure.message
         if not failure.is_config:
             message = (
-                f"engine {number} has ended, and the others with it, since they share experts: "
+                f"engine {number} has ended, and all engines with it, since they share experts: "
                 f"{message}"
             )
         self.end(failure._replace(message=message, is_logged=failure.is_config))

@@ -57,7 +57,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 COUPLED_STOP_S = 2.0
-"""Time that an engine has to stop after another engine of its coupled group has ended."""
+"""Time for an engine to stop after another engine of its coupled group has ended."""
 
 
 def launch(
@@ -77,8 +77,8 @@ def launch(
     engines on other hosts present to this engine.
 
     `on_exit` is called on another thread when the process ends without `close`. `command` replaces
-    the engine's command line. Raises ConfigError if the execution mode is not possible or there are
-    too few cards.
+    the engine's command line. Raises ConfigError if the device does not support the execution mode
+    or there are too few cards.
     """
     # Checked here so that the caller gets the error; the engine repeats the check and logs the
     # reason.
@@ -110,7 +110,7 @@ def front_end_endpoints(
 
 
 class EngineProcesses:
-    """The engine processes of this host: started together, watched, stopped together."""
+    """Starts, watches and stops the engine processes of this host."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class EngineProcesses:
         on_restart: Callable[[int, ProcessEnd], None] = lambda engine, end: None,
     ) -> None:
         """Start the engines with `launch`. `on_exit` is called with the number of an engine that
-        has ended and a description of the end. An engine that has been ready is restarted in place
-        of that call, at most `max_restarts` times in a row, each at most `max_wait_s` after the
-        end, and `on_restart` is called. Coupled engines are never restarted."""
+        has ended and a description of the end. An engine that has been ready is restarted instead,
+        at most `max_restarts` times in a row and at most `max_wait_s` after each end, and
+        `on_restart` is called. Coupled engines are never restarted."""
         config = share_cores(config)
         self._start = partial(
             launch,
@@ -185,14 +185,15 @@ class EngineProcesses:
         wait_s = self._limits[engine].wait_s(is_misconfigured=is_misconfigured)
         if wait_s is not None:
             self._on_restart(engine, end)
-            # On another thread: `_restart` joins the watcher of this process, which is this thread.
+            # Restart on another thread: `_restart` joins the watcher of this process, which is this
+            # thread.
             restart = partial(self._restart, engine, end.description, wait_s)
             threading.Thread(target=restart, daemon=True).start()
             return
         self._on_exit(engine, end.description)
         if self.are_coupled:
-            # The other engines wait for this engine's devices, possibly forever. On another thread:
-            # `close` joins the watcher of this process, which is this thread.
+            # The other engines may block forever in collectives with the ended engine. Closed on
+            # another thread: `close` joins the watcher of this process, which is this thread.
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
     def _restart(self, engine: int, reason: str, wait_s: float) -> None:

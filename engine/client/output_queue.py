@@ -16,12 +16,20 @@ from engine.transport.messages import AddRequest, Finish, Resumption, StepOutput
 from hpu.protocol import TOKEN_BYTES, Logprobs
 
 MIN_TIMEOUT_S = 1e-3
+MAX_READ_VALUES = 1_000
+"""Maximum tokens and log-probabilities that `get` returns at once: 5 ms of the event loop,
+including their JSON encoding for a stream."""
+UNREAD_TOKEN_BYTES = 36
+UNREAD_PART_BYTES = 1_200
+"""Memory of an unread token, and of a Logprobs object without its arrays."""
 
 
 class Update(msgspec.Struct, gc=False):
     """All output that arrived since the queue was last read."""
 
     tokens: list[int] = []
+    num_merged: int = 0
+    """Number of steps merged into this update after the first step with tokens."""
     logprobs: list[Logprobs] = []
     prompt_logprobs: list[Logprobs] = []
     vectors: tuple[int, memoryview] | None = None
@@ -30,10 +38,46 @@ class Update(msgspec.Struct, gc=False):
     """Set once, when the request is first scheduled."""
     finish: Finish | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of the tokens and their log-probabilities."""
+        num_bytes = UNREAD_TOKEN_BYTES * len(self.tokens)
+        for part in self.logprobs[-1:]:
+            num_bytes += (UNREAD_PART_BYTES + 2 * part.ids.nbytes) * len(self.logprobs)
+        return num_bytes
+
+    def take_first(self) -> "Update":
+        """Remove and return the first MAX_READ_VALUES tokens and log-probabilities, but at least
+        one step's; returns the update itself if it holds no more."""
+        num_tokens, num_parts = MAX_READ_VALUES, 0
+        if self.logprobs:
+            num_tokens = num_values = 0
+            for part in self.logprobs:
+                num_values += part.ids.nbytes // TOKEN_BYTES
+                if num_parts and num_values > MAX_READ_VALUES:
+                    break
+                num_tokens += part.ranks.nbytes // TOKEN_BYTES
+                num_parts += 1
+        if num_tokens >= len(self.tokens):
+            return self
+        first = Update(
+            self.tokens[:num_tokens],
+            max(0, min(self.num_merged, num_tokens - 1)),
+            self.logprobs[:num_parts],
+            self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+        # In place: copying the rest for each part would take seconds for a long output.
+        del self.tokens[:num_tokens]
+        del self.logprobs[:num_parts]
+        self.num_merged = max(0, self.num_merged - num_tokens)
+        self.prompt_logprobs, self.num_cached_tokens = [], None
+        return first
+
 
 class RequestOutputQueue:
-    """The output of a request, for a single reader. Unread updates are merged, so a slow reader has
-    no backlog."""
+    """The output of a request, for a single reader. Unread updates are merged, so that a slow
+    reader reads few updates."""
 
     __slots__ = (
         "_failure",
@@ -57,7 +101,7 @@ class RequestOutputQueue:
         self.key = key
         self.share = share
         self.deadline_s: float | None = None
-        """Deadline of the request (see RequestTerms.deadline_s)."""
+        """Deadline of the request (see RequestLimits.deadline_s)."""
         self.num_waiting_tokens = num_waiting_tokens
         """Prompt tokens that wait to be scheduled; -1 once the request was scheduled or closed."""
         self.has_started = False
@@ -84,17 +128,27 @@ class RequestOutputQueue:
         self._reader: asyncio.Future[None] | None = None
 
     async def get(self) -> Update:
-        """Wait for an update and take it. Raises EngineDied after the last update if the engine
-        died; after an update with `finish`, no update follows."""
+        """Wait for an update and return it. A long update is returned in parts; the event loop runs
+        between the parts. Raises EngineDied after the last update if the engine died. An update
+        with `finish` is the last."""
+        if self._update is not None:
+            await asyncio.sleep(0)
         while self._update is None:
             if self._failure is not None:
                 raise EngineDied(self._failure)
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        update, self._update = self._update, None
+        update = self._update.take_first()
+        if update is self._update:
+            self._update = None
         if update.finish is not None:
             self._failure = f"request {self.key} has ended ({update.finish.reason})"
         return update
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Estimated memory of the unread tokens and their log-probabilities."""
+        return 0 if self._update is None else self._update.num_bytes
 
     def unread(self) -> Update:
         """The unread update, which the caller extends; wakes the reader."""
@@ -110,9 +164,19 @@ class RequestOutputQueue:
 
     def add_tokens(self, tokens: list[int]) -> None:
         """Add sampled tokens to the unread update."""
-        self.unread().tokens += tokens
+        update = self.unread()
+        if update.tokens:
+            update.num_merged += 1
+        update.tokens += tokens
         if self.message is not None:
             self._output.extend(tokens)
+
+    def add_logprobs(self, logprobs: Logprobs) -> None:
+        """Add log-probabilities of sampled tokens to the unread update. The first entry is a view
+        of the received message; later entries are copied, so that they do not keep messages with
+        the output of all requests alive."""
+        parts = self.unread().logprobs
+        parts.append(_copied(logprobs) if parts else logprobs)
 
     def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
         """Add log-probabilities of prompt positions to the unread update."""
@@ -133,7 +197,7 @@ class RequestOutputQueue:
         )
         timeout_s = self.message.timeout_s
         if self.deadline_s is not None:
-            # The engine reports a deadline that has passed.
+            # Not below the minimum: the engine fails the request if its deadline has passed.
             timeout_s = max(self.deadline_s - time.perf_counter(), MIN_TIMEOUT_S)
         return msgspec.structs.replace(
             self.message, key=self.key, resumption=resumption, timeout_s=timeout_s
@@ -144,6 +208,16 @@ class RequestOutputQueue:
             if not self._reader.done():
                 self._reader.set_result(None)
             self._reader = None
+
+
+def _copied(logprobs: Logprobs) -> Logprobs:
+    ids, values, ranks = logprobs.ids, logprobs.values, logprobs.ranks
+    return Logprobs(
+        logprobs.k,
+        memoryview(ids.tobytes()),
+        memoryview(values.tobytes()),
+        memoryview(ranks.tobytes()),
+    )
 
 
 class OutputRouter:
@@ -186,7 +260,7 @@ class OutputRouter:
                 queue.add_prompt_logprobs(prompt_logprobs)
         for key, logprobs in output.logprobs:
             if (queue := queues.get(key)) is not None:
-                queue.unread().logprobs.append(logprobs)
+                queue.add_logprobs(logprobs)
         for key, num_rows, data in output.vectors:
             if (queue := queues.get(key)) is not None:
                 queue.unread().vectors = (num_rows, data)

@@ -7,8 +7,8 @@ class QueueLimits:
     """Counts and limits of a front end's waiting requests, over all of its engines.
 
     With `fair_share`, a full queue still admits a tenant up to its share, which is the limit
-    divided by the number of tenants with waiting requests: a tenant that fills the queue does not
-    lock other tenants out. At most limit * (1 + 1/2 + 1/3 + ...) requests wait in total.
+    divided by the number of tenants with waiting requests, so that a tenant that fills the queue
+    does not lock other tenants out. At most limit * (1 + 1/2 + 1/3 + ...) requests wait in total.
     """
 
     def __init__(
@@ -19,7 +19,7 @@ class QueueLimits:
         self._num_requests = 0
         self._num_tokens = 0
         self._tenants: dict[int, list[int]] | None = {} if fair_share else None
-        """[requests, tokens] that wait, for each tenant with waiting requests."""
+        """[waiting requests, waiting prompt tokens] of each tenant with waiting requests."""
 
     def enter(self, num_tokens: int, *, is_continuation: bool = False, tenant: int = 0) -> None:
         """Count a request with `num_tokens` prompt tokens as waiting. Raises Overloaded when too
@@ -58,12 +58,12 @@ class QueueLimits:
         max_requests = max(1, self._max_requests // num_tenants)
         if num_requests >= max_requests and self._num_requests >= self._max_requests:
             raise Overloaded(
-                f"{num_requests} requests{whose} are waiting, and at most {max_requests} may."
+                f"{num_requests} requests{whose} are waiting, at most {max_requests} may wait."
             )
         max_tokens = self._max_prompt_tokens // num_tenants
         is_full = self._num_tokens + num_tokens > self._max_prompt_tokens
         if num_waiting + num_tokens > max_tokens and is_full:
             raise Overloaded(
                 f"{num_waiting} prompt tokens{whose} are waiting and this request has "
-                f"{num_tokens}, and at most {max_tokens} may wait."
+                f"{num_tokens}, at most {max_tokens} may wait."
             )

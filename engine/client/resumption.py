@@ -1,5 +1,5 @@
-"""Resumption of the requests of a crashed engine: the order, the search for a request that crashes
-engines again and again (a poison request), and sending to the new engine."""
+"""Resumption of the requests of a crashed engine: resume order, detection of the poison request (a
+request that repeatedly crashes engines), and sending to the new engine."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -10,9 +10,9 @@ from engine.client.state import Pause
 from engine.transport.messages import AddRequest
 
 MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
-"""Consecutive crashes with a request as the only suspect before the request is failed. The second
-limit applies if another process killed the engine (operator, OOM killer) in any of these crashes:
-two such kills may hit the same request by chance."""
+"""Number of consecutive crashes after which a request that was the only suspect in each of them is
+failed. The second limit applies if another process killed the engine (operator, OOM killer) in any
+of these crashes: two such kills may hit the same request by chance."""
 
 Client = TypeVar("Client", contravariant=True)
 
@@ -25,7 +25,7 @@ class ResumptionObserver(Protocol[Client]):
         request was failed."""
 
     def engine_restored(self, client: Client, pause: Pause) -> None:
-        """The engine of `client` was replaced and its requests are resumed."""
+        """The engine of `client` was replaced, and its requests are being resumed."""
 
 
 class NoObserver:
@@ -42,21 +42,22 @@ class Resumer:
     """Queue of requests to resume on an engine."""
 
     def __init__(self, router: OutputRouter, send: Callable[[AddRequest], bool]) -> None:
-        """`send` returns False while the engine takes no more messages."""
+        """`send` returns False while the engine accepts no more messages."""
         self._router = router
         self._send = send
         self._unsent: deque[RequestOutputQueue] = deque()
 
     def adopt(self, queues: Iterable[RequestOutputQueue], before: OutputRouter) -> None:
-        """Send open requests of a crashed engine in this order; `before` is the router of that
-        engine."""
+        """Take over open requests of a crashed engine, in this order, and send them; `before` is
+        the router of that engine."""
         for queue in queues:
             before.move(queue, self._router)
             self._unsent.append(queue)
         self.proceed()
 
     def withdraw(self) -> None:
-        """Handle a crash of this engine: unsent requests wait in its router for `adopt`."""
+        """Handle a crash of this engine: drop the send queue. Unsent requests stay in its router
+        for `adopt`."""
         self._unsent.clear()
 
     @property
@@ -65,13 +66,13 @@ class Resumer:
         return not self._unsent
 
     def proceed(self) -> None:
-        """Send as many requests as the engine takes now. Call it after each StepOutput of the
+        """Send as many requests as the engine accepts now. Call it after each StepOutput of the
         engine."""
         while self._unsent and self._resume(self._unsent[0]):
             self._unsent.popleft()
 
     def _resume(self, queue: RequestOutputQueue) -> bool:
-        """Send the request; True if it was sent or has ended."""
+        """Send the request; True if it was sent or has already ended."""
         if not self._router.is_open(queue):
             return True
         try:
@@ -119,15 +120,15 @@ def fail_poison_request(router: OutputRouter, *, is_external: bool) -> bool:
     if cause is not None:
         router.finish(
             cause,
-            f"the engine died {cause.num_deaths} times while it computed this request, which "
-            "is not tried again",
+            f"the engine died {cause.num_deaths} times while it computed this request, which is "
+            "not retried",
         )
     return cause is not None
 
 
 def resume_order(queue: RequestOutputQueue) -> tuple[int, int]:
     """Sort key for resuming requests: requests that had started, then suspects (which the engine
-    starts one at a time), then requests that never started.
+    runs one at a time), then requests that never started.
 
     Suspects with fewer crashes go first, so that a crash with an unrelated cause is not counted
     against the same request twice.

@@ -13,9 +13,9 @@ from config.lora.info import LoRAInfo
 from engine.client.base import SingleEngineClient, check_ttft
 from engine.client.common_end import FailurePropagation
 from engine.client.output_queue import RequestOutputQueue
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.client.resumption import ResumptionObserver
 from engine.client.state import Failure, Pause
-from engine.client.terms import NO_TERMS, RequestTerms
 from engine.client.ttft import Share
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.transport.messages import (
@@ -35,24 +35,24 @@ from hpu.protocol import TOKEN_BYTES
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
 """An engine is clearly busier than another engine if it has more than BUSY_RATIO times as many
-tokens in hand, and at least BUSY_TOKENS more in addition to the tokens that its longer cached
-prefix saves."""
+tokens in hand (see `tokens_in_hand`), and at least BUSY_TOKENS more in addition to the tokens that
+its longer cached prefix saves."""
 
 MAX_BLOCKS = 1024
-"""Maximum number of leading blocks of a prompt that are hashed; takes less than a millisecond on
-the event loop."""
+"""Maximum number of leading prompt blocks to hash; less than a millisecond on the event loop."""
 MAX_CACHED_BLOCKS = 65_536
 """Maximum number of block hashes kept for each engine."""
 
 FULL_SHARE = 0.5
-"""Share of an engine's KV cache, filled by prompts, above which a prefix match of less than half of
+"""Share of an engine's KV cache filled by prompts above which a prefix match of less than half of
 the prompt no longer wins over an engine that is filled less than half as much. The rest of the
-cache is for outputs, which the router cannot see."""
+cache is headroom for outputs, which the router cannot see."""
 
 PREFIX, BUSY, ROOM, LOAD = REASONS = ("prefix", "busy", "room", "load")
 """Reasons for choosing an engine. PREFIX: longest cached prefix. BUSY: the engine with the longest
 prefix is clearly busier. ROOM: the engine with the longest prefix has a full cache and only a short
-match. LOAD: no engine has a prefix cached, and this engine has the fewest tokens in hand."""
+match. LOAD: no engine has cached a prefix; this engine has the fewest waiting and running tokens
+(Candidate.tokens_in_hand)."""
 
 
 class CachedPrefixes:
@@ -101,7 +101,7 @@ class Candidate:
     tokens_in_hand: int
     """Waiting prompt tokens, and tokens in the KV cache of running requests."""
     num_routed: int = 0
-    """Requests that were routed to the engine before."""
+    """Requests routed to the engine so far; breaks ties."""
     fill: float = 0.0
     """CachedPrefixes.fill."""
 
@@ -111,8 +111,8 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
     REASONS.
 
     The engine with the longest cached prefix is chosen, unless it is clearly busier than the engine
-    with the fewest tokens in hand, or its cache is full and another engine's cache has room
-    (FULL_SHARE).
+    with the fewest waiting and running tokens (BUSY_TOKENS), or less than half of the request is
+    cached and another engine's cache has much more room (FULL_SHARE).
     """
     indices = range(len(candidates))
 
@@ -130,8 +130,8 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
         return idlest, BUSY
     fill = candidates[nearest].fill
     if fill > FULL_SHARE and 2 * longest < num_tokens:
-        # Such a prefix is mostly a system prompt: once every engine has cached it, only the load
-        # counts.
+        # Such a prefix is mostly a system prompt. Once every engine has cached it, only the load
+        # matters.
         with_room = [i for i in indices if 2 * candidates[i].fill < fill]
         if with_room:
             return min(with_room, key=load), ROOM
@@ -168,13 +168,14 @@ class RouterClient:
         self._stats = EngineStats()
         self._observer: ResumptionObserver[SingleEngineClient] | None = None
         self._stats_of: list[EngineStats] = []
-        """The stats that `_stats` sums."""
+        """The stats of the living engines that `_stats` sums; `_stats` is recomputed when they
+        change."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
         self._common_end = FailurePropagation(engines) if are_coupled else None
         self._present = tuple(engine for engine in engines if engine.failure is None) or engines
-        """Engines that had not failed when this client was created; all engines if all had failed.
-        """
+        """Engines that had not failed when this client was created; all engines if all had
+        failed."""
 
     @property
     def engines(self) -> Sequence[SingleEngineClient]:
@@ -248,7 +249,7 @@ class RouterClient:
 
     @property
     def stats(self) -> EngineStats:
-        """Sums over the living engines (see `summed`)."""
+        """Sums over the living engines (see `summed`), cached until an engine reports new stats."""
         parts = [engine.stats for engine in self.living]
         if len(parts) != len(self._stats_of) or any(
             part is not before for part, before in zip(parts, self._stats_of, strict=True)
@@ -277,7 +278,7 @@ class RouterClient:
             engine.resume(self)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Resume the requests of `client` on other engines."""
+        """Resume the requests of `client` on other engines and notify the observer."""
         assert self._observer is not None
         self._observer.engine_lost(client, has_poison=has_poison)
         self._prefixes[client.engine].clear()
@@ -285,8 +286,8 @@ class RouterClient:
             self._hand_over(client, queue)
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
-        """Use the restarted engine again, also for requests of engines that are still being
-        restarted."""
+        """Notify the observer, and move the requests of engines that are still being restarted to a
+        running engine."""
         assert self._observer is not None
         for other in self._engines:
             if other.lost is not None and not other.is_crash_pending:
@@ -324,10 +325,12 @@ class RouterClient:
         assert ready is not None, "an engine has no Ready after it was waited for"
         return ready
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> RequestOutputQueue:
+    def add(
+        self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS
+    ) -> RequestOutputQueue:
         """Like SingleEngineClient.add, on the engine that `choose` selects."""
-        engine, reason, hashes = self._route(request, (request.priority, terms.tenant))
-        queue = engine.add(request, terms)
+        engine, reason, hashes = self._route(request, (request.priority, request_limits.tenant))
+        queue = engine.add(request, request_limits)
         self._prefixes[engine.engine].add(hashes)
         self._num_routed[engine.engine] += 1
         self.on_route(engine.engine, reason)
@@ -340,7 +343,8 @@ class RouterClient:
 
     async def control(self, name: str, **arguments: Any) -> Any:
         """Like SingleEngineClient.control, on all running engines; returns the `combined` answers.
-        Raises the first error, after all engines have answered."""
+        Waits for all engines, then raises the first error; the death of an engine is no error if
+        another engine has answered."""
         living = [engine for engine in self.living if engine.lost is None]
         living = living or self.living or list(self._engines)
         calls = (engine.control(name, **arguments) for engine in living)
@@ -362,9 +366,9 @@ class RouterClient:
         for engine in self._engines:
             engine.fail(message, is_config=is_config)
 
-    def check_ttft(self, num_tokens: int, *, priority: int, terms: RequestTerms) -> None:
+    def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
         """Like SingleEngineClient.check_ttft, with the smallest expected time of all engines."""
-        share, engines = (priority, terms.tenant), self._routable
+        share, engines = (priority, request_limits.tenant), self._routable
         check_ttft(
             min((engine.ttft_s(num_tokens, share) for engine in engines), default=0.0),
             self._max_ttft_s,
@@ -420,7 +424,7 @@ def tokens_in_hand(engine: SingleEngineClient, block_size: int) -> int:
     """Prompt tokens that wait for `engine`, and tokens in the KV cache of its running requests.
 
     The engine reports its waiting tokens over all front ends with each step. The report may lack
-    tokens that this front end has sent since, so the maximum of both counts is taken.
+    tokens that this front end has sent since, so the larger count is used.
     """
     stats = engine.stats
     waiting = max(stats.waiting_prompt_tokens, engine.num_waiting_tokens)
@@ -452,9 +456,9 @@ def combined_sleep(states: Sequence[str]) -> str:
 
 
 def combined(name: str, values: Sequence[Any]) -> Any:
-    """Combined answer of several engines to control `name`: sums of launch shapes, `combined_sleep`
-    of sleep states; otherwise the answer itself if all answers are equal, else the list of answers.
-    """
+    """Combine the answers of several engines to control `name`: sums of launch shapes,
+    `combined_sleep` of sleep states; otherwise the common answer if all answers are equal, else the
+    list of answers."""
     if name == "shapes":
         return _summed_shapes(values)
     if name in (SLEEP, WAKE_UP, "sleep_state"):
@@ -463,8 +467,8 @@ def combined(name: str, values: Sequence[Any]) -> Any:
 
 
 def _summed_shapes(reports: Iterable[Sequence[Sequence[Any]]]) -> list[list[Any]]:
-    """Sums of StepStats.shapes over several engines: adds the counts that follow (phase, batch,
-    query, blocks)."""
+    """Sums of StepStats.shapes over several engines: entries with equal (phase, batch, query,
+    blocks) are added."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for report in reports:
         for shape in report:

@@ -1,4 +1,4 @@
-"""States of an engine, as its client knows them: Starting, Running, Lost and Failed."""
+"""States of an engine as its client sees them: Starting, Running, Lost and FailedState."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class Pause(NamedTuple):
 
 
 class EngineState:
-    """State of an engine. The values here belong to an engine that takes no requests."""
+    """State of an engine. The defaults describe an engine that accepts no requests."""
 
     ready: Ready | None = None
     """The engine's report at the end of its start-up; None until it accepts requests."""
@@ -52,7 +52,7 @@ class EngineState:
     has_profile = False
     """Whether the engine has ended with a ProfileWritten."""
     is_failure_logged = False
-    """Whether the engine reported the failure itself; it has logged it, too."""
+    """Whether the engine has reported the failure itself, and so has already logged it."""
     is_running = False
     """Whether requests can be sent."""
     is_lost = False
@@ -67,8 +67,8 @@ class EngineState:
     """Whether the engine has crashed and the cause is not known yet."""
 
     def check(self, progress: Progress | None) -> None:
-        """Raise EngineDied if the engine has failed, Overloaded with its `progress` if it starts
-        for the first time."""
+        """Raise EngineDied if the engine has failed, or Overloaded with its `progress` during its
+        first start-up."""
 
     def check_running(self) -> None:
         """Raise Overloaded while the engine is being restarted."""
@@ -87,30 +87,30 @@ class EngineState:
         return failure
 
     def pause(self) -> "Pause":
-        """The interruption that ends now."""
+        """The interruption from the crash until now. Only for a lost engine."""
         raise AssertionError("an engine that was not lost is restored")
 
     def explain(self, failure: Failure) -> None:
-        """Note the cause of a crash, unless the engine has reported the cause itself."""
+        """Set the cause of a crash, unless the engine has reported the cause itself."""
 
     def settle(self) -> None:
-        """Stop to wait for the cause of a crash."""
+        """Stop waiting for the cause of a crash."""
 
 
 class Starting(EngineState):
-    """Before the first start-up has ended."""
+    """The engine has not finished its first start-up."""
 
     def check(self, progress: Progress | None) -> None:
         doing = f" ({progress.text})" if progress else ""
         raise Overloaded(
-            f"The engine is starting{doing}, it takes no requests yet.",
+            f"The engine is starting{doing}, it accepts no requests yet.",
             retry_after_s=RETRY_AFTER_S,
             type="server_error",
         )
 
 
 class Running(EngineState):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     is_running = True
 
@@ -122,8 +122,8 @@ class Running(EngineState):
 
 
 class Lost(EngineState):
-    """The engine has crashed. Its requests are kept, and new requests are accepted, for the engine
-    that replaces it."""
+    """The engine has crashed and is being replaced. Its requests are kept for the new engine, and
+    new requests are still accepted."""
 
     is_lost = True
 
@@ -145,7 +145,7 @@ class Lost(EngineState):
         )
 
     def on_ready(self, ready: Ready) -> EngineState:
-        # The requests are resumed first.
+        # Stay in this state: requests of the crashed engine are resumed before new requests start.
         self.ready = ready
         return self
 
@@ -156,7 +156,7 @@ class Lost(EngineState):
         return self.lost if self.lost.is_logged else failure
 
     def wait_for_cause(self, timer: asyncio.TimerHandle) -> None:
-        """The cause is not known until `settle`, or until `timer` ends."""
+        """Mark the cause as unknown until `settle` is called; `settle` cancels `timer`."""
         self.is_pending = True
         self._timer = timer
 
@@ -173,7 +173,7 @@ class Lost(EngineState):
             self.lost = failure
 
 
-class Failed(EngineState):
+class FailedState(EngineState):
     """The engine has ended for good."""
 
     has_failed = True

@@ -17,8 +17,9 @@ def tokens_ahead(
 ) -> int:
     """Waiting prompt tokens that are computed before a new prompt of `num_tokens`.
 
-    All tokens with a smaller or equal priority value count. `fair_share` caps the tokens of each
-    other tenant of equal priority at the tokens of the own tenant, including the new prompt.
+    All tokens with a smaller or equal priority value count. With `fair_share`, each other tenant of
+    equal priority counts at most as many tokens as the requesting tenant has, including the new
+    prompt.
     """
     priority, tenant = own
     most = waiting.get(own, 0) + num_tokens

@@ -6,14 +6,20 @@ from collections.abc import Callable
 from engine.client.base import SingleEngineClient
 from engine.client.queue_limits import QueueLimits
 from engine.client.state import Failure
-from engine.transport.channels import RouterSocket, ZmqContext, rejection_warning
+from engine.transport.channels import (
+    RouterSocket,
+    ZmqContext,
+    process_of,
+    rejection_warning,
+)
 from engine.transport.messages import FromEngine, Hello, Ready, ToEngine
 
 SOCKETS_PER_ENGINE = 2
-"""An engine connects a receiving and a sending socket."""
+"""Connections per engine: a receiving and a sending socket."""
 
+DISCONNECTED = "the engine has disconnected"
 DISCONNECT_GRACE_S = 1.0
-"""Time in which a more precise reason (the exit code) may arrive after a disconnect."""
+"""Wait after a disconnect for a more precise reason (the exit code)."""
 
 
 class ZmqClient(SingleEngineClient):
@@ -51,8 +57,8 @@ class ZmqClient(SingleEngineClient):
 
     async def start(self) -> None:
         """Listen for the engine. Raises ConfigError when the address is not available."""
-        # Accept no other connections once the engine has connected, unless a restarted engine may
-        # have to connect later.
+        # Once the engine has connected, accept no other connections, unless a restarted engine may
+        # connect later.
         num_peers = 0 if self._resumes else SOCKETS_PER_ENGINE
         self._socket = self._context.bind_router(self._endpoint, FromEngine, num_peers=num_peers)
         self._socket.listen(self._receive_from, self._on_disconnect, self._reject)
@@ -77,6 +83,9 @@ class ZmqClient(SingleEngineClient):
 
     def _receive_from(self, peer: bytes, message: FromEngine) -> None:
         if isinstance(message, Hello):
+            if self._resumes and self._engine not in (None, peer):
+                # The engine was restarted before this process noticed the disconnect.
+                self._lose_engine()
             # The engine sends Hello on its receiving socket; its other socket only sends.
             self._engine, self.pid = peer, message.pid
         elif isinstance(message, Ready):
@@ -91,12 +100,15 @@ class ZmqClient(SingleEngineClient):
         self._rejected.add()
         self._on_rejected_peer()
 
-    def _on_disconnect(self) -> None:
-        failure = Failure("the engine has disconnected", is_external=None)
+    def _on_disconnect(self, peer: bytes) -> None:
+        failure = Failure(DISCONNECTED, is_external=None)
         # An engine that was never ready is not restarted.
         if not self._resumes or self.ready is None:
             asyncio.get_running_loop().call_later(DISCONNECT_GRACE_S, self._lose, failure)
-            return
+        elif self._engine is None or process_of(peer) == process_of(self._engine):
+            self._lose_engine()
+
+    def _lose_engine(self) -> None:
         # A restarted engine sends Hello and Ready again.
         self._engine = self._early_ready = None
-        self._lose(failure)
+        self._lose(Failure(DISCONNECTED, is_external=None))

@@ -15,12 +15,11 @@ from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
 MAX_PENDING = 64
-"""Maximum number of adapters that wait to be read; more only for clients with less than their
-share."""
+"""Maximum number of queued adapters; a client below its fair share may exceed it."""
 
 
 class AdapterReader:
-    """Reads and checks adapters, on the caller's thread or on a thread of its own."""
+    """Reads and checks adapters, on the calling thread or on its own thread."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -54,8 +53,8 @@ class AdapterReader:
         return extra_targets(self._config.lora, self._base, self._config.download_dir)
 
     def submit(self, adapter: NamedAdapter, client: str) -> "Future[LoRAInfo]":
-        """Read an adapter on the reader's thread, in the turn of `client`. Raises Overloaded.
-        Cancel the future to take the adapter out of the queue."""
+        """Read an adapter on the reader's thread, queued fairly among clients. Raises Overloaded.
+        Cancel the future to remove the adapter from the queue."""
         with client_of_task(client):
             return self._threads.submit(self.read, adapter)
 

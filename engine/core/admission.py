@@ -1,4 +1,4 @@
-"""Admission: checks that a request can run."""
+"""Admission: checks whether a request can run."""
 
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -32,14 +32,16 @@ class Admission:
         self._resources = resources
 
     def refusal(self, message: AddRequest) -> Refusal | None:
-        """Why the engine does not accept a request, with the numbers that disagree; None if it
-        does."""
+        """Why the engine rejects a request, with the numbers that disagree; None if it accepts the
+        request."""
         error = _model_error(message, self._limits)
         if error is not None:
             return Refusal(error)
         num_waiting = len(self._scheduler.waiting)
         if message.resumption is None and num_waiting >= self._max_queue_len:
-            return Refusal(f"{num_waiting} requests wait, at most {self._max_queue_len} may")
+            return Refusal(
+                f"{num_waiting} requests are waiting, at most {self._max_queue_len} may wait"
+            )
         for resource in self._resources:
             refusal = resource.refusal(message)
             if refusal is not None:
@@ -48,10 +50,10 @@ class Admission:
 
 
 def _model_error(message: AddRequest, limits: ModelLimits) -> str | None:
-    """Why the model cannot take a request; None if it can."""
+    """Why the model cannot run a request; None if it can."""
     num_bytes = message.prompt.nbytes
     if num_bytes % TOKEN_BYTES:
-        return f"the prompt has {num_bytes} bytes, which is no multiple of {TOKEN_BYTES}"
+        return f"the prompt has {num_bytes} bytes, which is not a multiple of {TOKEN_BYTES}"
     num_tokens = num_bytes // TOKEN_BYTES
     if num_tokens == 0:
         return "the prompt has 0 tokens, it must have at least 1"
@@ -65,16 +67,19 @@ def _model_error(message: AddRequest, limits: ModelLimits) -> str | None:
     max_token = int(np.frombuffer(message.prompt, dtype="<u4").max())
     num_ids = limits.prompt_vocab_size or limits.vocab_size
     if max_token >= num_ids:
-        return f"the prompt has token {max_token}, the vocabulary has {num_ids}"
+        return f"the prompt has token {max_token}, it must be below {num_ids}, the vocabulary size"
     token = _invalid_token(message.sampling, limits.vocab_size)
     if token is not None:
-        return f"the sampling names token {token}, the vocabulary has {limits.vocab_size}"
+        return (
+            f"the sampling parameters have token {token}, it must be below {limits.vocab_size}, "
+            "the vocabulary size"
+        )
     return None
 
 
 def _invalid_token(params: SamplingParams, vocab_size: int) -> int | None:
-    """A token id in the sampling parameters that is outside the vocabulary; None if all are valid
-    ids."""
+    """First token id in the sampling parameters that is outside the vocabulary; None if all are
+    valid."""
     lists: tuple[Collection[int] | TokenIds, ...] = (
         params.logit_bias,
         params.allowed_token_ids or (),

@@ -1,4 +1,4 @@
-"""build_core: assembles an EngineCore for the workers that have started."""
+"""build_core: assembles an EngineCore from the workers' report."""
 
 import logging
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
-from engine.scheduling.resource import RequestResource
+from engine.scheduling.resource import RequestResource, WholePrompts
 from engine.scheduling.scheduler import LaunchFacts, Scheduler
 from engine.stats import StepStats
 from hpu.bucketing.bucket_table import BucketTable
@@ -35,13 +35,14 @@ def build_core(
     adapters: Iterable[LoRAInfo] = (),
     on_start: OnStart | None = None,
 ) -> EngineCore:
-    """Assemble a core. `ready`: message of the started workers. `adapters`: adapters that are
-    served from the start."""
+    """Assemble a core. `ready`: report of the started workers. `adapters`: adapters that are served
+    from the start."""
     stats = StepStats(graph_bytes=ready.graph_bytes)
     stats.update_counters(ready.counters)
     kv = _kv_cache(config, ready, table)
-    longest_text = 0 if ready.pooling is None else ready.max_model_len
-    max_tokens = config.scheduler.token_budget(longest_text)
+    max_tokens = config.scheduler.token_budget(
+        ready.max_model_len, is_pooling=ready.pooling is not None
+    )
     packer = LaunchPacker(
         table,
         max_prefill_batch=config.scheduler.prefill_batch(
@@ -60,10 +61,12 @@ def build_core(
         whole_images=ready.whole_images,
         request_tiles=ready.request_tiles,
     )
-    # A step costs no call for a resource that no request can have.
+    # Leave out resources that no request can use: the scheduler calls each resource in every step.
     resources: list[RequestResource] = [lora] if lora.is_enabled else []
     if encoder.max_tokens:
         resources.append(encoder)
+    if not config.scheduler.enable_chunked_prefill:
+        resources.append(WholePrompts())
     waiting = make_waiting_queue(config.scheduler, lora)
     scheduler: Scheduler | PoolingScheduler
     if ready.pooling is not None:
@@ -75,12 +78,15 @@ def build_core(
             ready.prefill_launch_tokens,
             config.parallel.pipeline_parallel_size,
             ready.max_tokens_per_step,
+            config.decodes_per_step,
             config.execution.defrag_threshold,
         )
         scheduler = Scheduler(config.scheduler, waiting, kv, packer, stats, resources, facts)
+        requested, reason = config.scheduler.num_scheduler_steps, config.single_decode_reason
         logger.info(
-            "Decodes of a request in a step: %d (--num-scheduler-steps); steps in flight: %d",
-            config.scheduler.num_scheduler_steps,
+            "Decodes of a request in a step: %d (--num-scheduler-steps%s); steps in flight: %d",
+            config.decodes_per_step,
+            f" {requested} has no effect: {reason}" if reason and requested > 1 else "",
             config.max_inflight_steps,
         )
     parts = CoreParts(table, packer, kv, lora, encoder, scheduler, stats, sync)
@@ -107,8 +113,9 @@ def _kv_cache(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> K
 
 
 def _num_usable_blocks(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> int:
-    """KV blocks to use: all blocks of the worker. If decodes read a slice of the cache and
-    unprepared shapes are rejected: at most the blocks of the widest prepared decode."""
+    """Number of KV blocks to use: all blocks of the worker. If decodes read a slice of the cache
+    and shapes that were not warmed up are rejected: at most the blocks of the largest warmed-up
+    decode bucket."""
     may_reject = config.warmup.on_unwarmed_shape == "reject" and not table.is_exact
     if not (ready.contiguous and may_reject):
         return ready.num_blocks

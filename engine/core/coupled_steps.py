@@ -1,8 +1,8 @@
 """StepSync, DPSync and DPCoordinator: synchronize the steps of engines that share experts.
 
 The devices of all engines must run the same launches in the same order, since each launch exchanges
-tokens with the other engines. All engines therefore agree on a step before they submit it. Without
-work, no engine proposes a step, and all engines sleep.
+tokens with the other engines. All engines therefore agree on a step before they submit it. When no
+engine has work, no engine proposes a step and all engines block.
 """
 
 import os
@@ -38,14 +38,14 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import Bucket, Launch, StepPlan
 
 JOINED = -1
-"""Used in place of a step number for the join."""
+"""Step number in the answer to JoinSteps; real steps start at 0."""
 
 _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
 """Settings that may differ between engines."""
 
 
 class StepGroup(Protocol):
-    """The engines that step together, as seen by an engine."""
+    """Group of engines that step together, as one of its engines sees it."""
 
     def is_called(self, step: int) -> bool:
         """Whether another engine has proposed `step`. Does not block."""
@@ -58,12 +58,12 @@ class StepGroup(Protocol):
 
     @property
     def pollables(self) -> Pollables:
-        """Ready when a call may have arrived."""
+        """Readable when another engine may have proposed a step."""
         ...
 
 
 class StopSignal(WakeUp):
-    """Tells an engine to stop, on any thread."""
+    """Stop flag of an engine; any thread may set it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,12 +80,13 @@ class StopSignal(WakeUp):
 
 
 class StepSync:
-    """Steps of an engine that depend on no other engine."""
+    """Synchronizes an engine's steps with other engines. The base class is a no-op for a single
+    engine."""
 
     is_coupled = False
     """Whether other engines take part in each step."""
     pollables = Pollables()
-    """Ready when another engine may have proposed a step."""
+    """Readable when another engine may have proposed a step."""
 
     def __init__(self, engine: int = 0) -> None:
         """`engine`: data-parallel index of this engine."""
@@ -96,7 +97,7 @@ class StepSync:
         return False
 
     def share(self, step: int, plan: StepPlan) -> StepPlan:
-        """`plan` in the buckets that all engines agree on. Blocks until all engines have
+        """Return `plan` with the buckets that all engines agree on. Blocks until all engines have
         proposed."""
         return plan
 
@@ -112,8 +113,8 @@ class DPSync(StepSync):
     def __init__(
         self, group: StepGroup, engine: int, table: BucketTable, *, max_tokens: int
     ) -> None:
-        """`table`: prepared buckets, used by this object only, so that it stays equal on all
-        engines. `max_tokens`: token limit of a launch."""
+        """`table`: prepared buckets. The table must not be shared with other objects, so that it
+        stays equal on all engines. `max_tokens`: token limit of a launch."""
         self._group = group
         self.pollables = group.pollables
         super().__init__(engine)
@@ -124,8 +125,8 @@ class DPSync(StepSync):
         return self._group.is_called(step)
 
     def share(self, step: int, plan: StepPlan) -> StepPlan:
-        """`plan` with the shared launches of all engines: this engine's launches in the agreed
-        buckets, padding otherwise."""
+        """Return `plan` with the shared launches of all engines: this engine's launches in the
+        agreed buckets, and padding launches where this engine has none."""
         own = plan.launches
         planned = self._group.agree(step, [(launch.phase, *launch.bucket) for launch in own])
         plan.launches = []
@@ -138,11 +139,12 @@ class DPSync(StepSync):
 
 
 class HubClient:
-    """StepGroup in an engine process. All methods run on the thread of the engine loop. They raise
-    EngineDied if a hub on another host is gone, and ConfigError if the hub refuses the token."""
+    """StepGroup in an engine process, connected to the DPCoordinator (hub). Call all methods on the
+    thread of the engine loop. They raise EngineDied if a hub on another host has disconnected, and
+    ConfigError if the hub refuses the token."""
 
     def __init__(self, endpoint: str, token: str, stop: StopSignal) -> None:
-        """`stop` ends each wait for other engines."""
+        """`stop` interrupts every wait for other engines."""
         self._context = ZmqContext(token)
         self._watches: list[ConnectionWatch] = []
         """Monitors of the connection to a hub on another host."""
@@ -199,11 +201,12 @@ class HubClient:
 
 class DPCoordinator:
     """Collects the proposals of all engines for a step, on a thread of engine 0's process. The
-    first proposal of a step calls the other engines; the last proposal is answered to all."""
+    first proposal for a step notifies the other engines; after the last proposal, all engines
+    receive all proposals."""
 
     def __init__(self, endpoints: Sequence[str], token: str, remote_token: str = "") -> None:
-        """Listen at an endpoint per engine. An engine presents `token`, or `remote_token` from
-        another host. Raises ConfigError if an address cannot be bound."""
+        """Listen at an endpoint per engine. An engine on this host presents `token`, an engine on
+        another host `remote_token`. Raises ConfigError if an address cannot be bound."""
         self._contexts = [ZmqContext(token)]
         if remote_token:
             self._contexts.append(ZmqContext(remote_token))
@@ -230,7 +233,8 @@ class DPCoordinator:
                     if isinstance(message, JoinSteps):
                         socket.stop_accepting()
                     for to, answer in self._steps.take(engine, message):
-                        # A dead engine reads nothing; whoever watches it ends the other engines.
+                        # Answers to a dead engine are lost; the process that watches it ends the
+                        # other engines.
                         self._sockets[to].send(answer)
         for socket in self._sockets:
             socket.close()
@@ -251,32 +255,32 @@ class StepCollector:
 
     def take(self, engine: int, message: ToHub) -> list[tuple[int, FromHub]]:
         """Handle a message of `engine`; returns (receiving engine, answer) pairs."""
-        everyone = range(self._num_engines)
+        members = range(self._num_engines)
         if isinstance(message, JoinSteps):
             self._settings[engine] = message.settings
             if len(self._settings) < self._num_engines:
                 return []
             refusal = self._refusal()
-            return [(member, refusal or AgreedStep(JOINED, [])) for member in everyone]
+            return [(member, refusal or AgreedStep(JOINED, [])) for member in members]
         assert message.step == self._step and engine not in self._proposals, (
             f"engine {engine} proposes step {message.step}, the next one is {self._step}"
         )
         self._proposals[engine] = message.buckets
         if len(self._proposals) == self._num_engines:
-            agreed = AgreedStep(self._step, [self._proposals[member] for member in everyone])
+            agreed = AgreedStep(self._step, [self._proposals[member] for member in members])
             self._proposals = {}
             self._step += 1
-            return [(member, agreed) for member in everyone]
+            return [(member, agreed) for member in members]
         if len(self._proposals) > 1:
             return []
-        return [(member, StepCall(self._step)) for member in everyone if member != engine]
+        return [(member, StepCall(self._step)) for member in members if member != engine]
 
     def _refusal(self) -> StepsRefused | None:
         for engine, settings in sorted(self._settings.items()):
             if settings != self._settings[0]:
                 return StepsRefused(
-                    f"engine {engine} was started with other settings than engine 0: engines that "
-                    "share experts (--enable-expert-parallel) need the same ones"
+                    f"engine {engine} has other settings than engine 0: engines that share "
+                    "experts (--enable-expert-parallel) need the same settings"
                 )
         return None
 

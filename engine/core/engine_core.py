@@ -1,4 +1,4 @@
-"""EngineCore: runs steps: schedule, submit, collect, process the result."""
+"""EngineCore: schedules, submits and collects steps, and processes their results."""
 
 import logging
 import math
@@ -72,7 +72,7 @@ Clock = Callable[[], float]
 
 OnStart = Callable[[list[tuple[int, StepOutput]]], None]
 """Receives the messages about started requests before their first plan is submitted, so that front
-ends know the started requests if the plan crashes the process."""
+ends know which requests had started if the plan crashes the process."""
 
 
 class CoreParts(NamedTuple):
@@ -89,10 +89,10 @@ class CoreParts(NamedTuple):
 
 
 class EngineCore:
-    """An engine without channels. All calls must come from a single thread.
+    """An engine without channels. Not thread-safe: all calls must come from the same thread.
 
     The caller calls `step` while there is work. Each request ends with exactly one Finish, except
-    aborted requests: an abort ends all messages about the request.
+    aborted requests, for which no further message is sent.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EngineCore:
             parts.scheduler,
             (parts.encoder, parts.lora),
         )
-        # Each engine draws different seeds: a prompt may be sent to several engines.
+        # Engines draw different seeds, since samples of the same prompt may run on several engines.
         self._seeds = random.Random(config.seed + (parts.sync.engine << 64))
         self._table, self._packer, self._stats = parts.table, parts.packer, parts.stats
         self._kv, self._offload = parts.kv, parts.kv.offload
@@ -131,10 +131,10 @@ class EngineCore:
         self.num_deferred = ready.num_deferred
         """Buckets that remain to be warmed up while the engine is idle."""
         self.is_warming_up = False
-        """Whether the workers warm up a bucket now."""
+        """Whether the workers are warming up a bucket."""
         self.is_waiting = False
-        """Whether the next step must wait for a message of a front end, a worker or another engine,
-        at most `wait_s`."""
+        """Whether the caller must wait for a message of a front end, a worker or another engine
+        before the next step, at most `wait_s`."""
         self._handlers: Handlers = {
             StepResult: self._process,
             WarmedBuckets: self._on_warmed,
@@ -145,7 +145,8 @@ class EngineCore:
         senders = (parts.lora, parts.kv.offload)
         self._senders = tuple(sender for sender in senders if sender.is_enabled)
         """Resources with messages for the workers."""
-        self._has_new_adapters = bool(parts.lora.infos)
+        # A front end may know adapters of a crashed engine: an empty list is sent, too.
+        self._has_new_adapters = parts.lora.is_enabled
         self._matching = GrammarMatching()
         self._outputs = OutputProcessor(self._kv, self._matching)
         self._sleep_state = SleepState(executor)
@@ -162,7 +163,7 @@ class EngineCore:
 
     @property
     def num_inflight(self) -> int:
-        """Submitted plans that are not collected."""
+        """Submitted plans whose results are not collected yet."""
         return len(self._inflight)
 
     @property
@@ -190,13 +191,14 @@ class EngineCore:
 
     @property
     def wait_s(self) -> float:
-        """Maximum wait before the next step of an engine that `is_waiting`."""
+        """Maximum wait in seconds before the next step of an engine that `is_waiting`: until the
+        next deadline, and at most the executor's `poll_s` while a plan is in flight."""
         left_s = self._deadlines.seconds_left(self._clock()) if self._deadlines else math.inf
         return min(left_s, self._executor.poll_s) if self._inflight else left_s
 
     def warm_up_next(self) -> None:
-        """Warm up a remaining bucket; called when the engine is idle and no bucket is being warmed
-        up."""
+        """Warm up one of the remaining buckets. Call it when the engine is idle and no bucket is
+        being warmed up."""
         self.is_warming_up = True
         self._executor.send(WorkerCall(WARM_UP_NEXT))
 
@@ -227,13 +229,13 @@ class EngineCore:
         """Add a request to the waiting queue. A request that cannot run gets a Finish with reason
         "error" in the next messages.
 
-        `hashes`: engine.kv_cache.prefix_hashes.block_hashes of the prompt; empty without prefix
-        caching. `grammar`: compiled from the message's spec.
+        `hashes`: block hashes of the prompt (engine.kv_cache.prefix_hashes.block_hashes); empty
+        without prefix caching. `grammar`: compiled from the message's spec.
         """
         key = message.key
         self._front_ends.add(key >> FRONT_END_SHIFT)
         if key in self._requests:
-            # The caller cannot tell the outputs of the two requests apart, so both end.
+            # The caller cannot tell the outputs of the two requests apart, so both are ended.
             self.abort([key])
             self._outputs.reject(key, f"key {key} was already open; both requests are ended")
             return
@@ -282,7 +284,7 @@ class EngineCore:
         self._has_output = True
 
     def abort(self, keys: Iterable[int]) -> None:
-        """Abort requests; unknown keys are ignored. No further message is sent for them."""
+        """Abort requests; unknown keys are ignored. No further message about them is sent."""
         for key in keys:
             if request := self._requests.pop(key, None):
                 self._scheduler.finish_requests([request])
@@ -348,8 +350,9 @@ class EngineCore:
         return self._lora.infos
 
     def _receive(self, *, waits: bool = False) -> bool:
-        """Handle the messages of the workers; returns whether a result was among them. Must not run
-        between a schedule and its submit: the plan may still use a slot that is read to."""
+        """Handle the messages of the workers; returns whether a step result was among them. Must
+        not run between a schedule and its submit: the plan may use a slot that a file read is about
+        to fill."""
         num_inflight = len(self._inflight)
         for message in self._executor.receive(waits=waits):
             self._handlers[type(message)](message)
@@ -368,7 +371,7 @@ class EngineCore:
             self._fail_adapter(loaded)
 
     def _fail_adapter(self, loaded: AdapterLoaded) -> None:
-        """Fail the requests of an adapter that cannot be read."""
+        """Fail the requests of an adapter that could not be loaded."""
         requests = [
             request for request in self._requests.values() if request.adapter == loaded.content
         ]
@@ -411,7 +414,8 @@ class EngineCore:
             self._outputs.finish(request, "error", now, error=SLEEPING, is_retryable=True)
         self._requests.clear()
         while self._has_open_messages:
-            # Sleeping now could make a worker cancel a read that another rank has answered.
+            # Wait for open messages: sleeping now could make a worker cancel a read that another
+            # rank has already answered.
             self._send_messages()
             self._receive(waits=True)
         self._send_messages()
@@ -424,7 +428,7 @@ class EngineCore:
 
     @property
     def _has_open_messages(self) -> bool:
-        """Whether the workers have to answer a message."""
+        """Whether the workers still have to answer a message."""
         return (
             bool(self._inflight)
             or self._offload.num_fetching > 0
@@ -433,8 +437,8 @@ class EngineCore:
         )
 
     def _wake_up(self, tags: Sequence[str] = ()) -> str:
-        """Restore the memory that `tags` name; all memory if empty. Requests are accepted again
-        once everything is restored. Returns the state. Raises UserError and RequestFailed."""
+        """Restore the memory named by `tags`; all memory if empty. Requests are accepted again once
+        everything is restored. Returns the state. Raises UserError and RequestFailed."""
         self._has_output = True
         ready = self._sleep_state.wake_up(tags)
         if ready is not None:
@@ -448,9 +452,9 @@ class EngineCore:
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:
-        """Submit a plan if fewer than `max_inflight_steps` are in flight, then collect the oldest
-        plan if the limit is reached or nothing was submitted. If a result is already available,
-        only processes that result.
+        """Submit a plan if fewer than `max_inflight_steps` plans are in flight; then wait for the
+        oldest result if the limit is reached or nothing was submitted. If a result is already
+        available, only process that result.
 
         Returns (front end, message) pairs, at most one message per front end.
         """
@@ -471,7 +475,7 @@ class EngineCore:
             output = self._scheduler.schedule(self._step)
             if output.started or output.failed:
                 self._report_scheduled(output)
-                # Needed even with a step in flight: an executor may compute during `send`.
+                # Needed even with a step in flight: `send` may compute in this process and crash.
                 if self._on_start is not None:
                     self._on_start(self._take_messages())
             if self._sync.is_coupled and (output.plan is not None or self._is_called):
@@ -487,8 +491,9 @@ class EngineCore:
                 if len(self._inflight) < self._max_inflight:
                     return []
             elif self._sync.is_coupled or not self._inflight:
-                # Coupled engines: the devices may compute padding, and another engine must not wait
-                # for its end. Otherwise every waiting request waits for its adapter or for files.
+                # Nothing to submit. Coupled engines do not wait for padding steps in flight, since
+                # another engine may propose the next step. In an uncoupled engine, all waiting
+                # requests wait for an adapter or for file reads.
                 self._send_messages()
                 self.is_waiting = self._has_open_messages
                 return self._drain_events()
@@ -497,14 +502,14 @@ class EngineCore:
         return self._drain_events()
 
     def _drain_events(self) -> list[tuple[int, StepOutput]]:
-        """Pending messages; empty if nothing has changed."""
+        """Take the pending messages; empty if nothing has changed."""
         if not self._has_output and self._outputs.is_empty:
             return []
         return self._take_messages()
 
     def _share(self, output: SchedulerOutput) -> StepPlan:
-        """The plan of `output` in the buckets that all engines agree on; padding only without a
-        plan. Blocks until all engines have proposed."""
+        """Return the plan of `output` with the buckets that all engines agree on; a plan of padding
+        if `output` has no plan. Blocks until all engines have proposed."""
         plan = output.plan or StepPlan(output.step, [])
         useful = {id(launch): launch.bucket[0] * launch.bucket[1] for launch in plan.launches}
         plan = self._sync.share(output.step, plan)
@@ -516,14 +521,14 @@ class EngineCore:
         return plan
 
     def _collect_for_masks(self) -> None:
-        """Process all plans in flight if requests have a grammar. Then all masks are known when a
-        plan is made, and no launch is deferred: the engines' launches keep a common order."""
+        """If requests have a grammar, process all plans in flight. All masks are then known when a
+        plan is made, and no launch is deferred, so that all engines launch in the same order."""
         self._guided.intersection_update(self._requests)
         while self._guided and self._inflight:
             self._receive(waits=True)
 
     def take_outputs(self) -> list[tuple[int, StepOutput]]:
-        """Pending messages, without running a step."""
+        """Take the pending messages without running a step."""
         return self._take_messages() if self._has_output else []
 
     def _report_scheduled(self, output: SchedulerOutput) -> None:
@@ -555,7 +560,7 @@ class EngineCore:
             for launch, seconds in zip(output.plan.launches, result.seconds, strict=False):
                 if launch.phase == PREFILL:
                     self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
-        # A step of padding for other engines is not counted.
+        # Skip steps that only padded for other engines.
         if output.num_tokens or not self._sync.is_coupled:
             self._stats.count_step(self._outputs.num_step_tokens, phases, result.seconds)
             self._has_output = True
@@ -573,7 +578,7 @@ class EngineCore:
             self._check_idle()
 
     def _catch_up(self) -> None:
-        """Match output of requests whose grammar is behind."""
+        """Match output tokens that the grammars of their requests have not matched yet."""
         ready, failed = self._matching.catch_up()
         for request in ready:
             self._scheduler.enqueue(request)
@@ -584,8 +589,8 @@ class EngineCore:
             del self._requests[request.key]
 
     def _drop_corrupt(self, blocks: list[tuple[int, bytes]]) -> None:
-        """Drop blocks, as (block, hash), that were copied from the host with wrong contents in the
-        plan being processed, and restart the requests that use them."""
+        """Drop blocks, as (block, hash), whose copies from the host in the plan being processed
+        were corrupt, and restart the requests that use them."""
         for block, block_hash in blocks:
             self._kv.drop(block, block_hash)
         if blocks:
@@ -627,7 +632,7 @@ class EngineCore:
         )
 
     def stats(self) -> EngineStats:
-        """Current gauges and counters. Samples are left for the next message."""
+        """Current gauges and counters. The latency samples stay queued for the next message."""
         return self._snapshot(with_samples=False)
 
     def _snapshot(self, *, with_samples: bool) -> EngineStats:

@@ -1,4 +1,4 @@
-"""The engine process: an input thread receives messages, the main thread runs the loop."""
+"""The engine process: an input thread receives messages, the main thread runs the engine loop."""
 
 import logging
 import os
@@ -35,13 +35,14 @@ from engine.transport.channels import (
     PairSocket,
     Waiter,
     ZmqContext,
+    process_name,
 )
 from engine.transport.messages import Failed, FromEngine, Hello, Ready, ToEngine
 
 logger = logging.getLogger(__name__)
 
 LINGER_S, STOP_LINGER_S = 1.0, 0.1
-"""Time to flush the last messages at the end; STOP_LINGER_S after STOP."""
+"""Time to flush the last messages at exit; STOP_LINGER_S after a regular stop."""
 
 MakeExecutor = Callable[..., Executor]
 """Signature of engine.executors.select.make_executor."""
@@ -53,10 +54,10 @@ def main() -> None:
 
 
 def run(orders: EngineOrders, make_executor: MakeExecutor) -> int:
-    """Serve until stopped; returns the exit code. Sends Failed to every front end at the end."""
+    """Serve until stopped; returns the exit code. At the end, sends Failed to every front end."""
     return run_child(
         lambda: _serve(orders, make_executor),
-        # If the parent died, it cannot remove the directory.
+        # A dead parent cannot remove the directory.
         clean_up=lambda: shutil.rmtree(orders.directory, ignore_errors=True),
     )
 
@@ -95,21 +96,22 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
             code = CONFIG_ERROR_EXIT if failed.is_config else 1
             if failed.is_profile:
                 code = PROFILE_EXIT
-            is_told = isinstance(error, EngineDied) and error.is_logged
+            is_reported = isinstance(error, EngineDied) and error.is_logged
             if isinstance(error, ConfigError):
-                # The last line of a single server is the reason, or the error of a command.
+                # With a single front end and engine, the server prints the reason last: do not log
+                # it twice.
                 parallel = orders.config.data_parallel
-                is_told = orders.num_front_ends == parallel.data_parallel_size == 1
-            if isinstance(error, (ConfigError, EngineDied)) and not is_told:
+                is_reported = orders.num_front_ends == parallel.data_parallel_size == 1
+            if isinstance(error, (ConfigError, EngineDied)) and not is_reported:
                 level = logging.INFO if failed.is_profile else logging.ERROR
                 logger.log(level, "%s", failed.message)
         finally:
             ignore_stop_signal()
     except Terminated:
-        # Raised while a failure was handled: keep the failure's exit code.
+        # STOP: the exit code is 0, or the code of the failure that was being handled.
         pass
     output.put(None, failed)
-    # After a regular stop the front ends are gone and read no more messages.
+    # After a regular stop, the front ends have exited and read no more messages.
     output.close(LINGER_S if code else STOP_LINGER_S)
     receiver.close()
     if executor is not None:
@@ -123,7 +125,7 @@ def _serve(orders: EngineOrders, make_executor: MakeExecutor) -> int:
 
 
 def _start_hub(orders: EngineOrders) -> DPCoordinator | None:
-    """Start the step hub in the process of engine 0; None in other engines."""
+    """Start the DPCoordinator in the process of engine 0; None in other engines."""
     if orders.engine:
         return None
     endpoints = [orders.hub_endpoint(index) for index in range(orders.config.num_coupled_engines)]
@@ -131,18 +133,21 @@ def _start_hub(orders: EngineOrders) -> DPCoordinator | None:
 
 
 class MessageSender:
-    """Encodes and sends messages on the calling thread, under a lock. A sender thread would wait
-    until the next step computes, and would take a core from it. A send never blocks; a
-    front end that does not read ends the engine. Messages to a disconnected front end are dropped.
-    """
+    """Encodes and sends messages on the calling thread, under a lock. A sender thread would be
+    delayed by the next step and would compete with it for a core. A send never blocks; a front end
+    that leaves too many messages unread ends the engine. Messages to a disconnected front end are
+    dropped."""
 
     def __init__(self, orders: EngineOrders, context: ZmqContext) -> None:
         self._orders, self._context = orders, context
+        self.process_name = process_name(orders.engine)
+        """Name of the engine's process for front ends."""
         self._sockets: list[PairSocket[FromEngine, ToEngine] | None] = [
             self._connected(index) for index in range(orders.num_front_ends)
         ]
         self._ready_mark = Path(ready_mark(orders.directory, orders.engine))
-        # Reentrant: STOP can interrupt the main thread while it holds the lock, to send Failed.
+        # Reentrant: STOP can interrupt the main thread while it holds the lock, and then sends
+        # Failed.
         self._lock = threading.RLock()
         self._is_closed = False
         self.on_error: Callable[[BaseException], None] = lambda error: None
@@ -166,7 +171,7 @@ class MessageSender:
             self.on_error(error)
 
     def disconnect(self, front_end: int) -> None:
-        """Close the socket of a front end that has gone: its unread messages must not reach its
+        """Close the socket of a disconnected front end, so that its unread messages never reach its
         successor."""
         with self._lock:
             socket, self._sockets[front_end] = self._sockets[front_end], None
@@ -174,13 +179,13 @@ class MessageSender:
                 socket.close()
 
     def connect(self, front_end: int) -> None:
-        """Connect to the successor of a front end that had gone."""
+        """Connect to the successor of a disconnected front end."""
         with self._lock:
             if not self._is_closed and self._sockets[front_end] is None:
                 self._sockets[front_end] = self._connected(front_end)
 
     def close(self, linger_s: float) -> None:
-        """Disconnect; unsent messages have `linger_s` to be sent."""
+        """Disconnect after at most `linger_s` seconds to flush unsent messages."""
         with self._lock:
             self._is_closed = True
             for socket in self._sockets:
@@ -188,14 +193,14 @@ class MessageSender:
                     socket.close(linger_s)
 
     def _connected(self, front_end: int) -> PairSocket[FromEngine, ToEngine]:
-        name = f"{self._orders.engine}.out"
+        name = f"{self.process_name}.out"
         return self._context.connect_dealer(self._orders.endpoint(front_end), name, ToEngine)
 
 
 class MessageReceiver:
-    """Input thread: receives and decodes messages and hashes prompts. It sends Hello on its sockets
-    and detects disconnects: a front end on this host is replaced, a front end on another host ends
-    the engine."""
+    """Input thread: receives and decodes messages, and hashes prompts. Sends Hello on its sockets
+    and detects disconnects: a front end on this host is replaced by a successor; the disconnect of
+    a front end on another host ends the engine."""
 
     def __init__(
         self, orders: EngineOrders, context: ZmqContext, loop: EngineLoop, sender: MessageSender
@@ -220,7 +225,7 @@ class MessageReceiver:
         watches: list[ConnectionWatch] = []
         sockets: list[PairSocket[FromEngine, ToEngine]] = [
             self._context.connect_dealer(
-                self._orders.endpoint(index), f"{self._orders.engine}.in", ToEngine, watches
+                self._orders.endpoint(index), f"{self._sender.process_name}.in", ToEngine, watches
             )
             for index in range(self._orders.num_front_ends)
         ]
@@ -250,7 +255,7 @@ class MessageReceiver:
                     if is_connected and index in self._gone:
                         self._join(index, socket)
                     elif not is_connected:
-                        # Receive the last messages before handling the disconnect.
+                        # Receive the last messages of the front end first.
                         self._receive(index, socket)
                         self._leave(index)
 
@@ -265,7 +270,7 @@ class MessageReceiver:
 
     def _join(self, index: int, socket: PairSocket[FromEngine, ToEngine]) -> None:
         """Greet the successor of a front end. A front end sends nothing before it receives Hello,
-        so messages of the successor cannot be taken for its predecessor's."""
+        so that messages of the successor are never attributed to its predecessor."""
         self._gone.discard(index)
         self._sender.connect(index)
         self._greet(socket)

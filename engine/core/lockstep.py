@@ -1,7 +1,7 @@
 """LockstepInbox: gives the engines of all ranks the same messages before the same step.
 
-Every rank's process makes the same calls, so the same requests arrive at all ranks, but at
-different times. Rank 0 decides which requests are taken before a step, and in which order.
+The process of every rank makes the same calls, so the same requests arrive at all ranks, but at
+different times. Rank 0 decides which requests are processed before a step, and in which order.
 """
 
 import zlib
@@ -32,16 +32,16 @@ Entry = (
 )
 
 LATE_S = 120.0
-"""Maximum time that a rank waits for a request that rank 0 has received."""
+"""Maximum wait of a rank for a request that rank 0 has received; seconds."""
 
 _ABORT = -1
 """Used in place of a request's checksum for an abort."""
 
 
 class LockstepInbox:
-    """Takes messages out of an inbox. Keys are assigned in the order of the calls, so a key names
-    the same request on all ranks. Only rank 0's aborts count: the other ranks abort the same
-    requests, but at other times."""
+    """Orders the messages of an inbox equally on all ranks. Keys are assigned in the order of the
+    calls, so a key identifies the same request on all ranks. Only the aborts of rank 0 are used:
+    the other ranks abort the same requests, but at other times."""
 
     def __init__(self, executor: Executor, inbox: "SimpleQueue[Entry]") -> None:
         self._executor = executor
@@ -49,17 +49,18 @@ class LockstepInbox:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(list[tuple[int, int]])
         self._arrived: dict[int, Entry] = {}
-        """Requests that rank 0 has not taken yet, by key."""
+        """Requests that have arrived and that rank 0 has not announced yet, by key."""
         self._decided: list[tuple[int, int]] = []
-        """On rank 0: (key, checksum, or _ABORT) in the order of arrival."""
+        """On rank 0: (key, checksum or _ABORT) in the order of arrival."""
 
     def take(self, *, has_work: bool) -> Sequence[Entry]:
-        """Messages to process before the next step. Blocks for a request if there is no work.
-        Raises exceptions found in the inbox, and EngineDied if the ranks differ."""
+        """Messages to process before the next step. Blocks until a request arrives if there is
+        no work. Raises exceptions found in the inbox, and EngineDied if the calls of the ranks
+        differ."""
         while self._inbox.qsize():
             self._receive(None)
         while not has_work and not self._arrived:
-            # Nothing runs, so nothing is left to abort.
+            # Nothing is running, so there is nothing to abort.
             self._decided.clear()
             self._receive(None)
         decided, self._decided = self._decided, []
@@ -94,8 +95,8 @@ class LockstepInbox:
         assert isinstance(entry, tuple) and isinstance(entry[1], AddRequest)
         if self._checksum(entry[1]) != checksum:
             raise EngineDied(
-                f"request {key} of rank {self._executor.rank} has another prompt or other "
-                "parameters than that of rank 0: all ranks must make the same calls"
+                f"request {key} of rank {self._executor.rank} differs from that of rank 0 in its "
+                "prompt or parameters: all ranks must make the same calls"
             )
         return entry
 

@@ -1,4 +1,4 @@
-"""EngineLoop: takes messages from an inbox, steps the core and sends its messages."""
+"""EngineLoop: reads an inbox, steps the core and sends its messages."""
 
 import gc
 import logging
@@ -69,7 +69,7 @@ MAX_ANNOUNCED_BLOCKS = 1024
 """Maximum blocks announced per prompt, equal to the number that a router looks up."""
 
 Emit = Callable[[int | None, FromEngine], None]
-"""Sends a message to the front end with this index (None: all). Called on several threads."""
+"""Sends a message to the front end with this index (None: all). Thread-safe."""
 
 
 class WakingInbox(SimpleQueue[Entry]):
@@ -87,8 +87,8 @@ class WakingInbox(SimpleQueue[Entry]):
 class EngineLoop:
     """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
-    A request is rejected at once when the entries in the inbox and the requests that compile their
-    grammar reach `max_queue_len`. Aborts, controls and resumed requests are always accepted.
+    A request is rejected at once when the number of inbox entries plus requests with a grammar in
+    compilation reaches `max_queue_len`. Aborts, controls and resumed requests are always accepted.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineLoop:
         self._engine = engine
         self._inbox = WakingInbox()
         self._waiter = Waiter([], [self._inbox.wake.fd])
-        """Waits for an entry, a message of a worker or the call of another engine."""
+        """Waits for an inbox entry, a message of a worker or a proposal of another engine."""
         self.stopped = StopSignal()
         self._sync = StepSync(engine)
         self._is_lockstep = config.executor == EXTERNAL_LAUNCHER
@@ -112,10 +112,10 @@ class EngineLoop:
         self._adapters = AdapterReader(config)
         self._lock = threading.Lock()
         self._compiling: dict[int, tuple[Future[Grammar], str]] = {}
-        """Futures of the grammars of requests, which then enter the inbox, and their clients; by
-        key."""
+        """Requests whose grammar is being compiled: (future, client) by key. They enter the inbox
+        afterwards."""
         self._calls: dict[tuple[int, int], Callable[[], object]] = {}
-        """Functions that cancel controls, by front end and call."""
+        """Functions that cancel controls, by (front end, call)."""
         self._ready: Ready | None = None
         """The Ready message once it was sent; None before."""
         self._block_size: int | None = None
@@ -127,7 +127,7 @@ class EngineLoop:
         by each entry."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
-        """Receive a message of a front end. Hashes the prompt on the calling thread; grammars are
+        """Receive a message from a front end. Hashes the prompt on the calling thread; grammars are
         compiled on other threads."""
         if isinstance(message, CancelControl):
             self._cancel_controls([(front_end, message.call)])
@@ -139,7 +139,7 @@ class EngineLoop:
             self._read_adapter(front_end, message)
             return
         if isinstance(message, Control) and message.name == REGISTER_ADAPTER:
-            refusal = UserError(f"control {message.name!r} is the engine's own")
+            refusal = UserError(f"control {message.name!r} is reserved for the engine")
             self._emit(front_end, _error_reply(message.call, refusal))
             return
         if isinstance(message, Control) and self._is_lockstep:
@@ -154,7 +154,7 @@ class EngineLoop:
         max_waiting = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
         if num_waiting >= max_waiting and message.resumption is None:
-            error = f"{num_waiting} requests wait, at most {max_waiting} may"
+            error = f"{num_waiting} requests are waiting, at most {max_waiting} may wait"
             self._reject(message, Overloaded(error))
             return
         hashes: list[bytes] = []
@@ -176,7 +176,8 @@ class EngineLoop:
         self._compile_for(front_end, message, hashes, spec)
 
     def front_end_changed(self, front_end: int, *, is_connected: bool) -> None:
-        """Handle a disconnect, which aborts the front end's requests, or a successor's connect."""
+        """Handle the disconnect of a front end, which aborts its requests, or the connect of its
+        successor."""
         with self._lock:
             gone = [key for key in self._compiling if key >> FRONT_END_SHIFT == front_end]
             calls = [call for call in self._calls if call[0] == front_end]
@@ -185,7 +186,7 @@ class EngineLoop:
         self._inbox.put(FrontEndChange(front_end, is_connected))
 
     def _announce(self, front_end: int, hashes: list[bytes]) -> None:
-        """Tell the routers of the other front ends which blocks this engine will cache."""
+        """Tell the routers of the other front ends which blocks this engine is going to cache."""
         message = PromptBlocks(hashes[:MAX_ANNOUNCED_BLOCKS])
         for other in range(self._num_front_ends):
             if other != front_end and hashes:
@@ -194,8 +195,8 @@ class EngineLoop:
     def _compile_for(
         self, front_end: int, message: AddRequest, hashes: list[bytes], spec: GrammarSpec
     ) -> None:
-        """Compile the grammar of a request, which then enters the inbox, now or later, on any
-        thread."""
+        """Compile the grammar of a request, then put the request into the inbox. Completes at once
+        or later, on any thread."""
 
         def done(result: Grammar | Exception) -> None:
             with self._lock:
@@ -207,7 +208,7 @@ class EngineLoop:
             else:
                 self._reject(message, result)
 
-        # The grammar was compiled for COMPILE_GRAMMAR, in a turn of the client that sent it.
+        # The front end has usually sent COMPILE_GRAMMAR before, so the grammar is already compiled.
         client = f"tenant {message.tenant}"
         try:
             future = self._compiler.compile(spec, client)
@@ -219,7 +220,7 @@ class EngineLoop:
         _when_compiled(future, done)
 
     def _compile(self, front_end: int, control: Control) -> None:
-        """Answer a control that compiles a grammar, now or later, on any thread."""
+        """Compile the grammar of a control and reply. Completes at once or later, on any thread."""
         name = (front_end, control.call)
 
         def answer(result: Grammar | Exception) -> None:
@@ -244,8 +245,8 @@ class EngineLoop:
         _when_compiled(future, answer)
 
     def _read_adapter(self, front_end: int, control: Control) -> None:
-        """Check the files of an adapter on another thread, then register the adapter on the thread
-        of the loop."""
+        """Check the files of an adapter on another thread, then register the adapter on the loop's
+        thread."""
         name = (front_end, control.call)
 
         def done(future: "Future[LoRAInfo]") -> None:
@@ -272,12 +273,12 @@ class EngineLoop:
             self._emit(front_end, _error_reply(control.call, error))
             return
         with self._lock:
-            # An adapter that is being read stays: other engines may have registered it.
+            # A read that has begun is not cancelled: other engines may have registered the adapter.
             self._calls[name] = future.cancel
         future.add_done_callback(done)
 
     def _cancel_compiling(self, keys: Iterable[int]) -> None:
-        """Forget requests whose grammar is being compiled; ignores other keys."""
+        """Drop requests whose grammar is being compiled; ignores other keys."""
         with self._lock:
             gone = [self._compiling.pop(key) for key in keys if key in self._compiling]
         for future, client in gone:
@@ -307,9 +308,9 @@ class EngineLoop:
     def run(
         self, executor: Executor, *, freeze_garbage: bool = False, group: StepGroup | None = None
     ) -> None:
-        """Start the executor, send Ready, and step until `stop`. Returns only by an exception;
-        blocks while there is no work. The caller closes the executor. `freeze_garbage`: for a
-        process that runs nothing else. `group`: group of the engines that step together."""
+        """Start the executor, send Ready, and step until `stop`. Never returns normally; blocks
+        while there is no work. The caller closes the executor. `freeze_garbage`: for a process that
+        runs nothing else. `group`: group of the engines that step together."""
         try:
             self._run(executor, freeze_garbage, group)
         finally:
@@ -329,7 +330,7 @@ class EngineLoop:
                 group,
                 self._engine,
                 make_table(self._config, worker),
-                max_tokens=self._config.scheduler.token_budget(),
+                max_tokens=worker.bucket_limits.max_num_batched_tokens,
             )
         core = build_core(
             self._config,
@@ -349,7 +350,7 @@ class EngineLoop:
             self._block_size = worker.block_size
             self._all_see_images = worker.request_tiles > 0
         if freeze_garbage:
-            # Objects that exist now live to the end: exclude them from garbage collection.
+            # Existing objects live until exit: exclude them from garbage collection.
             gc.collect()
             gc.freeze()
         self._emit_adapters(core)
@@ -387,8 +388,8 @@ class EngineLoop:
             self._handle(core, self._inbox.get())
 
     def _wait(self, core: EngineCore) -> None:
-        """Wait until `core` may have something to do. Without work, continues the warm-up after
-        IDLE_S, and returns freed memory to the operating system after TRIM_AFTER_S."""
+        """Wait until `core` may have work. While idle, continues the warm-up after IDLE_S, or
+        returns freed memory to the operating system after TRIM_AFTER_S."""
         self._inbox.wake.clear()
         if self._inbox.qsize():
             return
@@ -416,7 +417,8 @@ class EngineLoop:
             core.abort(message.keys)
         else:
             reply = _answer(core, message)
-            # Send outputs before the reply, so that its receiver sees the new sleep state.
+            # Send outputs before the reply, so that the caller sees the new sleep state with the
+            # reply.
             for other, tokens in core.take_outputs():
                 self._emit(other, tokens)
             self._emit_adapters(core)
@@ -431,7 +433,7 @@ class EngineLoop:
             core.add_front_end(front_end)
             return
         count = core.remove_front_end(front_end)
-        # A drained API server leaves no requests: a regular stop.
+        # An API server that was drained has no open requests: a regular stop, not a warning.
         level = logging.WARNING if count else logging.DEBUG
         end = f"{counted(count, 'request')} of it {'is' if count == 1 else 'are'} aborted"
         logger.log(level, "API server %d has gone: %s", front_end, end)
@@ -446,8 +448,8 @@ class EngineLoop:
 def _when_compiled(
     future: "Future[Grammar]", on_done: Callable[[Grammar | Exception], None]
 ) -> None:
-    """Call `on_done` with the grammar or the error, unless the engine ends first or nobody waits
-    for the grammar."""
+    """Call `on_done` with the grammar or the error, unless the engine dies first or the future is
+    cancelled."""
 
     def done(future: "Future[Grammar]") -> None:
         if future.cancelled():
@@ -462,12 +464,12 @@ def _when_compiled(
 
 
 def describe_failure(error: Exception, engine: int = 0) -> Failed:
-    """The Failed message of an engine that raised `error`. Logs the traceback of a bug."""
+    """Failed message of an engine that raised `error`. Logs the traceback of unexpected errors."""
     message = str(error)
     is_end_of_process = isinstance(error, EngineDied) and not error.is_logged
     if not isinstance(error, (ConfigError, EngineDied)):
         message = f"{type(error).__name__}: {error}"
-        logger.error("the engine cannot go on", exc_info=error)
+        logger.error("the engine has failed", exc_info=error)
     is_config = isinstance(error, ConfigError)
     is_setting = is_config and not isinstance(error, CheckpointError)
     return Failed(

@@ -23,7 +23,7 @@ class OutputProcessor:
         self._step = -1
         self._messages: dict[int, StepOutput] = {}
         self._guided: list[Request] = []
-        """Requests of the step whose new tokens a grammar has to match."""
+        """Requests of the step whose new tokens have to be matched with a grammar."""
         self.num_step_tokens = 0
         """Tokens of the latest step as vLLM counts them: generated tokens plus the computed tokens
         of each prompt that the step completed."""
@@ -81,8 +81,8 @@ class OutputProcessor:
         """Process the result of a plan. Returns the requests that it finished; their Finish is
         queued. `GrammarMatching.take_behind` then returns the requests with unmatched tokens.
 
-        Drops tokens of requests that finished earlier: these requests were scheduled once too
-        often.
+        Drops tokens of requests that have already finished: their last step was planned before
+        their end was known.
         """
         assert result.step == output.step, f"result {result.step} for plan {output.step}"
         self._step = result.step
@@ -116,7 +116,7 @@ class OutputProcessor:
             request = decodes[index] if index < len(decodes) else sampling[index - len(decodes)]
             request.drafts = drafts
         if result.token_counts:
-            # The scheduler counted a single computed token for a decode with drafts.
+            # For a decode with drafts, the scheduler counted only one computed token.
             has_drafts = not output.decode_counts
             return self._append_several([*decodes, *sampling], result, now, has_drafts=has_drafts)
         finished = self._append_tokens(decodes, result.tokens[: len(decodes)], now)
@@ -127,7 +127,7 @@ class OutputProcessor:
     def _process_vectors(
         self, output: SchedulerOutput, result: StepResult, now: float
     ) -> list[Request]:
-        """Finish the pooling requests of a step: each finishes with its first step."""
+        """Finish the pooling requests of a step; a pooling request takes a single step."""
         finished = []
         for chunk, (num_rows, data) in zip(output.prefills, result.vectors, strict=True):
             request = chunk.request
@@ -136,7 +136,9 @@ class OutputProcessor:
             self._complete_prompt(request, now)
             finished.append(request)
             if num_rows < 0:
-                self.finish(request, "error", now, error="the model's vectors were not numbers")
+                self.finish(
+                    request, "error", now, error="the model's output vectors were NaN or infinite"
+                )
                 continue
             message = self._message(request.front_end)
             message.vectors.append((request.key, num_rows, data))
@@ -144,8 +146,8 @@ class OutputProcessor:
         return finished
 
     def _finish_chunks(self, output: SchedulerOutput, now: float) -> None:
-        """Account for the computed prefill chunks. The last blocks of a sampling chunk are cached
-        later, with its token: non-finite logits make the computed KV unusable."""
+        """Update the computed tokens of prefill chunks. The last blocks of a sampling chunk are
+        cached later, with its token: non-finite logits make the computed KV unusable."""
         for request, num_tokens, _, samples in output.prefills:
             request.num_cached_tokens += num_tokens
             if samples:
@@ -161,8 +163,8 @@ class OutputProcessor:
     def _append_tokens(
         self, requests: list[Request], tokens: list[int], now: float
     ) -> list[Request]:
-        """Append one token to each request. Hot path: the only loop over all tokens of
-        a step without speculation."""
+        """Append one token to each request. Hot path: the only loop over all tokens of a step
+        without speculation."""
         finished = []
         front_end = -1
         for request, token in zip(requests, tokens, strict=True):
@@ -199,8 +201,8 @@ class OutputProcessor:
         return finished
 
     def _match(self, now: float) -> list[Request]:
-        """Match the new tokens of the step's requests with a grammar. Returns the requests that it
-        finished."""
+        """Match the new tokens of the step's requests with their grammars. Returns the requests
+        whose grammar failed."""
         guided, self._guided = self._guided, []
         failed = self._matching.match(guided)
         for request, error in failed:
@@ -211,7 +213,7 @@ class OutputProcessor:
         self, requests: list[Request], result: StepResult, now: float, *, has_drafts: bool
     ) -> list[Request]:
         """Append `result.token_counts[i]` tokens to request i; tokens after its end are dropped.
-        The flag: also add the accepted drafts to the computed tokens."""
+        `has_drafts`: also count the accepted drafts as computed tokens."""
         finished = []
         start = 0
         for request, count in zip(requests, result.token_counts, strict=True):
@@ -221,7 +223,7 @@ class OutputProcessor:
             if has_drafts:
                 request.num_computed_tokens += count - 1
             if _continues(request, tokens):
-                # Hot path: most requests of a step take all their tokens and continue.
+                # Hot path: most requests of a step accept all their tokens and continue.
                 num_tokens = request.num_tokens = request.num_tokens + count
                 request.output_token_ids.extend(tokens)
                 if num_tokens > request.next_cache_at:
@@ -270,20 +272,20 @@ class OutputProcessor:
             message.tokens.extend(tokens)
 
     def _fail_without_token(self, request: Request, now: float) -> None:
-        """Fail a request that could not sample: all tokens were banned, or its logits were not
-        finite."""
+        """Fail a request that could not sample a token: all tokens were banned, or its logits were
+        not finite."""
         position = request.num_output_tokens + 1
         if request.has_no_allowed_token:
             num_allowed = num_ids(request.sampling.allowed_token_ids or ())
             error = (
-                f"allowed_token_ids has {num_allowed} tokens, and bad_words or min_tokens bar every"
-                f" one of them as output token {position}"
+                f"allowed_token_ids has {num_allowed} tokens, and bad_words or min_tokens exclude "
+                f"all of them at output token {position}"
             )
             self.finish(request, "error", now, error=error, param="allowed_token_ids")
             return
         # The request's KV may contain NaN: exclude it from the prefix cache.
         self._kv.evict(request)
-        error = f"the logits of output token {position} were not numbers"
+        error = f"the logits of output token {position} were NaN or infinite"
         self.finish(request, "error", now, error=error)
 
     def _send_logprobs(self, requests: list[Request], result: StepResult) -> None:
@@ -300,7 +302,8 @@ class OutputProcessor:
     def _send_prompt_logprobs(
         self, output: SchedulerOutput, columns: list[tuple[int, Logprobs]]
     ) -> None:
-        """Send each prompt position once, although a preempted request recomputes it."""
+        """Send log-probabilities of prompt positions. Each position is sent once, even if it is
+        recomputed after a preemption."""
         by_index = {chunk.request.req_index: chunk.request for chunk in output.prefills}
         for req_index, logprobs in columns:
             request = by_index[req_index]
@@ -347,7 +350,7 @@ class OutputProcessor:
 
 
 def _continues(request: Request, tokens: list[int]) -> bool:
-    """Whether a request takes all of a step's tokens and none of them may end it."""
+    """Whether a request accepts all of a step's tokens and certainly continues after them."""
     if request.num_tokens + len(tokens) >= request.max_num_tokens:
         return False
     end_ids = request.end_ids

@@ -1,17 +1,17 @@
-"""PrefillRate: measures how fast an engine computes queued prompt tokens."""
+"""PrefillRate: measures the rate at which an engine computes queued prompt tokens."""
 
 MEAN_S = 5.0
 """Time constant of the exponentially weighted mean."""
 FIRST_S = 0.5
-"""Weight, in seconds, of the mean measured before a queue formed."""
+"""Initial time window of the mean, and its window when a queue forms; seconds."""
 
 
 class PrefillRate:
     """Prompt tokens per second of wall time, prefix-cache hits included.
 
     Measured over steps that compute prompt tokens, and over all steps while requests wait: a batch
-    full of long decodes delays waiting requests and lowers the rate. A rate measured without a
-    queue says little about this, so its weight drops to FIRST_S when a queue forms.
+    of long decodes delays waiting requests and lowers the rate. A rate measured without a queue
+    does not show this delay, so its time window shrinks to FIRST_S when a queue forms.
     """
 
     def __init__(self) -> None:

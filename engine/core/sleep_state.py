@@ -11,7 +11,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class SleepState:
-    """Sleep state of an engine's workers. Makes them release and restore memory."""
+    """Sleep state of an engine. Makes the workers release and restore device memory."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -38,7 +38,7 @@ class SleepState:
         return self._level > 0
 
     def request(self, level: int) -> None:
-        """Request a sleep. A sleeping engine never moves to a lower level."""
+        """Request a sleep. A sleeping engine never changes to a lower level."""
         self._pending_level = max(level, self._level)
 
     def sleep(self) -> None:
@@ -50,8 +50,8 @@ class SleepState:
     def wake_up(self, tags: Sequence[str]) -> WorkerReady | None:
         """Restore the memory named by `tags`; all memory if empty. Returns the worker's report once
         everything is restored; None if memory is still released or nothing was restored. Raises
-        UserError for an unknown tag, and RequestFailed if the worker fails, without a change of
-        the level or the released tags."""
+        UserError for an unknown tag, and RequestFailed if the worker fails; then the level and the
+        released tags are unchanged."""
         unknown = [tag for tag in tags if tag not in TAGS]
         if unknown:
             raise UserError(

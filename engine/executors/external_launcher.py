@@ -18,13 +18,13 @@ from hpu.worker.worker import Worker
 
 _DIGEST_BYTES = 4
 _DECISIONS = (StepPlan, GrammarMasks)
-"""Messages that must be the same on all ranks."""
+"""Messages that must be equal on all ranks."""
 
 
 class ExternalLauncherExecutor(InprocExecutor):
     """Executor of a single rank. Its behavior must not depend on timing, which differs between
-    ranks: buckets are not warmed up when the engine is idle, and results are not collected early.
-    """
+    ranks: buckets are not warmed up when the engine is idle, and results are not collected
+    early."""
 
     def __init__(self, config: EngineConfig, launched: LaunchedRank) -> None:
         """Raises ConfigError when the number of launched processes differs from the model's number
@@ -37,11 +37,11 @@ class ExternalLauncherExecutor(InprocExecutor):
             )
         if parallel.world_size != parallel.tensor_parallel_size:
             raise ConfigError(
-                f"--distributed-executor-backend is external_launcher, where each rank needs the "
-                f"results: all {parallel.world_size} ranks must be tensor-parallel, "
-                f"{parallel.tensor_parallel_size} are"
+                "--distributed-executor-backend is external_launcher and --tensor-parallel-size "
+                f"is {parallel.tensor_parallel_size}, it must be {parallel.world_size}, the "
+                "number of ranks"
             )
-        # env://: the launcher may already hold the rendezvous port.
+        # env://: the launcher may already have bound the rendezvous port.
         ranks = Ranks(launched.world_size, launched.rank, "env://", local_rank=launched.local_rank)
         super().__init__(Worker(config, ranks))
         self.rank = launched.rank
@@ -61,7 +61,7 @@ class ExternalLauncherExecutor(InprocExecutor):
         super().send(message)
 
     def has_result(self) -> bool:
-        """Always False: the devices of other ranks may be faster or slower."""
+        """Always False: a result may be ready at different times on different ranks."""
         return False
 
     def share(self, data: bytes) -> bytes:
@@ -69,7 +69,7 @@ class ExternalLauncherExecutor(InprocExecutor):
         shared = self._worker.share(own + data)
         if shared[:_DIGEST_BYTES] != own:
             raise EngineDied(
-                f"rank {self.rank} has decided other steps than rank 0: all ranks must make the "
+                f"rank {self.rank} has scheduled other steps than rank 0: all ranks must make the "
                 "same calls with the same arguments"
             )
         return shared[_DIGEST_BYTES:]

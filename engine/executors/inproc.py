@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from hpu.worker.worker import Worker
 
 POLL_S = 0.001
-"""Interval at which an engine that waits for other engines asks for a result: device events have no
-file descriptor."""
+"""Interval at which to poll for a result while the engine waits for other engines: device events
+have no file descriptor. Seconds."""
 
 
 class InprocExecutor(Executor):
-    """Executor without a worker process and without copies; the worker's Python runs on the
-    scheduler's thread.
+    """Executor without a worker process and without message copies. The worker's Python runs on the
+    engine's thread.
 
     On a CPU, `send` computes the plan, so its result exists before the next plan is scheduled, and
-    no mask is deferred. On a card, masks are deferred like in other executors.
+    no mask is deferred. On a card, masks are deferred as with other executors.
     """
 
     poll_s = POLL_S
@@ -57,7 +57,8 @@ class InprocExecutor(Executor):
         self._arrival.clear()
         messages: list[FromWorker] = [*self._warmed, *self._worker.take_messages()]
         self._warmed.clear()
-        # With a plan in flight, `waits` is for its result: ranks in lockstep collect together.
+        # With a plan in flight, `waits` means waiting for its result, so that ranks in lockstep
+        # collect the same plan.
         if self._num_inflight and (waits or self.has_result()):
             self._num_inflight -= 1
             messages.append(self._worker.collect())

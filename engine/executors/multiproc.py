@@ -1,6 +1,6 @@
-"""MultiprocExecutor: runs each worker in its own process and watches the processes. A single socket
-sends to all workers and a single socket receives from all workers, so the work of the engine's
-thread does not grow with their number. The launcher decides where the processes run."""
+"""MultiprocExecutor: runs each worker in its own process and watches the processes. All workers
+share one sending and one receiving socket, so the work of the engine's thread does not grow with
+their number. The launcher decides where the processes run."""
 
 import logging
 import math
@@ -47,13 +47,13 @@ from hpu.protocol import (
 logger = logging.getLogger(__name__)
 
 LAST_MESSAGE_S = 0.2
-"""Maximum wait for the last message of a dead worker; seconds."""
+"""Maximum wait for the last message of a worker that has died; seconds."""
 
 STOP_TIMEOUT_S = 5.0
 
 STALLED_S = 300.0
-"""Time without any message during a start, after which the log names the bucket of each worker.
-More than a compilation takes; ranks that disagree wait for each other forever."""
+"""Time without messages during start-up after which the bucket of each worker is logged; seconds.
+Longer than any compilation. Ranks that disagree on a bucket would block forever."""
 
 
 _NOUNS = {
@@ -62,18 +62,18 @@ _NOUNS = {
     FetchBlocks: "reads",
     DropFiles: "files to delete",
 }
-"""Names of unread messages in errors; other messages are calls."""
+"""Names of message types in errors about unread messages; other messages are calls."""
 
 
 def _merge_results(results: Sequence[StepResult], output: int) -> StepResult:
-    """A block that any rank found corrupt is corrupt."""
+    """Result of rank `output`, with the corrupt blocks of all ranks."""
     merged = results[output]
     merged.corrupt_loads = sorted(set().union(*(result.corrupt_loads for result in results)))
     return merged
 
 
 def _merge_reads(reads: Sequence[BlocksFetched], output: int) -> BlocksFetched:
-    """A block is present if every rank has read its part."""
+    """Merge a read of all ranks. A block has been read if every rank has read its part."""
     corrupt = {index for read in reads for index in read.corrupt}
     missing = {index for read in reads for index in read.missing} - corrupt
     seconds = max(read.seconds for read in reads)
@@ -81,23 +81,24 @@ def _merge_reads(reads: Sequence[BlocksFetched], output: int) -> BlocksFetched:
 
 
 def _merge_loads(loads: Sequence[AdapterLoaded], output: int) -> AdapterLoaded:
-    """The first error, if any."""
+    """The first failed load, if any, else the load of rank `output`."""
     return next((loaded for loaded in loads if loaded.error is not None), loads[output])
 
 
 def _merge_answers(answers: Sequence[WorkerAnswer], output: int) -> WorkerAnswer:
-    """The first error, or the answer of rank 0, whose files have the names that the user gave."""
+    """The first failed answer, else the answer of rank 0, the only rank that writes files with
+    user-given names."""
     return next((answer for answer in answers if answer.error is not None), answers[0])
 
 
 def _merge_warmed(warmed: Sequence[WarmedBuckets], output: int) -> WarmedBuckets:
-    """All ranks warm up the same bucket."""
+    """Message of rank `output`; all ranks warm up the same bucket."""
     return warmed[output]
 
 
 def _merge_ready(messages: Sequence[WorkerReady], output: int) -> WorkerReady:
-    """Report of the output rank, with the facts of all ranks of a group. Raises EngineDied if
-    another rank has a different number of blocks."""
+    """Report of the output rank, with the facts of all ranks. Raises EngineDied if a rank has a
+    different number of blocks."""
     merged = messages[output]
     for rank, message in enumerate(messages):
         if message.num_blocks != merged.num_blocks:
@@ -118,8 +119,8 @@ MERGES: Mapping[type, Callable[..., FromWorker]] = {
     WarmedBuckets: _merge_warmed,
     WorkerReady: _merge_ready,
 }
-"""How the messages of all ranks become one message, by type. Takes the messages by rank, and the
-output rank. All ranks send the messages of a type in the same order."""
+"""Functions that merge a message of every rank, by message type. Arguments: the messages by rank,
+and the output rank. All ranks send messages of the same type in the same order."""
 
 
 class WorkerProcess:
@@ -134,15 +135,15 @@ class WorkerProcess:
         self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
         self.bucket = ""
-        """The bucket that the worker prepares, while it starts."""
+        """Bucket that the worker is preparing during start-up; empty if none is known."""
 
 
 class MultiprocExecutor(Executor):
-    """Executor with a process for each worker. All methods must be called on the same thread.
+    """Executor with a process for each worker. Call all methods on the same thread.
 
-    Every worker receives every message; the worker `output_rank` sends the results. The first death
-    of a worker is reported at once: to the caller that waits for a message, and by `on_death`,
-    which is called on another thread.
+    Every worker receives every message; only the worker `output_rank` sends results, unless the
+    plan loads blocks. The first death of a worker is reported at once: to the caller that waits for
+    a message, and through `on_death`, which is called on another thread.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class MultiprocExecutor(Executor):
         num_workers: int = 1,
         output_rank: int = 0,
     ) -> None:
-        """`output_rank`: the first rank of the last pipeline stage. The executor owns and closes
+        """`output_rank`: first rank of the last pipeline stage. The executor owns and closes
         `launcher`."""
         self._launcher = launcher
         self._on_death = on_death
@@ -194,11 +195,12 @@ class MultiprocExecutor(Executor):
             WorkerFailed: self._on_failure,
             StepResult: self._on_result,
         }
-        """Handlers of messages by type, with the rank; messages of other types are merged."""
+        """Handlers of messages by type, called with (rank, message); messages of other types are
+        merged."""
         self._parts: dict[type, list[deque[FromWorker]]] = {
             kind: [deque() for _ in self._workers] for kind in MERGES
         }
-        """Messages to merge, by type and rank."""
+        """Received messages that wait for the other ranks' messages, by type and rank."""
         self._merged: list[FromWorker] = []
         self._answers: deque[WorkerAnswer] = deque()
         self._ready: deque[WorkerReady] = deque()
@@ -206,9 +208,10 @@ class MultiprocExecutor(Executor):
             WorkerAnswer: self._answers,
             WorkerReady: self._ready,
         }
-        """Where merged messages go that `receive` does not return."""
+        """Queues of merged messages that `receive` does not return, by type."""
         self._loads: deque[bool] = deque()
-        """For each plan in flight, whether it loads blocks: then every worker sends its result."""
+        """For each plan in flight, whether it loads blocks; if so, every worker sends its
+        result."""
         self._is_closed = False
 
     @property
@@ -251,7 +254,7 @@ class MultiprocExecutor(Executor):
         try:
             self.call(WAKE_UP)
         finally:
-            # After an error of another rank, a rank may have sent its report.
+            # If a rank failed, the reports of the other ranks remain: drop them.
             for parts in self._parts[WorkerReady]:
                 parts.clear()
         return self._ready.popleft()
@@ -274,7 +277,7 @@ class MultiprocExecutor(Executor):
             self._on_death(_death(end))
 
     def _send_error(self, what: str) -> ConfigError | EngineDied:
-        """Why a worker does not read `what`."""
+        """Error that explains why a worker has not read `what`."""
         while (received := self._results.receive()) is not None:
             if isinstance(received[1], WorkerFailed):
                 return self._cause(received[1])
@@ -284,8 +287,8 @@ class MultiprocExecutor(Executor):
         return EngineDied(f"a worker does not read its {what}")
 
     def _wait_for_connections(self) -> None:
-        """Wait until every worker is subscribed to the plans. Raises EngineDied when a worker is
-        dead."""
+        """Wait until every worker has subscribed to the plans. Raises EngineDied when a worker has
+        died."""
         self._results.stop_accepting()
         waiter = Waiter([self._plans], self._sentinels)
         while not self._plans.has_all_peers():
@@ -295,7 +298,7 @@ class MultiprocExecutor(Executor):
                     raise _death(worker.child.end)
 
     def _wait(self) -> None:
-        """Wait for a message of any worker. Raises EngineDied when a worker is dead."""
+        """Wait for a message of any worker. Raises EngineDied when a worker has died."""
         if self._take():
             return
         is_silent = not self._waiter.wait(STALLED_S if self._is_warming_up else math.inf)
@@ -311,8 +314,8 @@ class MultiprocExecutor(Executor):
                 return
 
     def _take(self) -> bool:
-        """Take a worker's message if there is any; returns whether there was. Raises ConfigError or
-        EngineDied when a worker failed."""
+        """Handle a worker's message, if any has arrived; returns whether there was a message.
+        Raises ConfigError or EngineDied when a worker failed."""
         received = self._results.receive()
         if received is None:
             return False
@@ -356,14 +359,16 @@ class MultiprocExecutor(Executor):
         return any(worker.bucket for worker in self._workers)
 
     def _log_stall(self) -> None:
-        """Name the bucket of each worker: a difference shows ranks that wait for each other."""
+        """Log the bucket of each worker: different buckets show ranks that wait for each other."""
         places = (f"{each.name}: {each.bucket or 'no bucket'}" for each in self._workers)
-        logger.warning("The start has not moved for %.0f s, %s", STALLED_S, "; ".join(places))
+        logger.warning(
+            "The start has made no progress for %.0f s: %s", STALLED_S, "; ".join(places)
+        )
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:
-        """The error of the group after `failure` of a worker. The first report may be a
-        consequence: a worker killed by a signal is the cause, else the earliest failure that
-        arrives within the launcher's `notice_s`."""
+        """Error of the group after `failure` of a worker. The first report may be a consequence of
+        another worker's end: a worker killed by a signal is the cause, else the earliest failure
+        that arrives within the launcher's `notice_s`."""
         failures = [failure]
         deadline = time.monotonic() + self._launcher.notice_s
         others = [worker for worker in self._workers if worker.child.poll() is None]

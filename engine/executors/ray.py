@@ -1,7 +1,7 @@
-"""RayLauncher: workers on the hosts of a Ray cluster.
+"""RayLauncher: runs workers on the hosts of a Ray cluster.
 
 Ray chooses the hosts and cards. An actor on each host starts the worker as its child process; steps
-travel over the executor's own channel on TCP.
+are sent over the executor's own TCP channel.
 """
 
 import contextlib
@@ -38,17 +38,18 @@ from hpu.protocol import Ranks
 logger = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 60.0
-"""Maximum wait for the cluster to reserve the cards, which another engine may be freeing."""
+"""Maximum wait for the cluster to reserve the cards; another engine may still be freeing them.
+Seconds."""
 
 START_TIMEOUT_S = 120.0
-"""Maximum wait for an actor to start and to answer."""
+"""Maximum wait for an actor to start and to answer; seconds."""
 
 LOST = -signal.SIGKILL
-"""Exit code of a worker whose actor or node is lost."""
+"""Exit code reported for a worker whose actor or node was lost."""
 
 
-class Place(NamedTuple):
-    """Location of an actor."""
+class ActorLocation(NamedTuple):
+    """Location of a worker's actor."""
 
     node: str
     address: str
@@ -57,15 +58,15 @@ class Place(NamedTuple):
 
 
 class WorkerActor:
-    """Actor on the worker's host: starts the worker and waits for its end. Calls run on several
+    """Actor on the worker's host: starts the worker and waits for it to end. Calls run on several
     threads; arguments and results are plain values."""
 
     def __init__(self) -> None:
         self._child: ChildProcess | None = None
 
     def place(self, resource: str | None) -> tuple[str, str, str | None]:
-        """The fields of this actor's Place; `resource`: Ray's resource name of the card, None on a
-        CPU."""
+        """Fields of this actor's ActorLocation. `resource`: Ray's resource name of the card; None
+        on a CPU."""
         context = ray.get_runtime_context()
         card = None
         if resource is not None:
@@ -94,26 +95,26 @@ class WorkerActor:
         return self._child.pid
 
     def wait(self) -> int:
-        """Wait for the worker's end; returns its exit code."""
+        """Wait until the worker has ended; returns its exit code."""
         assert self._child is not None, "wait before start"
         while (code := self._child.poll()) is None:
             select.select([self._child.sentinel], [], [])
         return code
 
     def stop(self) -> None:
-        """Send the worker the stop signal."""
+        """Ask the worker to stop; does not wait."""
         if self._child is not None:
             self._child.stop()
 
 
 class RayWorker:
-    """The engine's handle of a worker on a host of the cluster; a LaunchedWorker."""
+    """LaunchedWorker: the engine's handle of a worker on a host of the cluster."""
 
     def __init__(
         self,
         name: str,
         actor: Any,
-        place: Place,
+        place: ActorLocation,
         orders: WorkerOrders,
         on_exit: Callable[[ProcessEnd], None],
     ) -> None:
@@ -166,21 +167,21 @@ class RayWorker:
 
 
 class RayLauncher:
-    """A WorkerLauncher on the Ray cluster that this host belongs to.
+    """WorkerLauncher for the Ray cluster that this host belongs to.
 
-    Reserves a card, or a CPU, for each worker in a placement group, on as few hosts as possible;
-    ranks on this host come first. Messages to Ray's actors are plain bytes; Ray itself must be on a
-    private network.
+    Reserves a card, or a CPU, for each worker in a placement group, on as few hosts as possible.
+    Ranks on this host come first. Messages to Ray's actors are not encrypted; Ray itself must run
+    in a private network.
     """
 
     notice_s = 4.0
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ConfigError when no cluster runs here."""
+        """Raises ConfigError when no cluster can be reached from this host."""
         self._resource = DEVICES[chosen_device(config.device)].ray_resource or None
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
-        self._places: list[Place] = []
+        self._places: list[ActorLocation] = []
         self._is_closed = False
         with _kept_signals():
             try:
@@ -217,7 +218,7 @@ class RayLauncher:
             ) from None
         cards = {"resources": {"HPU": 1}} if resource == "HPU" else {"num_gpus": 1}
         actor_class = ray.remote(
-            # `stop` needs a thread while `wait` blocks another thread.
+            # `stop` needs a thread while `wait` blocks another.
             max_concurrency=4,
             num_cpus=0 if self._resource else 1,
             **(cards if self._resource else {}),
@@ -231,7 +232,7 @@ class RayLauncher:
             for index in range(num_workers)
         ]
         self._actors = actors
-        places = [Place(*_answer(actor.place.remote(self._resource))) for actor in actors]
+        places = [ActorLocation(*_answer(actor.place.remote(self._resource))) for actor in actors]
         own = ray.get_runtime_context().get_node_id()
         # Ranks of a host are adjacent; the engine's host comes first.
         order = sorted(
@@ -272,7 +273,7 @@ class RayLauncher:
             return
         self._is_closed = True
         if self._group is not None:
-            # The actors of the group end, too.
+            # This ends the actors of the group, too.
             remove_placement_group(self._group)
         with _kept_signals():
             ray.shutdown()
@@ -289,7 +290,7 @@ def _answer(reference: Any) -> Any:
 
 @contextlib.contextmanager
 def _kept_signals() -> Any:
-    """Restores the SIGTERM handler, which Ray replaces and which belongs to this process's main."""
+    """Restore this process's SIGTERM handler on exit: Ray replaces it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

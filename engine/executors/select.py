@@ -34,17 +34,16 @@ def make_executor(
     on_death: Callable[[EngineDied], None],
     ranks: Ranks = SINGLE_RANK,
 ) -> Executor:
-    """The executor that `config.executor` names; `auto` runs a single worker on a CPU in the
-    engine's process.
+    """Executor named by `config.executor`; `auto` runs a single CPU worker in the engine's process.
 
     Sockets are created in `directory`. `on_death` is called, on any thread, when a worker process
-    ends by itself. `ranks`: the first rank of this engine, where several engines share experts.
-    Raises ConfigError if the execution mode is not possible.
+    ends unexpectedly. `ranks`: first rank of this engine, where several engines share experts.
+    Raises ConfigError if the device does not support the execution mode.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):
         choice = hpu_mode(config)
-        # Logged here: the worker gets the choice in its environment, without the reason.
+        # Logged here: the worker's environment contains the choice without the reason.
         logger.info("Execution on HPU: %s, since %s", choice.mode, choice.reason)
     world_size = config.parallel.world_size
     if config.executor == EXTERNAL_LAUNCHER:
@@ -81,7 +80,7 @@ def make_executor(
         from engine.executors.worker_launcher import LocalLauncher
 
         if device == "hpu":
-            # The last worker's, so that a list with too few cards is refused here.
+            # Check the card of the last worker, so that a list with too few cards is rejected here.
             module_id(world_size - 1, world_size)
         command = python_command("engine.executors.worker_main", "worker")
         launcher = LocalLauncher(directory, command, worker_environment(config), ranks)

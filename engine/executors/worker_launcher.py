@@ -1,4 +1,4 @@
-"""WorkerLauncher: places and starts the workers of a group, and notices their end. LocalLauncher:
+"""WorkerLauncher: places and starts the workers of a group, and detects their end. LocalLauncher:
 runs workers as child processes on this host."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from hpu.protocol import SINGLE_RANK, Ranks
 
 
 class LaunchedWorker(Protocol):
-    """A started worker; the interface of ChildProcess."""
+    """A started worker; a subset of ChildProcess's interface."""
 
     @property
     def pid(self) -> int:
@@ -21,21 +21,21 @@ class LaunchedWorker(Protocol):
 
     @property
     def sentinel(self) -> int:
-        """A descriptor that becomes readable when the worker has ended; -1 after `close`."""
+        """File descriptor that becomes readable when the worker has ended; -1 after `close`."""
         ...
 
     @property
     def end(self) -> ProcessEnd:
-        """How the worker ended; call it after the end."""
+        """How the worker ended. Only valid after its end."""
         ...
 
     def poll(self) -> int | None:
-        """The exit code (negative: the worker was killed by a signal, or is lost), or None while it
-        runs."""
+        """Exit code, or None while the worker runs; negative if the worker was killed by a signal
+        or was lost."""
         ...
 
     def stop(self) -> None:
-        """Send the stop signal, once; does not wait."""
+        """Ask the worker to stop; idempotent, does not wait."""
         ...
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -50,28 +50,29 @@ class WorkerLauncher(Protocol):
     """Seconds after a worker's end during which `poll` may still return None."""
 
     def place(self, num_workers: int) -> list[Ranks]:
-        """Ranks and rendezvous of `num_workers` workers; called once, before `launch`. Raises
+        """Ranks and rendezvous of `num_workers` workers. Called once, before `launch`. Raises
         ConfigError when there are too few cards."""
         ...
 
     def endpoint(self, name: str) -> str:
-        """Address of the socket `name`, on which the engine listens for the workers; port * means
+        """Address of the socket `name`, on which the engine listens for the workers; port * selects
         any free port."""
         ...
 
     def launch(
         self, name: str, orders: WorkerOrders, on_exit: Callable[[ProcessEnd], None]
     ) -> LaunchedWorker:
-        """Start a worker. `on_exit` is called on another thread when the worker ends by itself."""
+        """Start a worker. `on_exit` is called on another thread when the worker ends
+        unexpectedly."""
         ...
 
     def close(self) -> None:
-        """Free the reserved places; call it after every worker is closed. Safe to call twice."""
+        """Release the reserved cards. Call it after every worker is closed; safe to call twice."""
         ...
 
 
 class LocalLauncher:
-    """Workers as child processes, reached over Unix sockets."""
+    """Runs workers as child processes, reached over Unix sockets."""
 
     notice_s = 0.2
 
@@ -82,8 +83,8 @@ class LocalLauncher:
         environment: Mapping[str, str] | None = None,
         first: Ranks = SINGLE_RANK,
     ) -> None:
-        """Sockets are created in `directory`; `command` runs worker_main with the variables
-        `environment` (None: a copy of this process's variables). `first`: the first rank of this
+        """Sockets are created in `directory`. `command` runs worker_main with the variables
+        `environment` (None: a copy of this process's variables). `first`: first rank of this
         engine, where several engines share experts."""
         self._first = first
         self._directory = directory
@@ -91,7 +92,7 @@ class LocalLauncher:
         self._environment = environment
 
     def place(self, num_workers: int) -> list[Ranks]:
-        # A crashed engine's workers leave the rendezvous file behind.
+        # The workers of a crashed engine leave their rendezvous file behind.
         Path(self._directory, "ranks").unlink(missing_ok=True)
         return [
             self._first._replace(

@@ -1,4 +1,4 @@
-"""Main of a worker process: receives plans over the step channel and sends results.
+"""Entry point of a worker process: receives plans over the step channel and sends results.
 
 The parent process sets the worker's environment, before torch or a vendor runtime reads it.
 """
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 LINGER_S = 2.0
 
 PLAN_DUE_S = 0.02
-"""Time after a plan or a result within which the next plan is expected, if another plan fits in
-flight; many times longer than an engine needs. Seconds."""
+"""How long the worker polls for the next plan after a plan or a result while it has fewer plans in
+flight than the maximum; many times longer than an engine needs to schedule a plan. Seconds."""
 
 POLL_S = 50e-6
-"""Interval at which the worker polls for a plan and for a result in that time; seconds."""
+"""Interval at which the worker polls for a plan and for a result during PLAN_DUE_S; seconds."""
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
@@ -65,11 +65,11 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     results: str
     """Address on which the engine receives results, answers and failures."""
     token: str
-    """Token that the engine requires of each peer."""
+    """Token that the worker presents to the engine."""
     ranks: Ranks = SINGLE_RANK
     log: LogConfig = DEFAULT
     sends_results: bool = True
-    """Whether this worker sends results; a single worker of a group does."""
+    """Whether this worker sends results; exactly one worker of a group does."""
 
 
 class StepChannel:
@@ -84,7 +84,7 @@ class StepChannel:
         )
         self._arrival = WakeUp()
         self.wake = self._arrival.set
-        """Ends `wait`; may be called on another thread."""
+        """Interrupts `wait`. Thread-safe."""
         self._waiter = Waiter([self._plans], [self._arrival.fd])
 
     def receive(self) -> ToWorker | None:
@@ -92,18 +92,19 @@ class StepChannel:
         return self._plans.receive()
 
     def wait(self) -> None:
-        """Wait for a message, or for `wake`."""
+        """Wait for a message, or until `wake` is called."""
         self._waiter.wait()
 
     def clear_wake(self) -> None:
-        """Call it before looking for what `wake` announces."""
+        """Reset `wake`. Call it before checking for the messages that `wake` announces, so that no
+        wake-up is lost."""
         self._arrival.clear()
 
     def send(self, message: FromWorker) -> None:
         self._results.send((self._rank, message))
 
     def close(self) -> None:
-        """Disconnect; unsent messages have LINGER_S to leave."""
+        """Disconnect after at most LINGER_S to flush unsent messages."""
         self._plans.close()
         self._results.close(LINGER_S)
 
@@ -152,13 +153,13 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
         except Exception as error:
             code = 1
             failed_at = time.time()
-            logger.exception("worker %d cannot go on", rank)
+            logger.exception("worker %d has failed", rank)
             message = f"worker {rank}: {type(error).__name__}: {error}"
             channel.send(WorkerFailed(message, time=failed_at))
         finally:
             ignore_stop_signal()
     except Terminated:
-        # If STOP arrives while a failure is handled, the exit code of the failure is kept.
+        # STOP: the exit code is 0, or the code of the failure that was being handled.
         pass
     worker.close()
     channel.close()
@@ -169,7 +170,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
 def _serve(
     worker: "Worker", channel: StepChannel, depth: int, *, sends_results: bool = True
 ) -> None:
-    """Loop of a worker. `depth`: maximum number of plans in flight."""
+    """Main loop of a worker. `depth`: maximum number of plans in flight."""
     in_flight: deque[bool] = deque()
     """For each plan in flight, whether this worker sends its result."""
     plan_is_due = 0.0
@@ -180,12 +181,13 @@ def _serve(
         channel.clear_wake()
         for answer in worker.take_messages():
             channel.send(answer)
-        # Launch a plan that has arrived before waiting for the running one's result.
+        # Launch the next plan, if it has arrived, before waiting for the result of the running
+        # plan.
         message = channel.receive()
         if isinstance(message, StepPlan):
             if len(in_flight) == depth:
-                # Another rank has sent the result. The runner relies on this: with speculation, a
-                # plan fits the tokens that at most `depth` launches in flight may have accepted.
+                # The engine already has this result, from another rank. Collect it here first: with
+                # speculation, the runner sizes a plan for at most `depth` launches in flight.
                 _finish_step(worker, channel, sends=in_flight.popleft())
             worker.submit(message)
             # Each rank copies its part of the blocks, and reports corrupt parts with its result.
@@ -201,7 +203,8 @@ def _serve(
             worker.handle(message)
         elif in_flight and not worker.lacks_masks:
             if len(in_flight) < depth and time.monotonic() < plan_is_due:
-                # Waiting for the device now would delay the next launch until the device is idle.
+                # Blocking on the device now would delay the launch of the next plan until the
+                # device is idle.
                 time.sleep(POLL_S)
                 continue
             _finish_step(worker, channel, sends=in_flight.popleft())

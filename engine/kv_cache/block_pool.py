@@ -14,14 +14,14 @@ class BlockPool:
     blocks keep their contents until they are reallocated, so a cached prefix can be reused. Every
     operation on a single block is O(1); with `lowest_first`, allocating and freeing are O(log n).
 
-    `lowest_first`: blocks without a hash are allocated lowest id first, so that no id exceeds the
-    peak number of used blocks.
+    `lowest_first`: allocate blocks without a hash by lowest id, so that no id exceeds the peak
+    number of used blocks.
     """
 
     def __init__(self, size: int, *, lowest_first: bool = False) -> None:
         self.size = size
         self.on_evict: Callable[[int, bytes], None] | None = None
-        """Called with a cached block and its hash when the block is reallocated. Its contents stay
+        """Called with a cached block and its hash when the block is reallocated. The contents stay
         on the device until the next plan runs."""
         self._ref_count = [0] * size
         self._hash_of: list[bytes | None] = [None] * size
@@ -42,11 +42,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a reference, cached ones included."""
+        """Blocks without a reference, including cached blocks."""
         return len(self._free_uncached) + len(self._free_cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` free blocks; their contents and hashes are lost."""
+        """Allocate `count` free blocks; at least `count` must be free. Their contents and hashes
+        are lost."""
         assert count <= self.num_free, f"{count} blocks requested, {self.num_free} are free"
         return [self._allocate_one() for _ in range(count)]
 
@@ -76,8 +77,8 @@ class BlockPool:
         return self._ref_count[block] == 0
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block. Blocks are evicted in the order of their freeing: pass
-        the tail of a table first."""
+        """Drop a reference to each block. Blocks are evicted in the order in which they are freed:
+        pass the tail of a block table first."""
         for block in blocks:
             count = self._ref_count[block] - 1
             assert count >= 0, f"block {block} is freed and has no reference"
@@ -96,8 +97,8 @@ class BlockPool:
         `lowest_first` and a pool without cached blocks.
         """
         num_used = self.size - self.num_free
-        # After compaction the used blocks are 0 .. num_used - 1. Used blocks above that range and
-        # free blocks inside it are equally many.
+        # After full compaction the used blocks are 0 .. num_used - 1. There are as many used blocks
+        # above that range as free blocks inside it.
         above = (
             block for block in range(self.size - 1, num_used - 1, -1) if self._ref_count[block]
         )
@@ -107,7 +108,8 @@ class BlockPool:
         return list(zip(high, low, strict=True))
 
     def cache_block(self, block: int, block_hash: bytes) -> bool:
-        """Set the hash of a full, used block; False if another block has the same contents."""
+        """Set the hash of a full, used block; returns False if another block already has this
+        hash."""
         if block_hash in self._cached_blocks:
             return False
         assert self._ref_count[block] > 0, f"block {block} is cached and has no reference"

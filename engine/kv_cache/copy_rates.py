@@ -1,12 +1,12 @@
 """CopyRates: compares the time to copy a KV block to the device with the time to compute it."""
 
 DECAY = 0.98
-"""Weight that a measurement keeps at each later measurement."""
+"""Weight of the previous measurements when a measurement is added."""
 
 
 class CopyRates:
-    """Measured prefill and copy times. Until a time is measured, its path counts as fast, so that
-    it is tried."""
+    """Measured prefill and copy times. A path without measurements counts as fast, so that it is
+    tried."""
 
     def __init__(self, block_size: int, load_s: float) -> None:
         """`load_s`: seconds to copy one block from host memory to the device."""
@@ -19,7 +19,8 @@ class CopyRates:
 
     def add_prefill(self, num_tokens: int, seconds: float) -> None:
         """Add a prefill launch of `num_tokens` tokens, padding excluded."""
-        # Sums, not rates: a short prompt in a large bucket weighs little.
+        # Keep sums instead of averaging rates, so that a short prompt in a large bucket has little
+        # weight.
         self._prefill_s = self._prefill_s * DECAY + seconds
         self._prefill_tokens = self._prefill_tokens * DECAY + num_tokens
 

@@ -45,20 +45,20 @@ class KVCacheManager:
         self._all_see_images = all_see_images
         self.offload = KVOffload(NO_OFFLOAD, block_size) if offload is None else offload
         if self.offload.is_enabled:
-            assert prefix_caching, "blocks outside the device are found by their hashes"
+            assert prefix_caching, "offloaded blocks are found by their prefix hashes"
             self.pool.on_evict = self.offload.evicted
         self._computing: dict[bytes, Request] = {}
         """Prompt blocks that are being computed: hash to the computing request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens need."""
+        """Number of blocks needed for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, request: Request) -> list[int]:
         """Blocks of the request's longest cached prefix, used or free; ON_HOST for host blocks.
 
-        At least one token remains to compute, and every prompt position whose log-probability is
-        still to be sent.
+        The prefix excludes at least the last token, and every prompt position whose log-probability
+        is still to be sent: these tokens must be computed.
         """
         prefix: list[int] = []
         for block_hash in request.block_hashes[: self._max_prefix_blocks(request)]:
@@ -71,12 +71,14 @@ class KVCacheManager:
         return prefix
 
     def prefetch(self, request: Request) -> None:
-        """Start to read the request's blocks from files, if that is worthwhile."""
+        """Start to read the request's blocks from files, if reading is faster than computing
+        them."""
         if self.offload.is_enabled:
             self.should_wait_for_files(request, self.find_prefix(request))
 
     def should_wait_for_files(self, request: Request, prefix: list[int]) -> bool:
-        """Whether blocks after `prefix` are being read from files. Starts reads if worthwhile."""
+        """Whether blocks after `prefix` are being read from files. Starts the reads if reading is
+        faster."""
         if not self.offload.is_enabled:
             return False
         hashes = request.block_hashes[: self._max_prefix_blocks(request)]
@@ -104,12 +106,13 @@ class KVCacheManager:
         return 2 * num_computing * self.block_size >= num_uncached
 
     def num_free_blocks_needed(self, request: Request, prefix: list[int]) -> int:
-        """Free blocks needed to admit a request with this cached `prefix`: all of its tokens."""
+        """Number of free blocks needed to hold all tokens of a request with this cached
+        `prefix`."""
         num_free_prefix = sum(1 for block in prefix if block == ON_HOST or self.pool.is_free(block))
         return self.num_blocks_for(request.num_tokens) - len(prefix) + num_free_prefix
 
     def attach_prefix(self, request: Request, prefix: list[int]) -> None:
-        """Begin an empty block table with `prefix`, whose tokens count as computed."""
+        """Start the request's block table with `prefix`, whose tokens count as computed."""
         assert not request.blocks, f"{request.key} starts with {len(request.blocks)} blocks"
         for block in prefix:
             if block != ON_HOST:
@@ -126,8 +129,8 @@ class KVCacheManager:
                 self._computing.setdefault(block_hash, request)
 
     def _load(self, request: Request, prefix: list[int]) -> list[int]:
-        """`prefix` with newly allocated blocks in place of ON_HOST. The blocks are cached at once:
-        the next plan copies them in before its launches run."""
+        """Return `prefix` with newly allocated blocks in place of ON_HOST. The blocks are cached at
+        once: the next plan copies their contents before its launches run."""
         hashes = [
             block_hash
             for block, block_hash in zip(prefix, request.block_hashes, strict=False)
@@ -147,7 +150,7 @@ class KVCacheManager:
         allocated = self.pool.allocate(count)
         request.blocks.extend(allocated)
         if self.contiguous and allocated:
-            # The pool allocates in rising order.
+            # The pool allocates the lowest blocks first, in ascending order.
             request.max_block_end = max(request.max_block_end, allocated[-1] + 1)
         room = len(request.blocks) * self.block_size - self.num_lookahead_tokens
         request.decode_limit = min(room, request.max_num_tokens - 1)
@@ -160,7 +163,7 @@ class KVCacheManager:
         return needed - len(request.blocks)
 
     def num_decode_blocks(self, request: Request) -> int:
-        """Blocks that a decode of this request alone reads."""
+        """Number of blocks that a decode batch of only this request reads."""
         return request.max_block_end if self.contiguous else len(request.blocks)
 
     def defragment(self, requests: Iterable[Request], threshold: int) -> list[tuple[int, int]]:
@@ -168,8 +171,8 @@ class KVCacheManager:
         highest used block. Returns (from, to) pairs, usually empty. `requests`: all requests with
         blocks.
 
-        Block tables change at once and the old blocks are free. The caller must move the contents
-        before any of these blocks is read or written.
+        Block tables are updated and the old blocks are freed immediately. The caller must move the
+        contents before any of these blocks is read or written.
         """
         requests = list(requests)
         block_end = max((request.max_block_end for request in requests), default=0)
@@ -183,8 +186,8 @@ class KVCacheManager:
         return moves
 
     def cache_blocks(self, request: Request, num_cached_tokens: int) -> None:
-        """Cache the blocks of `request` that are full once the KV of its first `num_cached_tokens`
-        tokens is written."""
+        """Cache the blocks of `request` that are full, given that the KV of its first
+        `num_cached_tokens` tokens is written."""
         size = self.block_size
         while request.next_cache_at <= num_cached_tokens:
             stop = request.next_cache_at
@@ -214,8 +217,8 @@ class KVCacheManager:
             self.offload.drop(block_hash)
 
     def drop(self, block: int, block_hash: bytes) -> None:
-        """Remove a block with wrong contents, and its copies, from all caches. By now the block may
-        be free or hold other contents."""
+        """Remove a corrupt block and its copies from all caches. The block may since have been
+        freed or reused."""
         if self.pool.get_cached_block(block_hash) == block:
             self.pool.evict(block)
         self.offload.drop(block_hash)
@@ -236,12 +239,12 @@ class KVCacheManager:
         request.next_cache_at = NEVER
 
     def forget(self, request: Request) -> None:
-        """Forget a waiting request that ends."""
+        """Drop the offload state of a waiting request that has ended."""
         self.offload.started(request.key)
 
     def reset_prefix_cache(self, requests: Iterable[Request], *, drops_files: bool = True) -> None:
-        """Drop every hash. `drops_files`: also drop blocks in files. `requests`, all requests with
-        blocks, stop caching: their KV was computed before the reset."""
+        """Drop every hash. `drops_files`: also drop blocks in files. `requests`: all requests with
+        blocks; they stop caching, since their KV was computed before the reset."""
         self.offload.reset(drops_files=drops_files)
         self.pool.reset_cache()
         self._computing.clear()

@@ -1,4 +1,4 @@
-"""KVOffload: moves KV blocks between the device, host memory and files."""
+"""KVOffload: plans copies of KV blocks between the device, host memory and files."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ FETCH_SHARE = 2
 
 
 NO_OFFLOAD = OffloadFacts(num_slots=0, load_s=0.0, max_files=0, file_hashes=b"")
-"""Facts of workers that keep no blocks outside the device."""
+"""Facts of workers that do not offload blocks."""
 
 
 class KVOffload:
-    """Decides which blocks are copied to the host and back. Copies travel with the next plan; file
-    reads run beside the plans, into slots that no plan uses meanwhile.
+    """Decides which blocks are copied to the host and back. Copies are part of the next plan; file
+    reads run concurrently with plans, into slots that no plan uses during the read.
 
-    With NO_OFFLOAD, no block is stored or found. `only_preempted`: only blocks of preempted
-    requests are offloaded.
+    With NO_OFFLOAD, no block is stored or found. `only_preempted`: offload only blocks of preempted
+    requests.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KVOffload:
         self._block_size = block_size
         self._counts: Counter[str] = Counter()
         self.version = 0
-        """Changes when a request that waits for files may be able to start."""
+        """Incremented when a request that waits for files may be able to start."""
         self._start(facts)
 
     def _start(self, facts: OffloadFacts) -> None:
@@ -61,31 +61,31 @@ class KVOffload:
         self._fetching: dict[bytes, int] = {}
         """Blocks that are being read from files, and their slots."""
         self._fetches: list[FetchBlocks] = []
-        """Reads to send to the workers."""
+        """Reads that are not yet sent to the workers."""
         self._sent: deque[tuple[FetchBlocks, bool]] = deque()
-        """(read, whether its blocks are still valid), answered in this order. `reset` invalidates
-        reads."""
+        """(read, whether its blocks are still valid) of sent reads, which are answered in this
+        order. `reset` invalidates reads."""
         self._has_fetched: set[int] = set()
         """Waiting requests for which files were read. Each request reads once, since its blocks can
         be evicted from host memory again before it starts."""
 
     def restart(self, facts: OffloadFacts) -> None:
-        """Start over with the host memory and files that restarted workers report."""
+        """Start over with the host memory and files that the workers report after a wake-up."""
         assert not self.num_fetching, f"{self.num_fetching} blocks are being read from files"
         dropped = self._index.take_dropped_files()
         self._start(facts)
-        # Files dropped while the workers slept.
+        # Files that were dropped while the workers were asleep.
         for block_hash in dropped:
             self._index.drop_file(block_hash)
 
     @property
     def num_fetching(self) -> int:
-        """File reads that are queued or not yet answered."""
+        """Number of file reads that are queued or not yet answered."""
         return len(self._sent) + len(self._fetches)
 
     def evicted(self, block: int, block_hash: bytes) -> None:
-        """Schedule a copy of a block that is being reallocated to the host. Does nothing if the
-        host has the block already."""
+        """Schedule a copy to the host of a block that is being reallocated. Does nothing if the
+        host already has the block."""
         if self._only_preempted and block_hash not in self._preempted:
             return
         slot = self._index.store(block_hash)
@@ -101,17 +101,18 @@ class KVOffload:
         return [self._index.use(block_hash) for block_hash in block_hashes]
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Copy pinned `slots`, which hold the blocks of `hashes`, to `blocks` in the next plan."""
+        """Schedule copies of pinned `slots`, which hold the blocks of `hashes`, to `blocks` in the
+        next plan."""
         self._loads.extend(zip(slots, blocks, hashes, strict=True))
 
     def on_loaded(self, step: int, corrupt: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Collect a plan's copies to the device; returns (block, hash) of corrupt copies."""
+        """Finish the copies to the device of a plan; returns (block, hash) of corrupt copies."""
         loaded = self._loading.pop(step, [])
         self._counts["corrupt"] += len(corrupt)
         return [loaded[index] for index in corrupt]
 
     def must_wait(self, key: int, block_hashes: Sequence[bytes], num_found: int) -> bool:
-        """Whether request `key` waits for file reads of blocks after the `num_found` it found.
+        """Whether request `key` waits for file reads of blocks after its first `num_found` blocks.
         Starts these reads, at most once per request."""
         if num_found < len(block_hashes) and block_hashes[num_found] in self._fetching:
             return True
@@ -142,8 +143,8 @@ class KVOffload:
         return True
 
     def take_messages(self) -> list[ToWorker]:
-        """Deletions of files and reads to send now. Slots may still be referenced by earlier plans,
-        never by later plans."""
+        """File deletions and file reads to send now. Slots of the reads may still be referenced by
+        earlier plans, never by later plans."""
         messages: list[ToWorker] = []
         if dropped := self._index.take_dropped_files():
             messages.append(DropFiles(dropped))
@@ -175,13 +176,13 @@ class KVOffload:
         self.rates.add_fetch(len(fetch.hashes), answer.seconds)
 
     def preempted(self, key: int, block_hashes: Sequence[bytes]) -> None:
-        """Note that a preempted request with these full blocks waits."""
+        """Record the full blocks of a preempted request, which waits again."""
         if self._only_preempted:
             self._preempted_requests[key] = list(block_hashes)
             self._preempted.update(block_hashes)
 
     def started(self, key: int) -> None:
-        """Note that a waiting request has started or was dropped."""
+        """Record that a waiting request has started or was dropped."""
         self._has_fetched.discard(key)
         for block_hash in self._preempted_requests.pop(key, ()):
             self._preempted[block_hash] -= 1
@@ -189,7 +190,7 @@ class KVOffload:
                 del self._preempted[block_hash]
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget a block with wrong contents."""
+        """Drop a corrupt block from host memory and files."""
         self._index.drop(block_hash)
 
     def fill_plan(self, plan: StepPlan) -> None:
@@ -211,7 +212,7 @@ class KVOffload:
             self._index.unpin_all()
 
     def reset(self, *, drops_files: bool) -> None:
-        """Forget all blocks in host memory. `drops_files`: also forget all blocks in files."""
+        """Drop all blocks in host memory. `drops_files`: also drop all blocks in files."""
         assert not self._stores and not self._loads, "copies wait for a plan"
         self.version += 1
         self._index.reset_host()
@@ -247,5 +248,5 @@ class KVOffload:
 
 
 COUNTS = ("stored", "loaded", "fetched", "corrupt", "missing")
-"""Counters of blocks: copied to the host, copied to the device, read from files, found with a wrong
-checksum (host or file), and missing a file."""
+"""Block counters: copied to the host, copied to the device, read from files, found with a wrong
+checksum (host or file), and without their file."""

@@ -1,4 +1,4 @@
-"""OffloadIndex: LRU index of the KV blocks in host memory and in files. Hashes and numbers only."""
+"""OffloadIndex: LRU index of the KV blocks in host memory and in files, by hash."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 class OffloadIndex:
     """Tracks at most `num_slots` blocks in host memory and `max_files` blocks in files by hash.
-    Evicts the least recently used block of a full tier.
+    When a tier is full, its least recently used block is evicted.
 
     A slot is free, has a hash, or is reserved by the caller. A pinned block keeps its slot.
     """
 
     def __init__(self, num_slots: int, max_files: int, file_hashes: Iterable[bytes] = ()) -> None:
-        """`file_hashes`: blocks that are in files now, least recently used first."""
+        """`file_hashes`: blocks that are already in files, least recently used first."""
         self.num_slots = num_slots
         self.max_files = max_files
         self._free_slots = list(range(num_slots - 1, -1, -1))
@@ -39,8 +39,8 @@ class OffloadIndex:
         return block_hash in self._files
 
     def store(self, block_hash: bytes) -> int | None:
-        """Slot to copy the block to; also registers a file if files are used. None if the block
-        has a slot already or no slot can be freed."""
+        """Assign a host slot to the block, and register a file if files are used. Returns the slot
+        to copy the block to; None if the block already has a slot or no slot can be freed."""
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
             return None
@@ -64,7 +64,7 @@ class OffloadIndex:
         return None if victim is None else self._slot_of.pop(victim)
 
     def fill(self, slot: int, block_hash: bytes) -> None:
-        """Assign the block to a reserved slot. The copy may still be outstanding."""
+        """Assign the block to a reserved slot. The block need not be copied yet."""
         assert block_hash not in self._slot_of, "a block is in host memory twice"
         self._slot_of[block_hash] = slot
 
@@ -73,7 +73,8 @@ class OffloadIndex:
         self._free_slots.append(slot)
 
     def use(self, block_hash: bytes) -> int:
-        """Slot of a block that is copied to the device. The slot is pinned until `unpin_all`."""
+        """Slot of a block that is going to be copied to the device. The slot is pinned until
+        `unpin_all`."""
         self._slot_of.move_to_end(block_hash)
         self._pinned.add(block_hash)
         if block_hash in self._files:
@@ -91,7 +92,7 @@ class OffloadIndex:
         self._pinned.clear()
 
     def drop(self, block_hash: bytes) -> None:
-        """Forget a block in host memory and in files."""
+        """Drop a block from host memory and files."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             self._free_slots.append(slot)
@@ -102,18 +103,18 @@ class OffloadIndex:
             self._dropped_files.append(block_hash)
 
     def reset_host(self) -> None:
-        """Forget all blocks in host memory."""
+        """Drop all blocks in host memory."""
         self._free_slots.extend(self._slot_of.values())
         self._slot_of.clear()
         self._pinned.clear()
 
     def reset_files(self) -> None:
-        """Forget all files."""
+        """Drop all files."""
         self._dropped_files.extend(self._files)
         self._files.clear()
 
     def take_dropped_files(self) -> list[bytes]:
-        """Blocks whose files must be deleted since the last call."""
+        """Take the blocks whose files must be deleted."""
         dropped, self._dropped_files = self._dropped_files, []
         return [path for path in dropped if path not in self._files]
 

@@ -7,16 +7,16 @@ from hpu.protocol import TOKEN_BYTES, ImagePlacement
 
 
 def root_hash(salt: str, adapter: str, images: Sequence[ImagePlacement] = ()) -> bytes:
-    """Parent hash of a first block. Hashing the salt's length separates ("ab", "c") from
-    ("a", "bc"). `images`: all images of the prompt if every token depends on them, else empty."""
+    """Parent hash of the first block. Hashing the salt's length separates ("ab", "c") from ("a",
+    "bc"). `images`: all images of the prompt if every token depends on them, else empty."""
     salt_bytes = salt.encode()
     root = sha256(len(salt_bytes).to_bytes(8, "little") + salt_bytes + adapter.encode()).digest()
     return chain(root, b"", _placed(images)) if images else root
 
 
 def chain(parent: bytes, tokens: bytes | memoryview, images: bytes = b"") -> bytes:
-    """SHA-256 of a full block: parent hash, raw bytes of the block's tokens, and the `images_in`
-    the block."""
+    """SHA-256 of a full block: parent hash, raw bytes of the block's tokens, and the result of
+    `images_in` for the block."""
     digest = sha256(parent)
     digest.update(tokens)
     digest.update(images)
@@ -44,8 +44,8 @@ def block_hashes(
     *,
     all_see_images: bool = False,
 ) -> list[bytes]:
-    """Hash of each full block of `prompt` (uint32, little-endian), first block first.
-    `all_see_images`: tokens before an image depend on it too."""
+    """Hashes of the full blocks of `prompt` (uint32, little-endian), in order. `all_see_images`:
+    tokens before an image depend on it too."""
     raw = memoryview(prompt).cast("B")
     step = block_size * TOKEN_BYTES
     parent = root_hash(salt, adapter, images if all_see_images else ())

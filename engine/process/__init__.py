@@ -1,1 +1,1 @@
-"""Operating-system processes: children that end with their parent, and isolated calls."""
+"""Operating-system processes: child processes that end with their parent, and isolated calls."""

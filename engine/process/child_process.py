@@ -1,6 +1,7 @@
-"""Child processes: start with arguments, watch, stop; a child ends when its parent ends.
+"""ChildProcess: starts a child process with arguments, sends it messages, watches and stops it. A
+child exits when its parent dies.
 
-Arguments travel over the child's stdin, which then stays open and silent. The kernel closes it when
+Arguments and messages are sent over the child's stdin, which stays open. The kernel closes it when
 the parent dies, even by kill -9, and the child exits: no process is orphaned.
 """
 
@@ -21,21 +22,23 @@ from typing import Any, NamedTuple
 import msgspec
 from setproctitle import setproctitle
 
+logger = logging.getLogger(__name__)
+
 PARENT_DIED = 3
 """Exit code of a child whose parent died."""
 STOP = signal.SIGUSR1
 """Signal with which a parent stops a child. Not SIGTERM: service managers send SIGTERM to every
 process of a service at once, and a child that exited then would lose running requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that only the parent handles."""
+"""Signals that a child ignores, since only the parent handles them."""
 
 EXIT_WAIT_S = 1.0
-"""Maximum wait for threads of a process that has finished its work."""
+"""Maximum wait for the threads of a process that has finished its work; seconds."""
 
 FAULTS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
-"""Signals that are caused by the code that a process executes."""
+"""Signals caused by the code that a process executes."""
 
 _LENGTH = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +58,7 @@ _BOOT = (
 def python_command(
     module: str, title: str, ignored: Sequence[signal.Signals] = IGNORED_SIGNALS
 ) -> list[str]:
-    """The command that runs `main()` of a gaudiserve module in a new interpreter, which ignores the
+    """Command that runs `main()` of a gaudiserve module in a new interpreter, which ignores the
     signals in `ignored` until it sets handlers. `ps` shows the process as `gaudiserve: <title>`."""
     root = str(Path(__file__).resolve().parents[2])
     numbers = [int(number) for number in ignored]
@@ -73,7 +76,8 @@ def set_title(title: str) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, for a message: `was killed by SIGKILL`, `exited with code 1`."""
+    """Description of a process's end for messages: `was killed by SIGKILL`, `exited with code
+    1`."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}"
@@ -82,10 +86,10 @@ def describe_exit(code: int) -> str:
 
 
 class ProcessEnd(NamedTuple):
-    """How a process ended by itself."""
+    """How a process ended without being stopped by its parent."""
 
     description: str
-    """Name and end of the process: `worker 0 (process 17) was killed by SIGKILL`."""
+    """Name and end of the process, such as `worker 0 (process 17) was killed by SIGKILL`."""
     is_external: bool
     """Whether another process killed it (operator, OOM killer)."""
     pid: int
@@ -101,8 +105,8 @@ class Terminated(BaseException):
 
 
 class ChildProcess:
-    """The parent's handle of a child process. When the child ends by itself, `on_exit` is called
-    once with its end, on another thread; not after `stop` or `close`."""
+    """The parent's handle of a child process. When the child ends without `stop` or `close`,
+    `on_exit` is called once with its end, on another thread."""
 
     def __init__(
         self,
@@ -122,23 +126,44 @@ class ChildProcess:
         self._stop_signal = stop_signal
         self._on_exit = on_exit
         self._closing = False
+        self._sending = threading.Lock()
         self.sentinel, self._alive = os.pipe()
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, env=environment, pass_fds=pass_fds
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None
-        write_orders(self._process.stdin.fileno(), orders)
+        self._stdin = self._process.stdin
+        write_orders(self._stdin.fileno(), orders)
+        os.set_blocking(self._stdin.fileno(), False)
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.pid}", daemon=True)
         self._watcher.start()
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal), or None while the child runs. The descriptor
-        `sentinel` becomes readable when the child ends."""
+        """Exit code (negative: the signal number), or None while the child runs. The file
+        descriptor `sentinel` becomes readable when the child ends."""
         return self._process.poll()
 
+    def send(self, message: object) -> None:
+        """Send `message` (any value that msgspec can encode) to the `on_message` of the child's
+        `exit_with_parent`. Never blocks: if the pipe is full, the child has hung and is killed. A
+        message to a child that has ended is lost. Thread-safe."""
+        frame = _frame(message)
+        with self._sending:
+            if self._stdin.closed:
+                return
+            try:
+                num_written = os.write(self._stdin.fileno(), frame)
+            except BrokenPipeError:
+                return
+            except BlockingIOError:
+                num_written = 0
+        if num_written < len(frame):
+            logger.error("%s reads no messages, it is killed", self._name)
+            self._process.kill()
+
     def stop(self) -> None:
-        """Send the stop signal, once; `close` waits for the end."""
+        """Send the stop signal, once; `close` waits for the child to end."""
         if not self._closing:
             self._closing = True
             self._process.send_signal(self._stop_signal)
@@ -154,13 +179,12 @@ class ChildProcess:
         if self.sentinel >= 0:
             os.close(self.sentinel)
             self.sentinel = -1
-            with contextlib.suppress(BrokenPipeError):
-                assert self._process.stdin is not None
-                self._process.stdin.close()
+            with self._sending, contextlib.suppress(BrokenPipeError):
+                self._stdin.close()
 
     @property
     def end(self) -> ProcessEnd:
-        """How the child ended; call it after the end."""
+        """How the child ended. Only valid after its end."""
         code = self._process.returncode
         ending = "has not ended" if code is None else describe_exit(code)
         description = f"{self._name} (process {self.pid}) {ending}"
@@ -174,46 +198,50 @@ class ChildProcess:
 
 
 def write_orders(descriptor: int, orders: object) -> None:
-    """In the parent: write `orders` to the child's stdin. A child that is already dead is no
-    error: whoever waits for the child finds its end."""
-    payload = msgspec.msgpack.encode(orders)
+    """In the parent: write `orders` to the child's stdin. Ignores a child that is already dead,
+    whose watcher reports the end."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(descriptor, _LENGTH.pack(len(payload)) + payload)
+        os.write(descriptor, _frame(orders))
 
 
 def read_orders(kind: Any) -> Any:
     """In the child: read the orders from stdin. Exits if the parent dies while writing."""
-    length = _LENGTH.unpack(_read_exactly(_LENGTH.size))[0]
-    return msgspec.msgpack.decode(_read_exactly(length), type=kind)
+    try:
+        return msgspec.msgpack.decode(_read_frame(0), type=kind)
+    except EOFError:
+        os._exit(PARENT_DIED)
 
 
-def exit_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
-    """In the child: from now on, exit at once when the parent dies, after `clean_up`.
-
-    Replaces stdin by /dev/null for the rest of the process.
-    """
+def exit_with_parent(
+    clean_up: Callable[[], None] = lambda: None,
+    on_message: Callable[[bytes], None] = lambda payload: None,
+) -> None:
+    """In the child: from now on, exit at once when the parent dies, after `clean_up`. `on_message`
+    is called on another thread with each message of ChildProcess.send, encoded as msgpack. Replaces
+    stdin by /dev/null for the rest of the process."""
     parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
-    def wait_for_parent() -> None:
-        while os.read(parent_pipe, 64):
-            pass
+    def read_until_parent_dies() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                on_message(_read_frame(parent_pipe))
         clean_up()
         os._exit(PARENT_DIED)
 
-    threading.Thread(target=wait_for_parent, name="parent", daemon=True).start()
+    threading.Thread(target=read_until_parent_dies, name="parent", daemon=True).start()
 
 
 def die_with_parent() -> None:
-    """In the child: the kernel kills this process when the thread that started it ends, even while
-    native code runs."""
+    """In the child: make the kernel kill this process when the thread that started it ends, even
+    while native code runs."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def install_stop_handler() -> None:
-    """In the child: STOP raises Terminated, once, in the main thread, which must be the caller;
+    """In the child, on its main thread: make STOP raise Terminated, once, in the main thread.
     SIGINT and SIGTERM are ignored, since the parent handles them."""
     has_raised = threading.Event()
     main_thread = threading.get_ident()
@@ -240,7 +268,7 @@ def install_stop_handler() -> None:
 
 
 def ignore_stop_signal() -> None:
-    """In the child: it is exiting already, so ignore STOP."""
+    """In the child, once it is exiting: ignore STOP."""
     signal.signal(STOP, signal.SIG_IGN)
 
 
@@ -259,8 +287,8 @@ def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: No
 
 
 def bound_exit(code: int, wait_s: float = EXIT_WAIT_S) -> None:
-    """End this process with `code` after `wait_s`, unless it has exited by then. Call it last: at
-    exit the interpreter waits for running threads, which may take long and cannot be stopped."""
+    """Exit this process with `code` after `wait_s` seconds, unless it exits earlier. Call it last:
+    at exit the interpreter waits for running threads, which may take long and cannot be stopped."""
 
     def end() -> None:
         time.sleep(wait_s)
@@ -272,11 +300,22 @@ def bound_exit(code: int, wait_s: float = EXIT_WAIT_S) -> None:
     threading.Thread(target=end, name="exit", daemon=True).start()
 
 
-def _read_exactly(length: int) -> bytes:
+def _frame(message: object) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def _read_frame(descriptor: int) -> bytes:
+    """Payload of the next frame. Raises EOFError when the other end is closed."""
+    (length,) = _LENGTH.unpack(_read_exactly(descriptor, _LENGTH.size))
+    return _read_exactly(descriptor, length)
+
+
+def _read_exactly(descriptor: int, length: int) -> bytes:
     data = b""
     while len(data) < length:
-        chunk = os.read(0, length - len(data))
+        chunk = os.read(descriptor, length - len(data))
         if not chunk:
-            os._exit(PARENT_DIED)
+            raise EOFError
         data += chunk
     return data

@@ -1,5 +1,5 @@
-"""Arguments of an engine process, and the endpoints where it meets front ends. A front end reads
-this file without the engine's loop."""
+"""Arguments of an engine process, and the endpoints at which it connects to front ends. A front end
+imports this module without the engine loop."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,16 +35,17 @@ class EngineOrders(msgspec.Struct, frozen=True):
     """Data-parallel index of this engine."""
     log: LogConfig = DEFAULT
     remote_token: str = ""
-    """Token with which engines of other hosts authenticate to this engine's step hub."""
+    """Token with which engines on other hosts authenticate to this engine's DPCoordinator."""
 
     @property
     def own_directory(self) -> str:
-        """Directory for the sockets of this engine's workers: their names repeat across engines."""
+        """Directory for the sockets of this engine's workers. Socket names are equal in all
+        engines, so each engine has its own directory."""
         return str(Path(self.directory, f"e{self.engine}")) if self.engine else self.directory
 
     @property
     def own_config(self) -> EngineConfig:
-        """`config` with a profiler trace path of this engine."""
+        """`config` with a profiler trace path that is unique to this engine."""
         configured = self.config.execution.profiler
         if not self.engine or configured in (None, "auto"):
             return self.config
@@ -57,7 +58,7 @@ class EngineOrders(msgspec.Struct, frozen=True):
         return front_end_endpoint(self.directory, index, self.engine, self.config.data_parallel)
 
     def hub_endpoint(self, engine: int) -> str:
-        """Endpoint at which the step hub listens for `engine`. Raises ConfigError if the port
+        """Endpoint at which the DPCoordinator listens for `engine`. Raises ConfigError if the port
         exceeds 65535."""
         parallel = self.config.data_parallel
         if parallel.has_api_servers and engine < parallel.num_local:
@@ -67,14 +68,15 @@ class EngineOrders(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> Ranks:
-        """First rank of this engine if engines share experts. Raises ConfigError like
-        `hub_endpoint`."""
+        """Ranks of this engine in the group of engines that share experts; SINGLE_RANK if the
+        engines share no experts. Raises ConfigError if the port exceeds 65535."""
         num_engines, parallel = self.config.num_coupled_engines, self.config.data_parallel
         if num_engines == 1:
             return SINGLE_RANK
         meeting = f"file://{self.directory}/all_ranks"
         if parallel.num_remote:
-            # The hub's port for engine 0, which is on the hub's host, is free.
+            # The hub's port for engine 0 is free: engine 0 runs on the hub's host and uses a Unix
+            # socket.
             meeting = _remote_endpoint(self.num_front_ends, 0, parallel)
         return Ranks(
             self.config.parallel.world_size,
@@ -92,24 +94,24 @@ def front_end_endpoint(
     data_parallel: DataParallelConfig = ONE_ENGINE,
 ) -> str:
     """Endpoint at which front end `index` listens for engine `engine`: a socket in `directory`, or
-    a TCP port for engines of other hosts. Raises ConfigError if the port exceeds 65535."""
+    a TCP port for engines on other hosts. Raises ConfigError if the port exceeds 65535."""
     if data_parallel.has_api_servers and engine < data_parallel.num_local:
         return endpoint(directory, f"fe{index}-{engine}.sock" if engine else f"fe{index}.sock")
     return _remote_endpoint(index, engine, data_parallel)
 
 
 def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig) -> str:
-    """Port `index` for engine `engine` on the address of the host with the API servers."""
+    """Endpoint for engine `engine` at port group `index` of the host with the API servers."""
     first, size = data_parallel.data_parallel_rpc_port, data_parallel.data_parallel_size
     port = first + index * size + engine
     if port > MAX_PORT:
         raise ConfigError(
-            f"engine {engine} needs port {port}, the last one is {MAX_PORT}: lower "
+            f"engine {engine} needs port {port}, the last port is {MAX_PORT}: lower "
             "--data-parallel-rpc-port"
         )
     return f"tcp://{data_parallel.data_parallel_address}:{port}"
 
 
 def ready_mark(directory: str, engine: int) -> str:
-    """File that exists once the engine has been ready."""
+    """Path of the file that an engine creates when it is ready."""
     return str(Path(directory, f"e{engine}.ready"))

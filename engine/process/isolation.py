@@ -1,8 +1,8 @@
 """Isolated calls: native code that crashes, hangs or uses too much memory ends only its call.
 
 A fork server imports a module and prepares its state once. Each call runs in a fork of the server,
-with limits on processor time, wall time, address space and stack. The fork ends with the call,
-which frees its memory. A fork costs 4 ms from a process of 120 MiB.
+with limits on CPU time, wall time, address space and stack. The fork exits with the call, which
+frees its memory. A fork takes 4 ms from a process of 120 MiB.
 """
 
 import contextlib
@@ -33,32 +33,33 @@ from engine.process.child_process import FAULTS, describe_exit, die_with_parent,
 logger = logging.getLogger(__name__)
 
 MAX_STARTS = 3
-"""Attempts to run a call when the fork server itself is lost."""
+"""Attempts to run a call when the fork server itself has died or hangs."""
 START_TIMEOUT_S = 60.0
-"""Maximum time for a fork server to prepare its state, while it uses processor time."""
+"""Maximum time for a fork server to prepare its state; it is replaced earlier if it uses no CPU
+time for STUCK_S. Seconds."""
 STUCK_S = 3.0
-"""A fork server that was asked for a fork and uses no processor time for this long is killed and
-replaced."""
+"""Time without CPU use after which a fork server that was asked for a fork is killed and replaced;
+seconds."""
 CLOSE_S = 0.5
-"""Time that a closed fork server has to end by itself."""
+"""Time for a closed fork server to exit; seconds."""
 GRACE_S = 1.0
-"""Time beyond its wall time that a call has to report its end."""
+"""Wait for the report of a call's end after its wall-time limit; seconds."""
 
 _FRAME = struct.Struct("<cQ")
 _RESULT, _FAILED, _EXITED, _READY, _LIMITS = b"R", b"F", b"X", b"S", b"L"
 
 Call = Callable[[bytes], bytes]
-"""The function that runs in a fork."""
+"""Function that runs in a fork."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits of a call. Exceeding the processor or wall time ends the call by a signal, also inside
+    """Limits of a call. Exceeding the CPU time or wall time ends the call by a signal, also inside
     native code."""
 
     cpu_s: float
     wall_s: float
     memory_bytes: int
-    """Address space beyond the address space of the fork server."""
+    """Address space in addition to the fork server's."""
     stack_bytes: int
 
 
@@ -66,7 +67,7 @@ CLOSED = "the process that isolates third-party code was closed"
 
 
 class CallKilled(Exception):
-    """The process of a call ended without a result: it crashed, or used too much processor time or
+    """The process of a call ended without a result: it crashed, or used too much CPU time or
     memory. A repeated call would fail again."""
 
 
@@ -85,7 +86,7 @@ class CallCancelled(Exception):
 
 @contextlib.contextmanager
 def failures_of_requests(action: str, refusal: str, *, param: str | None = None) -> Iterator[None]:
-    """Raise failures of a call as errors of its request, and log them: Overloaded for
+    """Convert failures of a call into errors of its request, and log them: Overloaded for
     CallInterrupted, since the request may succeed later; UserError with the text `refusal` for
     other failures. `action`: what the call does, as the subject of a sentence."""
     try:
@@ -111,7 +112,7 @@ class Cancellation:
         with self._lock:
             self.is_cancelled = True
             if self._channel is not None:
-                # Wakes the thread that reads, and makes the fork server kill the process.
+                # Wakes the reading thread, and makes the fork server kill the process.
                 with contextlib.suppress(OSError):
                     self._channel.shutdown(socket.SHUT_RDWR)
 
@@ -135,8 +136,8 @@ class _Orders(msgspec.Struct, frozen=True):
 
 
 class ForkServer:
-    """Runs calls of a module in forks. Thread-safe; starts on first use, and again after it has
-    died. `module` has `prepare(setup: bytes) -> Call`, which runs once per start."""
+    """Runs calls of a module in forks. Thread-safe. Starts on first use, and again after it has
+    died. `module` must define `prepare(setup: bytes) -> Call`, which runs once per start."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
         self._orders = _Orders(module, setup)
@@ -152,7 +153,7 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the fork server if it does not run; does not wait for `prepare`."""
+        """Start the fork server if it is not running; does not wait for `prepare`."""
         with self._lock:
             self._connect()
 
@@ -187,7 +188,7 @@ class ForkServer:
         raise CallInterrupted("its process cannot be started")
 
     def close(self) -> None:
-        """End the fork server and all its calls; safe to call twice."""
+        """Stop the fork server and all its calls; safe to call twice."""
         with self._lock:
             self._is_closed = True
             if self._control is not None:
@@ -195,14 +196,15 @@ class ForkServer:
                 self._control = None
             process, self._process = self._process, None
         if process is not None:
-            # The fork server ends its calls and then itself, unless `prepare` is still running.
+            # The fork server kills its calls and exits, unless `prepare` is still running.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(CLOSE_S)
             process.kill()
             process.wait()
 
     def _send_channel(self, channel: socket.socket) -> "subprocess.Popen[bytes] | None":
-        """Ask for a fork that serves `channel`. Returns the fork server, or None if it was lost."""
+        """Ask for a fork that serves `channel`. Returns the fork server, or None if it has died or
+        reads nothing."""
         with self._lock:
             control = self._connect()
             try:
@@ -215,7 +217,7 @@ class ForkServer:
 
     def _await_fork(self, channel: socket.socket, process: "subprocess.Popen[bytes]") -> bool:
         """Wait until the fork reports that it runs; until then, `prepare` may still be running.
-        False if the fork server has ended or is stuck."""
+        Returns False if the fork server has died or is stuck."""
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         end, before = time.monotonic() + START_TIMEOUT_S, _processor_time(process.pid)
@@ -273,7 +275,7 @@ class ForkServer:
         try:
             return _result_of(channel, payload, limits)
         except CallKilled:
-            # `close` has ended the process; the payload is not the cause.
+            # `close` has killed the process; the payload is not the cause.
             if self._is_closed:
                 raise EngineDied(CLOSED) from None
             raise
@@ -304,7 +306,7 @@ def _why(code: int, limits: Limits) -> str:
     reasons = {
         -signal.SIGPROF: f"it took longer than {limits.cpu_s:g} s of processor time",
         -signal.SIGALRM: f"it took longer than {limits.wall_s:g} s",
-        -signal.SIGABRT: f"it took more than {mib:g} MiB, or gave up",
+        -signal.SIGABRT: f"it took more than {mib:g} MiB, or aborted",
         _OUT_OF_MEMORY: f"it took more than {mib:g} MiB",
     }
     return reasons.get(code, f"its process {describe_exit(code)}")
@@ -317,7 +319,8 @@ def main() -> None:
     """Entry point of a fork server."""
     control = socket.socket(fileno=int(sys.argv[2]))
     orders = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Orders)
-    # The parent closes the control channel to end this process; the kernel does if the parent dies.
+    # To stop this process, the parent closes the control channel; if the parent dies, the kernel
+    # does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     call = importlib.import_module(orders.module).prepare(orders.setup)
@@ -328,8 +331,8 @@ def main() -> None:
 
 
 class _Server:
-    """Loop of a fork server: forks for each channel that it receives and reports the end of each
-    fork."""
+    """Main loop of a fork server: forks for each channel that it receives and reports the end of
+    each fork."""
 
     def __init__(self, control: socket.socket, call: Call) -> None:
         self._control = control
@@ -348,7 +351,7 @@ class _Server:
             poll.register(self._control, select.POLLIN)
             poll.register(self._ended, select.POLLIN)
             for channel in self._calls.values():
-                # Only hang-ups: the fork reads the parent's data.
+                # Poll for hang-ups only: the fork reads the parent's data.
                 poll.register(channel, 0)
             ready = dict(poll.poll())
             if self._ended in ready:
@@ -395,14 +398,15 @@ class _Server:
     def _run_fork(self, channel: socket.socket) -> NoReturn:
         code = 1
         try:
-            # A replaced fork server is killed; without this, a stopped fork would remain.
+            # Forks must end with a fork server that is killed and replaced, even if they are
+            # stopped.
             die_with_parent()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._control.close()
             for other in self._calls.values():
                 other.close()
-            # Discard output of the library: the client that made it crash could control the text.
+            # Discard the library's output: a client that makes it crash could control the text.
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
@@ -427,18 +431,18 @@ def _answer(channel: socket.socket, call: Call, payload: bytes) -> int:
         _report(channel, _RESULT, result)
     except MemoryError:
         return _OUT_OF_MEMORY
-    except Exception as error:  # the border of this process: reported to the parent
+    except Exception as error:  # Process border: the error is reported to the parent.
         _report(channel, _FAILED, f"{type(error).__name__}: {error}".encode()[:4096])
     return 0
 
 
 def _processor_time(pid: int) -> int:
-    """Clock ticks that the process has used; proc(5), fields 14 and 15 of stat."""
+    """Clock ticks of CPU time that the process has used; proc(5), fields 14 and 15 of stat."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return 0
-    # The second field is the name in parentheses, which may hold blanks.
+    # The second field is the name in parentheses, which may contain spaces.
     fields = stat.rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
@@ -492,7 +496,7 @@ def _receive_frame(channel: socket.socket) -> tuple[bytes, bytearray]:
 
 
 def _receive(channel: socket.socket, size: int) -> bytearray:
-    # Read into place: to join hundreds of megabytes would hold the interpreter's lock.
+    # Read in place: joining chunks of hundreds of megabytes would hold the GIL.
     data = bytearray(size)
     left = memoryview(data)
     while left:

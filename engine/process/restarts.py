@@ -1,19 +1,20 @@
-"""RestartLimit: limit on restarts of a process in a row, and the wait before each restart."""
+"""RestartLimit: limits the consecutive restarts of a process and sets the wait before each
+restart."""
 
 import os
 import time
 from pathlib import Path
 
 STABLE_S = 60.0
-"""Time since a process was ready after which its count of restarts in a row is reset."""
+"""Seconds after a process was ready when its count of consecutive restarts is reset."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
-"""Wait before the second restart in a row, which doubles with each further restart, and the default
-of its maximum. The first restart is immediate."""
+"""Wait before the second consecutive restart, which doubles with each further restart, and the
+default maximum wait; seconds. The first restart is immediate."""
 
 
 def mark_ready(mark: Path) -> None:
-    """Record in the modification time of `mark` that this process is ready now. The time is read
-    from the monotonic clock, which all processes of a machine share; the wall clock may be set."""
+    """Record in the modification time of `mark` that this process is ready now. Uses the monotonic
+    clock, which all processes of a machine share: the wall clock can be set."""
     mark.touch()
     now_s = time.monotonic()
     os.utime(mark, (now_s, now_s))
@@ -23,15 +24,15 @@ class RestartLimit:
     """Counts restarts of a process, which calls `mark_ready(mark)` each time it is ready."""
 
     def __init__(self, mark: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
-        """Allow `max_restarts` in a row, each at most `max_wait_s` after the end."""
+        """Allow `max_restarts` consecutive restarts, each at most `max_wait_s` after the end."""
         self._mark = mark
         self._max_wait_s = max_wait_s
         self.max_restarts = max_restarts
         self.in_a_row = 0
 
     def wait_s(self, *, is_misconfigured: bool = False) -> float | None:
-        """Count an end of the process. Returns the wait before its restart in seconds, or None if
-        it is not restarted."""
+        """Count an exit of the process. Returns the wait before its restart in seconds, or None if
+        it must not be restarted."""
         try:
             life_s = time.monotonic() - self._mark.stat().st_mtime
             self._mark.unlink()

@@ -1,4 +1,4 @@
-"""A picture of a bucket table as SVG: prompts by query and context, decodes by batch and blocks."""
+"""SVG plot of a bucket table: prompts by query and context, decodes by batch and blocks."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ from hpu.bucketing.bucket_table import BucketTable
 from hpu.protocol import DECODE, PREFILL, Bucket
 
 WIDTH, HEIGHT, MARGIN, GAP = 420, 320, 60, 40
-"""Size of a panel without its labels, the space for the labels, and the space between panels."""
+"""Size of a panel without its labels, the space for the labels, and the space between panels;
+pixels."""
 MADE, ADDED = "#2a78d6", "#e0762f"
 
 
 class Panel(NamedTuple):
-    """Buckets of a phase, drawn by two of their sizes."""
+    """Buckets of a phase, plotted by two of their dimensions."""
 
     phase: int
     title: str
     across: tuple[int, str]
-    """Index of a size in a bucket, and the label of the axis."""
+    """Index of the dimension in a bucket, and the label of the axis."""
     up: tuple[int, str]
 
 
@@ -30,8 +31,8 @@ PANELS = (
 
 
 def plot(table: BucketTable, strategy: str) -> str:
-    """An SVG with a panel for each phase. Axes are logarithmic; the circle of a prompt bucket grows
-    with its batch."""
+    """SVG with a panel for each phase. Axes are logarithmic; the radius of a prompt bucket's circle
+    grows with its batch."""
     panels = [panel for panel in PANELS if panel.phase in table.phases]
     width = len(panels) * (WIDTH + MARGIN + GAP)
     parts = []
@@ -81,7 +82,7 @@ def _radius(bucket: Bucket) -> float:
 
 
 def _axis(values: Sequence[int], length: int) -> dict[int, float]:
-    """Value -> place in pixels, logarithmic in value + 1, with a border of 10 pixels."""
+    """Value -> position in pixels, logarithmic in value + 1, with a border of 10 pixels."""
     points = sorted(set(values))
     low, high = math.log2(points[0] + 1), math.log2(points[-1] + 1)
     scale = (length - 20) / (high - low) if high > low else 0
@@ -89,7 +90,7 @@ def _axis(values: Sequence[int], length: int) -> dict[int, float]:
 
 
 def _ticks(axis: dict[int, float]) -> list[tuple[int, float]]:
-    """Values with labels that do not overlap."""
+    """Tick values, far enough apart that their labels do not overlap."""
     ticks: list[tuple[int, float]] = []
     for value, place in axis.items():
         if not ticks or place - ticks[-1][1] >= 34:

@@ -1,4 +1,4 @@
-"""Reports on a bucket table: its size, its padding for a traffic, heat maps, a bucket file."""
+"""Reports on a bucket table: its size, its padding for given traffic, heat maps, a bucket file."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128
-"""Defaults of the maximum length and the block size: this report reads no checkpoint and no
+"""Defaults for the maximum length and the block size: this report reads no checkpoint and no
 device."""
 
 SECONDS_PER_GRAPH = 3.0
-"""Assumed compile time: under a second with a recipe cache, up to minutes without. The metric
-`hpu_graph_compile_seconds` has the measured time."""
+"""Assumed compile time: under a second with a recipe cache, up to minutes without a cache. The
+metric `hpu_graph_compile_seconds` reports the measured time."""
 
 COLUMNS = 60
 SHADES = "░▒▓█"
@@ -27,7 +27,7 @@ NAMES = ((PREFILL, "prompt"), (DECODE, "decode"))
 
 
 class Cell(NamedTuple):
-    """A bucket in a heat map. Without traffic, its `share` of launches and its `waste` are 0."""
+    """A bucket in a heat map: its share of launches and its padding; both are 0 without traffic."""
 
     row: int
     column: int
@@ -37,19 +37,21 @@ class Cell(NamedTuple):
 
 def planned_limits(config: EngineConfig, *, has_windows: bool = False) -> BucketLimits:
     """Limits from `config`, with defaults for limits that depend on the model or the card.
-    `has_windows`: whether some layers see only the last tokens of a context."""
+    `has_windows`: whether some layers use a sliding window."""
     cache, schedule = config.cache, config.scheduler
     max_model_len = config.max_model_len or MAX_MODEL_LEN
+    schedule.check_whole_prompts(max_model_len)
     block_size = cache.block_size or BLOCK_SIZE
     full = schedule.max_num_seqs * -(-max_model_len // block_size)
     return BucketLimits(
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.token_budget(),
+        max_num_batched_tokens=schedule.token_budget(max_model_len),
         max_prefill_batch=schedule.prefill_batch(),
         num_blocks=cache.num_blocks or full,
         prefix_caching=cache.enable_prefix_caching,
+        chunked_prefill=schedule.enable_chunked_prefill,
         merged_prefill=schedule.merged_prefill,
         bounds_references=not has_windows,
     )
@@ -62,15 +64,16 @@ def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> Buc
 
 
 def planned_buckets(config: EngineConfig) -> BucketConfig:
-    """The bucket settings of a Gaudi."""
+    """Bucket settings of `config`, resolved for a Gaudi."""
     return config.buckets.resolved(GAUDI_STRATEGY)
 
 
 def planned_table(config: EngineConfig, *, has_windows: bool = False) -> BucketTable:
-    """The table of the strategy in `config`; "auto" means the strategy of a Gaudi."""
+    """Bucket table for `config`; "auto" means the default strategy of a Gaudi. Raises ConfigError
+    for "exact"."""
     buckets = planned_buckets(config)
     if buckets.strategy == "exact":
-        raise ConfigError("the strategy 'exact' pads nothing and has 0 buckets to show")
+        raise ConfigError("the strategy 'exact' does not pad and has 0 buckets to show")
     return BucketTable.make(buckets, planned_limits(config, has_windows=has_windows))
 
 
@@ -81,13 +84,14 @@ def report(
     *,
     strategy: str = "fitted",
 ) -> str:
-    """Report of counts, axes, the rule that made each bucket of `strategy`, padding for `traffic`,
-    estimated warm-up time, and heat maps."""
+    """Text report: counts, axes, the rule that made each bucket of `strategy`, padding for
+    `traffic`, estimated warm-up time, and heat maps."""
     limits = table.limits
     lines = [
         f"block size {limits.block_size}, context {limits.max_model_len} tokens, "
         f"{limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step, "
-        f"{limits.num_blocks} blocks, prefix caching {'on' if limits.prefix_caching else 'off'}",
+        f"{limits.num_blocks} blocks, prefix caching {'on' if limits.prefix_caching else 'off'}, "
+        f"chunked prefill {'on' if limits.chunked_prefill else 'off'}",
         "",
     ]
     used = {padding.bucket: padding for padding in (table.padding(traffic) if traffic else [])}
@@ -132,7 +136,7 @@ def report(
 
 
 def _makers(table: BucketTable, phase: int, strategy: str) -> str:
-    """The rules that made the buckets of a phase, with a list of the added buckets."""
+    """Rules that made the buckets of a phase, with a list of the added buckets."""
     added = [bucket[1:] for bucket in table.added if bucket[0] == phase]
     count = sum(bucket[0] == phase for bucket in table.buckets) - len(added)
     if not added:
@@ -143,8 +147,8 @@ def _makers(table: BucketTable, phase: int, strategy: str) -> str:
 
 
 def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
-    """A text line per row, a character per column. Neighbouring columns share a character if there
-    are too many."""
+    """A text line per row, a character per column. Adjacent columns share a character if there are
+    more than COLUMNS."""
     rows = sorted({cell.row for cell in cells})
     columns = sorted({cell.column for cell in cells})
     width = min(COLUMNS, len(columns))
@@ -155,7 +159,7 @@ def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
         ranked: list[float] = [-1.0] * width
         for cell in cells:
             at = position[cell.column]
-            # Show the most used of the buckets that share a character.
+            # If buckets share a character, the most used bucket is shown.
             if cell.row == row and cell.share > ranked[at]:
                 chars[at], ranked[at] = _char(cell), cell.share
         lines.append(f"{row:>7} |{''.join(chars)}|")
@@ -163,7 +167,7 @@ def heat_map(title: str, cells: Sequence[Cell]) -> list[str]:
 
 
 def bucket_file(table: BucketTable, comment: str) -> str:
-    """The table in the format of the `file` strategy."""
+    """Bucket table in the format of the `file` strategy."""
     groups = [
         f"# {name}: batch, query, blocks\n"
         + "".join(

@@ -1,5 +1,5 @@
-"""The report of `gaudiserve doctor`: host, packages, Gaudi, the device and mode of a server, and
-its cache folder. Imports no torch and opens no device."""
+"""Report of `gaudiserve doctor`: host, packages, Gaudi, device and mode of a server, and its cache
+folder. Imports no torch and opens no device."""
 
 import shutil
 import tempfile
@@ -13,10 +13,11 @@ from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import EMULATED_RELEASE, RUNTIME_DISTRIBUTION, ModeChoice, choose_mode
+from config.model.quantization.inc import INC, MODULE, PACKAGE
 from config.version import VERSION
 from engine.selftest.fallbacks import shown
 from engine.selftest.start import stored
-from hpu.doctor.cards import Card
+from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.preflight import Preflight, has_sign_of_gaudi, preflight
 from hpu.doctor.software import RUNTIME, has_runtime, has_vendor_torch
@@ -42,7 +43,7 @@ PACKAGES = (
 )
 """Packages whose versions are reported."""
 
-CACHE_REMEDY = "name another folder by --cache-dir"
+CACHE_REMEDY = "set --cache-dir to another folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +54,20 @@ class Diagnosis:
     device: str
     reason: str
     mode: ModeChoice | None
-    """The mode on a Gaudi or its emulator; None if the settings contradict each other."""
+    """Execution mode on a Gaudi or its emulator; None if the settings contradict each other."""
     sections: dict[str, tuple[Finding, ...]]
-    cards: tuple[Card, ...]
+    cards: tuple[DetectedCard, ...]
     packages: dict[str, str | None]
     python: str
     can_serve: bool
 
     @property
     def verdict(self) -> str:
-        """The last line of the report."""
+        """Last line of the report: whether a server can run here."""
         command = f"`gaudiserve serve --device {self.requested_device}`"
         if self.can_serve:
             return f"{command} can run here, on {self.device}."
-        hint = "" if self.device == "cpu" else "; --device cpu may"
+        hint = "" if self.device == "cpu" else "; try --device cpu"
         return f"{command} cannot run here{hint}."
 
 
@@ -88,6 +89,7 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     device = [
         Finding(OK, "device", f"--device {config.device} takes {device_name}: {reason}"),
         *_device_problems(machine, device_name, cards),
+        *_compressor(machine, config),
     ]
     is_gaudi = DEVICES[device_name].is_gaudi or has_sign_of_gaudi(machine)
     if is_gaudi or contradiction:
@@ -155,15 +157,21 @@ def _device_problems(machine: Machine, device_name: str, cards: Preflight) -> It
         yield Finding(ERROR, "torch", "this Python has no torch", "install torch, then try again")
     if device_name == "hpu" and cards.errors:
         about = ", ".join(dict.fromkeys(finding.about for finding in cards.errors))
-        yield Finding(ERROR, "hpu", f"the errors above stand in the way: {about}")
+        yield Finding(ERROR, "hpu", f"the errors above prevent the use of a card: {about}")
     facts = DEVICES[device_name]
     if facts.driver and machine.text(facts.driver_file) is None:
         yield Finding(
             ERROR,
             device_name,
-            f"the kernel has no {facts.driver} driver: /{facts.driver_file} is not there",
-            "--device cpu needs none",
+            f"the kernel has no {facts.driver} driver: /{facts.driver_file} does not exist",
+            "--device cpu needs no driver",
         )
+
+
+def _compressor(machine: Machine, config: EngineConfig) -> Iterator[Finding]:
+    if config.quantization == INC and not machine.has_module(MODULE):
+        what = f"quantization is {INC}, and Intel Neural Compressor is not installed here"
+        yield Finding(ERROR, "compressor", what, f"pip install {PACKAGE}")
 
 
 def _selftest(machine: Machine, config: EngineConfig) -> Finding:
@@ -179,7 +187,7 @@ def _selftest(machine: Machine, config: EngineConfig) -> Finding:
             for result in wrong
             for fallback in result.fallbacks
         ]
-        do = "`serve` sets by itself what avoids them, unless you have set it: "
+        do = "`serve` avoids the failures by these settings, unless you set them: "
         return Finding(WARN, "self-test", what, do + " ".join(dict.fromkeys(settings)))
     return Finding(
         OK,
@@ -213,25 +221,25 @@ def _cores(machine: Machine) -> Finding:
         "cores",
         f"{cores} cores may be used, and the load average is {load:.1f}: a server would wait for "
         "cores",
-        "end other processes, or allow this process more cores",
+        "end other processes, or give this process more cores",
     )
 
 
 def _packages(packages: dict[str, str | None]) -> tuple[Finding, ...]:
     installed = ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-    return (Finding(OK, "packages", installed or "none of ours is installed"),)
+    return (Finding(OK, "packages", installed or "no known package is installed"),)
 
 
 def _cache(folder: str, model: str) -> Finding:
-    """Check that files can be written to the folder, or to its nearest existing parent if the
+    """Check that files can be created in the folder, or in its nearest existing parent if the
     folder does not exist."""
-    # A server needs the folder to store these models. It serves other models without the folder.
+    # A server must store these models in the folder; other models work without it.
     level = ERROR if model in NAMES or model.lower().endswith(".gguf") else WARN
     existing = Path(folder)
     try:
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
-        # Permission bits are not enough: for root, all folders of /sys and /proc have them.
+        # Permission bits are not enough: for root, all folders of /sys and /proc appear writable.
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free
     except OSError as error:

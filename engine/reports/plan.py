@@ -1,5 +1,5 @@
-"""The report of `gaudiserve plan`: a model's memory per card, its buckets, and changes that would
-make it fit. Reads no device and no weights."""
+"""Report of `gaudiserve plan`: a model's memory per card, its buckets, and changes that would make
+it fit. Reads no device and no weights."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,12 @@ from config.execution import PACKED_EXPERTS_FLAG
 from config.model.architectures import is_native
 from config.model.kv_cache_dtype import ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
-from config.startup_checks import choose_max_model_len
+from config.startup_checks import (
+    check_format_at_load,
+    choose_max_model_len,
+    chosen_quantization,
+    facts_at_load,
+)
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.select import GAUDI_STRATEGY
@@ -35,26 +40,27 @@ GRAPH_BYTES = (5_000_000, 20_000_000)
 """(smallest, largest) memory of a captured graph, from published calculators."""
 
 READ_BYTES_PER_S = 500_000_000
-"""Assumed speed at which weights are read from storage."""
+"""Assumed read bandwidth of weights from storage."""
 
 _MIN_BILLIONS = 0.1
-"""A smaller number of parameters is given in millions."""
+"""Smaller parameter counts are shown in millions."""
 
 STARTUP_MARGIN_S = 600
-"""Start of processes, acquisition of cards and profile run, before the weights and the warm-up."""
+"""Allowance for process start, acquisition of the cards and the profile run."""
 
 PROBE_PERIOD_S = 10
 """`periodSeconds` of the startup probes in deploy/kubernetes."""
 
 QUANTIZED_NOTE = (
-    "the checkpoint's weights are quantized, which is not served yet: they are counted in {}"
+    "the checkpoint's weights are quantized in a format that is not supported: they are counted "
+    "in {}"
 )
 EXPANDED_NOTE = f"packed experts are counted in {{}}: --{PACKED_EXPERTS_FLAG} keeps them in 4 bits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The card type and report settings, besides the server's settings."""
+    """Card type and report settings that are not settings of the server."""
 
     device: str
     card_bytes: int | None = None
@@ -69,7 +75,7 @@ class Target:
 class Plan:
     """Data of the text and JSON reports."""
 
-    facts: ModelConfig
+    model_config: ModelConfig
     target: Target
     dtype: str
     card: CardPlan
@@ -82,7 +88,7 @@ class Plan:
 
     @property
     def num_graphs(self) -> int:
-        """Buckets that a warm-up compiles and captures."""
+        """Number of buckets that a warm-up compiles and captures."""
         return len(self.table.reachable) if self.table and self.captures else 0
 
     @property
@@ -111,26 +117,30 @@ class Plan:
         return math.ceil(self.startup_seconds / PROBE_PERIOD_S)
 
 
-def with_sizes(facts: ModelConfig, model_impl: str) -> ModelConfig:
-    """`facts` with all sizes that a plan needs. transformers computes the sizes of a model that is
-    not built in, and of a vision tower whose size is unknown. Raises ConfigError."""
-    # Imported here: these modules load torch and transformers, and few models need them.
-    if not is_native(facts, model_impl):
-        facts = import_module("hpu.models.registry").transformers_facts(facts)
-    if facts.vision is not None and not facts.num_tower_parameters:
-        count: int = import_module("hpu.multimodal.select").count_tower(facts)
-        facts = replace(facts, num_tower_parameters=count)
-    return facts
+def with_sizes(model_config: ModelConfig, model_impl: str) -> ModelConfig:
+    """`model_config` with all sizes that a plan needs. transformers computes the size of models
+    that are not built in, and of vision towers of unknown size. Raises ConfigError."""
+    # Imported here: these modules load torch and transformers, which few models need.
+    if not is_native(model_config, model_impl):
+        model_config = import_module("hpu.models.registry").transformers_facts(model_config)
+    if model_config.vision is not None and not model_config.num_tower_parameters:
+        count: int = import_module("hpu.multimodal.select").count_tower(model_config)
+        model_config = replace(model_config, num_tower_parameters=count)
+    return model_config
 
 
-def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
+def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -> Plan:
     """Compute a plan. Raises ConfigError if settings and model contradict each other, or if the
     model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    chosen_quantization(config.quantization, model_config)
+    check_format_at_load(config.quantization, model_config, target.device)
+    model_config = facts_at_load(config.quantization, model_config)
     max_model_len = choose_max_model_len(
-        config.max_model_len, facts, allows_longer=config.allow_long_max_model_len
+        config.max_model_len, model_config, allows_longer=config.allow_long_max_model_len
     )
     cache, schedule = config.cache, config.scheduler
+    schedule.check_whole_prompts(max_model_len)
     if cache.kv_cache_dtype not in ON_GAUDI:
         raise ConfigError(
             f"--kv-cache-dtype is {cache.kv_cache_dtype} and the cards are {target.device}: Gaudi "
@@ -145,7 +155,7 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         kv_width=kv_width(cache.kv_cache_dtype, WIDTHS[dtype]),
         max_model_len=max_model_len,
         max_num_seqs=schedule.max_num_seqs,
-        max_num_batched_tokens=schedule.token_budget(),
+        max_num_batched_tokens=schedule.token_budget(max_model_len),
         block_size=cache.block_size or BLOCK_SIZE,
         utilization=cache.gpu_memory_utilization,
         graph_reserved=0.0 if config.enforce_eager else config.warmup.graph_memory_fraction,
@@ -160,23 +170,23 @@ def make_plan(facts: ModelConfig, config: EngineConfig, target: Target) -> Plan:
         packs_experts=config.execution.packs_experts,
         offload=config.offload,
     )
-    demand = with_companions(demand, config, facts)
-    card = plan_card(facts, demand)
-    table = _table(facts, config, card) if card.fits else None
+    demand = with_companions(demand, config, model_config)
+    card = plan_card(model_config, demand)
+    table = _table(model_config, config, card) if card.fits else None
     strategy = config.buckets.resolved(GAUDI_STRATEGY).strategy
     notes = []
-    if facts.is_quantized and facts.quantization is None:
-        if not has_packed_experts(facts):
+    if model_config.is_quantized and model_config.quantization is None:
+        if not has_packed_experts(model_config):
             notes.append(QUANTIZED_NOTE.format(dtype))
         elif not demand.packs_experts:
             notes.append(EXPANDED_NOTE.format(dtype))
     if card.tiers is not None and not card.tiers.fits:
         notes.append(
-            f"--kv-offloading-size and --swap-space hold {card.tiers.host_blocks} KV blocks of "
-            f"{card.block_bytes} bytes, too few for a server"
+            f"--kv-offloading-size and --swap-space have room for {card.tiers.host_blocks} KV "
+            f"blocks of {card.block_bytes} bytes, too few for a server"
         )
     plan = Plan(
-        facts,
+        model_config,
         target,
         dtype,
         card,
@@ -199,10 +209,10 @@ def _lengths(requested: Sequence[int], max_model_len: int) -> tuple[int, ...]:
     return tuple(requested) or (*shorter, max_model_len)
 
 
-def _table(facts: ModelConfig, config: EngineConfig, card: CardPlan) -> BucketTable:
-    """The table that a worker makes for this model and card."""
+def _table(model_config: ModelConfig, config: EngineConfig, card: CardPlan) -> BucketTable:
+    """Bucket table that a worker would make for this model and card."""
     demand = card.demand
-    states = state_bytes(facts, width=demand.width, num_seqs=1, num_cards=demand.num_cards)
+    states = state_bytes(model_config, width=demand.width, num_seqs=1, num_cards=demand.num_cards)
     cache = replace(
         config.cache,
         num_blocks=max(2, card.num_blocks),
@@ -212,12 +222,12 @@ def _table(facts: ModelConfig, config: EngineConfig, card: CardPlan) -> BucketTa
     )
     return planned_table(
         replace(config, max_model_len=demand.max_model_len, cache=cache),
-        has_windows=facts.sliding_window is not None,
+        has_windows=model_config.sliding_window is not None,
     )
 
 
 def _graph_notes(plan: Plan) -> list[str]:
-    """A note if the largest graphs of the published sizes do not all fit into the reserve."""
+    """A note if all graphs at the largest published size do not fit into the reserve."""
     least, most = plan.graph_bytes
     reserve = plan.card.parts.graphs
     if not plan.fits or most <= reserve:
@@ -256,7 +266,7 @@ def as_text(plan: Plan) -> str:
 
 
 def _in_words(num_parameters: float) -> str:
-    """A number of parameters in billions or, for a small model, in millions."""
+    """Parameter count in billions or, for a small model, in millions."""
     if num_parameters < _MIN_BILLIONS * 1e9:
         return f"{num_parameters / 1e6:.2f} million"
     return f"{num_parameters / 1e9:.2f} billion"
@@ -264,9 +274,9 @@ def _in_words(num_parameters: float) -> str:
 
 def _head(plan: Plan) -> list[str]:
     card, target = plan.card, plan.target
-    parameters = count_parameters(plan.facts) + plan.facts.num_tower_parameters
+    parameters = count_parameters(plan.model_config) + plan.model_config.num_tower_parameters
     title, demand = generation(target.device).title, card.demand
-    chosen = _active_parameters(plan.facts)
+    chosen = _active_parameters(plan.model_config)
     active = "" if chosen is None else f" ({_in_words(chosen)} active)"
     num_cards = demand.num_cards * demand.num_stages * demand.num_engines
     cards = f"{num_cards} cards" if num_cards > 1 else "1 card"
@@ -277,16 +287,16 @@ def _head(plan: Plan) -> list[str]:
     if demand.num_cards * demand.num_engines > 1 and demand.distributes_experts:
         cards += ", whole experts on each"
     return [
-        f"{plan.facts.path}: {plan.facts.architecture}, {_in_words(parameters)} parameters"
-        f"{active}, {plan.dtype}",
+        f"{plan.model_config.path}: {plan.model_config.architecture}, {_in_words(parameters)} "
+        f"parameters{active}, {plan.dtype}",
         f"{title}, {cards}; context {demand.max_model_len} tokens, "
         f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",
     ]
 
 
-def _active_parameters(facts: ModelConfig) -> int | None:
-    """Parameters that each token uses in a mixture of experts; None for a dense model."""
-    return None if facts.moe is None else count_active_parameters(facts)
+def _active_parameters(model_config: ModelConfig) -> int | None:
+    """Parameters that each token uses in a mixture-of-experts model; None for a dense model."""
+    return None if model_config.moe is None else count_active_parameters(model_config)
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -361,7 +371,7 @@ def _buckets(plan: Plan, table: BucketTable) -> list[str]:
     count, seconds = plan.num_graphs, plan.target.seconds_per_graph
     lines = [f"buckets, {plan.strategy}: {prompts} for prompts, {decodes} for decodes"]
     if not plan.captures:
-        lines.append("warm-up: no graphs are captured, eager is enforced")
+        lines.append("warm-up: no graphs are captured, eager mode is enforced")
     else:
         least, most = (size / GIB for size in plan.graph_bytes)
         lines.append(
@@ -381,7 +391,7 @@ def _changes(plan: Plan) -> list[str]:
     """Changes that would make the plan fit."""
     if plan.fits:
         return []
-    return _graph_changes(plan) if plan.card.fits else changes(plan.facts, plan.card)
+    return _graph_changes(plan) if plan.card.fits else changes(plan.model_config, plan.card)
 
 
 def _shortage(plan: Plan) -> str:
@@ -418,10 +428,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """The report as JSON; sizes are bytes per card."""
     card, demand = plan.card, plan.card.demand
     return {
-        "model": plan.facts.path,
-        "architecture": plan.facts.architecture,
-        "parameters": count_parameters(plan.facts) + plan.facts.num_tower_parameters,
-        "active_parameters": _active_parameters(plan.facts),
+        "model": plan.model_config.path,
+        "architecture": plan.model_config.architecture,
+        "parameters": count_parameters(plan.model_config) + plan.model_config.num_tower_parameters,
+        "active_parameters": _active_parameters(plan.model_config),
         "dtype": plan.dtype,
         "device": plan.target.device,
         "tensor_parallel_size": demand.num_cards,

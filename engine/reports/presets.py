@@ -1,4 +1,4 @@
-"""Presets: settings for a model and the cards of a host, computed by `plan`."""
+"""Presets: settings for a model on the cards of a host, computed by `plan`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ KEYS = (
     "graph-reserved-mem",
     "bucketing-strategy",
 )
-"""Settings of a preset, as flags."""
+"""Flags that a preset sets."""
 
 CARDS = (1, 2, 4, 8)
 """Possible engine sizes in cards, on a node of eight cards."""
 TYPICAL_TOKENS = 2048
 """Sequence length for which --max-num-seqs and the number of cards are chosen."""
 ENOUGH_SEQS = 32
-"""Sequences of TYPICAL_TOKENS that an engine should hold at once, if more cards allow it."""
+"""Sequences of TYPICAL_TOKENS that an engine should hold at once, if there are enough cards."""
 MAX_NUM_SEQS = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 MIN_MODEL_LEN = 1024
 MAX_GRAPH_MEMORY = 0.4
@@ -47,7 +47,7 @@ class Preset:
 
 
 def make_preset(
-    facts: ModelConfig,
+    model_config: ModelConfig,
     config: EngineConfig,
     target: Target,
     num_cards: int,
@@ -62,31 +62,33 @@ def make_preset(
     cards is halved until it fits. Raises ConfigError if nothing fits.
     """
     wanted = choose_max_model_len(
-        max_model_len, facts, allows_longer=config.allow_long_max_model_len
+        max_model_len, model_config, allows_longer=config.allow_long_max_model_len
     )
     length = wanted
-    # Fitted buckets take seconds for each plan; exponential-v3 makes as many buckets or more.
+    # Fitting buckets takes seconds per plan; exponential-v3 is fast and makes at least as many
+    # buckets.
     quick = replace(config, buckets=config.buckets.resolved("exponential-v3"))
     while True:
         plans = [
             found
             for cards in CARDS
             if cards <= num_cards
-            and (found := _best(facts, _with(quick, cards, length), target)) is not None
+            and (found := _best(model_config, _with(quick, cards, length), target)) is not None
         ]
         if plans or max_model_len is not None or length // 2 < MIN_MODEL_LEN:
             break
         length //= 2
     if not plans:
         raise ConfigError(
-            f"{facts.path} does not fit into {counted(num_cards, f'{target.device} card')}, even "
-            f"with a context of {length} tokens: see `gaudiserve plan`"
+            f"{model_config.path} does not fit into "
+            f"{counted(num_cards, f'{target.device} card')}, even with a context of {length} "
+            "tokens: see `gaudiserve plan`"
         )
     typical = min(TYPICAL_TOKENS, length)
     chosen, _ = next(
         (found for found in plans if found[1].card.sequences(typical) >= ENOUGH_SEQS), plans[-1]
     )
-    plan = make_plan(facts, replace(chosen, buckets=config.buckets), target)
+    plan = make_plan(model_config, replace(chosen, buckets=config.buckets), target)
     demand = plan.card.demand
     values = (
         demand.num_cards,
@@ -108,12 +110,12 @@ def _with(config: EngineConfig, cards: int, length: int) -> EngineConfig:
 
 
 def _best(
-    facts: ModelConfig, config: EngineConfig, target: Target
+    model_config: ModelConfig, config: EngineConfig, target: Target
 ) -> tuple[EngineConfig, Plan] | None:
     """(settings, plan) of the fitting plan with the most concurrent sequences; None if no plan fits
-    or the model cannot be sharded over this many cards."""
+    or the model cannot be sharded across this many cards."""
     for count in MAX_NUM_SEQS:
-        for tried, plan in _plans(facts, config, target, count):
+        for tried, plan in _plans(model_config, config, target, count):
             typical = min(TYPICAL_TOKENS, plan.card.demand.max_model_len)
             if plan.fits and plan.card.sequences(typical) >= count:
                 return tried, plan
@@ -121,13 +123,13 @@ def _best(
 
 
 def _plans(
-    facts: ModelConfig, config: EngineConfig, target: Target, count: int
+    model_config: ModelConfig, config: EngineConfig, target: Target, count: int
 ) -> Iterator[tuple[EngineConfig, Plan]]:
-    """(settings, plan) with memory for all graphs, if that share is allowed, then with the
-    configured share."""
+    """At most two (settings, plan) pairs: first with enough graph memory for all graphs, if that
+    share is allowed, then with the configured share."""
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=count))
     try:
-        plan = make_plan(facts, config, target)
+        plan = make_plan(model_config, config, target)
     except ConfigError:
         return
     if plan.table is not None and plan.captures:
@@ -135,7 +137,7 @@ def _plans(
         if plan.card.demand.graph_reserved < share <= MAX_GRAPH_MEMORY:
             larger = replace(config.warmup, graph_memory_fraction=share)
             larger_config = replace(config, warmup=larger)
-            yield larger_config, make_plan(facts, larger_config, target)
+            yield larger_config, make_plan(model_config, larger_config, target)
     yield config, plan
 
 

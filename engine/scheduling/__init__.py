@@ -1,1 +1,1 @@
-"""Which requests run in a step, with how many tokens, and in which launches."""
+"""Scheduling: selects the requests of a step, their token counts and their launches."""

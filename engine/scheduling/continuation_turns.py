@@ -1,44 +1,47 @@
-"""ContinuationTurns: the beams of beam searches take turns with other requests."""
+"""ContinuationTurns: alternates beam-search continuations with new requests."""
 
 from engine.request import Request
 from engine.scheduling.waiting_queue import WaitingQueue
 
 MIN_CONTINUED = 4
 TURN_SHARE = 4
-"""After 1/4 of a full batch of continuations a new request has its turn."""
+"""A new request is admitted after max_num_seqs / TURN_SHARE continuations, but at least after
+MIN_CONTINUED."""
 STEP_SHARE = 16
-"""A step that other requests share starts continuations for 1/16 of a full batch: a step of all
-beams of a wide search takes several times as long, and every request waits for it."""
+"""At most max_num_seqs / STEP_SHARE continuations (MIN_CONTINUED, if larger) start in a step that
+other requests share: a step of all beams of a wide search takes several times as long and delays
+every request."""
 SHARED_STEPS = 16
-"""Steps for which the limit of a shared step holds after the last other request: a client that
-sends short requests one after the other is often absent between two of them."""
+"""Steps for which STEP_SHARE still applies after the last other request ran or waited: a client
+that sends short requests in sequence often has no request open."""
 
 
 class ContinuationTurns:
-    """Selects the waiting request to start next. Continuations, which are sent for each token of a
-    beam, are first; but beam searches may have thousands of them."""
+    """Selects the waiting request to start next. Continuations (a request for each token of a beam)
+    precede new requests in the queue, and beam searches may have thousands of them. New requests
+    therefore get a turn after a number of continuations."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_continued = max(MIN_CONTINUED, max_num_seqs // TURN_SHARE)
         self._max_in_step = max(MIN_CONTINUED, max_num_seqs // STEP_SHARE)
         self._num_continued = 0
-        """Continuations that have started since a new request had its turn."""
+        """Continuations that have started since the last turn of a new request."""
         self._num_in_step = 0
         self._num_running = 0
-        """Requests that run and continue no other request."""
+        """Running requests that are not continuations."""
         self._step = self._last_shared_step = -SHARED_STEPS
         self._turn: Request | None = None
-        """The new request that has its turn in place of continuations."""
+        """The new request that has its turn now."""
 
     def begin_step(self, step: int, waiting: WaitingQueue) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._step = step
         self._num_in_step = 0
         if self._num_running or waiting.peek(is_new=True):
             self._last_shared_step = step
 
     def next(self, waiting: WaitingQueue) -> Request | None:
-        """The waiting request to start next; None if none may start in this step."""
+        """The waiting request to start next; None if no request may start in this step."""
         request = waiting.peek()
         if not (request and request.is_continuation):
             return request
@@ -52,17 +55,17 @@ class ContinuationTurns:
         return self._give_turn(new)
 
     def start(self, request: Request) -> None:
-        """Count a request that starts."""
+        """Count a request that starts to run."""
         self._num_running += not request.is_continuation
         self._num_continued += request.is_continuation
         self._num_in_step += request.is_continuation
 
     def remove(self, request: Request) -> None:
-        """Count a request that runs no more."""
+        """Count a request that has stopped running."""
         self._num_running -= not request.is_continuation
 
     def has_turn(self, request: Request) -> bool:
-        """Whether `request` is a new request that has its turn in place of continuations."""
+        """Whether it is the turn of the new request `request`, before the waiting continuations."""
         return request is self._turn
 
     @property
@@ -70,7 +73,7 @@ class ContinuationTurns:
         return self._step - self._last_shared_step < SHARED_STEPS
 
     def _give_turn(self, new: Request | None) -> Request | None:
-        # The turn is over even if the request cannot start now.
+        # The turn ends even if the request cannot start now.
         self._num_continued = 0
         self._turn = new
         return new

@@ -9,7 +9,8 @@ MIN_COMPACTION = 64
 
 class Deadlines:
     """Deadlines sorted by time. Removal is lazy: the entry of a finished request stays until its
-    deadline passes, or until `add` finds that most entries are stale. Changes cost O(log n)."""
+    deadline passes, or until `add` finds that most entries are stale. Each change takes O(log n)
+    amortized."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -26,12 +27,12 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def seconds_left(self, now_s: float) -> float:
-        """Time until the earliest deadline; infinite without deadlines."""
+        """Seconds until the earliest deadline; infinite without deadlines."""
         return max(self._heap[0][0] - now_s, 0.0) if self._heap else math.inf
 
     def take_passed(self, now_s: float) -> list[int]:
-        """Remove the deadlines that have passed; returns their keys, earliest first. The requests
-        may have finished already."""
+        """Remove the deadlines that have passed; returns the request keys, earliest deadline first.
+        The requests may have finished already."""
         keys = []
         while self._heap and self._heap[0][0] <= now_s:
             keys.append(heapq.heappop(self._heap)[1])

@@ -12,7 +12,7 @@ from hpu.protocol import TOKEN_BYTES, EncoderInput, ImagePlacement, StepPlan
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Cached embeddings of an image content."""
+    """Cached embeddings of an image, by content."""
 
     num_tokens: int
     ref_count: int = 0
@@ -20,8 +20,8 @@ class _Entry:
 
 
 class EncoderCacheManager(RequestResource):
-    """Bounds the embedding rows that the worker keeps to `max_tokens`; 0 if the model takes no
-    images.
+    """Limits the embeddings in the worker's encoder cache to `max_tokens` rows; 0 if the model
+    takes no images.
 
     An image is encoded with the first chunk that overlaps it, and is referenced until its last
     token is scheduled. Then it stays cached until it is evicted, least recently used first. Between
@@ -46,7 +46,7 @@ class EncoderCacheManager(RequestResource):
         self.holds_back_later = self._whole_images = whole_images
         self._request_tiles = request_tiles
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        """Entries by content hash, least recently used first."""
+        """Entries by content hash, in LRU order."""
         self._num_tokens = 0
         self._num_referenced = 0
         """Tokens of referenced entries, which may not be evicted."""
@@ -54,11 +54,12 @@ class EncoderCacheManager(RequestResource):
         """Referenced images of each request, by request key."""
         self._done: list[tuple[int, ImagePlacement]] = []
         """(request key, image) pairs of images whose last token is in the plan under construction.
-        They stay referenced until `fill_plan`: the plan's evictions run before its launches."""
+        They stay referenced until `fill_plan`, because the plan's evictions run before its
+        launches."""
         self._to_encode: list[EncoderInput] = []
         self._to_free: list[bytes] = []
         self._is_full = False
-        """Whether an image did not fit in this step. Then later requests may not add images."""
+        """Whether an image did not fit in this step. If so, later requests may not add images."""
         self.num_queries = self.num_hits = 0
         self.num_images = self.num_encoded_tokens = 0
 
@@ -69,11 +70,11 @@ class EncoderCacheManager(RequestResource):
             error: str | None = f"the request has {len(message.images)} images, the model takes 0"
         else:
             error = self._error(message)
-        # param "": a client error, caused by too many or too large images.
+        # An empty `param` marks a client error that concerns the whole request.
         return None if error is None else Refusal(error, "")
 
     def _error(self, message: AddRequest) -> str | None:
-        """Why a request's images can never be computed; None if they can."""
+        """Why a request's images can never be encoded; None if they can."""
         sizes = {image.content: image.num_embeddings for image in message.encoded_images}
         num_tokens = message.prompt.nbytes // TOKEN_BYTES
         end = 0
@@ -82,14 +83,14 @@ class EncoderCacheManager(RequestResource):
                 return f"the image at token {image.offset} has no tensors"
             if not end <= image.offset < image.offset + image.length <= num_tokens:
                 return (
-                    f"an image has tokens {image.offset} to {image.offset + image.length - 1}, the "
-                    f"one before it ends at {end}, the prompt at {num_tokens}"
+                    f"an image has tokens {image.offset} to {image.offset + image.length - 1}, "
+                    f"the previous image ends at {end}, the prompt at {num_tokens}"
                 )
             end = image.offset + image.length
             if sizes[image.content] > self.max_tokens:
                 return (
-                    f"an image has {sizes[image.content]} embeddings, the encoder cache takes "
-                    f"{self.max_tokens}"
+                    f"an image has {sizes[image.content]} embeddings, the encoder cache has room "
+                    f"for {self.max_tokens}"
                 )
             if self._whole_images and image.length > self._max_step_tokens:
                 return (
@@ -109,8 +110,8 @@ class EncoderCacheManager(RequestResource):
         self._is_full = False
 
     def fit(self, request: Request, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` on may be scheduled now. The count ends
-        before the first image that does not fit, or that the chunk would split."""
+        """How many of the `count` tokens from `start` can be scheduled now. The range ends before
+        the first image that does not fit, or that must not be split and is cut by the chunk."""
         if not request.images:
             return count
         stop = start + count
@@ -153,7 +154,8 @@ class EncoderCacheManager(RequestResource):
         return True
 
     def add_chunk(self, request: Request, start: int, count: int) -> None:
-        """Schedule `count` tokens from `start` on, which must fit, and encode their images."""
+        """Schedule `count` tokens from `start`, for which `fit` found room, and the encoding of
+        their images."""
         if not request.images:
             return
         if self._request_tiles:
@@ -202,8 +204,8 @@ class EncoderCacheManager(RequestResource):
             self._to_free.append(content)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Set the plan's images to encode and to free, and release images whose last token was
-        scheduled."""
+        """Add the images to encode and to evict to the plan, and release images whose last token
+        was scheduled."""
         plan.encoded_images, self._to_encode = self._to_encode, []
         plan.freed_images, self._to_free = self._to_free, []
         done, self._done = self._done, []
@@ -216,8 +218,8 @@ class EncoderCacheManager(RequestResource):
                     del self._held[key]
 
     def release(self, request: Request) -> None:
-        """Release the images of a request that ended or was preempted. Plans in flight still use
-        them: evictions travel with later plans."""
+        """Release the images of a request that ended or was preempted. Plans in flight can still
+        use the images: later plans carry the evictions."""
         for image in self._held.pop(request.key, ()):
             self._release(image)
 
@@ -228,7 +230,7 @@ class EncoderCacheManager(RequestResource):
             self._num_referenced -= entry.num_tokens
 
     def reset(self) -> None:
-        """Forget all embeddings, which the worker has lost; no request may be running."""
+        """Drop all embeddings, which the worker has lost; no request may be running."""
         assert not self._held, f"{len(self._held)} requests have images"
         self._entries.clear()
         self._to_encode, self._to_free = [], []

@@ -1,4 +1,4 @@
-"""FairQueue: orders waiting requests by the tokens that their tenants were served.
+"""FairQueue: orders waiting requests by the service that their tenants have received.
 
 Start-time fair queueing (Goyal et al., 1996) over tokens: each tenant has a virtual time, the
 tokens that it was served, and the tenant with the smallest virtual time is next. A returning tenant
@@ -18,7 +18,7 @@ FIRST_OUTPUT = 128.0
 OUTPUT_WEIGHT = 0.1
 """Weight of each finished request in its tenant's moving average of output tokens."""
 MAX_IDLE_TENANTS = 1024
-"""Limit of known tenants. At the limit, tenants without waiting requests are forgotten."""
+"""Limit of known tenants. At the limit, idle tenants are dropped."""
 MAX_LABELS = 100
 """Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
@@ -28,7 +28,7 @@ Key = tuple[int, float]
 
 
 class _Tenant:
-    """Waiting requests of an API key, and the service that the key received."""
+    """Waiting requests of a tenant, and the service that the tenant has received."""
 
     __slots__ = ("counts", "key", "mean_output", "priorities", "queue", "virtual_time")
 
@@ -41,7 +41,8 @@ class _Tenant:
         self.priorities: list[int] = []
         """Heap of the priorities in `counts`, possibly with stale entries."""
         self.key: Key | None = None
-        """Key of the tenant's valid entry in the heap of tenants; None without waiting requests."""
+        """Key of the tenant's valid entry in the heap of tenants; None if it has no waiting
+        requests."""
 
     def add(self, request: Request) -> None:
         self.queue.add(request)
@@ -66,10 +67,10 @@ class _Tenant:
 
 class FairQueue(WaitingQueue):
     """A WaitingQueue sorted by (priority, virtual time of the tenant), and within a tenant by
-    `priority_key`. Changes cost O(log n).
+    `priority_key`. Changes take O(log n).
 
-    At its start a request is charged for its uncached prompt tokens and for its tenant's mean
-    output; while it fills a batch, for output beyond this mean; at its end, for the difference
+    At its start, a request is charged for its uncached prompt tokens and its tenant's mean output.
+    While it runs it is charged for output beyond this mean, and at its end for the difference
     between the charge and its real output.
     """
 
@@ -83,7 +84,7 @@ class FairQueue(WaitingQueue):
         self._order: list[tuple[Key, int]] = []
         """Heap of tenants with waiting requests; may contain stale entries."""
         self._virtual_time = 0.0
-        """Virtual time of the last served tenant before it was charged."""
+        """Virtual time of the tenant served last, before it was charged."""
         self._num_started = 0
         self.served: dict[str, int] = {}
         """Served tokens by `tenant_label`."""
@@ -109,7 +110,7 @@ class FairQueue(WaitingQueue):
                 continue
             request = tenant.queue.peek(is_new=is_new)
             if request is None:
-                # All requests of this tenant wait for adapters or files, or are not new.
+                # All requests of this tenant wait for adapters or files, or are continuations.
                 passed.append(heapq.heappop(self._order))
         for entry in passed:
             heapq.heappush(self._order, entry)
@@ -121,17 +122,17 @@ class FairQueue(WaitingQueue):
         tenant.remove(request)
         self._update(request.tenant, tenant)
 
-    def set_aside(self, request: Request) -> None:
-        self._tenants[request.tenant].queue.set_aside(request)
-        self._aside[request.key] = request
+    def skip(self, request: Request) -> None:
+        self._tenants[request.tenant].queue.skip(request)
+        self._skipped[request.key] = request
 
-    def restore(self) -> None:
-        for request in self._aside.values():
-            self._tenants[request.tenant].queue.restore()
-        self._aside.clear()
+    def unskip(self) -> None:
+        for request in self._skipped.values():
+            self._tenants[request.tenant].queue.unskip()
+        self._skipped.clear()
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Charge a request that starts after `remove`, with `num_cached` of its tokens cached. Sets
+        """Charge a request that starts, after `remove`; `num_cached` of its tokens are cached. Sets
         its `priority_key` so that requests that start later are preempted first."""
         self._num_started += 1
         if request.charged_until >= 0:
@@ -183,7 +184,7 @@ class FairQueue(WaitingQueue):
         self.served[label] = self.served.get(label, 0) + num_tokens
 
     def _update(self, number: int, tenant: _Tenant) -> None:
-        """Push the tenant's current key onto the heap if the key changed."""
+        """Push the tenant's current key onto the heap if it has changed."""
         key = tenant.current_key()
         if key == tenant.key:
             return
@@ -203,7 +204,7 @@ class FairQueue(WaitingQueue):
         return tenant
 
     def _forget_idle(self) -> None:
-        """Forget idle tenants that `_new_tenant` would recreate with the same virtual time."""
+        """Drop idle tenants whose virtual time `_new_tenant` would restore."""
         self._tenants = {
             number: tenant
             for number, tenant in self._tenants.items()
@@ -226,5 +227,5 @@ def make_waiting_queue(config: SchedulerConfig, lora: LoRASlots) -> WaitingQueue
 
 
 def tenant_label(tenant: int) -> str:
-    """Metrics label of a tenant: the first digits of its number (60 bits of a digest)."""
+    """Metrics label of a tenant: the first 8 hex digits of its number (60 bits of a digest)."""
     return f"{tenant:015x}"[:8] if tenant else NO_KEY

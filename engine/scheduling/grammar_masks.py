@@ -1,4 +1,4 @@
-"""Grammar masks of a plan: masks sent with the plan, and deferred masks sent after it."""
+"""Grammar masks of a plan: masks that are part of the plan, and deferred masks sent after it."""
 
 import time
 
@@ -9,8 +9,9 @@ from hpu.protocol import GrammarMasks, StepPlan
 
 
 def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
-    """Add the masks of `sampling`, the requests with a grammar that sample in `plan`. Returns the
-    deferred requests, whose last token is still on the device: their masks follow the plan."""
+    """Add the masks of `sampling`, the requests with a grammar that sample in `plan`. Returns
+    the deferred requests, whose last token is still on the device: their masks are sent after
+    the plan."""
     known = [request for request in sampling if request.num_computed_tokens <= request.num_tokens]
     deferred = [request for request in sampling if request.num_computed_tokens > request.num_tokens]
     plan.masked_requests = [request.req_index for request in known]
@@ -20,9 +21,9 @@ def add_masks(plan: StepPlan, sampling: list[Request]) -> list[Request]:
 
 
 def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
-    """Masks of the requests that `add_masks` deferred. Call after the results of all earlier plans
-    were processed."""
-    # Finished requests sample once more without a mask; the token is dropped.
+    """Masks of the requests that `add_masks` deferred. Call it after the results of all earlier
+    plans were processed."""
+    # Finished requests sample once more without a mask; their token is dropped.
     unfinished = [
         (req_index, request)
         for req_index, request in zip(plan.deferred_requests, deferred, strict=True)
@@ -33,18 +34,19 @@ def deferred_masks(plan: StepPlan, deferred: list[Request]) -> GrammarMasks:
 
 
 def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
-    """Concatenated bitmasks and the number per request; no counts if each request has a single
-    bitmask."""
+    """(concatenated bitmasks, bitmasks per request); the counts are empty if each request has a
+    single bitmask."""
     end_s = time.thread_time() + MAX_MATCHING_S
     bitmasks = [_bitmasks(request, end_s) for request in requests]
-    counts = [len(of_one) for of_one in bitmasks]
-    data = b"".join(bitmask.tobytes() for of_one in bitmasks for bitmask in of_one)
+    counts = [len(request_masks) for request_masks in bitmasks]
+    data = b"".join(bitmask.tobytes() for request_masks in bitmasks for bitmask in request_masks)
     return memoryview(data), counts if max(counts, default=1) > 1 else []
 
 
 def _bitmasks(request: Request, end_s: float) -> list[Bitmask]:
-    """Bitmask of the next token, then a bitmask after each draft token that the grammar allows.
-    Drafts of a slow grammar, and drafts after `end_s` on this thread's clock, have no bitmask."""
+    """Bitmask of the next token, followed by a bitmask after each draft token that the grammar
+    allows. Drafts of a slow grammar, and drafts after `end_s` on this thread's CPU clock, get no
+    bitmask."""
     assert request.guide is not None
     bitmasks = [request.guide.bitmask]
     if not request.drafts or request.guide.mean_step_s > MAX_DRAFT_STEP_S:

@@ -1,4 +1,4 @@
-"""Matches outputs against their grammars, for a limited processor time in each step."""
+"""Matches outputs against their grammars, within a CPU-time limit per step."""
 
 import time
 from collections.abc import Iterable
@@ -6,23 +6,23 @@ from collections.abc import Iterable
 from engine.request import FINISHED, Request
 
 MAX_MATCHING_S = 0.025
-"""Processor time in a step after which no further token is matched. The last token may take as long
-again; ordinary grammars take 0.05 ms per token."""
+"""CPU time per step after which no further token is matched; seconds. The last token may take as
+long again; ordinary grammars take 0.05 ms per token."""
 MAX_DRAFT_STEP_S = 0.001
-"""Mean time per token above which drafts of a grammar get no bitmask."""
+"""Mean time per token, in seconds, above which drafts of a grammar get no bitmask."""
 
 
 class GrammarMatching:
-    """Matches the new tokens of requests, at least a token in a step. When the time of a step is
-    over, the other requests are behind: they are matched in later steps, between the plans of other
-    requests. The requests with the quickest grammars come first.
+    """Matches the new tokens of requests, at least one token per step, fastest grammars first.
+    Requests that are not matched within the time limit of a step are behind: they are matched in
+    later steps, while other requests are scheduled.
 
-    Grammars whose time is not limited, see Grammar, are matched at once.
+    Grammars without a time limit (see Grammar) are always matched completely.
     """
 
     def __init__(self) -> None:
         self._behind: list[Request] = []
-        """Requests of the latest `match` with unmatched tokens."""
+        """Requests with unmatched tokens after the latest `match`."""
         self._waiting: list[Request] = []
 
     @property
@@ -31,28 +31,28 @@ class GrammarMatching:
         return bool(self._waiting)
 
     def match(self, requests: Iterable[Request]) -> list[tuple[Request, str]]:
-        """Match the unmatched tokens of `requests`. Returns requests whose grammar cannot continue,
-        and why."""
+        """Match the unmatched tokens of `requests`. Returns the requests whose grammar cannot
+        continue, with the reasons."""
         failed, _, self._behind = _matched(requests)
         return failed
 
     @property
     def has_behind(self) -> bool:
-        """Whether the latest `match` has left requests with unmatched tokens."""
+        """Whether the latest `match` left requests with unmatched tokens."""
         return bool(self._behind)
 
     def take_behind(self) -> list[Request]:
-        """Requests that the latest `match` has left with unmatched tokens."""
+        """Take the requests that the latest `match` left with unmatched tokens."""
         behind, self._behind = self._behind, []
         return behind
 
     def add(self, request: Request) -> None:
-        """Add a request that is behind, in the state MATCHING."""
+        """Add a request that is behind and in the state MATCHING."""
         self._waiting.append(request)
 
     def catch_up(self) -> tuple[list[Request], list[tuple[Request, str]]]:
         """Match tokens of the added requests. Returns the requests without unmatched tokens, and
-        the requests whose grammar cannot continue, with the reasons; both leave."""
+        the requests whose grammar cannot continue, with the reasons. Both are removed."""
         unfinished = [request for request in self._waiting if request.state != FINISHED]
         failed, ready, self._waiting = _matched(unfinished)
         return ready, failed
@@ -61,7 +61,8 @@ class GrammarMatching:
 def _matched(
     requests: Iterable[Request],
 ) -> tuple[list[tuple[Request, str]], list[Request], list[Request]]:
-    """Failed requests, requests without unmatched tokens, and requests that are behind."""
+    """(failed requests with reasons, requests without unmatched tokens, requests that are
+    behind)."""
     failed: list[tuple[Request, str]] = []
     ready: list[Request] = []
     behind: list[Request] = []

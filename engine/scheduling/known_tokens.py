@@ -1,4 +1,4 @@
-"""Tokens that a plan carries to pipeline stages: only the last stage has sampled them."""
+"""Tokens that a plan carries to the pipeline stages: only the last stage has sampled them."""
 
 from engine.request import Request
 from hpu.protocol import TOKEN_BYTES, SampledTokens

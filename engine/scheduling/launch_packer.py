@@ -12,12 +12,13 @@ from hpu.protocol import DECODE, PREFILL, Launch
 MAX_MEMO = 4096
 
 FULL_PROMPTS = 4
-"""Limit of a launch without bucket bounds: query plus context positions of this many prompts of
-maximum length."""
+"""With exact shapes, a launch is limited to the query plus context positions of this many prompts
+of maximum length."""
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` tokens of a request, after `context` cached blocks."""
+    """A prefill chunk: the next `num_tokens` tokens of a request, after `context` cached blocks.
+    `samples`: the chunk ends the prompt, so a token is sampled."""
 
     request: Request
     num_tokens: int
@@ -26,7 +27,8 @@ class Chunk(NamedTuple):
 
 
 class LaunchPacker:
-    """Packs requests into launches. Each launch uses a bucket of the table and is counted.
+    """Packs requests into launches. Each launch uses a bucket of the table, and is counted in the
+    statistics.
 
     A launch that fits no prepared bucket adds a bucket, which costs a compilation. With
     `on_unwarmed` "reject" no bucket is added, provided that the caller checks `refusal` for every
@@ -44,32 +46,33 @@ class LaunchPacker:
         contiguous: bool = False,
         merges_prompts: bool = False,
     ) -> None:
-        """`contiguous`: a decode reads all blocks up to the highest block of its requests, instead
-        of the sum of their blocks. `merges_prompts`: the chunks of a prefill are concatenated in a
-        single row."""
+        """`max_tokens`: token budget of a step. `contiguous`: a decode reads all blocks up to the
+        highest block of its requests, instead of the sum of their blocks. `merges_prompts`: the
+        chunks of a prefill are concatenated in a single row."""
         self._table = table
         self._rejects = on_unwarmed == "reject"
         self._combine: Callable[[Iterable[int]], int] = max if contiguous else sum
         self._merges_prompts = merges_prompts
         self._join: Callable[[int, int], int] = operator.add if merges_prompts else max
-        """Combines the query or context sizes of the chunks of a prefill."""
+        """Combines the query or context sizes of the chunks of a launch."""
         self._max_batch = max_prefill_batch
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._stats = stats
         self._launch_cost = table.overhead
         self._max_positions = FULL_PROMPTS * table.limits.max_model_len
         self._memo: dict[tuple[int, int, int], int | None] = {}
 
     def invalidate(self) -> None:
-        """Clear the cached costs after a change of the bucket table."""
+        """Clear the cached costs. Call it after a change of the bucket table."""
         self._memo.clear()
 
     def holds(self, phase: int, num_tokens: int, num_blocks: int) -> bool:
-        """Whether a sequence can be launched alone."""
+        """Whether a launch of only this sequence fits a prepared bucket, or unprepared shapes may
+        be compiled."""
         return not self._rejects or self._table.is_prepared(phase, 1, num_tokens, num_blocks)
 
     def refusal(self, phase: int, num_tokens: int, num_blocks: int) -> str | None:
-        """Why a sequence cannot be launched even alone; None if it can."""
+        """Why a sequence cannot be launched, even on its own; None if it can."""
         if self.holds(phase, num_tokens, num_blocks):
             return None
         name = PHASES[phase]
@@ -81,13 +84,14 @@ class LaunchPacker:
             needed = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
             available = f"of {query} behind {blocks}"
         return (
-            f"it needs a {name} {needed}, and no bucket that was warmed up holds that (the "
-            f"largest: batch {batch}, {available}); on-unwarmed-shape is reject"
+            f"it needs a {name} {needed}, and no warmed-up bucket is large enough (the largest: "
+            f"batch {batch}, {available}); on-unwarmed-shape is reject"
         )
 
     def must_split(self, num_requests: int, num_blocks: int) -> bool:
         """Whether a decode of `num_requests` must be split into several launches: it has more block
-        references than any bucket is meant for, or may not be compiled."""
+        references than the largest decode bucket, or its bucket is not prepared and may not be
+        compiled."""
         limits = self._table.limits
         # Without prefix caching a decode may read a slice of the cache, which cannot be split.
         gathers = limits.prefix_caching and not self._table.is_exact
@@ -112,7 +116,7 @@ class LaunchPacker:
         return launches
 
     def decode(self, req_indices: list[int], num_blocks: int) -> Launch:
-        """A launch of all decoding requests, which read `num_blocks` blocks in total."""
+        """Launch of all decoding requests, which read `num_blocks` blocks in total."""
         lookup = self._table.find(DECODE, len(req_indices), 1, num_blocks)
         self._count(DECODE, lookup, len(req_indices))
         return Launch(DECODE, lookup.bucket, req_indices)
@@ -152,9 +156,9 @@ class LaunchPacker:
         return launches
 
     def _max_requests(self, query: int, context: int) -> int:
-        """Maximum requests in a launch if every launch shape is its own bucket."""
+        """Maximum number of requests in a launch with an exact shape."""
         positions = query + context * self._table.limits.block_size
-        fit = min(self._max_tokens // query, self._max_positions // positions)
+        fit = min(self.max_tokens // query, self._max_positions // positions)
         return max(1, min(self._max_batch, fit))
 
     def _cost(self, batch: int, query: int, context: int) -> int | None:
@@ -170,11 +174,11 @@ class LaunchPacker:
         batch = shape[0]
         if self._merges_prompts:
             shape = (1, *shape[1:])
-        # is_prepared comes first, because `find` adds a bucket for any shape.
+        # Check is_prepared first: `find` adds a bucket for any shape.
         if batch > 1 and not self._table.is_prepared(PREFILL, *shape):
             return None
         bucket = self._table.find(PREFILL, *shape).bucket
-        if batch > 1 and bucket[0] * bucket[1] > self._max_tokens:
+        if batch > 1 and bucket[0] * bucket[1] > self.max_tokens:
             return None
         return self._launch_cost + self._table.cost(PREFILL, bucket)
 

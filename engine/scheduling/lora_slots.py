@@ -17,7 +17,7 @@ from hpu.protocol import NO_SLOT, AdapterLoaded, DropAdapter, LoadAdapter, StepP
 ABSENT, LOADING, LOADED = range(3)
 
 MAX_PASSES = 32
-"""Requests that may start ahead of an older request waiting for a slot."""
+"""Maximum number of requests that start ahead of an older request that waits for a slot."""
 
 MAX_RETIRED = 64
 
@@ -42,7 +42,7 @@ class _Entry:
 class LoRASlots(RequestResource):
     """Assigns adapters to host memory and to `max_loras` device slots. A running request's adapter
     keeps its slot; an adapter with unfinished requests keeps its host memory. Other adapters stay
-    until their place is needed, evicted least recently used first.
+    until their slot or memory is needed, and are evicted least recently used first.
 
     With LoRA off, no adapter can be registered.
     """
@@ -54,11 +54,11 @@ class LoRASlots(RequestResource):
         self._entries: dict[str, _Entry] = {}
         self._by_name: dict[str, LoRAInfo] = {}
         self._retired: dict[str, LoRAInfo] = {}
-        """The most recently unloaded adapters by content hash; MAX_RETIRED at most."""
+        """The MAX_RETIRED most recently unloaded adapters, by content hash."""
         self._slots: list[_Entry | None] = [None] * config.max_loras
         self._messages: list[ToWorker] = []
         self._to_load: list[_Entry] = []
-        """Adapters to load once host memory has space: it is full of adapters in use."""
+        """Adapters that wait for host memory, because it is full of adapters in use."""
         self._assigned: list[tuple[int, str]] = []
         self._clock = 0
         self.version = 0
@@ -69,23 +69,21 @@ class LoRASlots(RequestResource):
         """The request with the lowest priority key among requests that wait for a slot."""
         self._num_passes = 0
 
-    # Names
-
     @property
     def infos(self) -> list[LoRAInfo]:
         """Served adapters in the order of their registration."""
         return list(self._by_name.values())
 
     def register(self, info: LoRAInfo) -> None:
-        """Serve an adapter from now on. Raises UserError if LoRA is off, the name is taken or
+        """Start serving an adapter. Raises UserError if LoRA is off, the name is already loaded or
         MAX_ADAPTERS are served."""
         self._check_enabled()
         if info.name in self._by_name:
             raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
         if len(self._by_name) >= MAX_ADAPTERS:
             raise UserError(
-                f"{len(self._by_name)} adapters are served, at most {MAX_ADAPTERS} may be: unload "
-                "some",
+                f"{len(self._by_name)} adapters are loaded, at most {MAX_ADAPTERS} are allowed: "
+                "unload an adapter",
                 param="lora_name",
             )
         self._by_name[info.name] = info
@@ -97,7 +95,7 @@ class LoRASlots(RequestResource):
 
     def unregister(self, name: str) -> int:
         """Stop serving an adapter to new requests. Its memory is freed when its last request ends.
-        Returns the number of unfinished requests. Raises UserError if LoRA is off or the name is
+        Returns its number of unfinished requests. Raises UserError if LoRA is off or the name is
         unknown."""
         self._check_enabled()
         info = self._by_name.pop(name, None)
@@ -113,8 +111,8 @@ class LoRASlots(RequestResource):
         return num_requests
 
     def serves(self, content: str, *, is_continuation: bool = False) -> bool:
-        """Whether a request may use the adapter with this content hash. With
-        `is_continuation`, for requests accepted before, also a recently unloaded adapter."""
+        """Whether a request may use the adapter with this content hash. A continuation of an
+        accepted request (`is_continuation`) may also use a recently unloaded adapter."""
         if is_continuation and content in self._retired:
             return True
         entry = self._entries.get(content)
@@ -124,8 +122,6 @@ class LoRASlots(RequestResource):
         if not self.is_enabled:
             raise UserError("this server serves no adapters: start it with --enable-lora")
 
-    # Requests
-
     def refusal(self, message: AddRequest) -> Refusal | None:
         was_accepted = message.is_continuation or message.resumption is not None
         if not message.adapter or self.serves(message.adapter, is_continuation=was_accepted):
@@ -133,12 +129,12 @@ class LoRASlots(RequestResource):
         return Refusal("the adapter of the request was unloaded", "model")
 
     def add_request(self, request: Request) -> None:
-        """Register a waiting request; `serves` allowed its adapter."""
+        """Register a waiting request. `serves` must have accepted its adapter."""
         if not request.adapter:
             return
         entry = self._entries.get(request.adapter)
         if entry is None:
-            # A continuation whose adapter was dropped.
+            # A continuation whose adapter was unloaded.
             entry = self._entries[request.adapter] = _Entry(self._retired[request.adapter])
         entry.num_requests += 1
         if entry.state == ABSENT:
@@ -156,8 +152,8 @@ class LoRASlots(RequestResource):
             self._load_waiting()
 
     def may_start(self, request: Request) -> bool:
-        """Whether the request's adapter is in host memory and has, or can take, a slot. Also false
-        after MAX_PASSES requests started ahead of an older request that waits for a slot."""
+        """Whether the request's adapter is in host memory and has, or can get, a slot. False after
+        MAX_PASSES requests started ahead of an older request that waits for a slot."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]
@@ -173,8 +169,8 @@ class LoRASlots(RequestResource):
         return False
 
     def start(self, request: Request) -> None:
-        """Set the `lora_slot` of a request that starts. Call before a FairQueue changes the
-        request's `priority_key`, which shows whether it passes an older request."""
+        """Set the `lora_slot` of a request that starts. Call it before a FairQueue changes the
+        request's `priority_key`, which shows whether the request overtakes an older request."""
         if not request.adapter:
             return
         entry = self._entries[request.adapter]
@@ -199,15 +195,13 @@ class LoRASlots(RequestResource):
         if not entry.num_running:
             self.version += 1
 
-    # Messages to the workers
-
     def take_messages(self) -> list[ToWorker]:
         """Adapters that the workers must load or drop."""
         messages, self._messages = self._messages, []
         return messages
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Set the slots that the plan fills, and the content hashes of their adapters."""
+        """Add the slots to fill, and the content hashes of their adapters, to the plan."""
         if self._assigned:
             assigned, self._assigned = self._assigned, []
             # If a slot was assigned twice, the last adapter wins.
@@ -215,8 +209,8 @@ class LoRASlots(RequestResource):
             plan.lora_slots, plan.lora_adapters = list(last), list(last.values())
 
     def on_loaded(self, message: AdapterLoaded) -> bool:
-        """Handle the workers' answer to a load. False if the adapter could not be read: the caller
-        must fail its requests."""
+        """Handle the workers' answer to a load. Returns False if the adapter could not be read; the
+        caller must then fail its requests."""
         entry = self._entries[message.content]
         assert entry.state == LOADING, f"{entry.info.name} is read, in state {entry.state}"
         self.num_loading -= 1
@@ -231,20 +225,18 @@ class LoRASlots(RequestResource):
             entry.state = LOADED
             self._use(entry)
         self._forget_unused(entry)
-        # All requests of the adapter may have ended during the load.
+        # All requests of the adapter may have ended during the load, so its memory may be reusable.
         self._load_waiting()
         return message.error is None
 
     def reset(self) -> None:
-        """Forget slots and host memory, which the workers have lost."""
+        """Clear slots and host memory, which the workers have lost."""
         assert not self.num_loading, f"{self.num_loading} adapters are being read"
         for entry in self._entries.values():
             entry.state, entry.slot = ABSENT, NO_SLOT
         self._slots = [None] * self.max_loras
         self._messages, self._assigned, self._to_load = [], [], []
         self._unblock()
-
-    # Metrics
 
     @property
     def running(self) -> dict[str, int]:
@@ -292,7 +284,7 @@ class LoRASlots(RequestResource):
             )
 
     def _load_waiting(self) -> None:
-        """Load adapters that had to wait for host memory, as far as it has space now."""
+        """Load adapters that wait for host memory, as far as there is space now."""
         waiting, self._to_load = self._to_load, []
         for entry in waiting:
             if entry.state == ABSENT and entry.num_requests:
@@ -313,7 +305,8 @@ class LoRASlots(RequestResource):
         self._messages.append(LoadAdapter(info.content, info.path, info.root, info.name))
 
     def _evict(self, entry: _Entry) -> None:
-        """Evict an adapter from host memory and from its slot, which could not be refilled."""
+        """Evict an adapter from host memory, and from its slot: without host memory, it could not
+        be copied to a slot again."""
         self.num_evictions += 1
         entry.state = ABSENT
         self._messages.append(DropAdapter(entry.info.content))

@@ -15,10 +15,10 @@ from hpu.protocol import PREFILL, TOKEN_BYTES, StepPlan, Text
 
 
 class PoolingScheduler:
-    """Fills each step with whole texts, up to the token budget; requests of several texts take
-    turns.
+    """Fills each step with whole texts, up to the token budget; requests with several texts
+    alternate (see RequestTurns).
 
-    A text is computed in one launch, so it runs in one step and needs no blocks.
+    A text is computed in a single launch, so it runs in one step and needs no KV blocks.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class PoolingScheduler:
         self._max_texts = config.max_num_seqs
         self._running: set[int] = set()
         self._suspect: int | None = None
-        """Key of the last started crash suspect. While it runs, no other request starts."""
+        """Key of the crash suspect that started last. While it runs, no other request starts."""
 
     @property
     def num_running(self) -> int:
-        """Requests in plans that are not collected yet."""
+        """Requests in plans whose results are not collected yet."""
         return len(self._running)
 
     @property
@@ -64,7 +64,7 @@ class PoolingScheduler:
     def refusal(self, message: AddRequest) -> Refusal | None:
         """Why the model cannot serve a request; None if it can."""
         if message.pooling is None:
-            return Refusal("the model gives vectors, and no tokens", "model")
+            return Refusal("the model is a pooling model and generates no tokens", "model")
         num_tokens = message.prompt.nbytes // TOKEN_BYTES
         return _pooling_refusal(message.pooling, self._facts, num_tokens)
 
@@ -178,14 +178,16 @@ class PoolingScheduler:
 
 
 def _pooling_refusal(params: PoolingParams, facts: PoolingFacts, num_tokens: int) -> Refusal | None:
-    """Why the model cannot serve a request of `num_tokens`; None if it can."""
+    """Why the model cannot serve a request whose text has `num_tokens` tokens; None if it can."""
     if params.task not in facts.tasks:
-        error = f"task is {params.task!r}, the model does {' and '.join(facts.tasks)}"
+        error = f"task is {params.task!r}, the model supports {' and '.join(facts.tasks)}"
         return Refusal(error, "task")
     for name in ("num_first", "num_skipped"):
         count = getattr(params, name)
         if count >= num_tokens:
-            return Refusal(f"{name} is {count}, the text has {num_tokens} tokens", name)
+            return Refusal(
+                f"{name} is {count}, it must be below the {num_tokens} tokens of the text", name
+            )
     wrong = _wrong_dimensions(params, facts)
     return None if wrong is None else Refusal(wrong, "dimensions")
 
@@ -196,13 +198,19 @@ def _wrong_dimensions(params: PoolingParams, facts: PoolingFacts) -> str | None:
         return None
     width = facts.width if params.task == EMBED else facts.token_width
     if dimensions > width:
-        return f"dimensions is {dimensions}, the model's vectors have {width}"
+        return (
+            f"dimensions is {dimensions}, it must be at most {width}, the length of the model's "
+            "vectors"
+        )
     if facts.dimensions is None or dimensions == width or dimensions in facts.dimensions:
         return None
     if facts.dimensions:
         trained = ", ".join(map(str, facts.dimensions))
-        return f"dimensions is {dimensions}, the model was trained for {trained}"
+        return (
+            f"dimensions is {dimensions}, it must be one of {trained}, for which the model was "
+            "trained"
+        )
     return (
-        f"dimensions is {dimensions}, the model's vectors have {width} and were not trained to be "
-        "cut"
+        f"dimensions is {dimensions}, it must be {width}: the model was not trained for shorter "
+        "vectors"
     )

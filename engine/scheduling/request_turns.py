@@ -1,13 +1,13 @@
-"""RequestTurns: the order of the waiting texts of pooling requests."""
+"""RequestTurns: orders the waiting texts of pooling requests."""
 
 from engine.request import Request
 
 
 class RequestTurns:
-    """Orders waiting texts in rounds: a round has at most one text of each request. A text that
-    arrives joins a round after the round of the text that started last. So the first text of a
-    request waits for at most two texts of each request before it, however many texts they have, and
-    a request of many texts starts one text in each round, however many requests arrive.
+    """Orders waiting texts in rounds: a round contains at most one text of each request. A new text
+    joins a round after the round of the text that started last. The first text of a request
+    therefore waits for at most two texts of each earlier request, however many texts they have, and
+    a request with many texts starts one text per round, however many requests arrive.
 
     Each priority has its own rounds. With `by_tenant` each tenant has its own rounds too, since a
     FairQueue compares only texts of the same tenant.
@@ -18,11 +18,11 @@ class RequestTurns:
         self._rounds: dict[tuple[int, int], _Rounds] = {}
         """Rounds with waiting texts, by (priority, tenant)."""
         self._last_round = 0
-        """The greatest round of a text that has started. New rounds start after it, so that
-        LoRASlots can compare texts of different tenants."""
+        """The highest round of a request that has started. New rounds start after it, so that
+        LoRASlots can compare requests of different tenants."""
 
     def add(self, request: Request) -> None:
-        """Set the `priority_key` of a text that will wait: its priority and its round."""
+        """Set the `priority_key` of a request that starts to wait: its priority and its round."""
         rounds = self._rounds.setdefault(self._key(request), _Rounds(self._last_round))
         newest, num_waiting = rounds.requests.get(request.group, (0, 0))
         newest = max(newest, rounds.current) + 1
@@ -30,14 +30,15 @@ class RequestTurns:
         request.priority_key = (request.priority_key[0], newest)
 
     def start(self, request: Request) -> None:
-        """Remove a text that starts. Call it before a FairQueue changes its `priority_key`."""
+        """Remove a request that starts to run. Call it before a FairQueue changes its
+        `priority_key`."""
         rounds = self._rounds[self._key(request)]
         rounds.current = max(rounds.current, request.priority_key[1])
         self._last_round = max(self._last_round, rounds.current)
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a text that does not wait any more."""
+        """Remove a request that no longer waits."""
         key = self._key(request)
         requests = self._rounds[key].requests
         newest, num_waiting = requests.pop(request.group)
@@ -60,7 +61,7 @@ class RequestTurns:
 
 
 class _Rounds:
-    """The rounds of texts that are compared with each other."""
+    """Rounds of texts that are ordered relative to each other."""
 
     __slots__ = ("current", "requests")
 

@@ -1,4 +1,5 @@
-"""RequestResource: a resource that requests need beside KV blocks, such as an adapter slot."""
+"""RequestResource: a resource that requests need in addition to KV blocks, such as an adapter slot.
+WholePrompts: a scheduling rule with the same interface."""
 
 from collections.abc import Set
 from typing import NamedTuple
@@ -13,55 +14,64 @@ class Refusal(NamedTuple):
 
     error: str
     param: str | None = None
-    """Parameter at fault, see Finish.param."""
+    """Parameter that the error is about; see Finish.param."""
 
 
 class RequestResource:
-    """A resource that a scheduler reserves for requests. The methods here reserve nothing.
+    """Base class of resources that a scheduler reserves for requests; its methods reserve nothing.
 
-    A scheduler calls `add_request` once, `start` and `release` for each run, since a preempted
-    request runs again, and `finish_request` once.
+    A scheduler calls `add_request` and `finish_request` once per request, and `start` and `release`
+    for each run, since a preempted request runs again.
     """
 
     holds_back_later = False
-    """Whether no later request may start while `fit` returns 0 for a running request."""
+    """Whether later requests must not start while `fit` returns 0 for a running request."""
 
     def refusal(self, message: AddRequest) -> Refusal | None:
-        """Why a request can never get its share of the resource; None if it can."""
+        """Why the resource can never serve a request; None if it can."""
         return None
 
     def add_request(self, request: Request) -> None:
-        """Register a request that waits."""
+        """Register a waiting request."""
 
     def begin_step(self) -> None:
-        """Begin a plan."""
+        """Start a plan."""
 
     def fit(self, request: Request, start: int, count: int) -> int:
-        """How many of the `count` prompt tokens from `start` on can be scheduled now."""
+        """How many of the `count` prompt tokens from `start` can be scheduled now."""
         return count
 
     def start(self, request: Request) -> None:
-        """Reserve the resource for a request that begins to run."""
+        """Reserve the resource for a request that starts to run."""
 
     def add_chunk(self, request: Request, start: int, count: int) -> None:
-        """Schedule `count` prompt tokens from `start` on, which fit."""
+        """Schedule `count` prompt tokens from `start`; `fit` has returned at least `count`."""
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """End the plan: add the orders of the resource for the workers."""
+        """Complete the plan: add the resource's instructions for the workers."""
 
     def take_messages(self) -> list[ToWorker]:
-        """Messages to send to the workers now, beside the plans."""
+        """Messages to send to the workers now, separately from plans."""
         return []
 
     def release(self, request: Request) -> None:
-        """Release what a running request has reserved: it ended or was preempted."""
+        """Release the reservation of a running request that has ended or was preempted."""
 
     def finish_request(self, request: Request) -> None:
-        """Forget a request that ended, running or not."""
+        """Remove a request that has ended, whether it was running or not."""
 
     def reset(self) -> None:
-        """Forget what the workers have lost; no request may be running."""
+        """Clear state that the workers have lost; no request may be running."""
 
     def check(self, running: Set[int]) -> None:
         """Raise AssertionError unless the resource's state is consistent. `running`: keys of the
-        requests that may have reserved it."""
+        requests that may hold reservations."""
+
+
+class WholePrompts(RequestResource):
+    """Rule of a scheduler without chunked prefill: a prompt runs only if all its uncached tokens
+    fit the step. Must be the last resource, because it checks the token count that the other
+    resources have allowed."""
+
+    def fit(self, request: Request, start: int, count: int) -> int:
+        return count if start + count == request.num_tokens else 0

@@ -28,84 +28,90 @@ logger = logging.getLogger(__name__)
 _priority_key = attrgetter("priority_key")
 
 WATERMARK_SHARE = 100
-"""Admission watermark: beside running requests, keep 1/100 of the blocks free, so that running
-requests can grow a little before a preemption."""
+"""Admission watermark: while requests run, 1/WATERMARK_SHARE of the blocks stays free, so that they
+can grow a little before a preemption."""
 YIELD_STEPS = 16
-"""Steps between two preemptions in favour of a tenant that has less than its share: a preempted
-request is computed again."""
+"""Minimum steps between two preemptions in favour of a tenant below its share: each preemption
+recomputes a request."""
 RESERVED_STEPS = 8
-"""Steps for which a finished beam's index is reserved for its continuation: longer than a front end
+"""Steps for which a finished beam's index is reserved for its continuation. Longer than a front end
 takes to send the continuation."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """Decisions of `schedule`. While the plan is in flight, it lists the plan's requests."""
+    """Decisions of `schedule`, kept while the plan is in flight to identify its requests."""
 
     step: int
     plan: StepPlan | None = None
-    """None if there is nothing to launch and no decode was left for a later step."""
+    """None if there is nothing to launch. A step in which all decodes wait for their input tokens
+    has a plan without launches."""
     decodes: list[Request] = field(default_factory=list)
-    """Decoding requests in the order of the plan's first launches."""
+    """Decoding requests, in the order of the plan's decode launches."""
     prefills: list[Chunk] = field(default_factory=list)
-    """Prefill chunks in the order of the launches after the decodes."""
+    """Prefill chunks, in the order of the launches that follow the decodes."""
     num_tokens: int = 0
     started: list[tuple[Request, int]] = field(default_factory=list)
-    """Newly admitted requests with their number of prefix-cache tokens. Excludes requests that
+    """Newly admitted requests with their number of prefix-cache tokens; without requests that
     resume after a preemption."""
     failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
-    """Requests that can never run: error message and parameter at fault (see Finish.param)."""
+    """Requests that can never run, with the error message and the parameter at fault (see
+    Finish.param)."""
     chunks: list[Chunk] = field(default_factory=list)
     """Prefill chunks in scheduling order."""
     num_decode_blocks: int = 0
     decode_counts: list[int] = field(default_factory=list)
-    """Decodes of each request in `decodes`; empty: one each."""
+    """Number of decodes of each request in `decodes`; empty if each decodes once."""
     new_requests: list[NewRequest] = field(default_factory=list)
     grown_requests: list[int] = field(default_factory=list)
     grown_blocks: list[int] = field(default_factory=list)
     deferred: list[Request] = field(default_factory=list)
-    """Requests whose grammar masks follow the plan, in the order of `plan.deferred_requests`."""
+    """Requests whose grammar masks are sent after the plan, in the order of
+    `plan.deferred_requests`."""
 
 
 class LaunchFacts(NamedTuple):
-    """What the scheduler knows about the launches of the workers."""
+    """Properties of the workers' launches that the scheduler uses."""
 
     prefill_tokens: int = 0
-    """Prompt tokens after which a step starts no further prompt; 0: only the budget limits it."""
+    """Prompt tokens after which a step starts no further prompt; 0: limited by the budget only."""
     num_stages: int = 1
     """Pipeline stages."""
     tokens_per_decode: int = 1
-    """Maximum tokens that a decode computes, more than 1 with speculation."""
+    """Maximum tokens that a decode computes; more than 1 with speculation."""
+    decodes_per_step: int = 1
+    """Maximum decodes of a request in a step."""
     defrag_threshold: int = 32
-    """Free blocks allowed below the highest used block if decodes read a slice of the cache."""
+    """Tolerated number of free blocks below the highest used block if decodes read a slice of the
+    cache."""
 
 
 ONE_DEVICE = LaunchFacts()
 
 
 class Scheduler:
-    """Gives every running request its next tokens, then spends the rest of the budget on waiting
-    requests in the order of their priority keys.
+    """Schedules the next tokens of every running request, then spends the rest of the budget on
+    waiting requests in the order of their priority keys.
 
     A running request is in prefill until all its tokens are computed, then it decodes. A finished
-    or preempted request keeps its blocks and its index until the last plan that contains it was
+    or preempted request keeps its blocks and its index until the last plan that contains it is
     collected (`_draining`). Both running lists are sorted by priority key; the last request is
     preempted first.
 
     If a larger prefill launch takes no less time per token (`LaunchFacts.prefill_tokens`), prompts
     that arrive together are spread over several steps, so that the first prompts need not wait for
     the launch of the last. Only the first of these steps decodes: a decode in each step would delay
-    the later prompts. Running requests wait no longer than for a single step with all these
+    the later prompts. Running requests wait at most as long as for a single step with all these
     prompts.
 
-    A step without prompts decodes each request up to `num_scheduler_steps` times, so that the host
-    works once for several tokens. A request decodes fewer times if it reaches its length limit or
-    if no block is free for its later tokens; a request with a grammar limits the step to a single
-    decode, because each of its tokens needs a bitmask.
+    A step without prompts decodes each request up to `LaunchFacts.decodes_per_step` times, so that
+    the host's overhead is spread over several tokens. A request decodes fewer times if it reaches
+    its length limit or if no block is free for its later tokens; a request with a grammar limits
+    the step to a single decode, because each of its tokens needs a bitmask.
 
     With pipeline stages, a decode's input token returns to the first stage `num_stages` steps after
-    it was sampled. Each step takes a share of the decodes, so that the shares follow each other
-    through the stages. A step in which all decodes must wait gets a plan without launches.
+    it was sampled. Each step runs a share of the decodes, so that several shares are in the
+    pipeline at once. A step in which all decodes must wait gets a plan without launches.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Scheduler:
         resources: Sequence[RequestResource] = (),
         facts: LaunchFacts = ONE_DEVICE,
     ) -> None:
-        """`resources`: in the order in which they limit a chunk."""
+        """`resources`: applied in this order when they limit a chunk."""
         self.waiting = waiting
         self._resources = resources
         self._holds_back_later = any(resource.holds_back_later for resource in resources)
@@ -126,41 +132,44 @@ class Scheduler:
         self._packer = packer
         self._stats = stats
         mode = "SWAP" if kv.offload.is_enabled else "RECOMPUTE"
-        # The beginning is vLLM's, for scripts that read the log.
+        # vLLM's line, for scripts that read the log.
         self._preemptions = LimitedWarning(
             logger,
-            f"Request %d is preempted by PreemptionMode.{mode} mode because there is not enough KV "
-            "cache space. This makes answers later. Increase gpu_memory_utilization (on a CPU "
-            "kv_cache_memory_bytes) or tensor_parallel_size, or lower max_num_seqs: %d such "
-            "preemptions so far",
+            f"Sequence group %d is preempted by PreemptionMode.{mode} mode because there is not "
+            "enough KV cache space. This can affect the end-to-end performance. Increase "
+            "gpu_memory_utilization or tensor_parallel_size to provide more KV cache memory (on a "
+            "CPU kv_cache_memory_bytes), or lower max_num_seqs. "
+            "total_num_cumulative_preemption=%d",
         )
-        self._max_tokens = config.token_budget()
-        self._launch_tokens = facts.prefill_tokens or config.token_budget()
+        self._max_tokens = packer.max_tokens
+        self._launch_tokens = facts.prefill_tokens or packer.max_tokens
         self._num_since_decodes = 0
         """Prompt tokens scheduled since decodes last ran; reset to 0 by a step that is not full. At
-        0 the next step decodes."""
+        0, the next step runs decodes."""
         self._num_stages = facts.num_stages
         self._decode_tokens = facts.tokens_per_decode
-        self._max_decodes = config.num_scheduler_steps
+        self._max_decodes = facts.decodes_per_step
         num_decode_tokens = config.max_num_seqs * facts.tokens_per_decode
-        if facts.tokens_per_decode > 1 and num_decode_tokens > config.token_budget():
+        self._divides_prompts = config.enable_chunked_prefill
+        drafts_reduce_prompts = facts.tokens_per_decode > 1 and config.enable_chunked_prefill
+        if drafts_reduce_prompts and num_decode_tokens > packer.max_tokens:
             logger.warning(
                 "%d decodes of %d tokens, with their drafts, need %d tokens in a step, "
-                "max_num_batched_tokens is %d: such a step computes at most %d prompt tokens; "
-                "set --max-num-batched-tokens above %d",
+                "max_num_batched_tokens is %d: a step with all of them computes at most %d "
+                "prompt tokens; set --max-num-batched-tokens above %d",
                 config.max_num_seqs,
                 facts.tokens_per_decode,
                 num_decode_tokens,
-                config.token_budget(),
+                packer.max_tokens,
                 kv.block_size,
                 num_decode_tokens,
             )
         self._num_last_tokens = facts.tokens_per_decode if facts.num_stages > 1 else 1
-        """Last known tokens sent with each decode; more than 1 only for pipeline stages with
-        speculation."""
+        """Number of latest tokens sent with each decode; more than 1 only with both pipeline stages
+        and speculation."""
         self._is_waiting_for_tokens = False
-        """Whether this step skipped a decode: its input token has not returned yet, or the step's
-        share of the decodes is full."""
+        """Whether this step skipped a decode, because its input token has not returned yet or the
+        step's share of the decodes is full."""
         self._max_num_seqs = config.max_num_seqs
         self._is_fair = config.fair_share
         self._next_yield_step = 0
@@ -169,10 +178,10 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._draining: list[Request] = []
         self._suspect: Request | None = None
-        """The last admitted crash suspect; see `_held_for_isolation`."""
+        """The crash suspect admitted last; see `_held_for_isolation`."""
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
         self._reservations: deque[int] = deque()
-        """Steps at which reservations of free indices for continuations expire."""
+        """Steps at which the reservations of indices for continuations expire."""
         self._turns = ContinuationTurns(config.max_num_seqs)
         self._freed_indices: list[int] = []
         """Indices freed since the last plan; sent to the worker with the next plan."""
@@ -181,7 +190,7 @@ class Scheduler:
         """Blocks moved since the last plan, as (from, to); sent with the next plan."""
         self._last_collected_step = -1
         self._files_version = 0
-        """`KVOffload.version` at which requests that wait for files were last reconsidered."""
+        """Value of `KVOffload.version` when requests that wait for files were last reconsidered."""
         self._has_finished = False
         """Whether the running lists contain finished requests."""
 
@@ -209,9 +218,9 @@ class Scheduler:
         return len(self.waiting) > 0 or len(self._free_indices) < self._max_num_seqs
 
     def refusal(self, message: AddRequest) -> Refusal | None:
-        """Why a request cannot run; None if it can."""
+        """Why the model or the KV cache cannot serve a request; None if it can."""
         if message.pooling is not None:
-            return Refusal("the model gives tokens, and no vectors", "model")
+            return Refusal("the model generates tokens and returns no vectors", "model")
         num_blocks = self._kv.num_blocks_for(message.prompt.nbytes // TOKEN_BYTES)
         if num_blocks <= self._kv.pool.size:
             return None
@@ -227,7 +236,7 @@ class Scheduler:
             self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait, which may have been in the state MATCHING."""
+        """Add a request to the waiting queue; its state may be MATCHING."""
         request.state = WAITING
         self.waiting.add(request)
         # File reads start while the request waits.
@@ -249,8 +258,8 @@ class Scheduler:
                 self.waiting.finish(request)
 
     def restart_requests(self, blocks: Set[int]) -> list[Request]:
-        """Restart the requests whose block tables contain any of `blocks`, whose contents are
-        wrong. Computed KV is dropped. Returns the waiting copies that replace the requests."""
+        """Restart the requests whose block tables contain any of the corrupt `blocks`. Their
+        computed KV is dropped. Returns the waiting copies that replace the requests."""
         restarted = [
             self._restart(request)
             for request in self.requests_with_blocks
@@ -261,9 +270,9 @@ class Scheduler:
         return restarted
 
     def hold_back(self, requests: Iterable[Request]) -> list[Request]:
-        """Stop requests with output that their grammar has not matched yet. Plans in flight compute
-        no further token of the requests. Returns the copies that replace the requests, in the state
-        MATCHING; `enqueue` makes them wait."""
+        """Stop requests with output that their grammar has not matched yet. Tokens that plans in
+        flight sample for them are dropped. Returns the copies that replace the requests, in the
+        state MATCHING; `enqueue` makes them wait."""
         held_back = [self._restart(request) for request in requests]
         for request in held_back:
             request.state = MATCHING
@@ -277,7 +286,8 @@ class Scheduler:
         return request.restarted()
 
     def update_from_output(self, step: int) -> None:
-        """Free the draining requests whose last plan is at most `step`: these plans have run."""
+        """Free the draining requests whose last plan is at most `step`, since that plan has been
+        collected."""
         self._last_collected_step = step
         if self._draining:
             drained = [r for r in self._draining if r.last_step <= step]
@@ -322,7 +332,11 @@ class Scheduler:
 
     def _prompt_budget(self, num_decodes: int) -> int:
         """Token budget of prompts after `num_decodes` decodes. Decodes reserve all their draft
-        tokens, but leave prompts at least a block of tokens to avoid starvation."""
+        tokens, but leave prompts at least a block of tokens to avoid starvation. Without chunked
+        prefill, prompts get the full budget: the longest prompt could otherwise not start until all
+        decodes end."""
+        if not self._divides_prompts:
+            return self._max_tokens
         num_left = self._max_tokens - num_decodes
         return max(
             self._max_tokens - num_decodes * self._decode_tokens,
@@ -334,7 +348,7 @@ class Scheduler:
         self._admit(output, budget)
 
     def _update_running(self) -> None:
-        """Remove finished requests, and move requests with complete prefill to decoding."""
+        """Remove finished requests, and move requests whose prefill is complete to decoding."""
         if self._has_finished:
             self._has_finished = False
             self._decoding = [r for r in self._decoding if r.state == RUNNING]
@@ -355,7 +369,7 @@ class Scheduler:
         last_returned = step - self._num_stages
         most = -(-len(self._decoding) // self._num_stages)
         self._is_waiting_for_tokens = False
-        # Preemption removes requests from the end of the list, after the current request, so the
+        # Preemption removes requests after the current request from the end of the list, so the
         # loop skips no entry.
         for request in self._decoding:
             if request.last_step > last_returned or len(scheduled) == most:
@@ -374,7 +388,8 @@ class Scheduler:
         output.num_decode_blocks = num_blocks
 
     def _can_decode(self, request: Request, output: SchedulerOutput) -> bool:
-        """Whether a request at its `decode_limit` can decode in this step. Allocates its blocks."""
+        """Whether a request at its `decode_limit` can decode in this step; if so, allocates its
+        blocks."""
         if _is_last_token_scheduled(request):
             return False
         count = self._kv.num_missing_blocks(request)
@@ -388,8 +403,8 @@ class Scheduler:
         return True
 
     def _schedule_further_decodes(self, output: SchedulerOutput) -> None:
-        """Decode each request of the step again, up to `_max_decodes` times in total. Takes free
-        blocks only and preempts no request."""
+        """Decode each request of the step again, up to `_max_decodes` times in total. Uses free
+        blocks only, without preemption."""
         if any(request.sampling.masked for request in output.decodes):
             return
         counts = [1 + self._decode_ahead(request, output) for request in output.decodes]
@@ -398,7 +413,7 @@ class Scheduler:
             output.num_decode_blocks = self._num_decode_blocks(output.decodes)
 
     def _decode_ahead(self, request: Request, output: SchedulerOutput) -> int:
-        """How many more times a request that decodes in this step can decode. Allocates its
+        """Number of further decodes of a request that decodes in this step. Allocates their
         blocks."""
         num_computed = request.num_computed_tokens
         count = self._max_decodes - 1
@@ -415,7 +430,7 @@ class Scheduler:
         return count
 
     def _num_decode_blocks(self, requests: list[Request]) -> int:
-        """Blocks that a decode of `requests` reads."""
+        """Number of blocks that a decode of `requests` reads."""
         blocks = map(self._kv.num_decode_blocks, requests)
         return max(blocks) if self._kv.contiguous else sum(blocks)
 
@@ -428,7 +443,8 @@ class Scheduler:
             count = self._fit(request, num_computed, num_left)
             if not count:
                 if self._holds_back_later:
-                    # The request needs more tokens than decodes leave: start no further prefill.
+                    # The request needs more tokens than the decodes leave: start no further
+                    # prefill.
                     return 0
                 continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
@@ -442,7 +458,7 @@ class Scheduler:
                 num_blocks = len(request.blocks) + min(num_missing, self._kv.pool.num_free)
                 room = num_blocks * self._kv.block_size - num_computed
                 if room < count and not self._fit(request, num_computed, room):
-                    # The next tokens belong to an image that may not be split.
+                    # The next tokens belong to an image that must not be split.
                     if not self._ensure_free_blocks(request, num_missing, output):
                         continue
                 elif room < count:
@@ -457,13 +473,13 @@ class Scheduler:
         """Admit waiting requests strictly by priority key while all their tokens fit. Requests
         whose blocks are being read from files are skipped.
 
-        Allocates only the blocks of the first chunk. No reservation is needed: leftover budget
-        means that all requests in prefill have their blocks, or that no block is free.
+        Allocates only the blocks of the first chunk. No reservation is needed: if budget is left,
+        either all requests in prefill have their blocks or no block is free.
         """
         kv = self._kv
         if kv.offload.version != self._files_version:
             self._files_version = kv.offload.version
-            self.waiting.restore()
+            self.waiting.unskip()
         if self._is_fair and budget > 0 and not self._free_indices:
             self._yield_index(output.step)
         while budget > 0 and self._free_indices and (request := self._turns.next(self.waiting)):
@@ -475,8 +491,8 @@ class Scheduler:
             if kv.should_wait_for_prefix(request, prefix):
                 break
             if kv.should_wait_for_files(request, prefix):
-                # Reads take far longer than a step: do not hold up later requests.
-                self.waiting.set_aside(request)
+                # File reads take far longer than a step: do not block later requests.
+                self.waiting.skip(request)
                 continue
             num_needed = kv.num_free_blocks_needed(request, prefix)
             if self._decoding or self._prefilling or self._draining:
@@ -506,14 +522,14 @@ class Scheduler:
 
     def _yield_index(self, step: int) -> None:
         """Preempt a request of a tenant that has more than its share of a full batch, if a tenant
-        with less than its share waits."""
+        below its share waits."""
         if self._may_yield(step):
             newcomer = self.waiting.peek(is_new=True)
             if newcomer and not self._held_for_isolation(newcomer):
                 self._yield(newcomer, lambda request: 1, Units(self._max_num_seqs, 1, 1))
 
     def _yield_blocks(self, newcomer: Request, units: Units, step: int) -> None:
-        """Do the same as `_yield_index` for KV blocks."""
+        """Like `_yield_index`, for KV blocks."""
         if self._may_yield(step):
             self._yield(newcomer, lambda request: len(request.blocks), units)
 
@@ -530,7 +546,7 @@ class Scheduler:
         decoding = set(self._decoding)
 
         def can_yield(request: Request) -> bool:
-            # A request in prefill would have computed its tokens in vain, again and again.
+            # Preempting requests in prefill could waste their computation again and again.
             return request in decoding and not _is_last_token_scheduled(request)
 
         running = [*self._decoding, *self._prefilling]
@@ -538,9 +554,9 @@ class Scheduler:
             self._preempt(request)
 
     def _held_for_isolation(self, request: Request) -> bool:
-        """Whether crash isolation holds this request back. A suspect is admitted only when every
-        running request has produced a token since its admission; no request is admitted after the
-        suspect until it has produced a token."""
+        """Whether crash isolation holds this request back. A suspect is admitted only once every
+        running request has produced a token since its admission; after that, no request is admitted
+        until the suspect has produced a token."""
         suspect = self._suspect
         if suspect is not None and suspect.state == RUNNING and suspect.has_no_output:
             return True
@@ -549,15 +565,16 @@ class Scheduler:
         return any(request.has_no_output for request in running)
 
     def _fit(self, request: Request, start: int, count: int) -> int:
-        """How many of the `count` tokens from `start` on all resources let the step compute."""
+        """Largest number of tokens from `start`, at most `count`, that every resource allows."""
         for resource in self._resources:
             count = resource.fit(request, start, count)
         return count
 
     def _has_free_index(self, request: Request) -> bool:
         """Whether a free index is available to the request. While other requests run, the indices
-        of finished beams are reserved for their continuations: in a full batch a beam search would
-        otherwise lose its indices at every token and wait for all requests that arrived since."""
+        of finished beams are reserved for their continuations. Otherwise a beam search in a full
+        batch would lose its indices at every token and wait for all requests that have arrived
+        since."""
         is_busy = self._decoding or self._prefilling or self._draining
         is_held = is_busy and not (request.is_continuation or self._turns.has_turn(request))
         num_reserved = len(self._reservations) if is_held else 0
@@ -609,15 +626,15 @@ class Scheduler:
         output.grown_requests.extend([request.req_index] * count)
 
     def _ensure_free_blocks(self, request: Request, count: int, output: SchedulerOutput) -> bool:
-        """Whether `count` blocks are free for the request now. Preempts later requests, last first,
-        if needed. Blocks used by a plan in flight are freed a step later: the request waits for
+        """Whether `count` blocks are free for the request now. If needed, preempts later requests,
+        last first. Blocks used by a plan in flight are freed a step later: the request waits for
         them, and no further request is preempted."""
         while self._kv.pool.num_free < count:
             if self._draining:
                 return False
             for running in (self._decoding, self._prefilling):
-                # A request rejected in this step stays in its list until the next step. It is
-                # ahead of `request` in that list, or in the other list.
+                # A request rejected in this step stays in its list until the next step. It precedes
+                # `request` in that list, or is in the other list.
                 while running and running[-1].state == FINISHED:
                     running.pop()
             last = max(self._decoding[-1:] + self._prefilling[-1:], key=_priority_key)
@@ -671,13 +688,13 @@ class Scheduler:
         self.finish_requests([request])
 
     def _reject(self, request: Request, error: str, output: SchedulerOutput) -> None:
-        """Fail a request whose launch shape may not be compiled while serving."""
+        """Fail a request that needs a launch shape that must not be compiled while serving."""
         output.failed.append((request, error, ""))
         self.finish_requests([request])
 
     def _admission_refusal(self, request: Request, count: int, num_cached: int) -> str | None:
-        """Why a request may not start with a chunk of `count` tokens after `num_cached`; None if it
-        may."""
+        """Why a request cannot start with a chunk of `count` tokens after `num_cached`; None if it
+        can."""
         error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_cached))
         if error is None and request.max_num_tokens > request.num_tokens + 1:
             num_blocks = self._kv.num_blocks_for(request.num_tokens + 1)
@@ -723,7 +740,7 @@ class Scheduler:
             output.plan.known = known_tokens(output.decodes, self._num_last_tokens)
 
     def _add_round(self, number: int, launches: list[Launch], output: SchedulerOutput) -> None:
-        """Add the launches of the requests that decode more than `number` times."""
+        """Add the launches of the requests that decode more than `number` times in this step."""
         requests, num_blocks = output.decodes, output.num_decode_blocks
         if min(output.decode_counts) <= number:
             counted = zip(requests, output.decode_counts, strict=True)
@@ -765,6 +782,6 @@ class Scheduler:
 
 
 def _is_last_token_scheduled(request: Request) -> bool:
-    """Whether the request ends with the plans in flight."""
+    """Whether submitted plans already compute the request's last token."""
     last_computed = max(request.max_num_tokens - 1, request.num_prefill_tokens)
     return request.num_computed_tokens >= last_computed

@@ -1,7 +1,7 @@
-"""Shared launches: combines the planned launches of engines that step together (pure).
+"""Shared launches: combines the planned launches of engines that step together (pure function).
 
 The experts of a launch process the tokens of all engines, so each launch has the same bucket on all
-engines. An engine without a launch of its own computes padding.
+engines. An engine without a corresponding launch computes padding.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class SharedLaunch(NamedTuple):
 
     bucket: Bucket
     indices: tuple[int | None, ...]
-    """By engine: index of the engine's own launch that runs in it; None: padding only."""
+    """For each engine, the index of its own launch that runs in this launch; None: padding only."""
 
 
 def share_launches(
@@ -41,7 +41,7 @@ def share_launches(
                 for engine, indices in enumerate(waiting)
                 if indices
             }
-            # Largest first: it is the least likely to fit another engine's bucket.
+            # Largest first: a large launch is the least likely to fit another engine's bucket.
             order = sorted(heads, key=lambda engine: (-_cost(heads[engine], table), engine))
             bucket = heads[order[0]]
             indices: list[int | None] = [None] * len(planned)
@@ -55,12 +55,12 @@ def share_launches(
 
 
 def _joined(bucket: Bucket, other: Bucket, table: BucketTable, max_tokens: int) -> Bucket | None:
-    """The bucket in which both launches run at once; None if they run separately."""
+    """Bucket in which both launches run together; None if they run separately."""
     phase = bucket[0]
     batch, query, blocks = map(max, bucket[1:], other[1:])
     if (phase, batch, query, blocks) == bucket:
         return bucket
-    # is_prepared comes first, because `find` adds a bucket for any shape.
+    # Check is_prepared first: `find` adds a bucket for any shape.
     if not table.is_prepared(phase, batch, query, blocks):
         return None
     joined: Bucket = (phase, *table.find(phase, batch, query, blocks).bucket)

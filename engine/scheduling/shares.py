@@ -1,4 +1,4 @@
-"""Which running requests give way to a tenant that has less than its share of the batch."""
+"""Selects running requests to preempt for a tenant below its share of the batch."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ _priority_key = attrgetter("priority_key")
 
 
 class Units(NamedTuple):
-    """Indices or KV blocks."""
+    """Amounts of the contested resource: batch indices or KV blocks."""
 
     total: int
     num_missing: int
-    """Units that a newcomer needs and that are not free."""
+    """Units that the newcomer needs and that are not free."""
     num_needed: int
-    """Units that a newcomer takes."""
+    """Units that the newcomer would occupy."""
 
 
 def over_share(
@@ -27,13 +27,13 @@ def over_share(
     units: Units,
     can_yield: Callable[[Request], bool],
 ) -> list[Request]:
-    """The requests of `running` to preempt so that the missing units become free for `newcomer`. A
-    request has `cost` units.
+    """Requests of `running` to preempt so that the missing units become free for `newcomer`.
+    `cost`: units of a request.
 
-    Empty if the newcomer's tenant would exceed its share, which is all units divided by the number
-    of tenants that run or wait as the newcomer, or if tenants above their share cannot free enough.
-    The tenant that has most yields first, its newest request first. No request yields to a newcomer
-    with a larger priority value.
+    Empty if the newcomer's tenant would exceed its share, or if tenants above their share cannot
+    free enough. A share is all units divided by the number of tenants (the newcomer's and those
+    with running requests). The tenant with the most units is preempted first, its newest request
+    first. No request is preempted for a newcomer with a larger priority value.
     """
     held = Counter({newcomer.tenant: 0})
     for request in running:

@@ -1,4 +1,4 @@
-"""Waiting requests sorted by priority and arrival."""
+"""WaitingQueue: waiting requests sorted by priority and arrival."""
 
 import heapq
 from itertools import islice
@@ -14,10 +14,10 @@ Heap = list[tuple[tuple[int, int], int]]
 
 
 class WaitingQueue:
-    """Requests sorted by `priority_key`, smallest first. The caller bounds its length.
+    """Requests sorted by `priority_key`, smallest first. The caller limits its length.
 
     Removal is lazy: the heap entry of a removed request stays until it reaches the front, or until
-    half of the entries are stale. Changes cost O(log n).
+    half of the entries are stale. Changes take O(log n) amortized.
     """
 
     def __init__(self, *, by_share: bool = False) -> None:
@@ -25,10 +25,10 @@ class WaitingQueue:
         self._by_share = by_share
         self._heap: Heap = []
         self._continuations: Heap = []
-        """The heap of requests that continue another request."""
+        """The heap of continuations."""
         self._requests: dict[int, Request] = {}
-        self._aside: dict[int, Request] = {}
-        """Requests skipped until `restore`; they have no entry in the heap."""
+        self._skipped: dict[int, Request] = {}
+        """Requests skipped until `unskip`; they have no entry in the heap."""
         self.num_tokens = 0
         """Tokens of all waiting requests."""
         self.shares: dict[tuple[int, int], int] = {}
@@ -60,7 +60,7 @@ class WaitingQueue:
 
     def _count_out(self, request: Request) -> None:
         del self._requests[request.key]
-        self._aside.pop(request.key, None)
+        self._skipped.pop(request.key, None)
         self.num_tokens -= request.num_tokens
         if self._by_share:
             share = (request.priority_key[0], request.tenant)
@@ -69,8 +69,8 @@ class WaitingQueue:
                 del self.shares[share]
 
     def peek(self, *, is_new: bool = False) -> Request | None:
-        """The next request, which stays in the queue; None if there is none. `is_new`: the next
-        request that continues no other request."""
+        """The next request, which stays in the queue; None if there is none. `is_new`: exclude
+        continuations."""
         request = self._first(self._heap)
         if is_new or not self._continuations:
             return request
@@ -81,31 +81,33 @@ class WaitingQueue:
         while heap:
             priority_key, key = heap[0]
             request = self._requests.get(key)
-            # A request may have been removed and added again: stale entries have another arrival.
+            # A request may have been removed and added again; its stale entry has another priority
+            # key.
             if request is not None and request.priority_key == priority_key:
                 return request
             heapq.heappop(heap)
         return None
 
-    def set_aside(self, request: Request) -> None:
-        """Skip the request that `peek` returned until `restore`; it stays in the queue."""
+    def skip(self, request: Request) -> None:
+        """Hide the request that `peek` returned until `unskip`; it still counts as waiting."""
         self._pop(request)
-        self._aside[request.key] = request
+        self._skipped[request.key] = request
 
-    def restore(self) -> None:
-        """Stop skipping the requests that were set aside."""
-        for request in self._aside.values():
+    def unskip(self) -> None:
+        """Make the skipped requests available to `peek` again."""
+        for request in self._skipped.values():
             self._push(request)
-        self._aside.clear()
+        self._skipped.clear()
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Note that a request starts after `remove`, with `num_cached` of its tokens cached."""
+        """Hook for a request that starts, after `remove`, with `num_cached` of its tokens cached;
+        used for fair shares."""
 
     def progress(self, request: Request) -> None:
-        """Note the output of a running request."""
+        """Hook for the output of a running request; used for fair shares."""
 
     def finish(self, request: Request) -> None:
-        """Note that a request ended, waiting or started."""
+        """Hook for the end of a request, waiting or started; used for fair shares."""
 
     @property
     def gauges(self) -> dict[str, object]:
@@ -116,7 +118,7 @@ class WaitingQueue:
         return {"waiting_shares": [(*share, count) for share, count in first]}
 
     def oldest(self) -> Request | None:
-        """The request that was added first, whatever its priority; None if the queue is empty."""
+        """The request that was added first, regardless of priority; None if the queue is empty."""
         return next(iter(self._requests.values()), None)
 
     def remove(self, request: Request) -> None:
@@ -125,11 +127,10 @@ class WaitingQueue:
         if num_entries > 2 * len(self._requests) + MIN_COMPACTION:
             self._heap, self._continuations = [], []
             for waiting in self._requests.values():
-                if waiting.key not in self._aside:
+                if waiting.key not in self._skipped:
                     self._push(waiting)
 
 
 def order_key(request: Request) -> tuple[tuple[int, int], int]:
-    """Place of a request in a WaitingQueue. Texts of pooling requests may have the same
-    `priority_key`."""
+    """Sort key of a WaitingQueue. Texts of pooling requests may have equal `priority_key`."""
     return request.priority_key, request.key

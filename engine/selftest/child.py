@@ -1,4 +1,5 @@
-"""Main of a process that runs checks on a card and reports each outcome in a line of JSON."""
+"""Entry point of a process that runs checks on a card and reports each outcome in a line of
+JSON."""
 
 import os
 
@@ -19,14 +20,15 @@ from hpu.selftest.harness import run
 def main() -> None:
     """Entry point of the process."""
     orders = read_orders(Orders)
-    # What libraries print goes to stderr.
+    # Redirect the output of libraries to stderr; stdout carries the reports.
     reports = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    # A check may hang in native code, where no thread of Python runs.
+    # `exit_with_parent` alone is not enough: native code of a check may hang while it holds the
+    # GIL.
     die_with_parent()
     exit_with_parent()
     setup_log("selftest")
     for report in run(orders, dict(environment())):
         reports.write(msgspec.json.encode(report) + b"\n")
-    # The interpreter's exit releases the card, but may wait for threads of the runtime.
+    # Exiting the interpreter releases the card, but may wait for threads of the runtime.
     bound_exit(0)

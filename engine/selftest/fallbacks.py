@@ -1,20 +1,22 @@
-"""Selects settings that avoid failed assumptions. Pure: the settings in use come in as facts."""
+"""Selects settings that avoid failed checks. Pure functions of the results and the current
+settings."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from engine.selftest.results import CheckResult, is_variable
+from hpu.selftest.base import all_checks
 
 
 class InUse(NamedTuple):
-    """The value of a setting, and whether the user has chosen it."""
+    """Current value of a setting, and whether the user has set it."""
 
     value: str
     is_users: bool
 
 
 class Choice(NamedTuple):
-    """A setting that a failed check needs."""
+    """A setting to change because of failed checks."""
 
     setting: str
     value: str
@@ -25,10 +27,11 @@ class Choice(NamedTuple):
 
 
 def select(results: Iterable[CheckResult], in_use: Mapping[str, InUse]) -> list[Choice]:
-    """Choices for the checks that fail or hang; a setting that already avoids them needs none.
+    """Choices for the checks that fail or hang, without settings whose current value already avoids
+    the failures.
 
-    Several checks may name a setting: its value must suit all of them, and the first check's order
-    decides. A setting that is not in `in_use` does not exist.
+    If several checks name a setting, its value must suit all of them, in the preference order of
+    the first check. A setting that is missing in `in_use` does not exist.
     """
     wanted: dict[str, dict[str, tuple[str, ...]]] = {}
     for result in results:
@@ -54,14 +57,14 @@ def _problem(setting: str, accepted: list[str], current: InUse | None) -> str:
     if not current:
         return f"there is no setting {setting}"
     if current.is_users:
-        return f"{shown(setting, current.value)} is your setting, and stays"
+        return f"{shown(setting, current.value)} is your setting and is kept"
     if not accepted:
-        return f"no value of {setting} avoids all of them"
+        return f"no value of {setting} avoids all failures"
     return ""
 
 
 def shown(setting: str, value: str) -> str:
-    """A setting as the user would write it."""
+    """A setting in the form in which a user writes it."""
     if is_variable(setting):
         return f"{setting}={value}"
     if value in ("on", "off"):
@@ -70,9 +73,24 @@ def shown(setting: str, value: str) -> str:
 
 
 def line(choice: Choice) -> str:
-    """The line that says what was chosen, and why."""
+    """Log line with a choice and its reason."""
     names = ", ".join(choice.checks)
     verb = "fail" if len(choice.checks) > 1 else "fails"
     if choice.problem:
         return f"Self-test: {names} {verb}, and {choice.problem}"
     return f"Self-test: {names} {verb}: {shown(choice.setting, choice.value)}"
+
+
+def table_rows() -> list[tuple[str, ...]]:
+    """(name, assumption, fallbacks, whether it is quick) of each check, for the table in
+    docs/selftest.md."""
+    return [
+        (
+            f"`{check.name}`",
+            check.assumption,
+            " ".join(f"`{shown(entry.setting, entry.values[0])}`" for entry in check.fallbacks)
+            or "none",
+            "yes" if check.is_quick else "no",
+        )
+        for check in sorted(all_checks().values(), key=lambda check: check.name)
+    ]

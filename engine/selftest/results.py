@@ -1,6 +1,7 @@
-"""Result of a self-test, and the file that keeps it beside the recipe cache.
+"""Result of a self-test, and its file next to the recipe cache.
 
-A file is used for the card, driver, release and version of gaudiserve that it was made with.
+A stored result is used only with the card, driver, release and gaudiserve version that it was
+recorded with.
 """
 
 import logging
@@ -16,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MAX_BYTES = 1 << 20
-"""A larger file was not written by this module."""
+"""Larger files are not read: this module does not write them."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a result is valid for."""
+    """Card and software for which a result is valid."""
 
     card: str
     driver: str
@@ -33,7 +34,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"{self.card}, driver {driver}, release {release}, gaudiserve {self.version}"
 
 
-class Setting(msgspec.Struct, frozen=True):
+class FallbackSetting(msgspec.Struct, frozen=True):
     """Values of a setting that avoid a failed check, best first."""
 
     setting: str
@@ -41,7 +42,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 def is_variable(setting: str) -> bool:
-    """Whether a setting is a variable of the runtime, and no flag."""
+    """Whether a setting is an environment variable of the runtime rather than a flag."""
     return setting.isupper()
 
 
@@ -52,10 +53,10 @@ class CheckResult(msgspec.Struct, frozen=True):
     status: str
     detail: str = ""
     seconds: float = 0.0
-    fallbacks: tuple[Setting, ...] = ()
-    """Settings that avoid the assumption of a check that fails or hangs."""
+    fallbacks: tuple[FallbackSetting, ...] = ()
+    """Settings that avoid the failure; empty for other outcomes."""
     left_allocations: int = 0
-    """Allocations of the card's memory that the check left in use."""
+    """Allocations of device memory that the check left in use."""
 
     @property
     def is_wrong(self) -> bool:
@@ -74,8 +75,15 @@ class SelfTest(msgspec.Struct, frozen=True):
         return sum(result.status == status for result in self.results)
 
     @property
+    def status(self) -> int:
+        """Exit status: 2 if no check could run, 1 if a check fails or hangs, otherwise 0."""
+        if self.count(UNKNOWN) == len(self.results):
+            return 2
+        return int(any(result.is_wrong for result in self.results))
+
+    @property
     def summary(self) -> str:
-        """`12 hold, 1 fails (fused-sdpa), 2 unknown`."""
+        """Counts by status, such as `12 hold, 1 fails (fused-sdpa), 2 unknown`."""
         words = [f"{self.count(HOLDS)} hold"]
         for status in (FAILS, HANGS):
             names = [result.name for result in self.results if result.status == status]
@@ -86,14 +94,16 @@ class SelfTest(msgspec.Struct, frozen=True):
 
 
 def result_of(check: Check, status: str, detail: str, seconds: float = 0.0) -> CheckResult:
-    """The result of `check`, with its fallbacks if it is wrong."""
+    """Result of `check`, with the check's fallbacks if it fails or hangs."""
     is_wrong = status in (FAILS, HANGS)
-    fallbacks = tuple(Setting(*fallback) for fallback in check.fallbacks) if is_wrong else ()
+    fallbacks = (
+        tuple(FallbackSetting(*fallback) for fallback in check.fallbacks) if is_wrong else ()
+    )
     return CheckResult(check.name, status, detail, round(seconds, 3), fallbacks)
 
 
 def write(path: Path, found: SelfTest) -> None:
-    """Store a result by replacing the whole file. Failure to write is logged."""
+    """Store a result by atomically replacing the file. A failed write is logged."""
     text = msgspec.json.format(msgspec.json.encode(found), indent=1)
     try:
         write_cached(path, text)
@@ -102,13 +112,13 @@ def write(path: Path, found: SelfTest) -> None:
 
 
 def read(path: Path, identity: Identity, checks: Mapping[str, Check]) -> Sequence[SelfTest]:
-    """The stored result; empty if there is no usable file. Logs a line about a file that is not
-    used, and a line about each fallback that no check has."""
+    """The stored result; empty if there is no usable file. Logs why a file is ignored, and each
+    unknown check and fallback, which are dropped."""
     try:
         found = msgspec.json.decode(read_cached(path, MAX_BYTES), type=SelfTest)
     except FileNotFoundError:
         return ()
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         logger.warning("The self-test %s is ignored: %s", path, error)
         return ()
     if found.format != FORMAT:
@@ -118,7 +128,7 @@ def read(path: Path, identity: Identity, checks: Mapping[str, Check]) -> Sequenc
         return ()
     if found.identity != identity:
         logger.warning(
-            "The self-test %s is ignored: it is of %s, and here is %s",
+            "The self-test %s is ignored: it was measured on %s, this server is %s",
             path,
             found.identity,
             identity,
@@ -134,19 +144,19 @@ def read(path: Path, identity: Identity, checks: Mapping[str, Check]) -> Sequenc
 
 def _is_known(result: CheckResult, checks: Mapping[str, Check], path: Path) -> bool:
     if result.name not in checks:
-        logger.warning("The self-test %s: the check %s is unknown, and refused", path, result.name)
+        logger.warning("The self-test %s: the check %s is unknown and ignored", path, result.name)
     return result.name in checks
 
 
 def _checked(result: CheckResult, check: Check, path: Path) -> CheckResult:
-    """`result` with the fallbacks that its check has."""
+    """`result` without fallbacks that its check does not define."""
     kept = []
     for fallback in result.fallbacks:
         if Fallback(fallback.setting, fallback.values) in check.fallbacks and result.is_wrong:
             kept.append(fallback)
         else:
             logger.warning(
-                "The self-test %s: the fallback %s of %s is unknown, and refused",
+                "The self-test %s: the fallback %s of %s is unknown and ignored",
                 path,
                 fallback.setting,
                 result.name,

@@ -1,9 +1,8 @@
-"""Runs checks in child processes, one child for as long as its checks hold.
-
-A check that fails, hangs or crashes ends its child: what it left must not affect other checks.
-"""
+"""Runs checks in child processes. A check that fails, hangs or crashes ends its child, so that its
+leftover state cannot affect other checks."""
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -33,33 +32,43 @@ from hpu.selftest.base import (
 )
 
 OPEN_LIMIT_S = 120.0
-"""Maximum time to load the runtime and acquire the card."""
+"""Maximum time to load the runtime and acquire the card; seconds."""
 RELEASE_LIMIT_S = 30.0
-"""Time within which a card is free after its process has ended."""
+"""Maximum wait for the release of a card after its process has ended; seconds."""
 RETRY_S = 2.0
+NOTICE_S = 5.0
+"""Seconds without a report after which `on_wait` is called."""
+MAX_FREE_HANGS = 2
+"""Number of hanging checks whose time is not taken from other checks. With more hangs, the card is
+likely not to respond to any check."""
+RESTART_S = 10.0
+"""Time to start a new process after a check that hangs; seconds."""
 CLOSE_S = 5.0
 TAIL_BYTES = 2000
 """Bytes of a crashed child's stderr that are read."""
 BUSY = ("acquire", "busy")
-"""Words of the runtime for a card that another process has."""
+"""Words in the runtime's error text if another process uses the card."""
 
 OnResult = Callable[[CheckResult], None]
+OnWait = Callable[[str], None]
+"""Called with a description of what the runner is waiting for, and the maximum wait."""
 
 
 class Place(NamedTuple):
-    """Where checks run."""
+    """Environment of the checks."""
 
     orders: Orders
     """Orders of a child, without checks, rank and folder."""
     environment: Callable[[bool, str], Mapping[str, str]]
-    """Variables of a child: in lazy mode or not, with a folder for recipes."""
+    """Returns the variables of a child, given whether it uses lazy mode and its recipe folder."""
     num_cards: int
     start: str = "engine.selftest.child"
     """Module of the child."""
 
 
-class Stopped(NamedTuple):
-    """Why the children of some checks ended: while `name` ran, or before the first check."""
+class ChecksStopped(NamedTuple):
+    """The check at which the children stopped, its status and the reason. `name` is empty before
+    the first check."""
 
     name: str
     status: str
@@ -78,7 +87,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=stderr,
             env=dict(environment),
-            # A group of its own: nothing that it starts outlives it.
+            # Own process group, so that `close` also kills what the child has started.
             start_new_session=True,
         )
         assert self._process.stdin and self._process.stdout
@@ -87,7 +96,7 @@ class _Child:
         self._text = b""
 
     def read(self) -> list[Report]:
-        """The reports that have arrived. Raises EOFError at the end of the output."""
+        """Reports that have arrived. Raises EOFError at the end of the output."""
         data = os.read(self.output.fileno(), 1 << 16)
         if not data:
             raise EOFError
@@ -95,13 +104,14 @@ class _Child:
         return [msgspec.json.decode(line, type=Report) for line in lines]
 
     def describe_end(self) -> str:
-        """How the process ended, which has closed its output."""
+        """How the process ended, for an error message. Call it once the process has closed its
+        output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return describe_exit(self._process.wait(CLOSE_S))
         return "closed its output"
 
     def close(self, wait_s: float) -> None:
-        """Wait for the end of the process, then kill it and what it has started."""
+        """Wait at most `wait_s` for the process to end, then kill its process group."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         with contextlib.suppress(ProcessLookupError):
@@ -114,17 +124,21 @@ class _Child:
 
 
 class Runner:
-    """Runs checks at a place, for at most `budget_s`; calls `on_result` after each check."""
+    """Runs checks for at most `budget_s`, not counting the first MAX_FREE_HANGS checks that hang.
+    Calls `on_result` after each check."""
 
-    def __init__(self, place: Place, budget_s: float, on_result: OnResult) -> None:
+    def __init__(self, place: Place, budget_s: float, on_result: OnResult, on_wait: OnWait) -> None:
         self._place = place
         self._end = time.monotonic() + budget_s
         self._budget_s = budget_s
+        self._num_free_hangs = MAX_FREE_HANGS
         self._on_result = on_result
+        self._on_wait = on_wait
         self.results: dict[str, CheckResult] = {}
 
     def run(self, checks: Iterable[Check]) -> Sequence[CheckResult]:
-        """Results in the order of `checks`, in which a check follows the checks that it needs."""
+        """Run `checks`, in which a check follows the checks that it needs; returns the results in
+        this order."""
         ordered = list(checks)
         # Checks with the same mode and number of ranks share a child.
         kinds = sorted(ordered, key=lambda check: (check.num_ranks, check.mode != LAZY))
@@ -137,12 +151,15 @@ class Runner:
             with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
                 stopped = self._run_children(pending, folder, stderr)
             by_name = {check.name: check for check in pending}
+            if stopped.status == HANGS and self._num_free_hangs:
+                self._num_free_hangs -= 1
+                self._end += by_name[stopped.name].limit_s + RESTART_S
             for name in [stopped.name] if stopped.name else list(by_name):
                 if name not in self.results:
                     self._add(result_of(by_name[name], stopped.status, stopped.detail))
 
     def _left(self, pending: list[Check]) -> list[Check]:
-        """Checks without a result; checks that cannot run get a result."""
+        """Checks without a result. Checks that cannot run get the result UNKNOWN."""
         for check in pending:
             if check.name in self.results:
                 continue
@@ -157,13 +174,14 @@ class Runner:
             elif check.num_ranks > self._place.num_cards:
                 reason = f"it needs {check.num_ranks} cards, visible: {self._place.num_cards}"
             elif time.monotonic() >= self._end:
-                reason = f"no time was left of {self._budget_s:g} s"
+                reason = f"the time budget of {self._budget_s:g} s was used up"
             if reason:
                 self._add(result_of(check, UNKNOWN, reason))
         return [check for check in pending if check.name not in self.results]
 
-    def _run_children(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> Stopped:
-        """Run checks until a check does not hold. A card that is still busy is tried again."""
+    def _run_children(self, pending: list[Check], folder: str, stderr: IO[bytes]) -> ChecksStopped:
+        """Run the checks until a check fails or hangs, or all have run. Retries while the card is
+        still busy."""
         deadline = time.monotonic() + RELEASE_LIMIT_S
         while True:
             children = self._start(pending, folder, stderr)
@@ -194,46 +212,55 @@ class Runner:
             for rank in range(count)
         ]
 
-    def _collect(self, children: list[_Child], pending: list[Check], stderr: IO[bytes]) -> Stopped:
-        """Read reports until a check does not hold or all checks have ended."""
+    def _collect(
+        self, children: list[_Child], pending: list[Check], stderr: IO[bytes]
+    ) -> ChecksStopped:
+        """Read reports until a check fails or hangs, or all checks have ended."""
         by_name = {check.name: check for check in pending}
         ended: dict[str, list[Ended]] = {}
         num_ended: Counter[_Child] = Counter()
-        current, deadline = "", time.monotonic() + OPEN_LIMIT_S
+        current, allowed_s, began_s = "", OPEN_LIMIT_S, time.monotonic()
+        notice_s = NOTICE_S
         with selectors.DefaultSelector() as selector:
             for child in children:
                 selector.register(child.output, selectors.EVENT_READ, child)
             while any(name not in self.results for name in by_name):
-                limit = min(deadline, self._end)
-                ready = selector.select(max(0.0, limit - time.monotonic()))
-                if not ready and time.monotonic() >= limit:
-                    return _overdue(by_name.get(current), time.monotonic() >= self._end)
+                limit = min(began_s + allowed_s, self._end)
+                next_s = min(limit, began_s + notice_s)
+                ready = selector.select(max(0.0, next_s - time.monotonic()))
+                now_s = time.monotonic()
+                if not ready and now_s >= limit:
+                    return _overdue(by_name.get(current), now_s >= self._end)
+                if not ready and now_s >= next_s:
+                    self._on_wait(f"{current or 'the card to open'}, at most {allowed_s:g} s")
+                    notice_s = math.inf
                 for key, _ in ready:
                     try:
                         reports = key.data.read()
                     except EOFError:
                         if num_ended[key.data] == len(pending):
-                            # This rank has ended all checks before the other rank.
+                            # This rank has finished all its checks before the other ranks.
                             selector.unregister(key.data.output)
                             continue
                         return _crashed(current, key.data.describe_end(), stderr)
                     for report in reports:
                         if isinstance(report, Began):
                             current = report.name
-                            allowed = by_name[current].limit_s if current else OPEN_LIMIT_S
-                            deadline = time.monotonic() + allowed
+                            allowed_s = by_name[current].limit_s if current else OPEN_LIMIT_S
+                            began_s, notice_s = time.monotonic(), NOTICE_S
                         elif not report.name:
-                            return Stopped("", UNKNOWN, report.detail)
+                            return ChecksStopped("", UNKNOWN, report.detail)
                         else:
                             num_ended[key.data] += 1
                             found = ended.setdefault(report.name, [])
                             found.append(report)
                             if len(found) == len(children) and self._is_over(by_name, found):
-                                return Stopped(report.name, FAILS, "")
-        return Stopped(current, HOLDS, "")
+                                return ChecksStopped(report.name, FAILS, "")
+        return ChecksStopped(current, HOLDS, "")
 
     def _is_over(self, by_name: Mapping[str, Check], ended: list[Ended]) -> bool:
-        """Record what all ranks say of a check; returns whether their processes must end."""
+        """Record the worst outcome of all ranks for a check; returns whether the check fails, so
+        that its processes must end."""
         order = (HOLDS, UNKNOWN, FAILS)
         worst = max(ended, key=lambda report: order.index(report.status))
         result = result_of(by_name[worst.name], worst.status, worst.detail, worst.seconds)
@@ -246,18 +273,18 @@ class Runner:
         self._on_result(result)
 
 
-def _overdue(check: Check | None, is_end: bool) -> Stopped:
+def _overdue(check: Check | None, is_end: bool) -> ChecksStopped:
     name = check.name if check else ""
     if is_end:
-        return Stopped(name, UNKNOWN, "no time was left")
+        return ChecksStopped(name, UNKNOWN, "the time budget was used up")
     if not check:
-        return Stopped(name, UNKNOWN, f"the card was not opened within {OPEN_LIMIT_S:g} s")
-    return Stopped(check.name, HANGS, f"no answer within {check.limit_s:g} s")
+        return ChecksStopped(name, UNKNOWN, f"the card was not opened within {OPEN_LIMIT_S:g} s")
+    return ChecksStopped(check.name, HANGS, f"no answer within {check.limit_s:g} s")
 
 
-def _crashed(name: str, ending: str, stderr: IO[bytes]) -> Stopped:
-    """A child that ended before its checks did, with the end of what it wrote."""
+def _crashed(name: str, ending: str, stderr: IO[bytes]) -> ChecksStopped:
+    """Outcome for a child that ended before its checks, with the last line of its stderr."""
     stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = stderr.read().decode("utf-8", "replace").strip().splitlines()
     last = f": {lines[-1]}" if lines else ""
-    return Stopped(name, FAILS if name else UNKNOWN, f"its process {ending}{last}")
+    return ChecksStopped(name, FAILS if name else UNKNOWN, f"its process {ending}{last}")

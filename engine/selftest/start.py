@@ -1,5 +1,5 @@
-"""The self-test of a server's card: run now, stored earlier, or run at the first start; and the
-settings that it selects."""
+"""Runs, stores and loads the self-test of a server's card, and applies the settings that it
+selects."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ from config.model.model_config import ModelConfig
 from config.version import VERSION
 from engine.selftest.fallbacks import Choice, InUse, line, select
 from engine.selftest.results import Identity, SelfTest, is_variable, read, write
-from engine.selftest.runner import OnResult, Place, Runner
+from engine.selftest.runner import OnResult, OnWait, Place, Runner
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import check_start, preflight
@@ -35,12 +35,13 @@ logger = logging.getLogger(__name__)
 
 EMULATED = "emulated"
 BUDGET_S, QUICK_BUDGET_S = 540.0, 55.0
-"""Maximum time of all checks on a card, and of the quick part."""
+"""Maximum time of all checks on a card, and of the quick checks, without checks that hang;
+seconds."""
 RELEASE_S = 5.0
-"""Time in which the driver releases the card after the last child; a worker does not wait for it.
-"""
+"""Wait for the driver to release the card after the last child: a worker does not wait for the
+card."""
 UNSET = "unset"
-"""Value of a variable that the user has not set; no fallback has this value."""
+"""Value that represents an unset variable; no fallback has this value."""
 MODE = "execution-mode"
 REPORTED_PACKAGES = ("torch", "habana-torch-plugin", "transformers", "numpy")
 REPORTED_VARIABLES = re.compile(
@@ -48,8 +49,7 @@ REPORTED_VARIABLES = re.compile(
 )
 SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
 MIN_SECRET = 6
-"""Shortest value of a secret variable that is removed from a report: a shorter word may be part of
-any text."""
+"""Minimum length of a secret that is redacted in a report: a shorter word may occur in any text."""
 
 
 Change = Callable[[Mapping[str, str]], Loaded]
@@ -57,7 +57,7 @@ Change = Callable[[Mapping[str, str]], Loaded]
 
 
 class FailureReport(NamedTuple):
-    """What a user may attach to an issue: the result, and the software that it was found with."""
+    """Report that a user may attach to an issue: the result, and the software that produced it."""
 
     selftest: SelfTest
     python: str
@@ -72,7 +72,7 @@ def is_gaudi(config: EngineConfig) -> bool:
 
 
 def check_place(config: EngineConfig, machine: Machine) -> None:
-    """Raise ConfigError where no self-test can run."""
+    """Raise ConfigError if no self-test can run."""
     if not is_gaudi(config):
         raise ConfigError(
             "the self-test needs a Gaudi card and the vendor's runtime, which is not installed "
@@ -83,7 +83,7 @@ def check_place(config: EngineConfig, machine: Machine) -> None:
 
 
 def identity_of(config: EngineConfig, machine: Machine) -> Identity:
-    """What a self-test on the card of `config` is valid for."""
+    """Card and software of `config`, for which a self-test result is valid."""
     if env.chosen_device(config.device) == "hpu-emulator":
         driver = " ".join((EMULATED, *sorted(config.emulator.faults)))
         return Identity(config.emulator.card, driver, EmulatorConfig().release, VERSION)
@@ -93,12 +93,19 @@ def identity_of(config: EngineConfig, machine: Machine) -> Identity:
     return Identity(" ".join(names), driver_version(machine) or "", release, VERSION)
 
 
-def shape_of(facts: ModelConfig) -> ModelShape:
-    """The sizes of a model."""
-    sizes = ModelShape(facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.hidden_size)
-    if facts.moe:
+def shape_of(model_config: ModelConfig) -> ModelShape:
+    """Sizes of a model that the checks use."""
+    sizes = ModelShape(
+        model_config.num_heads,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        model_config.hidden_size,
+    )
+    if model_config.moe:
         sizes = msgspec.structs.replace(
-            sizes, num_experts=facts.moe.num_experts, experts_per_token=facts.moe.top_k
+            sizes,
+            num_experts=model_config.moe.num_experts,
+            experts_per_token=model_config.moe.top_k,
         )
     return sizes
 
@@ -108,7 +115,8 @@ def place_of(
     machine: Machine,
     models: Sequence[ModelConfig] = (),
 ) -> Place:
-    """Where the checks for a server with `config` run, with the sizes of the first of `models`."""
+    """Environment of the checks for a server with `config`, with the sizes of the first of
+    `models`."""
     shape = shape_of(models[0]) if models else ModelShape()
     device = env.chosen_device(config.device)
     is_emulated = device == "hpu-emulator"
@@ -132,13 +140,19 @@ def _environment(config: EngineConfig, is_lazy: bool, folder: str) -> dict[str, 
 
 
 def run_selftest(
-    config: EngineConfig, machine: Machine, place: Place, *, is_quick: bool, on_result: OnResult
+    config: EngineConfig,
+    machine: Machine,
+    place: Place,
+    *,
+    is_quick: bool,
+    on_result: OnResult,
+    on_wait: OnWait,
 ) -> SelfTest:
     """Run the checks at `place` and store the result for the card of `config`."""
     checks = [check for check in all_checks().values() if check.is_quick or not is_quick]
-    runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result)
+    runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result, on_wait)
     found = SelfTest(identity_of(config, machine), is_quick, tuple(runner.run(checks)))
-    # A card that could not be opened is tried again at the next start.
+    # If no check could run, store nothing, so that the next start tries again.
     if found.count(UNKNOWN) < len(found.results):
         write(env.selftest_file(config), found)
     return found
@@ -150,8 +164,8 @@ def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
 
 
 def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
-    """The result that a server starts with: a stored result, else the result of the quick part,
-    which runs now. Empty if there is no card, or if no card can be opened."""
+    """The result that a server starts with: a stored result, else the result of the quick checks,
+    which run now. Empty if the self-test is off or cannot run."""
     config = loaded.engine
     when = config.execution.selftest
     if not is_gaudi(config) or when == "off":
@@ -162,19 +176,26 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
     if when == "auto" and not is_card:
         return ()
     if config.executor == EXTERNAL_LAUNCHER:
-        # Every rank is a process of its own, and the other ranks take the other cards.
+        # Each rank is a separate process, and other ranks use the other cards.
         return ()
     if is_card and preflight(machine).errors:
-        # The start itself has better errors.
+        # Start-up reports these errors in more detail.
         return ()
     logger.info(
-        "First start on this card: the quick part of `gaudiserve selftest` runs, at most %.0f s; "
-        "--selftest off leaves it out",
+        "First start on this card: the quick part of `gaudiserve selftest` runs, at most %.0f s "
+        "unless a check hangs; --selftest off skips it",
         QUICK_BUDGET_S,
     )
     place = place_of(config, machine)
     try:
-        fresh = run_selftest(config, machine, place, is_quick=True, on_result=lambda result: None)
+        fresh = run_selftest(
+            config,
+            machine,
+            place,
+            is_quick=True,
+            on_result=lambda result: None,
+            on_wait=partial(logger.info, "Self-test: waiting for %s"),
+        )
     except OSError as error:
         logger.warning("The self-test cannot run: %s", error)
         return ()
@@ -185,20 +206,20 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
 
 
 def choices_for(loaded: Loaded, given: Loaded, found: SelfTest) -> list[Choice]:
-    """The settings that failed checks of `found` need. `given`: the settings of the user, to which
-    `loaded` may have added a preset."""
+    """Settings to change because of failed checks in `found`. `given`: the user's settings;
+    `loaded` may also contain a preset."""
     num_ranks = loaded.engine.parallel.world_size
     checks = all_checks()
-    # A check of several cards does not concern a model on fewer cards.
+    # Ignore checks that need more cards than the model uses.
     results = [result for result in found.results if checks[result.name].num_ranks <= num_ranks]
     named = {fallback.setting for result in results for fallback in result.fallbacks}
     return select(results, dict(_in_use(loaded, given, named)))
 
 
 def with_selftest(loaded: Loaded, given: Loaded, machine: Machine, change: Change) -> Loaded:
-    """Add the settings that the self-test of this card selects, with a log line for each. Without
-    a stored result, the quick part runs first, on a card only. `given`: the settings of the user,
-    to which `loaded` may have added a preset."""
+    """Add the settings that the self-test of this card selects, with a log line for each. Without a
+    stored result, the quick checks run first. `given`: the user's settings; `loaded` may also
+    contain a preset."""
     for found in at_start(loaded, machine):
         choices = choices_for(loaded, given, found)
         for choice in choices:
@@ -220,7 +241,7 @@ def _in_use(loaded: Loaded, given: Loaded, named: set[str]) -> Iterator[tuple[st
             is_users = given.sources[name][1] != DEFAULT
             shown = flags[name].shown(loaded.sources[name][0])
             if name == MODE:
-                # Two more settings decide the mode.
+                # PT_HPU_LAZY_MODE and --enforce-eager also determine the mode.
                 shown = _mode(loaded)
                 is_users |= "PT_HPU_LAZY_MODE" in variables
                 is_users |= given.sources["enforce-eager"][1] != DEFAULT
@@ -231,25 +252,25 @@ def _mode(loaded: Loaded) -> str:
     try:
         return env.hpu_mode(loaded.engine).mode
     except ConfigError:
-        # The start reports the contradiction.
+        # The settings contradict each other; start-up reports the error.
         return loaded.engine.execution.mode
 
 
 def failure_report(found: SelfTest, machine: Machine) -> bytes:
-    """The report as JSON, without secrets and without the name of the user's folder."""
+    """Report as JSON, without secrets and without the path of the user's home folder."""
     packages = {name: machine.version(name) or "" for name in REPORTED_PACKAGES}
     variables = {
         name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)
     }
     report = FailureReport(found, sys.version.split()[0], packages, variables)
-    # Before the encoding, since JSON escapes quotes and backslashes in a secret.
+    # Redact before encoding, since JSON escapes quotes and backslashes in a secret.
     fields = _redacted(msgspec.to_builtins(report._asdict()), _replacements(machine.environment))
     return msgspec.json.format(msgspec.json.encode(fields), indent=1) + b"\n"
 
 
 def _replacements(variables: Mapping[str, str]) -> dict[str, str]:
-    """What a report has in place of secrets and of the user's folder. A message may quote a value,
-    so each spelling of it is replaced; the longest first, since a secret may contain another."""
+    """Replacements for secrets and the user's home folder in a report. A message may quote a value,
+    so every spelling is replaced; longest first, since a secret may contain another secret."""
     secrets = {
         word
         for name, word in variables.items()
@@ -266,7 +287,7 @@ def _replacements(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spellings(value: str) -> set[str]:
-    """`value` alone, in JSON, in Python's quotes, and in JSON within JSON."""
+    """Spellings of `value`: plain, JSON-escaped, as a Python literal, and JSON-escaped twice."""
     once = {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
     return once | {repr(value)[1:-1]} | {json.dumps(word)[1:-1] for word in once}
 

@@ -1,8 +1,8 @@
-"""Checks regular expressions and grammars (Lark, EBNF) before the grammar library compiles them,
-and rewrites their classes of characters to ASCII.
+"""Checks the size of regular expressions and grammars (Lark, EBNF) before the grammar library
+compiles them, and rewrites their character classes to ASCII.
 
-Automata grow with the number of expressions, and the library recurses at each level, with 3 to 9
-KiB of stack. Accepted grammars are still compiled in an isolated process first: see
+Automata grow with the number of expressions, and the library recurses at each nesting level, with 3
+to 9 KiB of stack. Accepted grammars are still compiled in an isolated process first: see
 engine/structured_output/compilation.py.
 """
 
@@ -18,13 +18,14 @@ MAX_BRACKET_DEPTH = 120
 MAX_RULE_DEPTH = 500
 """Maximum rules on a path from the start rule."""
 MAX_EXPRESSIONS = 20_000
-"""Maximum names, literals and patterns in all rules of a grammar."""
+"""Maximum number of names, literals and patterns in all rules of a grammar."""
 MAX_RULES = 1_000
 MAX_RECURSIVE_ITEMS = 300
-"""Maximum references between rules that derive each other. Ambiguous rules with more references
-would take seconds for a token, since the library limits parser items only."""
+"""Maximum references between mutually recursive rules. Ambiguous rules with more references would
+take seconds per token, since the library limits parser items only."""
 MAX_PATTERN_SIZE = 100_000
-"""Maximum characters and classes of a regular expression, counted repetitions expanded."""
+"""Maximum characters and character classes of a regular expression, with counted repetitions
+expanded."""
 MAX_PATTERN_OPTIONS = 10_000
 """Maximum optional or repeated characters of a regular expression: automata grow with the square of
 their number."""
@@ -33,7 +34,7 @@ _COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 
 
 def too_large(kind: str, what: str) -> UserError:
-    """The error for a grammar of `kind` that contains `what`."""
+    """Error for a grammar of `kind` that is too large because of `what`."""
     return UserError(
         f"the {kind} is too large to compile: it has {what}", param="structured_outputs"
     )
@@ -42,7 +43,7 @@ def too_large(kind: str, what: str) -> UserError:
 def check_pattern_size(pattern: str, kind: str) -> None:
     """Raise UserError for a regular expression whose automaton would be too large. Parses only the
     syntax that affects the size; the library rejects invalid patterns."""
-    # Per open group: its size, its options, and the size and options of its last item.
+    # For each open group: its size, its options, and the size and options of its last item.
     groups: list[list[int]] = [[0, 0, 0, 0]]
     position = 0
     while position < len(pattern):
@@ -51,7 +52,7 @@ def check_pattern_size(pattern: str, kind: str) -> None:
         if character == "(":
             groups.append([0, 0, 0, 0])
             if pattern.startswith("?", position):
-                # `(?` begins flags or a non-capturing group; it is not a quantifier.
+                # `(?` starts flags or a non-capturing group; the `?` is not a quantifier.
                 position += 1
         elif character == ")" and len(groups) > 1:
             size, options, _, _ = groups.pop()
@@ -94,7 +95,7 @@ def _repeat_item(group: list[int], times: int, *, is_open: bool) -> None:
 
 
 def _end_of_class(pattern: str, position: int) -> int:
-    """Position after the `]` of a character class that begins before `position`."""
+    """Position after the `]` of the character class that starts before `position`."""
     while position < len(pattern) and pattern[position] != "]":
         position += 2 if pattern[position] == "\\" else 1
     return position + 1
@@ -105,11 +106,11 @@ _WORD = re.compile(
     r'"(?:\\.|[^"\\\n])*"i?'  # a literal
     r"|/((?:\\.|[^/\\\n])+)/[a-z]*"  # a pattern
     r"|(?://|#)[^\n]*"  # a comment
-    r"|(\[(?:\\.|[^\]\\\n])*\])"  # a class of characters, of EBNF
+    r"|(\[(?:\\.|[^\]\\\n])*\])"  # a character class of EBNF
     r"|([A-Za-z_][\w-]*)"  # a name
     r"|([(\[])|([)\]])"
 )
-"""A token of Lark or EBNF; group 1: a pattern."""
+"""Token of Lark or EBNF; group 1: a pattern."""
 
 
 def check_grammar_size(text: str) -> None:
@@ -130,7 +131,7 @@ def check_grammar_size(text: str) -> None:
             start = word.end()
             pattern, characters, name, opens, closes = word.groups()
             if characters is not None and not is_ebnf:
-                # In Lark, brackets mark an option, and their contents count.
+                # In Lark, brackets mark an optional part, whose contents count.
                 start, opens = word.start() + 1, "["
             elif name is not None:
                 current.append(name)
@@ -180,27 +181,27 @@ _MIN_COUNT = re.compile(r"\d+")
 
 
 _FILLED, _EMPTY = "'", '"'
-"""Markers of non-empty and empty items that are not rules. Rule names consist of letters and
-digits, so they cannot collide."""
+"""Markers of non-empty and empty items that are not rules. They cannot collide with rule names,
+which consist of letters and digits."""
 
 _Rules = dict[str, list[list[str]]]
-"""Alternatives of each rule; an alternative is a sequence of items. A group is a rule of its own,
-named `(3` for example, and precedes the rule that contains it."""
+"""Alternatives of each rule; an alternative is a sequence of items. Each group becomes a rule,
+named `(3` for example, that precedes the rule that contains the group."""
 
 
 def check_cycles(lark: str) -> None:
-    """Raise UserError for a rule that can derive itself alone, such as `a: a? | "x"`, and for too
-    many references between rules that derive each other.
+    """Raise UserError for a rule that can derive just itself, such as `a: a? | "x"`, and for too
+    many references between mutually recursive rules.
 
-    Texts then have infinitely many derivations, and the library (1.9) does not finish with some of
-    these grammars. Syntax: https://github.com/guidance-ai/llguidance. The library rejects invalid
-    syntax.
+    Texts then have infinitely many derivations, and the library (1.9) never finishes with some of
+    these grammars. Syntax: https://github.com/guidance-ai/llguidance. Invalid syntax is left to the
+    library.
     """
     rules = _rules(_DIRECTIVE.sub("", lark))
     empty, before = {_EMPTY}, 0
     while len(empty) > before:
         before = len(empty)
-        # Both directions, so that a long chain of rules does not need a pass per rule.
+        # Scan in both directions, so that a long chain of rules does not need a pass per rule.
         for name in (*rules, *reversed(rules)):
             if name not in empty and any(empty.issuperset(sequence) for sequence in rules[name]):
                 empty.add(name)
@@ -219,12 +220,12 @@ def check_cycles(lark: str) -> None:
 
 
 def is_recursive(text: str) -> bool:
-    """Whether rules of Lark or EBNF derive themselves."""
+    """Whether rules of a Lark or EBNF grammar are recursive."""
     return _num_recursive_items(_rules(_DIRECTIVE.sub("", text))) > 0
 
 
 def _num_recursive_items(rules: _Rules) -> int:
-    """Maximum references within a group of rules that derive each other."""
+    """Maximum number of references within a group of mutually recursive rules."""
     group_of = _recursive_groups(rules)
     counts = Counter(
         group_of[name]
@@ -237,7 +238,8 @@ def _num_recursive_items(rules: _Rules) -> int:
 
 
 def _recursive_groups(rules: _Rules) -> dict[str, str]:
-    """Rule -> first rule of its group, the rules that derive each other (Kosaraju's algorithm)."""
+    """First rule of the group of mutually recursive rules that each rule belongs to (Kosaraju's
+    algorithm)."""
     uses = {
         name: [item for sequence in alternatives for item in sequence if item in rules]
         for name, alternatives in rules.items()
@@ -258,7 +260,7 @@ def _recursive_groups(rules: _Rules) -> dict[str, str]:
 
 
 def _in_postorder(uses: dict[str, list[str]]) -> list[str]:
-    """All rules, each after the rules that it uses, as far as there are no cycles."""
+    """All rules, each after the rules that it uses, except in cycles."""
     ordered: list[str] = []
     entered: set[str] = set()
     for first in uses:
@@ -280,7 +282,7 @@ def _rules(lark: str) -> _Rules:
     rules: _Rules = {}
     heads = list(_HEAD.finditer(lark))
     ends = [head.start() for head in heads[1:]] + [len(lark)]
-    # A text without a rule has no head. The library rejects it.
+    # A grammar without rules has no head; the library rejects it.
     for head, end in zip(heads, ends, strict=False):
         rules[head[1]] = _alternatives(lark[head.end() : end], rules)
     return rules
@@ -295,7 +297,7 @@ def _alternatives(text: str, rules: _Rules) -> list[list[str]]:
         return name
 
     groups: list[list[list[str]]] = [[[]]]
-    """Alternatives of the rule, then of each open group (a stack)."""
+    """Stack: the alternatives of the rule, then of each open group."""
     are_optional = [False]
     position = 0
     while token := _TOKEN.search(text, position):
@@ -339,7 +341,7 @@ def _end_of_object(text: str, start: int) -> int:
 
 
 def _units(alternatives: list[list[str]], empty: set[str]) -> Iterator[str]:
-    """Items that an alternative may consist of when all its other items are empty."""
+    """Items that an alternative can derive alone, because all its other items can be empty."""
     for sequence in alternatives:
         filled = [item for item in sequence if item not in empty]
         if len(filled) <= 1:
@@ -355,17 +357,18 @@ CLASSES = {
     "s": f"[{_BLANKS}]",
     "S": f"[^{_BLANKS}]",
 }
-"""Letter after the backslash -> a class of ASCII characters, which may also stand within another
-class. The library would take these letters for Unicode, except in the patterns of JSON schemas."""
+"""Escape letter -> equivalent ASCII character class, which is also valid inside a class. The
+library gives escapes such as `\\d` their Unicode meaning, except in the patterns of JSON
+schemas."""
 _PATTERN_PART = re.compile(r"\\([dDwWsS])|\\.|--|.", re.DOTALL)
 
 
 def with_ascii_classes(pattern: str) -> str:
-    """`pattern` with CLASSES in place of their letters. The end of a range, as in `[+-\\d]`, is not
-    rewritten: the library refuses it."""
+    """Replace the class escapes of `pattern` by CLASSES. An escape at the end of a range, as in
+    `[+-\\d]`, is kept: the library rejects it."""
     parts: list[str] = []
     depth = 0
-    # Whether the last token may begin a range of characters, and whether the next token ends one.
+    # Whether the last token can start a character range, and whether the next token ends a range.
     has_start = is_end = False
     for part in _PATTERN_PART.finditer(pattern):
         text, letter = part[0], part[1]

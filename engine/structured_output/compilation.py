@@ -5,14 +5,15 @@ end, must not kill the engine. A spec is therefore first compiled, and matched a
 in a fork with limits. If that succeeds, it is compiled in this process from the same source, with
 more stack.
 
-A spec that the library refuses, crashes on, or does not finish within the fork's limits of
-processor time and memory is a UserError, which is cached like a grammar. So is a grammar that was
-refused while outputs were matched, because it took too much processor time. A trial that failed for
-another reason (its wall time on a busy machine, a signal, a lost process) raises Overloaded, and
-the next request tries again.
+A spec that the library rejects, crashes on, or does not finish within the fork's limits of CPU time
+and memory is a UserError, which is cached like a grammar. The same applies to a grammar that was
+refused during matching because it took too much CPU time. A trial that failed for another reason
+(its wall time on a busy machine, a signal, a lost process) raises Overloaded, and the next request
+tries again.
 
-Clients take turns. A spec that several clients wait for is compiled in the first turn of any of
-them, and its compilation is cancelled when all of them have left."""
+Compilations are queued fairly among clients. A spec that several clients wait for is compiled in
+the first turn of any of them; its compilation is cancelled when no client waits for it.
+"""
 
 import contextlib
 import logging
@@ -42,16 +43,18 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 3
 THREADS_PER_CLIENT = 2
-"""Maximum threads of a client: another client does not wait for two slow specs of this client."""
+"""Maximum threads of a client, so that other clients do not wait for two slow specs of the same
+client."""
 MAX_PENDING = 64
-"""Maximum specs that wait for a thread or are being compiled; more only for clients with less than
-their share."""
+"""Maximum number of pending specs, waiting or being compiled; a client below its fair share may
+exceed it."""
 MAX_CACHED = 256
 """Maximum cached grammars and errors; the least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
 """Maximum memory of the cached grammars. An evicted grammar stays in memory while it is used."""
 MAX_GRAMMAR_BYTES = 128 * 2**20
-"""Size above which a cached grammar is compiled again for the next request."""
+"""Maximum memory of a compiled grammar. Larger grammars are refused; a cached grammar that grows
+beyond the limit is compiled again for the next request."""
 STACK_BYTES = 128 * 2**20
 """Stack of a compiler thread: four times the limit in the fork."""
 LIMITS = Limits(cpu_s=1.0, wall_s=1.7, memory_bytes=512 * 2**20, stack_bytes=32 * 2**20)
@@ -66,7 +69,7 @@ class _Setup(msgspec.Struct, array_like=True):
 
 
 class _Checked(msgspec.Struct, array_like=True):
-    """The result of a spec's trial in the fork."""
+    """Result of a spec's trial in the fork."""
 
     source: str = ""
     num_bytes: int = 0
@@ -74,7 +77,7 @@ class _Checked(msgspec.Struct, array_like=True):
 
 
 class _Compilation:
-    """A spec that is being compiled, or that waits for a turn. Guarded by the compiler's lock."""
+    """A spec that is being compiled or waits for a thread. Guarded by the compiler's lock."""
 
     __slots__ = ("cancellation", "future", "has_started", "spec", "turns", "waiters")
 
@@ -84,9 +87,10 @@ class _Compilation:
         self.cancellation = Cancellation()
         self.has_started = False
         self.waiters: Counter[str] = Counter()
-        """Number of calls of `compile` for each client that waits for the grammar."""
+        """Number of `compile` calls of each client that waits for the grammar."""
         self.turns: dict[str, Future[None]] = {}
-        """The turn of each client that began to wait before the compilation started."""
+        """Queued calls of the clients that requested the spec before its compilation started, by
+        client."""
 
 
 class GrammarCompiler:
@@ -115,7 +119,7 @@ class GrammarCompiler:
         server, which would otherwise delay the first spec by about 0.5 s."""
         setup = msgspec.msgpack.encode(_Setup(folder, vocab_size, sorted(eos_ids)))
         self._fork_server = ForkServer("engine.structured_output.compilation", setup, LIMITS)
-        # stack_size applies to threads started later, and the pool starts its thread on first work.
+        # stack_size applies to threads started later, and the pool starts its threads on first use.
         before = threading.stack_size(STACK_BYTES)
         try:
             self._vocabulary = self._threads.submit(Vocabulary, folder, vocab_size, eos_ids)
@@ -128,19 +132,19 @@ class GrammarCompiler:
 
     def _start_fork_server(self, vocabulary: "Future[Vocabulary]") -> None:
         assert self._fork_server is not None
-        # Skip if closed meanwhile, or if the model has no vocabulary.
+        # Skip if the compiler was closed or the vocabulary could not be read.
         with contextlib.suppress(EngineDied):
             if not vocabulary.cancelled() and vocabulary.exception() is None:
                 self._fork_server.start()
 
     def compile(self, spec: GrammarSpec, client: str = "") -> "Future[Grammar]":
-        """A future of the grammar of `spec`, or of a UserError, that all callers share. Raises
-        Overloaded if too many specs of `client` are pending."""
+        """Future of the grammar of `spec`, shared by all callers. It fails with a UserError if the
+        spec cannot be compiled. Raises Overloaded if too many specs of `client` are pending."""
         with self._lock:
             future = self._cached.get(spec)
             if future and (refusal := _refusal_of(future)):
                 future = self._cached[spec] = Future()
-                message = f"the {spec.kind} cannot be followed: {refusal}"
+                message = f"the {spec.kind} cannot be enforced: {refusal}"
                 future.set_exception(UserError(message, param="structured_outputs"))
             if future is None or _bytes_of(future) > MAX_GRAMMAR_BYTES:
                 return self._add(spec, client)
@@ -148,14 +152,16 @@ class GrammarCompiler:
             if future in self._pending:
                 compilation = self._pending[future]
                 if not compilation.has_started and client not in compilation.turns:
-                    # The turns of other clients may come much later.
+                    # Queue the spec for this client, too: the turns of other clients may come much
+                    # later.
                     compilation.turns[client] = self._take_turn(compilation, client)
                 compilation.waiters[client] += 1
             return future
 
     def withdraw(self, future: "Future[Grammar]", client: str = "") -> None:
-        """Undo a call of `compile` whose caller no longer waits for `future`: if nobody waits, the
-        spec leaves the queue, or its fork is killed. No effect after the end of the compilation."""
+        """Undo a call of `compile` whose caller no longer waits for `future`. If no caller
+        waits, the spec leaves the queue or its fork is killed. No effect after the end of the
+        compilation."""
         with self._lock:
             if future not in self._pending:
                 return
@@ -170,11 +176,11 @@ class GrammarCompiler:
                 return
             self._forget(compilation)
             compilation.cancellation.cancel()
-        # Outside of the lock: callbacks run at once. No effect if the compilation has started.
+        # Outside of the lock: callbacks run at once. No effect once the compilation has started.
         future.cancel()
 
     def close(self) -> None:
-        """Stop compiling; safe to call twice."""
+        """Stop all compilations; safe to call twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._fork_server is not None:
             self._fork_server.close()
@@ -197,7 +203,7 @@ class GrammarCompiler:
             return self._threads.submit(self._run, compilation)
 
     def _run(self, compilation: _Compilation) -> None:
-        """Compile in a client's turn, unless another client's turn came first."""
+        """Compile in a client's turn, unless an earlier turn of another client has done so."""
         with self._lock:
             if compilation.has_started or compilation.cancellation.is_cancelled:
                 return
@@ -209,15 +215,15 @@ class GrammarCompiler:
         except BaseException as error:
             self._finish(compilation, has_result=isinstance(error, UserError))
             future.set_exception(error)
-            # A cycle of the traceback, this frame and the future would keep memory alive.
+            # A reference cycle of the traceback, this frame and the future would keep memory alive.
             del future
         else:
             self._finish(compilation, has_result=True)
             future.set_result(grammar)
 
     def _finish(self, compilation: _Compilation, *, has_result: bool) -> None:
-        """Handle the end of a compilation. `has_result`: the grammar, or an error that the spec
-        causes, stays cached; another error, such as Overloaded, does not."""
+        """Clean up after a compilation. `has_result`: the grammar, or an error caused by the spec,
+        stays cached. Other errors, such as Overloaded, are not cached."""
         with self._lock:
             self._pending.pop(compilation.future, None)
             for turn in compilation.turns.values():
@@ -226,7 +232,8 @@ class GrammarCompiler:
                 self._forget(compilation)
 
     def _forget(self, compilation: _Compilation) -> None:
-        """Let the next call of `compile` start another compilation. The caller holds the lock."""
+        """Remove a compilation, so that the next call of `compile` starts another. The caller holds
+        the lock."""
         self._pending.pop(compilation.future, None)
         if self._cached.get(compilation.spec) is compilation.future:
             del self._cached[compilation.spec]
@@ -251,14 +258,14 @@ class GrammarCompiler:
         except CallCancelled:
             raise Overloaded(f"compiling the {spec.kind} was cancelled") from None
         except MemoryError:
-            raise Overloaded(f"there is no memory to compile the {spec.kind}") from None
-        except Exception as error:  # thread boundary: a bug of ours or of the library
-            logger.exception("a grammar of kind %s broke the compiler", spec.kind)
+            raise Overloaded(f"the server has no memory left to compile the {spec.kind}") from None
+        except Exception as error:  # Thread boundary: a bug in this code or in the library.
+            logger.exception("compiling a grammar of kind %s failed", spec.kind)
             raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
 
     def _check(self, spec: GrammarSpec, cancellation: Cancellation) -> _Checked:
-        """Compile `spec` in a fork. Raises UserError if the spec caused a failure, else
-        Overloaded."""
+        """Compile `spec` in a fork. Raises UserError if the spec caused a failure, Overloaded for
+        other failures."""
         assert self._fork_server is not None, "compile before start"
         action, refusal = f"compiling the {spec.kind}", f"the {spec.kind} cannot be compiled"
         with failures_of_requests(action, refusal, param="structured_outputs"):
@@ -274,8 +281,8 @@ def prepare(setup: bytes) -> Call:
     parsed = msgspec.msgpack.decode(setup, type=_Setup)
     vocabulary = Vocabulary(parsed.folder, parsed.vocab_size, frozenset(parsed.eos_ids))
     decode = msgspec.msgpack.Decoder(GrammarSpec).decode
-    # Initializes the library before the fork, so that this memory is not counted for a spec. A
-    # vocabulary that cannot spell JSON may still work with other grammars.
+    # Initialize the library before the fork, so that its memory is not counted for a spec. A
+    # vocabulary without tokens for JSON may still work with other grammars.
     with contextlib.suppress(UserError):
         Grammar(GrammarSpec("json_object"), vocabulary)
 
@@ -291,7 +298,7 @@ def prepare(setup: bytes) -> Call:
                     f"most {MAX_GRAMMAR_BYTES >> 20} are allowed"
                 )
             checked = _Checked(grammar.source or "", num_bytes)
-            # Freeing also runs native code.
+            # Free the grammar here, in the isolated process: its native destructor may crash too.
             del grammar
         except UserError as error:
             checked = _Checked(error=error.message)
@@ -318,6 +325,6 @@ def _grammar_of(future: "Future[Grammar]") -> Grammar | None:
 
 
 def _private_bytes() -> int:
-    """Memory of this process without file mappings, which forks share."""
+    """Memory of this process in bytes, without file mappings, which forks share."""
     words = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")

@@ -40,27 +40,28 @@ from engine.structured_output.token_bitmask import Bitmask, bitmask_of, has, tok
 
 MAX_GRAMMAR_SIZE = 20_000
 MAX_ROW_ITEMS = 8_000
-"""Grammar size and items per parser row, in the library's units. Both limits allow an object of
-about 2,000 optional properties."""
+"""Maximum grammar size and items per parser row, in the library's units. Both limits allow an
+object of about 2,000 optional properties."""
 MAX_STEP_ITEMS, MAX_RECURSIVE_STEP_ITEMS = 10_000, 2_000
-"""Parser items per token of Lark and EBNF, and with recursive rules; 50,000 for other kinds.
-Ordinary rules take fewer than 1,000. An item of ambiguous recursive rules takes up to 40 us, of a
-JSON object 0.2 us."""
+"""Maximum parser items per token for Lark and EBNF, without and with recursive rules; other kinds:
+50,000. Ordinary rules take fewer than 1,000. An item of ambiguous recursive rules takes up to 40
+us, of a JSON object 0.2 us."""
 MAX_STEP_FUEL = 100_000
-"""Work on patterns per token, in the library's units: about 20 ms. Ordinary patterns take fewer
+"""Maximum lexer work per token, in the library's units: about 20 ms. Ordinary patterns take fewer
 than 20,000."""
 PROBE_STEPS = 256
-"""Random tokens with which a new grammar is probed: most grammars that explode do so early."""
+"""Number of random tokens with which a new grammar is probed: most grammars that explode do so
+early."""
 EXTRA_PROBES, EXTRA_PROBE_STEPS = 12, 24
 START_S, STEP_S = 0.1, 0.002
-"""Matching time allowed per trial: an initial amount plus an amount per token, in seconds.
-Ordinary grammars take a twentieth; a very ambiguous grammar would delay the steps of all requests.
-"""
+"""Matching time allowed per trial: a constant plus an amount per token, in seconds. Ordinary
+grammars take a twentieth of it; a very ambiguous grammar would delay the steps of all requests."""
 MAX_DEBT_S = 0.2
-"""Matching time beyond STEP_S per token that all outputs of a grammar may take together, in
-seconds. Tokens that take less time pay it back, so that no output can save time for a later one."""
+"""Maximum matching-time debt of a grammar over all its outputs, in seconds. Each token adds its
+time minus STEP_S. The debt is never negative, so that fast tokens earn no credit for a later slow
+token."""
 MEAN_STEPS = 16
-"""Tokens over which `Grammar.mean_step_s` changes."""
+"""Window of the moving mean `Grammar.mean_step_s`, in tokens."""
 SLOW_STEP_S = 0.0003
 GROWTH_BYTES_PER_S = 64 * 2**20
 """Estimated growth of the grammar's automaton, which its outputs share: a token that takes longer
@@ -68,19 +69,20 @@ than SLOW_STEP_S adds at most GROWTH_BYTES_PER_S times the excess time (measured
 MAX_MESSAGE_CHARACTERS = 300
 MAX_MARKERS = 16
 _PATTERN_PROBLEM = re.compile(r"(?:^    ( *)\^+\n)?^error: (.+)$", re.MULTILINE)
-"""A problem below the drawing of a pattern, which marks its place."""
+"""Error line of an invalid pattern; group 1: the spaces before the `^` that marks the position."""
 _LOOK_AROUND = re.compile(
     r"^error: look-around|(?:^|\(in regex\): )lookarounds not supported", re.MULTILINE
 )
-"""Parts of the library's errors of a regular expression."""
+"""Parts of the library's error texts for look-around in a pattern."""
 _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-"""The place in a grammar at the start of an error of the library."""
+"""Position (line, column) in the grammar, at the start of a library error."""
 UNSPELLABLE = ("NoExtensionBias", "; forced bytes: got ")
-"""Parts of the library's errors when no token spells the bytes that the grammar requires next."""
+"""Parts of the library's error texts if no token can produce the bytes that the grammar requires
+next."""
 
 JSON_FORM: Any = {
-    # At most one blank where JSON allows any number: otherwise small models write blanks until
-    # max_tokens.
+    # At most one space where JSON allows any whitespace: small models otherwise generate whitespace
+    # until max_tokens.
     "whitespace_flexible": True,
     "whitespace_pattern": " ?",
     "coerce_one_of": True,
@@ -90,21 +92,21 @@ _JSON_OBJECT = '{"type":"object"}'
 
 
 class Vocabulary:
-    """The vocabulary that grammars are compiled for."""
+    """Vocabulary for which grammars are compiled."""
 
     def __init__(self, folder: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        """Reads tokenizer.json; a large file takes about a second. `vocab_size`: the model's size.
-        Raises UserError if the model cannot use grammars."""
+        """Reads tokenizer.json, which takes about a second for a large file. `vocab_size`: the
+        model's size. Raises UserError if the model cannot use grammars."""
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise _error("this model has no tokenizer.json, which structured output needs")
+            raise _error("this model has no tokenizer.json, which structured output requires")
         try:
             check_tokenizer_file(path)
             with panics_as_errors():
                 self.tokens = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=sorted(eos_ids))
         except (ValueError, ConfigError, NativePanic) as error:
             raise _error(
-                f"this model's tokenizer is not fit for structured output: {error}"
+                f"this model's tokenizer does not support structured output: {error}"
             ) from None
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
@@ -115,7 +117,7 @@ class Vocabulary:
         self._markers: dict[ThinkingSpec, ThinkingMarkers] = {}
 
     def markers(self, spec: ThinkingSpec) -> ThinkingMarkers:
-        """The markers of `spec` as tokens; cached, since a server has only a few specs."""
+        """Markers of `spec` as tokens; cached, since a server has only a few specs."""
         found = self._markers.get(spec)
         if found is None:
             if len(self._markers) >= MAX_MARKERS:
@@ -125,13 +127,13 @@ class Vocabulary:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The bytes of the tokens; computed at first use."""
+        """Bytes of the tokens; computed on first use."""
         return TokenTexts(self.tokens, self.vocab_size)
 
 
 class Grammar:
-    """A compiled spec. Its outputs share the state at the start, with the first mask, and a budget
-    of matching time: see MAX_DEBT_S."""
+    """A compiled spec. All its outputs share its start state (with the first bitmask) and a budget
+    of matching time (MAX_DEBT_S)."""
 
     def __init__(
         self,
@@ -142,23 +144,23 @@ class Grammar:
         *,
         limits_time: bool = True,
     ) -> None:
-        """Raises UserError if the spec is wrong or too large. Other threads run meanwhile.
-        `source`: source of an equal grammar that was checked and compiled in another process, with
-        `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the grammar if its
-        outputs take too long to match."""
+        """Raises UserError if the spec is invalid or too large. Other threads can run during the
+        compilation. `source`: source of an equal grammar that was checked and compiled in another
+        process, with `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the
+        grammar if its outputs take too long to match."""
         self.limits_time = limits_time
         self.refusal = ""
-        """Why no output may be matched any further; empty while outputs may."""
+        """Why outputs are no longer matched against this grammar; empty while they are."""
         self.mean_step_s = 0.0
-        """Moving mean of the processor time per token; 0 without a limit."""
+        """Moving mean of the CPU time per token in seconds; 0 without a time limit."""
         self._debt_s = 0.0
         self._start: GrammarState | None = None
         self._compiled_bytes = compiled_bytes
         self.slow_s = 0.0
-        """Total time beyond SLOW_STEP_S of slow tokens, over all outputs, in seconds."""
+        """Sum of the time beyond SLOW_STEP_S of all slow tokens, over all outputs; seconds."""
         self.vocabulary = vocabulary
         self.is_constrained = spec.kind != FREE
-        """Whether the text after the thinking is constrained at all."""
+        """Whether the text after the thinking is constrained."""
         self.markers = None if spec.thinking is None else vocabulary.markers(spec.thinking)
         """Thinking markers; None without thinking."""
         self.source: str | None = None
@@ -178,7 +180,7 @@ class Grammar:
             reason = _reason(
                 matcher.get_error(),
                 has_lines=spec.kind == "grammar",
-                # Replaced classes would move the place.
+                # Rewriting character classes would shift the position.
                 has_place=spec.kind == "regex" and with_ascii_classes(spec.text) == spec.text,
             )
             raise _error(f"the {spec.kind} cannot be compiled: {reason}")
@@ -189,15 +191,15 @@ class Grammar:
 
     @property
     def num_bytes(self) -> int:
-        """Estimated memory; grows while outputs are matched."""
+        """Estimated memory in bytes; grows while outputs are matched."""
         return self._compiled_bytes + int(self.slow_s * GROWTH_BYTES_PER_S)
 
     def start(self) -> "GrammarState":
-        """The state at the start of an output. Takes no time for the library."""
+        """New state at the start of an output. Calls no library function."""
         return self._start.shared() if self._start else GrammarState(None, self.vocabulary)
 
     def spend(self, step_s: float) -> None:
-        """Account for the processor time of a token of an output; may set `refusal`."""
+        """Account for the CPU time of a token of an output; may set `refusal`."""
         if step_s > SLOW_STEP_S:
             self.slow_s += step_s - SLOW_STEP_S
         if not self.limits_time:
@@ -214,7 +216,7 @@ class Grammar:
         """Match random tokens against the grammar; returns an error if this takes too long."""
         random = np.random.default_rng(0)
         error = self._follow_at_random(random, PROBE_STEPS)
-        # A single path says little about the other paths of a client's grammar.
+        # Lark and EBNF grammars may be slow only on some paths: probe more of them.
         for _ in range(EXTRA_PROBES if kind == "grammar" else 0):
             error = error or self._follow_at_random(random, EXTRA_PROBE_STEPS)
         return error
@@ -235,7 +237,7 @@ class Grammar:
 
 
 class GrammarState:
-    """Position of an output in a grammar. Without a constrained part, all tokens are allowed."""
+    """Position of an output in a grammar. Allows all tokens if there is no constrained part."""
 
     def __init__(self, matcher: LLMatcher | None, vocabulary: Vocabulary) -> None:
         """`matcher`: at the start of the grammar; None without a constrained part."""
@@ -244,7 +246,7 @@ class GrammarState:
         """Whether other states use the matcher, which must be copied before it advances."""
         self._vocabulary = vocabulary
         self.error: str | None = None
-        """Why the output cannot be matched any further; None while it can."""
+        """Why the output cannot be matched further; None while it can."""
         self.bitmask = vocabulary.eos
         """(W,) uint32 bitmask of the allowed next tokens."""
         self._update()
@@ -267,7 +269,7 @@ class GrammarState:
         return forked
 
     def advance(self, token: int) -> None:
-        """Advance by an allowed token."""
+        """Advance by a token, which must be allowed."""
         if self._matcher is not None:
             if self._is_shared:
                 self._unshare()
@@ -282,7 +284,7 @@ class GrammarState:
         if self._matcher is None:
             self.bitmask = self._vocabulary.all
         elif not self._matcher.is_error():
-            # The library's masks may be a word longer than the vocabulary needs.
+            # The library's mask may be one word longer than the vocabulary.
             mask = self._matcher.compute_bitmask()
             self.bitmask = np.frombuffer(mask, dtype="<u4", count=len(self.eos))
         if self._matcher is not None and self._matcher.is_error():
@@ -291,10 +293,10 @@ class GrammarState:
 
 class Guide:
     """Matches an output token by token: first its thinking, if the spec has any, then its
-    constrained part. Thinking allows all tokens except EOS tokens and tokens that reach from it
-    into the constrained part; without a constrained part it allows all tokens.
+    constrained part. Thinking allows all tokens except EOS tokens and tokens that span into the
+    constrained part; without a constrained part it allows all tokens.
 
-    `min_tokens` and `ignore_eos` hold while the grammar allows another token: a complete grammar
+    `min_tokens` and `ignore_eos` apply while the grammar allows other tokens: a complete grammar
     allows only end tokens. Without a constrained part both are ignored here.
     """
 
@@ -308,7 +310,7 @@ class Guide:
         thinking_budget: int | None = None,
     ) -> None:
         """`end_ids`: end tokens besides the EOS tokens; all are banned before `min_tokens`.
-        `thinking_budget`: tokens of thinking after which the closing marker is forced."""
+        `thinking_budget`: number of thinking tokens after which the closing marker is forced."""
         vocabulary = grammar.vocabulary
         self._grammar = grammar
         self._min_tokens = min_tokens
@@ -318,15 +320,15 @@ class Guide:
         if min_tokens:
             self._end_tokens = self._eos | bitmask_of(end_ids, vocabulary.vocab_size)
         self.num_tokens = 0
-        """Tokens that were matched."""
+        """Number of matched tokens."""
         self._thinking = None
         if grammar.markers is not None:
             self._thinking = ThinkingState(grammar.markers, thinking_budget)
         self._grammar_state: GrammarState | None = None
-        """Position in the constrained part; None inside the thinking, and if the output began with
-        text that the grammar does not allow."""
+        """Position in the constrained part. None inside the thinking, and if the output started
+        with text that the grammar does not allow."""
         self.error: str | None = None
-        """Why the output cannot be matched any further; None while it can."""
+        """Why the output cannot be matched further; None while it can."""
         self.bitmask = self._eos
         """(W,) uint32 bitmask of the allowed next tokens."""
         if self._phase != THINKING:
@@ -351,10 +353,11 @@ class Guide:
         return forked
 
     def advance(self, token: int) -> str | None:
-        """Advance by an allowed token; returns `error`. Takes no time if the grammar is refused."""
+        """Advance by a token, which must be allowed; returns `error`. If the grammar was refused,
+        only counts the token."""
         self.num_tokens += 1
         if not self._grammar.refusal:
-            # Thread time: the load of the machine must not count against the grammar.
+            # Thread CPU time: the load of the machine must not count against the grammar.
             start = time.thread_time()
             self._follow(token)
             self._update()
@@ -363,7 +366,7 @@ class Guide:
         return self.error
 
     def allowed(self) -> set[int]:
-        """The allowed next tokens as a set."""
+        """Set of the allowed next tokens."""
         return set(tokens_in(self.bitmask).tolist())
 
     def _update(self) -> None:
@@ -446,18 +449,18 @@ def _regex(text: str) -> str:
 
 
 def _choice(text: str) -> str:
-    # A single terminal: each alternative of a rule would be a parser item.
+    # Use a single terminal: each alternative of a rule would be a parser item.
     words: list[str] = json.loads(text)
     options = " | ".join(json.dumps(word, ensure_ascii=False) for word in words)
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}")
 
 
 def _grammar(text: str) -> str:
-    """Lark source from Lark, or from EBNF with `root ::=`."""
+    """Lark source of a Lark grammar, or of an EBNF grammar with `root ::=`."""
     check_grammar_size(text)
     try:
         lark = any_to_lark(text) if "::=" in text else text
-    except Exception as error:  # the library's EBNF reader raises exactly this class
+    except Exception as error:  # The library's EBNF reader raises Exception itself.
         raise _error(f"the grammar cannot be read: {_first_part(str(error))}") from None
     check_cycles(lark)
     return LLMatcher.grammar_from_lark(with_ascii_patterns(lark))
@@ -479,18 +482,17 @@ _SOURCES: dict[str, Callable[[str, Vocabulary], str]] = {
 
 
 def _reason(error: str, *, has_lines: bool = False, has_place: bool = False) -> str:
-    """The reason in a matcher's error message. `has_lines`: whether the source is a text whose
-    lines its author knows; only then the reason begins with the place of a wrong pattern.
-    `has_place`: whether the source is a pattern as its author wrote it; then the reason names the
-    wrong character."""
+    """Reason from a matcher's error message. `has_lines`: the source is the client's text, so the
+    reason includes line and column of an invalid pattern. `has_place`: the source is the client's
+    pattern, so the reason includes the invalid character's position."""
     message = _first_part(error)
     if any(words in message for words in UNSPELLABLE):
         return "this model's vocabulary has no token for what the grammar requires next"
-    # The library quotes the pattern, which may be long, before it names the problem.
+    # The library quotes the pattern, which may be long, before the problem.
     place = error.partition("invalid regex")[0] if has_lines else ""
     place = _PLACE.sub(r"line \1, column \2: ", place)
     if has_lines:
-        # A drawing of the line follows.
+        # The library appends the source line to the message.
         message = _PLACE.sub(r"line \1, column \2: ", message).partition("\n")[0]
     if _LOOK_AROUND.search(error):
         return f"{place}look-around is not supported, nor are \\b and \\B"
@@ -504,7 +506,7 @@ def _reason(error: str, *, has_lines: bool = False, has_place: bool = False) -> 
 
 
 def _first_part(message: str) -> str:
-    """The message without the parser state that follows it."""
+    """Library message without the parser state that follows it."""
     return message.partition("\n<state>")[0].strip()[:MAX_MESSAGE_CHARACTERS]
 
 

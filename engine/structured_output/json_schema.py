@@ -1,6 +1,6 @@
 """Checks a JSON schema before the grammar library compiles it, and removes keywords without effect.
 
-Rejects schemas that the library would ignore in part, not enforce, or not finish compiling.
+Rejects schemas that the library would partly ignore, not enforce, or never finish compiling.
 """
 
 import re
@@ -12,18 +12,18 @@ from config.errors import UserError
 from engine.structured_output.bounds import check_pattern_size, too_large
 
 MAX_NESTING = 120
-"""Maximum JSON nesting; the library's reader takes 127 levels."""
+"""Maximum JSON nesting; the library's reader supports 127 levels."""
 MAX_DEPTH = 2_000
-"""Maximum schemas on a path from the root, following references. The library recurses once per
+"""Maximum schemas on a path from the root, with references followed. The library recurses once per
 schema, with 3 to 9 KiB of stack."""
 MAX_CHAIN = 100
 """Maximum consecutive schemas on a path that apply to the same value (references, alternatives)."""
 MAX_SCHEMAS = 20_000
 MAX_PROPERTIES = 2_000
-"""Maximum properties of an object: the library's time grows with the square of their number."""
+"""Maximum properties of an object: the library's time is quadratic in their number."""
 MAX_TERMINATION_PASSES = 100
-"""Maximum passes of check_terminates, enough for hand-written schemas. A schema that needs more
-passes is accepted."""
+"""Maximum passes of check_terminates, enough for hand-written schemas. A schema that needs more is
+accepted."""
 
 VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords whose values are not schemas."""
@@ -50,9 +50,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Keywords that the library does not support, with the values that have no effect."""
+"""Keywords that the library does not support, and their values without effect."""
 DRAFT_3_KEYWORDS = ("extends", "disallow", "divisibleBy")
-"""Keywords that the library ignores like unknown keywords."""
+"""Keywords of JSON Schema draft 3, which the library silently ignores."""
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(r'Unimplemented keys: \["(\w+)"\]', re.DOTALL),
@@ -99,13 +99,13 @@ _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     ),
     (re.compile(r"(\w+) must be an array", re.DOTALL), r"`\1` must be a list"),
 )
-"""The library's messages about a schema, and ours."""
+"""(regular expression of a library message, message to the client)."""
 TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 def prepare_schema(schema: Any) -> Any:
-    """`schema` without keywords that have no effect. Raises UserError if it is too large or the
-    library would not enforce it."""
+    """Return `schema` without keywords that have no effect. Raises UserError if it is too large or
+    the library would not enforce it."""
     if schema is False:
         raise _refusal("the schema is false, it must allow a value")
     check_schema_size(schema)
@@ -114,7 +114,8 @@ def prepare_schema(schema: Any) -> Any:
 
 
 def plain_reason(message: str) -> str:
-    """The library's `message` about a schema in our words, with what to change."""
+    """Message to the client for the library's `message` about a schema; unknown messages are
+    returned unchanged."""
     for pattern, ours in _PLAIN:
         if found := pattern.fullmatch(message):
             return found.expand(ours)
@@ -151,7 +152,7 @@ def check_schema_size(schema: Any) -> None:
     """Raise UserError for a JSON schema that is nested too deeply, has too many schemas, or has
     too long a path of references."""
     _check_nesting(schema)
-    # Depth first and in order, like the library: each schema is entered once.
+    # Depth first and in order, like the library; each schema is entered once.
     entered: set[int] = set()
     path: list[Iterator[tuple[Any, bool]]] = [iter([(schema, False)])]
     chains = [0]
@@ -189,7 +190,7 @@ def _check_nesting(value: Any) -> None:
 
 
 def _subschemas(schema: dict[str, Any], root: Any) -> list[tuple[Any, bool]]:
-    """(subschema, whether it applies to the same value) pairs of `schema`. Also checks
+    """(subschema, whether it applies to the same value) pairs of `schema`. Also checks the size of
     patterns."""
     found: list[tuple[Any, bool]] = []
     for keyword, value in schema.items():
@@ -232,7 +233,7 @@ def _resolve(root: Any, reference: str) -> Any:
 def _check_num_properties(schema: dict[str, Any]) -> None:
     count = len(schema["properties"]) if isinstance(schema.get("properties"), dict) else 0
     if count > MAX_PROPERTIES:
-        raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are taken")
+        raise _refusal(f"an object has {count} properties, at most {MAX_PROPERTIES} are allowed")
 
 
 def _check_types(schema: dict[str, object]) -> None:
@@ -244,7 +245,7 @@ def _check_types(schema: dict[str, object]) -> None:
 
 def _check_number_bounds(schema: dict[str, Any]) -> None:
     """Reject an integral exclusive bound when the other bound is less than 1 away: the library
-    (1.9) then accepts the bound itself."""
+    (1.9) would then accept the bound itself."""
     lows = [_number(schema, name) for name in ("minimum", "exclusiveMinimum")]
     highs = [_number(schema, name) for name in ("maximum", "exclusiveMaximum")]
     low = max((value for value in lows if value is not None), default=None)
@@ -268,25 +269,27 @@ def _number(schema: dict[str, Any], name: str) -> float | None:
 
 def check_terminates(schema: Any) -> None:
     """Raise UserError for a schema that no finite value satisfies, such as an object that requires
-    a property of its own type: the library does not finish compiling some of these."""
+    a property of its own type: the library never finishes compiling some of these."""
     objects = _all_objects(schema)
     if not any("$ref" in part for part in objects):
         return
     terminating: set[int] = set()
     for _ in range(MAX_TERMINATION_PASSES):
         before = len(terminating)
-        # Reversed: parts come after the schemas that contain them.
+        # Reversed, since parts come after the schemas that contain them.
         for part in reversed(objects):
             if id(part) not in terminating and _terminates(part, schema, terminating):
                 terminating.add(id(part))
         if id(schema) in terminating:
             return
         if len(terminating) == before:
-            raise _refusal("by its $ref every value must hold another one, without end")
+            raise _refusal(
+                "its $ref is infinitely recursive: every value must contain another value"
+            )
 
 
 def _all_objects(schema: Any) -> list[dict[str, Any]]:
-    """All JSON objects in `schema`, whether schemas or not."""
+    """All JSON objects in `schema`, whether or not they are schemas."""
     found, stack = [], [schema]
     while stack:
         item = stack.pop()
@@ -299,7 +302,7 @@ def _all_objects(schema: Any) -> list[dict[str, Any]]:
 
 
 def _terminates(schema: dict[str, Any], root: Any, terminating: set[int]) -> bool:
-    """Whether `schema` has a finite value, given the schemas in `terminating`, which have finite
+    """Whether `schema` has a finite value, given that the schemas in `terminating` have finite
     values."""
     if "enum" in schema or "const" in schema:
         return True

@@ -24,7 +24,7 @@ def tags_to_lark(
     part}. The types of a part are json_schema, regex, const_string, tag, sequence and or; the
     outermost part may also be triggered_tags. Raises UserError.
 
-    The server uses more types for tool calls. `optional` and `repeat` wrap an `element`.
+    For tool calls, the server uses further types. `optional` and `repeat` wrap an `element`.
     `text_until` ends at a `mark`. `calls`, outermost or in an outermost `or`, is triggered_tags
     without `end`: `silent` lists words that the text may contain, and a `bare` part may replace a
     text that begins with any of the `bare_starts`. With "special_tokens": true, the words of
@@ -35,7 +35,7 @@ def tags_to_lark(
     if "structures" in spec:
         tags = [
             {
-                **_object(structure),
+                **_object(structure, "an entry of structures"),
                 "content": {"type": "json_schema", "json_schema": structure.get("schema")},
             }
             for structure in _list(spec, "structures")
@@ -58,7 +58,7 @@ class _Writer:
 
     def outermost(self, part: Any) -> str:
         """Lark expression of an outermost part."""
-        kind = _object(part).get("type")
+        kind = _object(part, "a part").get("type")
         if kind == "or":
             return " | ".join(self.outermost(element) for element in _list(part, "elements"))
         if kind == "calls":
@@ -76,7 +76,7 @@ class _Writer:
         """Free text in which each trigger must continue as a tag that begins with the trigger."""
         names = []
         for tag in tags:
-            begin = _string(_object(tag), "begin")
+            begin = _string(_object(tag, "a tag"), "begin")
             trigger = next(
                 (
                     trigger
@@ -87,7 +87,7 @@ class _Writer:
             )
             if trigger is None:
                 raise _error(
-                    f"begin {begin[:40]!r} starts with none of the {len(triggers)} triggers"
+                    f"begin {begin[:40]!r} must start with one of the {len(triggers)} triggers"
                 )
             rest = self._literal(begin[len(trigger) :])
             content = self.part(tag.get("content"), 1)
@@ -107,7 +107,7 @@ class _Writer:
             begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
             if (special := self._literal(begin)).startswith("<["):
                 calls.append(f"{special} {content}")
-            # The spelled-out word has the same text as the special token.
+            # The spelled-out word and the special token have the same text.
             lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
             calls.append(f"{lazy} {content}")
             if starts:
@@ -126,11 +126,13 @@ class _Writer:
     def part(self, part: Any, depth: int) -> str:
         """Lark expression of a part."""
         if depth > MAX_DEPTH:
-            raise _error(f"its parts lie {depth} deep, at most {MAX_DEPTH} are taken")
-        part = _object(part)
+            raise _error(
+                f"its parts are nested {depth} deep, at most {MAX_DEPTH} levels are allowed"
+            )
+        part = _object(part, "a part")
         kind = part.get("type")
         if kind == "json_schema":
-            schema = prepare_schema(_object(part.get("json_schema")))
+            schema = prepare_schema(_object(part.get("json_schema"), "json_schema"))
             return f"%json {json.dumps({**schema, 'x-guidance': self._json_form})}"
         if kind == "const_string":
             return self._literal(_string(part, "value"))
@@ -190,9 +192,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _error(f"it has {value!r:.40} in place of an object")
+        raise _error(f"{name} is {value!r:.40}, it must be an object")
     return value
 
 

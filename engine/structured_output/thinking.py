@@ -1,4 +1,4 @@
-"""Tracks the thinking part of an output by the bytes of its tokens."""
+"""Tracks the thinking part of an output through the bytes of its tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from config.params.structured_output import ThinkingSpec
 from engine.structured_output.token_bitmask import Bitmask, bitmask_of
 
 BEFORE_THINKING, THINKING, AFTER_THINKING, CONSTRAINED = range(4)
-"""Before the opening marker; inside the thinking; after the closing marker, where blanks may
+"""Before the opening marker; inside the thinking; after the closing marker, where whitespace may
 follow; in the constrained part."""
 _BLANKS = b" \t\r\n"
 _LINE_BREAKS = (b"\n", b"\n\n")
@@ -19,7 +19,8 @@ class TokenTexts:
     """The bytes of every token, searchable by prefix."""
 
     def __init__(self, tokens: LLTokenizer, vocab_size: int) -> None:
-        """Takes about 50 ms per 50,000 tokens. `vocab_size`: the model's vocabulary size."""
+        """Takes about 50 ms per 50,000 tokens. `vocab_size`: the model's vocabulary size, which may
+        exceed the tokenizer's."""
         self.tokens = tokens
         self.vocab_size = vocab_size
         self.texts = [tokens.decode_bytes([token]) for token in range(tokens.vocab_size)]
@@ -49,7 +50,7 @@ def is_text(data: bytes) -> bool:
 
 
 class ThinkingMarkers:
-    """Markers around the thinking, as tokens of a vocabulary."""
+    """Markers around the thinking, as tokens and bytes of a vocabulary."""
 
     def __init__(self, spec: ThinkingSpec, token_texts: TokenTexts) -> None:
         self.spec = spec
@@ -89,7 +90,7 @@ class ThinkingMarkers:
         return self._token_texts.texts[token]
 
     def after_opening(self, context: bytes) -> bytes | None:
-        """The part of `context` after the opening marker at its start; None without a marker."""
+        """Rest of `context` after an opening marker at its start; None without a marker."""
         context = context.lstrip(_BLANKS)
         found = next((marker for marker in self._opens if context.startswith(marker)), None)
         return None if found is None else context[len(found) :]
@@ -100,7 +101,7 @@ class ThinkingMarkers:
         return any(marker.startswith(context) for marker in self._opens)
 
     def after_closing(self, context: bytes) -> bytes | None:
-        """The part of `context` after its first closing marker; None without a marker."""
+        """Rest of `context` after its first closing marker; None without a marker."""
         ends = [(context.index(marker), marker) for marker in self._closes if marker in context]
         if not ends:
             return None
@@ -136,8 +137,8 @@ class ThinkingMarkers:
         return self._opening_tokens[context]
 
     def crossing_tokens(self, context: bytes) -> Bitmask:
-        """Bitmask of tokens that complete a closing marker after `context` and go on with text that
-        may not follow it."""
+        """Bitmask of tokens that complete a closing marker after `context` and contain further text
+        that must not follow it."""
         prefixes = self._closing_prefixes(context)
         if prefixes not in self._crossing_tokens:
             found = set(self._closing_tokens)
@@ -158,16 +159,17 @@ class ThinkingMarkers:
 
 
 class ThinkingState:
-    """Progress of an output through its thinking."""
+    """Progress of an output through its thinking part."""
 
     def __init__(self, markers: ThinkingMarkers, budget: int | None) -> None:
-        """`budget`: maximum tokens of thinking; None: no limit."""
+        """`budget`: maximum number of thinking tokens; None: no limit."""
         self.markers = markers
         self.phase = THINKING if markers.spec.is_inside else BEFORE_THINKING
         self._budget = budget
         self._count = 0
         self._text = b""
-        """The opening marker so far; later the end of the thinking."""
+        """Text that may be the start of a marker: of the opening marker before the thinking, of a
+        closing marker inside it."""
         self._num_forced = 0
 
     @property
@@ -184,7 +186,7 @@ class ThinkingState:
 
     @property
     def crossing_tokens(self) -> Bitmask:
-        """Banned tokens, which reach from the thinking into the constrained part."""
+        """Banned tokens, which span from the thinking into the constrained part."""
         return self.markers.crossing_tokens(self._text)
 
     def advance(self, token: int) -> None:

@@ -19,7 +19,7 @@ def bitmask_of(tokens: Iterable[int] | npt.NDArray[np.int64], vocab_size: int) -
 
 
 def tokens_in(bitmask: Bitmask) -> npt.NDArray[np.int64]:
-    """The tokens in the set, ascending: (n,) int64."""
+    """Tokens of the set, ascending: (n,) int64."""
     return np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
 
 

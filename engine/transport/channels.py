@@ -1,4 +1,4 @@
-"""Typed channels over ZeroMQ: PairSocket and Publisher for a single thread, RouterSocket for
+"""Typed channels over ZeroMQ: PairSocket and Publisher for use on a single thread, RouterSocket for
 asyncio.
 
 Only this file imports zmq.
@@ -34,29 +34,30 @@ Received = TypeVar("Received")
 
 HIGH_WATER = 8192
 """Maximum number of messages that each side queues for a peer that does not read. With a message
-per step, a full queue means that the peer has hung for minutes: `send` reports it and drops no
-message."""
+per step, a full queue means that the peer has been hanging for minutes: `send` then returns False
+and drops no message."""
 
 MAX_PATH_BYTES = 107
 """Maximum length of a Unix socket address on Linux."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Maximum size of a message to a listening socket: far more than a plan or a result has, far less
-than a peer can announce."""
+"""Maximum size of a message to a listening socket, in bytes: far larger than any plan or result,
+far smaller than a peer can announce."""
 
 HANDSHAKE_TIMEOUT_MS = 5000
-"""A connection over TCP that has not presented the token within this time is closed, so that a
-silent stranger holds no descriptor for long."""
+"""Handshake timeout of TCP connections: a connection that has not presented the token by then is
+closed, so that an unknown peer that sends nothing does not hold a descriptor for long."""
 LOCAL_HANDSHAKE_TIMEOUT_MS = 60_000
-"""The same for a Unix socket. Its directory admits only this user, so a slow peer is a process of
-this server on a busy machine, which a warning about a stranger would not fit."""
+"""Handshake timeout of Unix sockets. Only this user can enter the sockets' directory, so a slow
+peer is a process of this server on a busy machine, and must not be reported as a rejected
+connection."""
 
 TCP = "tcp://"
 
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Heartbeat timeout of connections to other hosts: a peer that does not answer for this long counts
-as disconnected."""
+"""Heartbeat timeout of connections to other hosts: a peer that does not respond for this long
+counts as disconnected."""
 
 _USER = b"gaudiserve"
 """User name that PLAIN requires in addition to the password."""
@@ -65,30 +66,32 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 """Endpoint to which libzmq sends authentication requests (ZeroMQ RFC 27)."""
 
 _EVENT = struct.Struct("=HI")
-"""First frame of a monitor message: event and descriptor."""
+"""First frame of a monitor message: event number and event value (for connection events, the
+descriptor)."""
 
 _SUBSCRIBED = b"\1"
-"""First byte of the message that tells a publisher about a new subscriber."""
+"""First byte of the message by which a publisher learns of a new subscriber."""
 
 _MESSAGES_PER_CALLBACK = 64
-"""Maximum number of messages to read before other callbacks of the event loop run."""
+"""Maximum number of messages per callback, so that other callbacks of the event loop can run."""
 
 
 _PREFIX = "gaudiserve-"
 
 
 class SocketDirectory(OwnedDirectory):
-    """Directory of sockets, with a second directory of files for large messages; only this user can
-    enter either. Both are removed by `close` or at exit; directories of a killed daemon are removed
+    """Directory of sockets, and a second directory of files for large messages; only this user can
+    enter them. Both are removed by `close` or at exit. Directories of a killed daemon are removed
     when the next daemon creates its own."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """Create the directory below `parent` (None: the directory for temporary files)."""
+        """Create the directory below `parent` (None: the system's directory for temporary
+        files)."""
         super().__init__(_PREFIX, parent)
         self._files: OwnedDirectory | None = None
         files = files_parent()
         if files is not None:
-            # Without the second directory, large messages travel through the sockets.
+            # Without the second directory, large messages are sent through the sockets.
             with suppress(OSError):
                 self._files = OwnedDirectory(_PREFIX, files)
                 link_directory(self.path, self._files.path)
@@ -100,7 +103,7 @@ class SocketDirectory(OwnedDirectory):
 
 
 def new_token() -> str:
-    """Random token, which a launcher passes to its processes over their standard input."""
+    """Random token that a launcher passes to its processes over their stdin."""
     return secrets.token_hex(32)
 
 
@@ -110,14 +113,14 @@ def endpoint(directory: str, name: str) -> str:
     length = len(path.encode())
     if length > MAX_PATH_BYTES:
         raise ConfigError(
-            f"the socket path {path} has {length} bytes, a Unix socket takes {MAX_PATH_BYTES}; "
+            f"the socket path {path} has {length} bytes, it must have at most {MAX_PATH_BYTES}; "
             "choose a shorter directory (XDG_RUNTIME_DIR or TMPDIR)"
         )
     return f"ipc://{path}"
 
 
 class PairSocket(Generic[Sent, Received]):
-    """An end of a channel; depending on the socket type it sends, receives, or both. Not
+    """One end of a channel. Depending on the socket type, it sends, receives, or both. Not
     thread-safe."""
 
     def __init__(
@@ -138,11 +141,12 @@ class PairSocket(Generic[Sent, Received]):
 
     @property
     def endpoint(self) -> str:
-        """The address on which the socket listens, with the port that was chosen."""
+        """Address on which the socket listens, with the port that was chosen."""
         return _endpoint(self._socket)
 
     def send(self, message: Sent) -> bool:
-        """Send without waiting; False when the peer has left HIGH_WATER messages unread."""
+        """Send without blocking; returns False when the peer has left HIGH_WATER messages
+        unread."""
         return _send(self._socket, self._encode(message), self._segments)
 
     def receive(self) -> Received | None:
@@ -155,18 +159,18 @@ class PairSocket(Generic[Sent, Received]):
         return self._decode(frame if self._segments is None else self._segments.message(frame))
 
     def stop_accepting(self) -> None:
-        """Accept no connections from now on; safe to call twice. Existing connections continue."""
+        """Stop accepting connections; safe to call twice. Existing connections are kept."""
         _remove(self._path)
         self._path = None
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; unsent messages have `linger_s` to leave (ZmqContext.close waits)."""
+        """Disconnect. Unsent messages are still sent for `linger_s` seconds; ZmqContext.close waits
+        for this."""
         self._socket.close(linger=round(linger_s * 1000))
 
 
 class Publisher(Generic[Sent]):
-    """Sends each message to all peers: encodes it once and sends it with a single call. Not
-    thread-safe."""
+    """Sends each message to all peers, encoding it only once. Not thread-safe."""
 
     def __init__(
         self,
@@ -184,12 +188,12 @@ class Publisher(Generic[Sent]):
 
     @property
     def endpoint(self) -> str:
-        """The address on which the socket listens, with the port that was chosen."""
+        """Address on which the socket listens, with the port that was chosen."""
         return _endpoint(self._socket)
 
     def has_all_peers(self) -> bool:
-        """Whether all peers are connected; an earlier message would not reach all of them. Once
-        they are, no other connections are accepted."""
+        """Whether all peers are connected; a message sent before would not reach all of them. Once
+        all are connected, no other connections are accepted."""
         while self._num_missing:
             try:
                 is_new = self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBED)
@@ -201,8 +205,8 @@ class Publisher(Generic[Sent]):
         return True
 
     def send(self, message: Sent) -> bool:
-        """Send without waiting. False, and no peer gets the message, when a peer has left
-        HIGH_WATER messages unread. Disconnected peers are skipped."""
+        """Send without blocking. Returns False, and no peer receives the message, when a peer has
+        left HIGH_WATER messages unread. Disconnected peers are skipped."""
         return _send(self._socket, self._encode(message), self._segments)
 
     def close(self) -> None:
@@ -211,11 +215,11 @@ class Publisher(Generic[Sent]):
 
 
 class ConnectionWatch:
-    """Detects that the peer of a PairSocket has disconnected, or that it refused the token. Create
-    it before the connection is made, and use it on the socket's thread."""
+    """Detects that the peer of a PairSocket has disconnected, or has refused the token. Create it
+    before the socket connects, and use it on the socket's thread."""
 
     def __init__(self, socket: PairSocket[Any, Any], peer: str) -> None:
-        """`peer`: name of the other side in errors."""
+        """`peer`: name of the peer in errors."""
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         watched = socket._socket
         self._socket = _monitor(watched, watched.context, events | zmq.EVENT_DISCONNECTED)
@@ -228,8 +232,8 @@ class ConnectionWatch:
             raise EngineDied(f"{self._peer} has disconnected")
 
     def changes(self) -> list[bool]:
-        """Changes since the last call: True for a new connection, False for the end of a
-        connection. Raises ConfigError if the peer refused the token."""
+        """Changes since the last call: True for a new connection, False for a lost connection.
+        Raises ConfigError if the peer refused the token."""
         changes: list[bool] = []
         while True:
             try:
@@ -237,7 +241,7 @@ class ConnectionWatch:
             except zmq.Again:
                 return changes
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise ConfigError(f"{self._peer} refused the token: all hosts need the same one")
+                raise ConfigError(f"{self._peer} refused the token: all hosts need the same token")
             is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if is_connected != self._is_connected:
                 self._is_connected = is_connected
@@ -248,9 +252,9 @@ class ConnectionWatch:
 
 
 class WakeUp:
-    """An event for a Waiter, in this process. Any thread may call `set`.
+    """Event of this process that a Waiter can wait for. `set` is thread-safe.
 
-    Call `clear` before you look for what the event announces: a `set` during or after the look
+    Call `clear` before checking for what the event announces: a `set` during or after the check
     makes `fd` readable again.
     """
 
@@ -261,7 +265,7 @@ class WakeUp:
         weakref.finalize(self, os.close, self.fd)
 
     def set(self) -> None:
-        # The write comes first: otherwise `clear` could reset the flag and leave `fd` readable.
+        # Write first: otherwise `clear` could reset the flag and leave `fd` readable.
         os.eventfd_write(self.fd, 1)
         self._is_set = True
 
@@ -273,11 +277,12 @@ class WakeUp:
 
 
 Receiving: TypeAlias = "PairSocket[Any, Any] | Publisher[Any] | ConnectionWatch"
-"""Sockets with messages for this process."""
+"""Sockets from which this process receives."""
 
 
 class Pollables(NamedTuple):
-    """What a Waiter waits for. Its owner reads all messages before it waits."""
+    """Sockets and file descriptors for a Waiter. The owner must read all messages before
+    waiting."""
 
     sockets: Sequence[Receiving] = ()
     fds: Sequence[int] = ()
@@ -294,7 +299,8 @@ class Waiter:
         sockets: Sequence[Receiving],
         fds: Sequence[int] = (),
     ) -> None:
-        # zmq.Poller reads the state of each socket first: it needs no edge of a descriptor.
+        # zmq.Poller checks the state of each socket before it waits, so it misses no edge of an
+        # edge-triggered descriptor.
         self._poller = zmq.Poller()
         for socket in sockets:
             self._poller.register(socket._socket, zmq.POLLIN)
@@ -302,17 +308,28 @@ class Waiter:
             self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float = math.inf) -> set[object]:
-        """Wait, at most `timeout_s`. Returns what is ready: descriptors that are readable or
-        closed, and sockets; empty after `timeout_s`."""
+        """Wait, at most `timeout_s`. Returns the ready sockets, and the descriptors that are
+        readable or closed; empty after a timeout."""
         timeout_ms = None if timeout_s == math.inf else math.ceil(timeout_s * 1000)
         return {source for source, _ in self._poller.poll(timeout_ms)}
 
 
-class RouterSocket(Generic[Sent, Received]):
-    """A channel to many peers, served by callbacks on an asyncio loop.
+def process_name(engine: int) -> str:
+    """New name for a process of `engine`. The names of the process's sockets start with it, see
+    `process_of`."""
+    return f"{engine}.{secrets.token_hex(4)}"
 
-    ZeroMQ's descriptor is edge-triggered, and a send may consume an edge. So a callback reads until
-    the socket is empty or schedules itself again, and every send checks for messages.
+
+def process_of(peer: bytes) -> bytes:
+    """Name of the process that owns a peer's socket."""
+    return peer.rpartition(b".")[0]
+
+
+class RouterSocket(Generic[Sent, Received]):
+    """Channel to many peers, served by callbacks on an asyncio loop.
+
+    ZeroMQ's descriptor is edge-triggered, and a send may consume an edge. A callback therefore
+    reads until the socket is empty or schedules itself again, and every send checks for messages.
     """
 
     def __init__(
@@ -324,8 +341,8 @@ class RouterSocket(Generic[Sent, Received]):
         on_all: Callable[[], None],
         segments: SharedMemoryTransfers | None = None,
     ) -> None:
-        """`monitor`: receives _Admissions.EVENTS. `on_all` is called when `num_peers` peers have
-        sent a message. `segments`: see PairSocket."""
+        """`monitor`: socket that receives _Admissions.EVENTS. `on_all` is called when `num_peers`
+        peers have sent a message. `segments`: see PairSocket."""
         self._socket = socket
         self._segments = segments
         self._encode = msgspec.msgpack.Encoder().encode
@@ -337,34 +354,36 @@ class RouterSocket(Generic[Sent, Received]):
         self._admissions = _Admissions()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connections: dict[bytes, int] = {}
-        """The descriptor of each peer's connection."""
+        """File descriptor of each peer's connection."""
         self._on_message: Callable[[bytes, Received], None]
-        self._on_disconnect: Callable[[], None]
+        self._on_disconnect: Callable[[bytes], None]
         self._on_rejected: Callable[[], None]
         self._drain_is_due = False
 
     def listen(
         self,
         on_message: Callable[[bytes, Received], None],
-        on_disconnect: Callable[[], None],
+        on_disconnect: Callable[[bytes], None],
         on_rejected: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the callbacks on the running loop. `on_message`: for each message, with its peer.
-        `on_disconnect`: when a peer that has sent a message disconnects. `on_rejected`: when a
-        connection without the token ends."""
+        """Start the callbacks on the running loop. `on_message`: called with the peer and each
+        message. `on_disconnect`: called with a peer that has sent a message, when it disconnects.
+        `on_rejected`: called when a connection without the token ends. A peer that connects again
+        needs a new name: the socket refuses a name whose previous connection has not been closed
+        yet."""
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._on_rejected = on_rejected
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(_number(self._socket, zmq.FD), self._drain)
         self._loop.add_reader(_number(self._monitor, zmq.FD), self._watch_connections)
-        # The descriptor gives no signal until the socket has been read until empty.
+        # The descriptor signals nothing until the socket has been read until empty.
         self._schedule_drain()
         self._watch_connections()
 
     def send(self, peer: bytes, message: Sent) -> bool:
-        """Send without waiting; False when `peer` has disconnected or has left HIGH_WATER messages
-        unread. Raises TypeError or ValueError when the message cannot be encoded."""
+        """Send without blocking; returns False when `peer` has disconnected or has left HIGH_WATER
+        messages unread. Raises TypeError or ValueError when the message cannot be encoded."""
         frame = self._encode(message)
         if self._segments is not None:
             frame = self._segments.frame(frame, peer)
@@ -410,7 +429,7 @@ class RouterSocket(Generic[Sent, Received]):
                     return
                 peer, frame = source.bytes, self._socket.recv(zmq.NOBLOCK)
                 if peer not in self._connections:
-                    # Handle stale events first: an earlier connection may have had the same
+                    # Handle stale events first: an earlier connection may have had the same file
                     # descriptor.
                     self._drain_monitor()
                     self._connections[peer] = int(source.get(zmq.SRCFD))
@@ -429,7 +448,7 @@ class RouterSocket(Generic[Sent, Received]):
             self._loop.call_soon(self._watch_connections)
 
     def _drain_monitor(self, most: float = math.inf) -> bool:
-        """Handle at most `most` monitor events; False when no event is left."""
+        """Handle at most `most` monitor events; returns False when no event is left."""
         while most > 0 and not self._monitor.closed:
             try:
                 event, descriptor = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -445,17 +464,17 @@ class RouterSocket(Generic[Sent, Received]):
                 if self._segments is not None:
                     self._segments.forget(peer)
             is_rejected = self._admissions.take(event, was_admitted=bool(peers))
-            if peers:
-                self._on_disconnect()
-            elif is_rejected:
+            for peer in peers:
+                self._on_disconnect(peer)
+            if is_rejected and not peers:
                 self._on_rejected()
         return most <= 0
 
 
 class ZmqContext:
     """Opens listening and connecting channels. All channels share an I/O thread, so that a message
-    to several peers wakes the thread once. A peer is admitted if it presents the launcher's token.
-    """
+    to several peers wakes the thread only once. A peer is admitted if it presents the launcher's
+    token."""
 
     def __init__(self, token: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -463,9 +482,9 @@ class ZmqContext:
         self._has_authenticator = False
 
     def bind_pair(self, endpoint: str, received: Any) -> PairSocket[Any, Any]:
-        """Open the listening end of a step channel; `received` is the union that it decodes. The
-        other end must send the first message: until then, there is no peer to send to. Raises
-        ConfigError when the address is not available."""
+        """Open the listening end of a pair channel; `received` is the union of message types to
+        decode. The other end must send the first message: before that, there is no peer to send to.
+        Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
@@ -474,8 +493,8 @@ class ZmqContext:
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
     ) -> PairSocket[Any, Any]:
-        """Open the connecting end of a step channel. If the other end is on another host, where no
-        parent process reports its end, a watch of the connection is added to `watches`."""
+        """Open the connecting end of a pair channel. If the other end is on another host, where no
+        parent process reports its end, a ConnectionWatch is added to `watches`."""
         watches = watches if endpoint.startswith(TCP) else None
         return self._connected(zmq.PAIR, endpoint, received, watches)
 
@@ -483,7 +502,7 @@ class ZmqContext:
         """Open the engine's end of the step channel to `num_peers` workers. Raises ConfigError when
         the address is not available."""
         socket = self._socket(zmq.XPUB)
-        # A send fails if a peer's queue is full; without this, ZeroMQ would skip the peer.
+        # A send must fail if a peer's queue is full; by default, ZeroMQ would skip the peer.
         socket.setsockopt(zmq.XPUB_NODROP, 1)
         # Report every subscriber, although all subscribe to the same topic.
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
@@ -515,17 +534,17 @@ class ZmqContext:
         watches: "list[ConnectionWatch] | None" = None,
     ) -> PairSocket[Any, Any]:
         """Connect to a router, which identifies this socket as `name`. If `watches` is given, a
-        watch of the connection is added to it."""
+        ConnectionWatch is added to it."""
         return self._connected(zmq.DEALER, endpoint, received, watches, name)
 
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
     ) -> RouterSocket[Any, Any]:
-        """Open a router, which stops accepting connections when `num_peers` peers have sent a
-        message (0: never). Raises ConfigError when the address is not available."""
+        """Open a router that stops accepting connections when `num_peers` peers have sent a message
+        (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Before the socket listens: the monitor must report every connection.
+        # Created before the socket listens, so that the monitor reports every connection.
         monitor = _monitor(socket, socket.context, _Admissions.EVENTS)
         try:
             on_all = partial(_remove, self._listen(socket, endpoint))
@@ -536,12 +555,13 @@ class ZmqContext:
         return RouterSocket(socket, monitor, received, num_peers, on_all, segments)
 
     def close(self) -> None:
-        """Wait until closed sockets have lingered. Close every channel before."""
+        """Wait until closed sockets have sent their messages or lingered. Close every channel
+        first."""
         self._context.term()
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
-        # Lingering is set at close; a socket that was never closed must not delay the exit.
+        # Linger is set at close; a socket that was never closed must not delay the exit.
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
@@ -561,7 +581,7 @@ class ZmqContext:
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        # PLAIN costs only a handshake; CURVE would spend 10 ms to encrypt 4 MB of masks.
+        # PLAIN costs only a handshake; CURVE would spend 10 ms on encrypting 4 MB of masks.
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
@@ -593,7 +613,7 @@ class ZmqContext:
 
 
 class _SocketThread:
-    """A thread that reads a socket of a context, and ends with the context."""
+    """Thread that reads a socket of a context until the context ends."""
 
     def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
         self._socket = socket
@@ -654,7 +674,8 @@ class _RejectionCounter(_SocketThread):
 
 
 class _Admissions:
-    """Counts of a listening socket's open and admitted connections, from its monitor's events."""
+    """Counters of a listening socket's open and admitted connections, updated from its monitor's
+    events."""
 
     EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -662,10 +683,10 @@ class _Admissions:
         self._num_open = self._num_admitted = 0
 
     def take(self, event: int, *, was_admitted: bool = False) -> bool:
-        """Count an event; returns whether it is the end of a rejected connection.
+        """Count an event; returns whether a rejected connection has ended.
 
-        Events do not say whether an ended connection had been admitted. Unless `was_admitted`, the
-        connection counts as rejected if as many connections are open as were admitted.
+        Events do not say whether the connection that ended was admitted. Unless `was_admitted`, it
+        counts as rejected if at least as many connections remain open as were admitted.
         """
         if event == zmq.EVENT_ACCEPTED:
             self._num_open += 1
@@ -681,8 +702,8 @@ class _Admissions:
 
 
 def _shadow(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Context[zmq.Socket[bytes]]":
-    """A second handle of the context, whose sockets belong to another thread: Context.destroy must
-    not close them."""
+    """Second handle of the context, for sockets of another thread, which Context.destroy must not
+    close."""
     return zmq.Context.shadow(context.underlying)
 
 
@@ -708,14 +729,14 @@ def _send(
 
 def _remove(path: str | None) -> None:
     """Remove the file of a listening Unix socket, if any, so that no new peer can connect;
-    unbinding the ZeroMQ socket would end its connections. A serving process must not even accept
-    unknown peers: libzmq aborts the process if no file descriptor is left for accept."""
+    unbinding the ZeroMQ socket would end its connections. Unknown peers must not even be accepted
+    while serving: libzmq aborts the process if no file descriptor is left for accept."""
     if path is not None:
         Path(path).unlink(missing_ok=True)
 
 
 def _add_heartbeats(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Enable heartbeats between hosts: a host that loses power closes no connection."""
+    """Enable heartbeats between hosts: a host that loses power does not close its connections."""
     if endpoint.startswith(TCP):
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
@@ -733,7 +754,7 @@ def _monitor(
     """Socket that receives the connection events of `socket`."""
     address = f"inproc://monitor-{id(socket)}"
     monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    # No high-water mark: libzmq's I/O thread would block until the events are read.
+    # No high-water mark: with a limit, libzmq's I/O thread would block until the events are read.
     monitor.setsockopt(zmq.RCVHWM, 0)
     monitor.setsockopt(zmq.LINGER, 0)
     socket.monitor(address, events)

@@ -1,7 +1,7 @@
 """Messages between server and engine: tagged structs of plain columns.
 
-Prompts and log-probabilities are binary fields that decode to views of the received frame, so they
-are never copied into Python objects.
+Prompts and log-probabilities are binary fields, which decode to views of the received frame and are
+never copied into Python objects.
 """
 
 from typing import Any
@@ -24,37 +24,38 @@ FRONT_END_SHIFT = 48
 ENGINE_SHIFT = 40
 """The engine number takes 8 bits of a key: config/data_parallel.py limits it to 255."""
 RESTART_SHIFT = 32
-"""Restarts of the front end, modulo 256: a restarted front end does not reuse the keys of its
-predecessor."""
+"""A key contains the number of restarts of its front end, modulo 256, so that a restarted front end
+does not reuse the keys of its predecessor."""
 
 
 def engine_of(key: int) -> int:
-    """Number of the engine that has the request with this key."""
+    """Number of the engine that serves the request with this key."""
     return (key >> ENGINE_SHIFT) & 0xFF
 
 
 COMPILE_GRAMMAR = "compile_grammar"
 """Control with the arguments `spec`, a GrammarSpec as a list, and `client`, the API key or address
-whose turn it takes; fails when the grammar cannot be compiled."""
+for fair queueing. Fails when the grammar cannot be compiled."""
 
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "load_lora_adapter", "unload_lora_adapter"
-"""Controls with the arguments `adapter` (a NamedAdapter) and `client`, like COMPILE_GRAMMAR's, and
-with `lora_name`. UNLOAD_ADAPTER returns the number of requests that still use the adapter."""
+"""Controls. LOAD_ADAPTER has the arguments `adapter` (a NamedAdapter) and `client` (see
+COMPILE_GRAMMAR). UNLOAD_ADAPTER has the argument `lora_name` and returns the number of requests
+that still use the adapter."""
 REGISTER_ADAPTER = "register_lora_adapter"
-"""The control that replaces LOAD_ADAPTER in the engine, once the adapter's files were checked."""
+"""Control that replaces LOAD_ADAPTER inside the engine, once the adapter's files were checked."""
 
 SLEEP, WAKE_UP = "sleep", "wake_up"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""Tags of WAKE_UP: the memory to restore."""
+"""Tags of WAKE_UP: parts of memory to restore."""
 
 AWAKE, FALLING_ASLEEP = "awake", "falling_asleep"
 ASLEEP = ("weights_offloaded", "discard_all")
-"""Sleep levels 1 and 2, with the names of vLLM's metric."""
+"""States of sleep levels 1 and 2, named after vLLM's metric."""
 
 
 class Resumption(msgspec.Struct, array_like=True, gc=False):
-    """Output that a request had received from an engine that crashed; another engine continues
+    """Output of a request that an engine generated before it crashed; another engine continues
     after it."""
 
     output: memoryview
@@ -62,18 +63,19 @@ class Resumption(msgspec.Struct, array_like=True, gc=False):
     num_prompt_logprobs: int = 0
     """Prompt positions whose log-probabilities the request has received."""
     is_suspect: bool = False
-    """An engine crashed while it computed the next token of the request. The request is isolated:
-    the engine starts it only when no other request could cause the next crash."""
+    """Whether an engine crashed while it computed the request's next token. The request is
+    isolated: the engine starts it only when no other request could cause the next crash."""
 
 
 UNSENT = 0
 """Key of a request that has not been sent."""
 NO_SAMPLING = SamplingParams()
-"""Sampling of a pooling request."""
+"""Placeholder for pooling requests, which do not sample."""
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
-    """A sequence to generate. A request with n choices sends n sequences with derived seeds."""
+    """A sequence to generate. A request with n choices is sent as n sequences with derived
+    seeds."""
 
     key: int
     """Unique key of the sequence; set by EngineClient.add."""
@@ -86,27 +88,27 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     adapter: str = ""
     """Hash of the adapter's files (LoRAInfo.content); empty: no adapter."""
     name: str = ""
-    """The request's name in logs."""
+    """Name of the request in logs."""
     pooling: PoolingParams | None = None
-    """Set for a pooling request, which returns vectors in place of tokens; `sampling` is then
+    """Set for a pooling request, which returns vectors instead of tokens; `sampling` is then
     ignored."""
     is_continuation: bool = False
-    """The sequence continues a request that was accepted before (a beam with another token) and is
-    scheduled before all waiting requests."""
+    """Whether the sequence continues an accepted request (a beam with another token). It is queued
+    before new requests of the same priority; ContinuationTurns gives new requests their turns."""
     images: list[ImagePlacement] = []
     """Images whose placeholder tokens are in the prompt."""
     encoded_images: list[EncoderInput] = []
-    """Inputs of the vision tower for `images`, once for each distinct content."""
+    """Inputs of the vision tower for `images`, one for each distinct content."""
     resumption: Resumption | None = None
-    """Set if an engine that crashed had accepted the request, which is then exempt from the limit
-    on waiting requests."""
+    """Set if an engine that crashed had accepted the request. Such a request is exempt from the
+    limit on waiting requests."""
     timeout_s: float = 0.0
-    """Seconds after its arrival at which the request ends with an error; 0: no limit. Set by
+    """Seconds after its arrival at which the request is failed; 0: no limit. Set by
     EngineClient.add."""
     tenant: int = 0
     """Number of the API key, for fair shares; 0: no API key. Set by EngineClient.add."""
     group: int = 0
-    """Key of an earlier text of the same pooling request; 0: this text is the first text."""
+    """Key of the first text of the same pooling request; 0: this text is the first."""
 
 
 class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
@@ -116,10 +118,10 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
-    """A call that gets a Reply. Names: reset_prefix_cache, ping, start_profile and stop_profile
-    (the value is the name of the trace file), shapes (of launches, see StepStats.shapes),
-    sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py), COMPILE_GRAMMAR, LOAD_ADAPTER
-    and UNLOAD_ADAPTER."""
+    """A call that is answered with a Reply. Names: reset_prefix_cache, ping, start_profile and
+    stop_profile (the value is the name of the trace file), shapes (launch shapes, see
+    StepStats.shapes), sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py),
+    COMPILE_GRAMMAR, LOAD_ADAPTER and UNLOAD_ADAPTER."""
 
     call: int
     name: str
@@ -127,8 +129,8 @@ class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag
 
 
 class CancelControl(msgspec.Struct, array_like=True, gc=False, tag=4):
-    """Cancel a COMPILE_GRAMMAR, or a LOAD_ADAPTER whose adapter is not being read yet: its caller
-    waits no longer. No Reply follows. Other controls and unknown calls are not affected."""
+    """Cancel a COMPILE_GRAMMAR, or a LOAD_ADAPTER whose adapter is not being read yet, because its
+    caller no longer waits. No Reply follows. Other controls and unknown calls are not affected."""
 
     call: int
 
@@ -141,7 +143,7 @@ SLEEPING = "the engine sleeps"
 
 
 class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The last message for a key. Times are seconds in the queue, in prefill and in decode."""
+    """Last message for a key. Times are seconds in the queue, in prefill and in decode."""
 
     key: int
     reason: str
@@ -154,55 +156,57 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     decode_s: float = 0.0
     num_preemptions: int = 0
     param: str | None = None
-    """The request parameter that `error` is about; empty for the request as a whole, None for an
+    """Request parameter that `error` is about; empty for the request as a whole, None for an
     internal error."""
     is_retryable: bool = False
-    """The engine is asleep or has no room: a retry may succeed later."""
+    """Whether a retry may succeed later, because the engine is asleep or has no room."""
     is_timeout: bool = False
-    """AddRequest.timeout_s has passed; `error` says how far the request got."""
+    """Whether AddRequest.timeout_s has passed; `error` describes how far the request got."""
 
 
 class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
-    """Gauges of an engine, and its counters since the start. Sent with steps, and on change."""
+    """Gauges of an engine, and counters since its start. Sent with each step, and on changes."""
 
     running: int = 0
     waiting: int = 0
     waiting_prompt_tokens: int = 0
     oldest_waiting_s: float = 0.0
-    """Time in the queue of the request that has waited longest; 0 if no request waits."""
+    """Queue time of the request that has waited longest; 0 if no request waits."""
     blocks_used: int = 0
     blocks_total: int = 0
     sleep: str = AWAKE
-    """AWAKE, FALLING_ASLEEP (new requests are rejected, open ones may finish) or one of ASLEEP."""
+    """AWAKE, FALLING_ASLEEP (new requests are rejected, open requests may finish) or an entry of
+    ASLEEP."""
     preemptions: int = 0
     prefill_tokens_per_s: float = 0.0
-    """Prefill rate (see PrefillRate); 0 if it is not measured."""
+    """Prefill rate (see PrefillRate); 0 without --max-ttft, and before the first measurement."""
     prefilling_tokens: int = 0
-    """Prompt tokens of running requests that are not computed yet; set if the rate is measured."""
+    """Prompt tokens of running requests that are not computed yet; 0 without --max-ttft."""
     waiting_shares: list[tuple[int, int, int]] = []
-    """(priority, tenant, tokens) of waiting requests; set if the rate is measured."""
+    """(priority, tenant, tokens) of waiting requests; empty without --max-ttft."""
     waiting_tenants: int = 0
-    """API keys with waiting requests; set with fair shares."""
+    """Number of API keys with waiting requests; 0 without fair shares."""
     tenant_tokens: dict[str, int] = {}
-    """Tokens served to each API key, set with fair shares. Prompt tokens that are not cached count
+    """Tokens served to each API key; empty without fair shares. Uncached prompt tokens are counted
     when a request starts, output tokens when it ends."""
     steps: int = 0
     lookups: dict[str, int] = {}
-    """'prefill.hit', 'decode.miss', ...: counts."""
+    """Bucket lookups by phase and result, such as `prefill.hit`; `refused` counts rejected
+    sequences."""
     useful_tokens: dict[str, int] = {}
     """Useful tokens by phase."""
     padding_tokens: dict[str, int] = {}
     compilations: dict[str, int] = {}
-    """'prefill.warmup', 'decode.serving', ...: counts."""
+    """Compilations by phase and period, such as `decode.serving`."""
     compile_seconds: dict[str, float] = {}
     """Total compilation time by period: 'warmup', 'serving'."""
     recompilations: int = 0
     """Recompilations after warm-up, counted by the device's runtime; 0 if the runtime does not
-    count."""
+    count them."""
     cpu_fallbacks: int = 0
-    """Operations of the device that ran on the host after warm-up."""
+    """Device operations that fell back to the host after warm-up."""
     recipes: dict[str, int] = {}
-    """'hit', 'miss': lookups in the runtime's cache of compiled recipes."""
+    """Lookups in the runtime's cache of compiled recipes, by result: 'hit', 'miss'."""
     graphs: int = 0
     graph_bytes: int = 0
     max_loras: int = 0
@@ -224,7 +228,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     encoder_cache_hits: int = 0
     encoded_images: int = 0
     encoded_image_tokens: int = 0
-    """Rows of embeddings that the vision tower was asked to compute."""
+    """Rows of embeddings that the vision tower was scheduled to compute."""
     spec_decode: dict[str, int] = {}
     """'num_drafts' (per request and step), 'num_draft_tokens', 'num_accepted_tokens', and
     'accepted.0', ...: accepted drafts by position. Empty without speculation."""
@@ -237,7 +241,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=4):
-    """All output of a step for a single front end, in columns."""
+    """Output of a step for a single front end, in columns."""
 
     step: int
     started: list[int] = []
@@ -254,8 +258,8 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(key, positions) for prompt tokens from index 1, in chunks; sent before the key's first
     token."""
     vectors: list[tuple[int, int, memoryview]] = []
-    """(key, rows, float32 little-endian): the result of a pooling request, sent in the same message
-    as its Finish."""
+    """(key, rows, float32 little-endian data): result of a pooling request, sent in the same
+    message as its Finish."""
     finished: list[Finish] = []
     stats: EngineStats | None = None
 
@@ -267,11 +271,11 @@ class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5
     value: Any = None
     error: str | None = None
     is_refusal: bool = False
-    """The error is a UserError."""
+    """Whether the error is a UserError."""
     code: str | None = None
     """The UserError's code, which clients may match on."""
     is_overload: bool = False
-    """The error is Overloaded: a retry may succeed later."""
+    """Whether the error is Overloaded: a retry may succeed later."""
 
 
 class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
@@ -299,19 +303,20 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
 
     @property
     def counts(self) -> str:
-        """`12 of 97`; for weights, which are counted in bytes, `1.25 GiB of 16.06 GiB`."""
+        """Progress such as `12 of 97`; for weights, which are counted in bytes, `1.25 GiB of 16.06
+        GiB`."""
         if self.stage == LOAD:
             return f"{bytes_text(self.done)} of {bytes_text(self.total)}"
         return f"{self.done} of {self.total}"
 
     @property
     def text(self) -> str:
-        """`warmup, 12 of 97`; only the stage if it has no counts."""
+        """Progress such as `warmup, 12 of 97`; only the stage if it has no counts."""
         return f"{self.stage}, {self.counts}" if self.total else self.stage
 
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
-    """The engine accepts requests."""
+    """The engine accepts requests; its report at the end of the start-up."""
 
     engine: int
     num_blocks: int
@@ -333,7 +338,7 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
     logprobs_mode: str = "raw_logprobs"
     """Kind of the returned log-probabilities: a value of config.engine.LOGPROBS_MODES."""
     pooling: PoolingFacts | None = None
-    """Set for a pooling model, which returns vectors and no tokens."""
+    """Set for a pooling model, which returns vectors instead of tokens."""
     ranks: list[RankFacts] = []
     """Facts of each worker, by rank; empty for a single worker."""
     request_tiles: int = 0
@@ -344,20 +349,21 @@ class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):
 
 
 class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
-    """The engine has ended; every open request ends with EngineDied, unless it is resumed."""
+    """The engine has ended. Every open request ends with EngineDied, unless it is resumed."""
 
     engine: int
     message: str
     is_config: bool = False
-    """The failure is a ConfigError."""
+    """Whether the failure is a ConfigError."""
     may_follow: bool = False
-    """The failure may be a consequence of another engine's end; set where engines share experts."""
+    """Whether the failure may be a consequence of another engine's end; set where engines share
+    experts."""
     is_stopped: bool = False
-    """The engine was told to stop."""
+    """Whether the engine was told to stop."""
     is_external: bool = False
-    """The cause lies outside of the engine's computation."""
+    """Whether the cause lies outside of the engine's computation."""
     is_profile: bool = False
-    """The end is a ProfileWritten."""
+    """Whether the engine has ended with a ProfileWritten."""
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):

@@ -1,5 +1,5 @@
-"""Large messages between processes of a host: the message is a file in shared memory, and a small
-frame with the file's name travels through the socket."""
+"""Large messages between processes of a host: the message is written to a file in shared memory,
+and the socket carries a small frame with the file's name."""
 
 import mmap
 import os
@@ -11,14 +11,15 @@ from typing import NamedTuple
 from config.errors import EngineDied
 
 LARGE_BYTES = 32 * 2**20
-"""Minimum size of a message that is sent as a file. For smaller messages, the pages of a new file
-cost more than copies through the socket."""
+"""Minimum size of a message that is sent as a file, in bytes. For smaller messages, allocating the
+pages of a file costs more than copying through the socket."""
 MAX_UNREAD_BYTES = 2**30
-"""Maximum size of a sender's unread files; further messages travel through the socket."""
+"""Maximum size of a sender's unread files, in bytes; further messages are sent through the
+socket."""
 MARK = b"\xc1"
-"""First byte of a frame that names a file. No MessagePack message begins with this byte."""
+"""First byte of a frame that contains a file name. No MessagePack message starts with this byte."""
 DIRECTORY = "segments"
-"""Name of the link, beside the sockets, to the directory of files."""
+"""Name of the link to the directory of files, in the directory of the sockets."""
 _FILES = Path("/dev/shm")
 
 
@@ -34,16 +35,16 @@ def files_parent() -> Path | None:
 
 
 def link_directory(sockets: str, files: str) -> None:
-    """Make the sockets in `sockets` use the directory `files`."""
+    """Make the sockets in the directory `sockets` use the files directory `files`."""
     os.symlink(files, Path(sockets, DIRECTORY))
 
 
 class SharedMemoryTransfers:
-    """The files that a socket sends and receives.
+    """Files of the large messages that a socket sends and receives.
 
     A reader opens a file and unlinks it at once, so that the kernel frees the memory when the
-    message is dropped or the reader dies. Each of several readers has its own hard link.
-    Unread files are removed with the directory, which the launcher owns.
+    message is dropped or the reader dies. Each reader has its own hard link. Unread files are
+    removed with the directory, which the launcher owns.
     """
 
     def __init__(self, directory: Path, num_readers: int = 1) -> None:
@@ -55,15 +56,15 @@ class SharedMemoryTransfers:
 
     @classmethod
     def beside(cls, endpoint: str, num_readers: int = 1) -> "SharedMemoryTransfers | None":
-        """The files of the socket at `endpoint`; None if its directory has no link to files, or for
-        a TCP socket."""
+        """Transfers of the socket at `endpoint`; None if its directory has no link to a files
+        directory, or for a TCP socket."""
         if not endpoint.startswith("ipc://"):
             return None
         directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
         return cls(directory, num_readers) if directory.is_dir() else None
 
     def frame(self, data: bytes, peer: bytes = b"") -> bytes:
-        """The frame to send to `peer`: the message itself, or the name of a file if the message is
+        """Frame to send to `peer`: the message itself, or the name of a file if the message is
         large and there is memory for a file."""
         size = len(data)
         if size < LARGE_BYTES:
@@ -94,7 +95,7 @@ class SharedMemoryTransfers:
         _remove([file.path for file in self._unread if file.peer == peer])
 
     def message(self, frame: bytes) -> bytes | memoryview:
-        """The message of a frame. Raises EngineDied if the file does not exist."""
+        """Message of a frame. Raises EngineDied if the file does not exist."""
         if frame[:1] != MARK:
             return frame
         for path in self._named(frame):
@@ -117,10 +118,10 @@ class SharedMemoryTransfers:
 
 
 def _write(paths: list[str], data: bytes) -> None:
-    """Write `data` to a file and link it under each of `paths`, a path for each reader."""
+    """Write `data` to a file and hard-link it to all `paths`, a path for each reader."""
     file = os.open(paths[0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        # Allocate now: without memory, a later access of a reader would raise SIGBUS.
+        # Allocate now: if memory ran out later, a reader's access would raise SIGBUS.
         os.posix_fallocate(file, 0, len(data))
         view = memoryview(data)
         while view:

@@ -1,4 +1,5 @@
-"""Messages between engines that step together and the hub that coordinates their steps."""
+"""Messages between engines that step together and the hub (DPCoordinator) that coordinates their
+steps."""
 
 import msgspec
 
@@ -10,19 +11,19 @@ class JoinSteps(msgspec.Struct, array_like=True, gc=False, tag=1):
 
     engine: int
     settings: int
-    """Checksum of the settings that all engines must share."""
+    """Checksum of the settings that must be equal on all engines."""
 
 
 class StepProposal(msgspec.Struct, array_like=True, gc=False, tag=2):
-    """Buckets of the launches that an engine has planned for a step; empty if the engine has no
-    work and only takes part."""
+    """Buckets of the launches that an engine has planned for a step; empty if it has no work and
+    only participates."""
 
     step: int
     buckets: list[Bucket]
 
 
 class StepCall(msgspec.Struct, array_like=True, gc=False, tag=3):
-    """Another engine has planned this step: answer with a StepProposal, too."""
+    """Another engine has proposed this step: answer with a StepProposal."""
 
     step: int
 
@@ -36,7 +37,7 @@ class AgreedStep(msgspec.Struct, array_like=True, gc=False, tag=4):
 
 
 class StepsRefused(msgspec.Struct, array_like=True, gc=False, tag=5):
-    """The settings of the engines differ; raised as a ConfigError."""
+    """The settings of the engines differ; the engine raises a ConfigError."""
 
     message: str
 

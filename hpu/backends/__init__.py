@@ -1,4 +1,2 @@
-"""Devices behind one Backend protocol (base.py), a file each, with the names of config/devices/.
-
-select.py imports only the chosen file.
-"""
+"""The device backends, which implement the Backend protocol (base.py). Their files have the same
+names as the files in config/devices/. select.py imports only the selected backend."""

@@ -102,10 +102,10 @@ class Backend(Protocol):
     """The ranks that run a model together. A backend joins them before it touches its device and
     leaves them in `close`."""
 
-    def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
+    def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
         `is_plain`: a built-in decoder with all layers and all experts on this rank."""
-        dtype = getattr(torch, facts.dtype, None)
+        dtype = getattr(torch, model_config.dtype, None)
         return dtype if dtype in self.fast_dtypes else self.default_dtype
 
     def memory(self) -> tuple[int, int]:
@@ -127,8 +127,8 @@ class Backend(Protocol):
         ...
 
     def is_compile_failure(self, error: Exception) -> bool:
-        """Whether `error`, raised by work on the device, is the compiler's refusal of a recipe. The
-        device remains usable after it."""
+        """Whether `error`, raised by work on the device, means that the compiler rejected a recipe.
+        The device remains usable after it."""
         return False
 
     def advice(self, error: Exception) -> str:
@@ -201,7 +201,7 @@ class Backend(Protocol):
         return function
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:
-        """Called before a model is created that `patcher` will patch."""
+        """Called before the creation of a model that `patcher` will patch."""
         return
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
@@ -234,8 +234,8 @@ class Backend(Protocol):
         if kv_cache_dtype in (AUTO, own):
             return None
         raise ConfigError(
-            f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which caches "
-            f"keys and values in the data type of the model, {own}"
+            f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which supports "
+            f"only the model's data type, {own}"
         )
 
     @property

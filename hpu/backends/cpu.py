@@ -1,7 +1,7 @@
 """CpuBackend: the host as a device. Work runs synchronously, so an event is done when it is
 created.
 
-It replaces the layers of a loaded model by packed kernels and compiles decoders.
+It replaces the layers of a loaded model with packed kernels and compiles decoders.
 """
 
 import logging
@@ -57,11 +57,11 @@ from hpu.quantization.stored.weights import StoredExperts, StoredWeight
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Size of a cache line in bytes, and of the widest vector load."""
+"""Bytes of a cache line, and of the widest vector load."""
 
 WEIGHTS_PER_S, MULTIPLICATIONS_PER_S = 5e9, 75e9
-"""bfloat16 weights that a thread reads per second, and multiplications per second. Rough estimates.
-"""
+"""bfloat16 weights read per second, and multiplications per second, of a single thread. Rough
+estimates."""
 
 RETAINED_BYTES = 64 << 20
 """Freed bytes that the allocator keeps while serving: logits of 32 requests and their copies in
@@ -69,7 +69,7 @@ sampling."""
 
 SINGLE_THREAD_S = 2e-3
 """Launches estimated below this time on a single thread are not split: on a busy machine each
-thread barrier costs up to a twentieth of it."""
+thread barrier takes up to 5 % of it."""
 
 PREFILL_TOKENS = 512
 """Prompt tokens at which the fixed cost of a launch (reading weights, logits, Python) is small, for
@@ -107,7 +107,7 @@ class CallGraph:
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
     `kernels`: folder of the compiled kernels, which are built if missing; None: use torch's own
-    operators. `ranks` meet over gloo. `on_step` is called while the kernels are built."""
+    operators. `ranks` communicate over gloo. `on_step` is called while the kernels are built."""
 
     name = "cpu"
     card = driver = software = ""
@@ -216,7 +216,7 @@ class CpuBackend(Backend):
         dtype = linears[0].dtype
         if self._multiplies(dtype) or can_pack(dtype, linears[0].device):
             return use_cpu_kernels(model, self._library)
-        logger.debug("Weights are not packed: there is no packed product for %s here", dtype)
+        logger.debug("Weights are not packed: this CPU has no packed kernel for %s", dtype)
         return model
 
     def prepare_tower(self, tower: nn.Module) -> None:
@@ -229,13 +229,13 @@ class CpuBackend(Backend):
         the CPU."""
         return dtype == torch.bfloat16 and self._library is not None
 
-    def dtype_for(self, facts: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
-        dtype = super().dtype_for(facts, is_plain=is_plain)
-        if facts.dtype == "float32" or not self._multiplies(torch.bfloat16):
+    def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
+        dtype = super().dtype_for(model_config, is_plain=is_plain)
+        if model_config.dtype == "float32" or not self._multiplies(torch.bfloat16):
             return dtype
         # Without bfloat16 instructions, torch's bfloat16 operators are slow; the native kernels are
         # not.
-        return torch.bfloat16 if is_plain and is_known(facts) else dtype
+        return torch.bfloat16 if is_plain and is_known(model_config) else dtype
 
     def linear_method(self, weight: StoredWeight, dtype: torch.dtype) -> LinearMethod | None:
         if dtype != torch.bfloat16 or not can_pack_integers(weight):
@@ -284,10 +284,10 @@ class CpuBackend(Backend):
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
-    """Install packed products and norms in the layers of a loaded bfloat16 model: kernels of
-    `library`, or torch's packed products where `library` has no kernel and the CPU has bfloat16
-    instructions. Returns the model to run, which is a CompiledDecoder if `model` is a decoder that
-    can be compiled."""
+    """Install packed linear kernels and norm kernels in the layers of a loaded bfloat16 model:
+    kernels of `library`, or torch's packed linear operators where `library` has no kernel and the
+    CPU has bfloat16 instructions. Returns the model to run, which is a CompiledDecoder if `model`
+    is a decoder that can be compiled."""
     # Routers are not packed: they are small, have any number of outputs, and may be in float32.
     routers = {
         gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
@@ -322,7 +322,7 @@ def _compiled_shard(model: Decoder, library: Library | None) -> nn.Module:
     sums = SharedSums(model.group)
     if sums.reserve(model.config.hidden_size):
         return CompiledDecoder(model, library, sums)
-    logger.info("Layers run one by one, since the ranks share no memory")
+    logger.info("Layers run in separate calls, since the ranks share no memory")
     return model
 
 

@@ -1,5 +1,5 @@
-"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. It has the same buckets and runner,
-and real capture and replay. It is used only if it is named."""
+"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. It uses the Gaudi backend's buckets
+and runner, with CUDA graphs. `--device auto` never selects it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from hpu.quantization.base import ModelPatcher
 logger = logging.getLogger(__name__)
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""Lowest compute capability with bfloat16 matrix products in hardware (Ampere)."""
+"""Lowest compute capability with bfloat16 matmuls in hardware (Ampere)."""
 
 WARM_RUNS = 2
-"""Runs before a capture. The first run loads kernels and allocates workspaces of matrix products,
-which is not allowed during a capture; the second run checks that no such work is left."""
+"""Runs before a capture. The first run loads kernels and allocates matmul workspaces, which is not
+allowed during a capture; the second run repeats it with everything in place."""
 
 
 class CudaEvent:
@@ -63,7 +63,7 @@ class CudaGraph:
 
 
 class CudaBackend(Backend):
-    """The GPU of this rank among the GPUs in CUDA_VISIBLE_DEVICES; ranks meet over NCCL.
+    """The GPU of this rank among the GPUs in CUDA_VISIBLE_DEVICES; ranks communicate over NCCL.
 
     All work runs on the current stream, in the order of submission. Only captures with their
     warm-up runs, and `upload_beside`, use side streams, which the current stream waits for.
@@ -94,7 +94,7 @@ class CudaBackend(Backend):
             raise ConfigError(missing)
         if ranks.device_index >= torch.cuda.device_count():
             raise ConfigError(
-                f"rank {ranks.rank} needs GPU {ranks.device_index}, CUDA shows "
+                f"rank {ranks.rank} needs GPU {ranks.device_index}, the number of visible GPUs is "
                 f"{torch.cuda.device_count()}"
             )
         self.device = torch.device("cuda", ranks.device_index)
@@ -135,7 +135,8 @@ class CudaBackend(Backend):
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        # A capture that runs out of memory may raise another error from the out-of-memory error.
+        # A capture that runs out of memory may raise another error, whose context is the
+        # out-of-memory error.
         found: BaseException | None = error
         while found is not None:
             if isinstance(found, torch.OutOfMemoryError):
@@ -214,13 +215,13 @@ def missing_cuda(version: str, built_for: str | None, has_device: bool) -> str |
     """Reason why torch `version`, built for CUDA `built_for`, cannot use a GPU; None if it can."""
     if built_for is None:
         return (
-            f"device 'cuda' needs a torch built with CUDA, torch {version} is not: install one "
-            "that is, or use --device cpu"
+            f"device 'cuda' needs a torch built with CUDA, and torch {version} is not: install a "
+            "CUDA build, or use --device cpu"
         )
     if not has_device:
         return (
-            f"device 'cuda': torch {version} is built for CUDA {built_for} and sees 0 GPUs: look "
-            "at the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES, or use --device cpu"
+            f"device 'cuda': torch {version} is built for CUDA {built_for} and sees 0 GPUs: check "
+            "the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     return None
 

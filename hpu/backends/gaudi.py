@@ -11,7 +11,7 @@ import gc
 import importlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from config.errors import ConfigError, GaudiserveError, bytes_text
 from config.execution import (
     EAGER,
+    FAST_SOFTMAX,
+    FP32_SOFTMAX,
     HPU_GRAPHS,
     LAZY,
     RUNTIME_DISTRIBUTION,
@@ -47,6 +49,7 @@ from hpu.gaudi_devices import (
     release_of,
 )
 from hpu.layers.embedding import ParallelLMHead
+from hpu.layers.linear import QKVParallelLinear
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
@@ -55,6 +58,7 @@ from hpu.quantization.stored.fp8 import (
     Fp8BlockMoEMethod,
     Fp8LinearMethod,
     Fp8MoEMethod,
+    Fp8Range,
     can_multiply,
     can_stay,
     has_blocks,
@@ -91,7 +95,7 @@ KEEP_TENSOR_CACHE = ("Llava", "Qwen", "Roberta", "VipLlava", "XLMRoberta")
 docs/configuration/env_variables.md, PT_HPUGRAPH_DISABLE_TENSOR_CACHE; no reason is given there)."""
 
 COMPILE_FAILED = ("graph compile failed", "cpu fallback is not supported")
-"""Parts of the error texts, in lower case, for a recipe that the compiler refuses and for a
+"""Parts of the error texts, in lower case, for a recipe that the compiler rejects and for a
 captured operation that the card does not support. The status in the text, often 26, is generic: the
 exceeded limit is not necessarily memory."""
 
@@ -137,8 +141,8 @@ class HpuGraph:
 
 
 def _regions(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules to compile separately: the layers of a model and the modules beside them, except the
-    head, since `logits` is a region of its own."""
+    """Modules to compile separately: the layers of a model and the modules next to the layers,
+    except the head, since `logits` is a separate region."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -149,7 +153,7 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class GaudiBackend(Backend):
-    """The card of this process; the runtime gives each process at most one card.
+    """The card of this process; the runtime assigns at most one card to a process.
 
     `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
     version, if known; `software` is the runtime's version (None: read from the installed package).
@@ -221,7 +225,7 @@ class GaudiBackend(Backend):
             torch._dynamo.config.disable = True
         self.captures = self._mode == HPU_GRAPHS
         self._chooses_copies = execution.host_copies == "auto"
-        """Whether the way to copy to the host is yet to be chosen."""
+        """Whether `prepare` still has to choose the kind of host copies."""
         self._copies = HostCopies(
             self._hpu, SIDE_COPIES if self._chooses_copies else execution.host_copies
         )
@@ -254,38 +258,70 @@ class GaudiBackend(Backend):
     def _acquire(self) -> int:
         """Acquire the card. The runtime acquires it at the first use. Returns the device index."""
         if not self._hpu.is_available():
-            raise ConfigError("no card answers: `gaudiserve doctor` checks driver and runtime")
-        # An operation, not only memory: with a driver of another release it is the first to fail.
+            raise ConfigError(
+                "no card responds: check the driver and the runtime with `gaudiserve doctor`"
+            )
+        # Run an operation: with a driver of another release, allocation may succeed and the first
+        # operation fails.
         two = torch.zeros(1, device="hpu") + 2
         self._htcore.mark_step()
         self._hpu.synchronize()
         if (found := float(two.cpu())) != 2:
-            raise ConfigError(f"the card computes 0 + 2 = {found:g}: `gaudiserve doctor` checks it")
+            raise ConfigError(
+                f"the card computes 0 + 2 = {found:g}: check the card with `gaudiserve doctor`"
+            )
         return int(self._hpu.current_device())
 
     def _make_kernels(self, model: FusibleModel) -> Kernels:
-        """Kernels with the choices of the vendor's plug-in for vLLM
-        (vllm_gaudi/extension/features.py): softmax in float32 for Qwen2; the adjustment kernel
-        where it exists, except for Qwen2, and for bfloat16 alone, since the bridge's tests leave
-        out float32 in lazy and compile mode for its accuracy; block_softmax off."""
+        """Kernels for `model`. Settings override these defaults, which follow the vendor's plug-in
+        for vLLM (vllm_gaudi/extension/features.py):
+
+        * Softmax in float32 for Qwen2, and for float16, in which scores of one request may overflow
+          and reach other requests of the batch.
+
+        * block_softmax_adjustment where it exists, except for Qwen2, and only for bfloat16: the
+          bridge's tests skip float32 in lazy and compile mode because of its accuracy.
+
+        * The kernel block_softmax is not used.
+        """
         card = self._generation()
         # Imported here because the module imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
         is_qwen2 = model.config.architecture.startswith("Qwen2")
         exists = self._has_kernel("block_softmax_adjustment", card)
-        sizes = self._execution.slice_sizes
-        form = module.GaudiKernels if self._execution.fused_norm_rope else module.PlainNormKernels
-        exists &= self._execution.fused_block_softmax
+        execution = self._execution
+        sizes = execution.slice_sizes
+        form = module.GaudiKernels if execution.fused_norm_rope else module.PlainNormKernels
+        softmax, block_softmax = execution.softmax, execution.block_softmax
+        if softmax == AUTO:
+            overflows = model.dtype == torch.float16
+            softmax = FP32_SOFTMAX if is_qwen2 or overflows else FAST_SOFTMAX
+        if block_softmax == AUTO:
+            suits = softmax == FAST_SOFTMAX and model.dtype == torch.bfloat16
+            uses_kernel = exists and execution.fused_block_softmax and suits
+            block_softmax = module.ADJUSTMENT if uses_kernel else module.INDEX_REDUCE
         kernels = form(
-            fused_sdpa=self._execution.fused_sdpa,
-            softmax_mode="fp32" if is_qwen2 else "fast",
-            fused_adjustment=exists and not is_qwen2 and model.dtype == torch.bfloat16,
-            fused_experts=self._execution.fused_experts,
+            fused_sdpa=execution.fused_sdpa and not execution.flex_attention,
+            softmax_mode=softmax,
+            block_softmax=block_softmax,
+            fused_experts=execution.fused_experts,
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
         )
+        if execution.flex_attention:
+            return cast(Kernels, self._with_flex_attention(kernels))
         return cast(Kernels, kernels)
+
+    def _with_flex_attention(self, kernels: Any) -> Any:
+        """`kernels` with torch's flex attention for prompts. Raises ConfigError in a lazy mode: the
+        plug-in supports flex attention with torch.compile only."""
+        if self._mode in (HPU_GRAPHS, LAZY):
+            raise ConfigError(
+                f"--prompt-use-flex-attention is on and the execution mode is {self._mode}: flex "
+                f"attention needs --execution-mode {TORCH_COMPILE}"
+            )
+        return importlib.import_module("hpu.ops.gaudi_flex").FlexKernels(kernels)
 
     def _generation(self) -> str | None:
         """Generation of the card, a key of GENERATIONS; None if unknown."""
@@ -302,13 +338,13 @@ class GaudiBackend(Backend):
         if dtype != torch.bfloat16 or card is None:
             return None
         if self._expands_fp8(weight):
-            return Fp8BlockLinearMethod(weight, GENERATIONS[card].fp8_max)
+            return Fp8BlockLinearMethod(weight, self._fp8_range(card))
         if can_expand(weight):
             return Int8LinearMethod(weight)
         if is_weight_only(weight) or not self._execution.quantized_kernels:
             return None
         if weight.scheme.is_float:
-            return Fp8LinearMethod(weight, GENERATIONS[card].fp8_max)
+            return Fp8LinearMethod(weight, self._fp8_range(card))
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         # The bridge's tests list the operator as unsupported in eager mode.
         if self._mode == EAGER or not can_convert(weight, takes_groups=takes_groups):
@@ -328,18 +364,21 @@ class GaudiBackend(Backend):
             return self._mxfp4_method(experts)
         weights = [weight for _, weight in experts.products]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
-            return Fp8BlockMoEMethod(experts, GENERATIONS[card].fp8_max, self._end_recipe)
+            return Fp8BlockMoEMethod(experts, self._fp8_range(card), self._end_recipe)
         if can_expand_experts(experts):
             return Int8MoEMethod(experts, self._end_recipe)
         is_plain = any(is_weight_only(weight) for weight in weights)
         if is_plain or not self._execution.quantized_kernels:
             return None
         if can_multiply(experts) and self._has_kernel("mixture_of_experts.fp8_fused_weights", card):
-            return Fp8MoEMethod(experts, GENERATIONS[card].fp8_max)
+            return Fp8MoEMethod(experts, self._fp8_range(card))
         takes_groups = self._has_kernel("convert_from_uint4.g_idx", card)
         if can_convert_experts(experts, takes_groups=takes_groups):
             return Uint4MoEMethod(experts, self._end_recipe)
         return None
+
+    def _fp8_range(self, card: str) -> Fp8Range:
+        return Fp8Range(GENERATIONS[card].fp8_max, self._execution.convert_to_fp8uz)
 
     def _mxfp4_method(self, experts: Mxfp4Experts) -> MoEMethod | None:
         """The method for experts that stay in MXFP4, if --native-mxfp4 is on. Raises ConfigError if
@@ -363,7 +402,7 @@ class GaudiBackend(Backend):
     @property
     def _end_recipe(self) -> Callable[[], None]:
         """Callback that ends the recipe after a part of a layer. In the lazy modes each part is a
-        recipe of its own, like in the vendor's plug-in: equal parts share a recipe, and a recipe
+        separate recipe, like in the vendor's plug-in: equal parts share a recipe, and a recipe
         needs memory for a single part. In other modes it does nothing."""
         return self.mark_step if self._mode in (HPU_GRAPHS, LAZY) else lambda: None
 
@@ -375,8 +414,8 @@ class GaudiBackend(Backend):
         card = self._generation()
         if kv_cache_dtype not in ON_GAUDI or card is None:
             raise ConfigError(
-                f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which caches "
-                f"keys and values in one of {', '.join(ON_GAUDI)}"
+                f"--kv-cache-dtype is {kv_cache_dtype} and the device is {self.name}, which "
+                f"supports {', '.join(ON_GAUDI)}"
             )
         return HpuFp8Format(kv_cache_dtype, GENERATIONS[card].fp8_max)
 
@@ -402,7 +441,7 @@ class GaudiBackend(Backend):
         return isinstance(error, RuntimeError) and any(word in text for word in COMPILE_FAILED)
 
     def advice(self, error: Exception) -> str:
-        # Errors of ours name their own remedies.
+        # The server's own errors already contain advice.
         if isinstance(error, GaudiserveError):
             return ""
         parts = [self._explain(str(error)) or ""]
@@ -416,7 +455,8 @@ class GaudiBackend(Backend):
     def synchronize(self) -> None:
         self._htcore.mark_step()
         if self._only_compiles:
-            # Nothing was launched. The runtime compiles on, while the host traces the next launch.
+            # Nothing was launched. The runtime continues to compile while the host traces the next
+            # launch.
             return
         self._hpu.synchronize()
         self._copies.wait_all()
@@ -514,7 +554,7 @@ class GaudiBackend(Backend):
             if self.is_out_of_memory(error):
                 advice = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
             raise ConfigError(
-                f"no capture succeeds after a failed one ({why}): {error}; {advice}"
+                f"every graph capture after a failed capture fails ({why}): {error}; {advice}"
             ) from error
         if found != 6:
             raise ConfigError(
@@ -537,7 +577,8 @@ class GaudiBackend(Backend):
             ).choose()
             self._chooses_copies = False
         if isinstance(model, FusibleModel):
-            model.use_kernels(self._make_kernels(model), split_qkv=self._execution.split_qkv)
+            splits = self._execution.split_qkv and self._can_split(model, patcher)
+            model.use_kernels(self._make_kernels(model), split_qkv=splits)
             check_experts(model.layers, self.compiled, self.is_compile_failure)
             if keeps_tensor_cache(model.config):
                 self._disables_tensor_cache = False
@@ -547,13 +588,29 @@ class GaudiBackend(Backend):
                 self._htcore.mark_step()
                 # Same order as load_model in the vendor's plug-in for vLLM. The newest bridge
                 # announces the removal of this function.
-                if hasattr(self._htcore, "hpu_initialize"):
+                marks = not self._execution.disable_mark_scales_as_const
+                if marks and hasattr(self._htcore, "hpu_initialize"):
                     self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:
             self._compile(model)
         return model
+
+    def _can_split(self, model: nn.Module, patcher: ModelPatcher | None) -> bool:
+        """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`
+        quantizes the weights. Logs how many layers keep a merged matmul because their weights are
+        quantized."""
+        projections = [item for item in model.modules() if isinstance(item, QKVParallelLinear)]
+        merged = [item for item in projections if patcher or not isinstance(item.weight, Tensor)]
+        if merged:
+            logger.warning(
+                "--split-qkv has no effect on %d of %d layers: the weights of their queries, "
+                "keys and values are quantized and stay in one matrix multiplication",
+                len(merged),
+                len(projections),
+            )
+        return not patcher
 
     def _mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """End the recipe after every `layers_per_recipe` layers: smaller recipes compile faster,
@@ -636,6 +693,12 @@ class GaudiBackend(Backend):
 
     def compile_seconds(self) -> float:
         return float(self._metric("graph_compilation").get("TotalTime", 0)) / 1e6
+
+    def compiled_recipes(self) -> Sequence[tuple[str, int]]:
+        """Recorded only with PT_HPU_METRICS_GC_DETAILS."""
+        return [
+            (str(name), int(us)) for name, us in self._metric("graph_compilation").get("recipe", ())
+        ]
 
     def cpu_fallbacks(self) -> Mapping[str, int]:
         return dict(self._metric("cpu_fallback").get("FallbackOps", {}))

@@ -1,5 +1,5 @@
 """HostCopies: device-to-host copies, so that a launch does not wait for the copy of the previous
-launch's tokens; GaudiEvent: a point in the work of the card and in these copies."""
+launch's tokens; GaudiEvent: a point in the work of the card, copies included."""
 
 import logging
 import time
@@ -38,14 +38,14 @@ class _Copy(NamedTuple):
 
 
 class HostCopies:
-    """Copies to the host. `runtime` is the vendor's `torch.hpu`; `kind` is a value of
-    --host-copies other than auto, and may change while no copy is in progress.
+    """Copies to the host. `runtime` is the vendor's `torch.hpu`; `kind` is a value of --host-copies
+    other than auto, and may change while no copy is in progress.
 
-    * side: a stream of their own, which waits for the default stream's work before the copy; the
+    * side: a separate stream, which waits for the default stream's work before the copy; the
       default stream never waits for the copies.
     * default: the default stream.
-    * blocking: the host waits for all work on the device, then copies. A public report describes
-      the other kinds waiting forever in a release where this kind worked.
+    * blocking: the host waits for all work on the device, then copies. According to a public
+      report, the other kinds hang in a release in which this kind works.
 
     A source must not be written or freed before its copy is done: this class holds references to
     sources until then.
@@ -99,8 +99,8 @@ class HostCopies:
         return GaudiEvent(self._runtime.Event(enable_timing=True), self)
 
     def record(self) -> tuple[int, Any]:
-        """(number, event) after all copies started so far. The event is None if a later event of
-        the default stream says the same."""
+        """(number, event) after all copies started so far. The event is None if the copies run on
+        the default stream, whose next event covers them."""
         if self._started:
             self._event = self._stream.record_event() if self.kind == SIDE_COPIES else None
             self._number += 1
@@ -136,7 +136,7 @@ class HostCopies:
     def _copy_again(self, copies: list[_Copy]) -> None:
         missing = [copy for copy in copies if not copy.has_arrived()]
         logger.warning(
-            "%d copies to the host have not arrived %.0f s after their event: copying again",
+            "%d copies to the host have not arrived %.0f s after their event: they are repeated",
             len(missing),
             ARRIVAL_TIMEOUT_S,
         )
@@ -173,7 +173,7 @@ class GaudiEvent:
 
 
 def _can_pin() -> bool:
-    """Whether the runtime gives pinned host memory."""
+    """Whether the runtime can allocate pinned host memory."""
     with warnings.catch_warnings():
         # Newer releases of torch warn that the device need not be named.
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Chooses how results are copied to the host (--host-copies auto): tries each way on the card."""
+"""Chooses how results are copied to the host (--host-copies auto): tries each kind on the card."""
 
 import logging
 import statistics
@@ -15,23 +15,23 @@ from hpu.backends.gaudi_copies import HostCopies
 logger = logging.getLogger(__name__)
 
 PREFERRED = (SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES)
-"""From the most overlap with launches to none."""
+"""Kinds of copies, in decreasing order of overlap with launches."""
 WATCHDOG_S = 5.0
-"""Time for all copies of a trial. A copy was seen to wait forever inside the runtime."""
+"""Seconds after which a trial fails: a copy has been seen to hang inside the runtime."""
 STEPS = 9
-"""Copies of a trial."""
+"""Copies per trial."""
 WIDTH = 256
-"""Numbers in a copy: as many as tokens of a large decode."""
+"""Elements per copy: the number of tokens of a large decode."""
 SLOW_S = 1e-3
 SLOW_FACTOR = 4.0
-"""A way is passed over if its copies hold the launching thread for more than both: this time, and
-this many times the time of the fastest way."""
+"""A kind is not chosen if its median copy blocks the launching thread for more than SLOW_S and for
+more than SLOW_FACTOR times the median of the fastest kind."""
 
 
 class CopyTrials:
-    """Trials of the ways to copy. `make_copies` makes HostCopies of a kind; `launch_work` launches
-    the work that was submitted so far; `choose_default_stream` makes the default stream the current
-    stream."""
+    """Selects a kind of host copies by trying each kind. `make_copies` makes HostCopies of a kind;
+    `launch_work` launches the work that was submitted so far; `choose_default_stream` makes the
+    default stream the current stream."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class CopyTrials:
         self._choose_default_stream = choose_default_stream
 
     def choose(self) -> str:
-        """Try each way, the safest first. Returns the first of PREFERRED that gives right values in
-        time and is not slow. Raises ConfigError if no way works."""
+        """Try each kind, the safest first. Returns the first kind of PREFERRED that copies correct
+        values in time and is not slow. Raises ConfigError if no kind works."""
         seconds: dict[str, float] = {}
         failures: dict[str, str] = {}
         for kind in reversed(PREFERRED):
@@ -53,7 +53,7 @@ class CopyTrials:
         fast = [kind for kind in PREFERRED if kind in seconds and not _is_slow(kind, seconds)]
         chosen = fast[0] if fast else ""
         if failures and chosen:
-            # A copy that still waits may block the others.
+            # Try again: a hanging copy of another kind may block this kind.
             self._try(chosen, seconds, failures)
         if not chosen or chosen in failures:
             reasons = [f"{kind}: {why}" for kind, why in failures.items()]
@@ -64,13 +64,14 @@ class CopyTrials:
         shown = ", ".join(
             f"{kind} {seconds[kind] * 1e6:.0f} us" for kind in PREFERRED if kind in seconds
         )
-        logger.info("Copies to the host: %s (a copy holds a launch for: %s)", chosen, shown)
+        logger.info("Copies to the host: %s (delay of a launch by a copy: %s)", chosen, shown)
         for kind, why in failures.items():
             logger.warning("Copies to the host: %s is not used: %s", kind, why)
         return chosen
 
     def _try(self, kind: str, seconds: dict[str, float], failures: dict[str, str]) -> None:
-        """Record the result of a trial, which ends in a thread of its own."""
+        """Try `kind` on a separate thread for at most WATCHDOG_S, and record the median seconds or
+        the failure."""
         found: list[float | str] = []
 
         def run() -> None:
@@ -80,14 +81,14 @@ class CopyTrials:
             except RuntimeError as error:
                 found.append(str(error))
 
-        # A copy that waits forever cannot be ended: its thread ends with the process.
+        # A hanging copy cannot be cancelled: its thread ends with the process.
         thread = threading.Thread(target=run, name=f"copies-{kind}", daemon=True)
         thread.start()
         thread.join(WATCHDOG_S)
         if not found:
             # In lazy mode the runtime remembers the stream that any thread has set last
             # (HabanaAI/gaudi-pytorch-bridge, torch/hpu/streams.py). Events and graphs of all
-            # threads would use the stream of the copy that waits.
+            # threads would use the stream of the hanging copy.
             self._choose_default_stream()
         result = found[0] if found else f"no result after {WATCHDOG_S:.0f} s"
         if isinstance(result, str):
@@ -97,7 +98,7 @@ class CopyTrials:
             seconds[kind] = result
 
     def _measure(self, kind: str) -> float:
-        """Median seconds for which a copy holds the thread that launches. Raises RuntimeError for
+        """Median seconds for which a copy blocks the thread that launches. Raises RuntimeError for
         wrong values."""
         copies = self._make_copies(kind)
         state = torch.zeros(WIDTH, dtype=torch.int32).to("hpu")
@@ -112,7 +113,7 @@ class CopyTrials:
             if copies.num_repeated:
                 raise RuntimeError("a copy had not arrived after its event")
             if target.tolist() != [number] * WIDTH:
-                raise RuntimeError(f"copied {target[0].item()} in place of {number}")
+                raise RuntimeError(f"copied {target[0].item()} instead of {number}")
         return statistics.median(held)
 
 

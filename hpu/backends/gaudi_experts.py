@@ -17,7 +17,7 @@ NUM_CHOSEN = 4
 MIN_TOKENS = 16
 MAX_DIFFERENCE = 0.1
 """Largest accepted root mean square of the difference, as a fraction of the plain result's.
-Rounding to bfloat16 gives about 0.01, operands in another order more than 1."""
+Rounding to bfloat16 gives about 0.01, operands in the wrong order more than 1."""
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(hidden states, expert ids, weights) -> output."""
@@ -28,10 +28,11 @@ def check_experts(
     layers: Iterable[nn.Module], compiled: Compiled, refuses: Callable[[Exception], bool]
 ) -> None:
     """Compare the kernel with plain operations in the first layer whose experts have biases and run
-    on a kernel. If the results differ, experts with biases run on plain operations from now on.
+    on a kernel. If the results differ, experts with biases run on plain operations.
 
-    `compiled` is Backend.compiled; `refuses`: whether an error says that the kernel cannot be
-    compiled."""
+    `compiled` is Backend.compiled; `refuses`: whether an error means that the kernel cannot be
+    compiled.
+    """
     experts = [
         module
         for layer in layers
@@ -52,12 +53,12 @@ def check_experts(
         if difference <= MAX_DIFFERENCE:
             return
         why = (
-            f"the kernel's result differs by {difference:.2f} of its size, rounding explains "
+            f"the relative error of the kernel is {difference:.2f}, it must be at most "
             f"{MAX_DIFFERENCE}"
         )
     logger.warning(
-        "Experts: %s in the first layer with experts: all %d layers run on plain operations, which "
-        "is slow: every expert multiplies every token",
+        "Experts: %s in the first layer with experts: all %d layers use plain operations, which "
+        "is slow, since every expert computes every token",
         why,
         len(experts),
     )
@@ -66,8 +67,8 @@ def check_experts(
 
 
 def _difference(experts: Experts, compiled: Compiled) -> float:
-    """Root mean square of (kernel - plain operations) on random tokens, in proportion to that of
-    plain operations; infinite if the kernel's result is not finite."""
+    """Root mean square of (kernel - plain operations) on random tokens, relative to the root mean
+    square of the plain result; infinite if the kernel's result is not finite."""
     kernel, bias = experts.moe_op, experts.w2_bias
     assert isinstance(kernel, nn.Module) and isinstance(bias, Tensor)
     device = bias.device

@@ -43,7 +43,9 @@ class GaudiGroup:
         tensor = torch.ones(1, dtype=torch.float32, device=device)
         found = int(self.world.all_reduce(tensor).cpu().item())
         if found != self.world.size:
-            raise ConfigError(f"the sum over {self.world.size} cards counts {found} of them")
+            raise ConfigError(
+                f"a sum over {self.world.size} cards is {found}, it must be {self.world.size}"
+            )
 
     def leave(self) -> None:
         if self.world.size > 1:

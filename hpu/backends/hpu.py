@@ -1,5 +1,5 @@
-"""Makes the back end of Gaudi cards, or of an emulated card. Imports the runtime of the chosen form
-only."""
+"""Creates the back end of Gaudi cards or of an emulated card. Imports only the runtime that it
+uses."""
 
 from config.engine import EngineConfig
 from config.loading import env
@@ -39,7 +39,7 @@ def _emulated(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
     from hpu.emulator.settings import EmulatorConfig
 
     settings = config.emulator
-    # Copied: changes by the runtime must not outlive the emulated card.
+    # A copy: changes that the runtime makes must not outlive the emulated card.
     variables = {**env.environment(), **env.hpu_environment(config)}
     emulator = install(
         EmulatorConfig(

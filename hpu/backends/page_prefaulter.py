@@ -16,8 +16,8 @@ AHEAD_BYTES = 256 << 20
 """Bytes to pre-fault beyond the highest block in use, over all caches."""
 
 PIECE_BYTES = 2 << 20
-"""Bytes to pre-fault per iteration, over all caches: a huge page. A starting step may have to wait
-for one cache's part of it."""
+"""Bytes to pre-fault per iteration, over all caches: a huge page. A step that starts may have to
+wait for one cache's part of a huge page."""
 
 QUIET_S, START_S = 0.05, 1.0
 """Idle time after a step before the thread resumes pre-faulting, and its initial delay, in which
@@ -96,7 +96,7 @@ class PagePrefaulter:
                     return
                 first = (start + begin * size) // PAGE_BYTES * PAGE_BYTES
                 if libc.madvise(first, start + end * size - first, MADV_POPULATE_WRITE):
-                    logger.debug("No memory ahead: %s", os.strerror(ctypes.get_errno()))
+                    logger.debug("Memory is not prefaulted: %s", os.strerror(ctypes.get_errno()))
                     return
             self._mapped = end
 

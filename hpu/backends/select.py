@@ -1,5 +1,7 @@
 """Selects the Backend for a device name. Imports only the selected backend."""
 
+import logging
+
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.loading import env
@@ -7,17 +9,26 @@ from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 
+logger = logging.getLogger(__name__)
+
 
 def select_backend(
     config: EngineConfig, ranks: Ranks = SINGLE_RANK, on_step: OnStep = unreported_step
 ) -> Backend:
-    """The named backend; for `auto`, a Gaudi if its runtime is installed, else the CPU. An NVIDIA
-    GPU, which is for development, must be named. The returned backend has joined the other `ranks`
-    of the model. `on_step` is called during its preparation.
+    """Return the backend that `config.device` names; for `auto`, a Gaudi if its runtime is
+    installed, else the CPU. An NVIDIA GPU, which is for development, must be named. The returned
+    backend has joined the other `ranks` of the model. `on_step` is called during its preparation.
 
-    The file in hpu/backends/ with the name of the device's file in config/devices/ makes it, in
-    BACKENDS. Raises ConfigError if the machine has no such device or the device cannot be used.
+    The backend's file in hpu/backends/ has the name of the device's file in config/devices/; its
+    BACKENDS maps device names to constructors. Raises ConfigError if the machine has no such device
+    or the device cannot be used.
     """
     device = env.chosen_device(config.device)
+    changed = config.execution.changed_on_gaudi
+    if changed and not ranks.rank and not DEVICES[device].is_gaudi:
+        logger.info(
+            "%s have no effect on this device: they choose how a Gaudi executes the model",
+            ", ".join(changed),
+        )
     backend: Backend = DEVICES.half(device, "hpu.backends", "BACKENDS")(config, ranks, on_step)
     return backend

@@ -1,2 +1,2 @@
-"""The bucket table: choice of the padded shapes to prepare (a file per strategy), and the lookup of
-a launch's bucket. Pure functions and numbers: no tensors, no device."""
+"""Bucket table: selects the padded shapes to prepare (a file per strategy) and looks up the bucket
+of a launch. Pure functions and numbers: no tensors, no device."""

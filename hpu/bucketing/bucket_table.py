@@ -43,9 +43,9 @@ class BucketTable:
         self.is_exact = exact
         self.limits = limits
         self.added: list[Bucket] = []
-        """Buckets that the strategy has not made: the largest launches need them."""
+        """Buckets added to the strategy's buckets, because the largest launches need them."""
         self.prefer_prepared = False
-        """Whether a prepared bucket wins over a cheaper bucket that a fallback created."""
+        """Whether `find` prefers a prepared bucket to a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
         self._prepared = {phase: set(shapes) for phase, shapes in self._shapes.items()}
         self._lookups: dict[Bucket, Lookup] = {}
@@ -53,37 +53,40 @@ class BucketTable:
             for phase in self.phases:
                 if not self._shapes[phase]:
                     name = "prompt" if phase == PREFILL else "decode"
-                    raise ConfigError(f"the bucket table holds 0 {name} buckets, it needs 1")
+                    raise ConfigError(
+                        f"the bucket table has 0 {name} buckets, it must have at least 1"
+                    )
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Phases that have launches."""
+        """Phases of this table's launches."""
         return (PREFILL,) if self.limits.is_pooling else (PREFILL, DECODE)
 
     @classmethod
     def make(cls, config: BucketConfig, limits: BucketLimits) -> "BucketTable":
-        """The table of `config.strategy` (already resolved, not `auto`), extended to cover every
-        single prompt and every decode within `limits`."""
+        """Table of `config.strategy` (already resolved, not `auto`), extended to cover every single
+        prompt and every decode within `limits`."""
         if config.strategy == "exact":
             return cls([], [], limits, exact=True)
         prompts, decodes = generate_buckets(config, limits)
         prompts, too_long = _within_budget(prompts, limits)
         if config.strategy == "file" and too_long:
             logger.warning(
-                "%d buckets of %s are left out: a step computes %d new tokens, and the longest has "
-                "%d: raise --max-num-batched-tokens to use them",
+                "%d buckets of %s are ignored: a step computes at most %d new tokens, the longest "
+                "bucket has %d: raise --max-num-batched-tokens to use them",
                 len(too_long),
                 config.file,
                 limits.max_num_batched_tokens,
                 max(batch * query for batch, query, _ in too_long),
             )
+        if not limits.max_context_blocks:
+            prompts = [(batch, query, 0) for batch, query, _ in prompts]
         if limits.merged_prefill:
             prompts = [(1, query, blocks) for _, query, blocks in prompts]
         if limits.is_pooling:
-            prompts, decodes = [shape for shape in prompts if shape[2] == 0], []
             return cls(_cover_texts(prompts, limits), [], limits, exact=False)
         if not limits.prefix_caching:
-            # A decode has at most as many blocks as exist; a slice is never longer than the cache.
+            # A decode reads at most all blocks of the cache, also as a slice.
             decodes = [(batch, 1, min(blocks, limits.num_blocks)) for batch, _, blocks in decodes]
         covered = _cover_prompts(prompts, limits), _cover_decodes(decodes, limits)
         table = cls(*covered, limits, exact=False)
@@ -93,7 +96,7 @@ class BucketTable:
 
     @classmethod
     def of_buckets(cls, buckets: list[Bucket], limits: BucketLimits) -> "BucketTable":
-        """A table of (phase, batch, query, blocks) buckets; exact if `buckets` is empty."""
+        """Table of (phase, batch, query, blocks) buckets; exact if `buckets` is empty."""
         shapes: dict[int, list[Shape]] = {PREFILL: [], DECODE: []}
         for phase, batch, query, blocks in buckets:
             shapes[phase].append((batch, query, blocks))
@@ -110,11 +113,12 @@ class BucketTable:
 
     @property
     def reachable(self) -> list[Bucket]:
-        """`buckets` that a launch can use. Buckets are skipped if a bucket with fewer blocks
-        already holds the longest contexts of the batch."""
+        """Subset of `buckets` that a launch can use. A bucket is unreachable if a bucket with fewer
+        blocks already holds the longest contexts of the batch."""
         limits = self.limits
         if not limits.prefix_caching:
-            # A decode may then read a slice of the cache, however few blocks its sequences have.
+            # A decode may read a slice of the cache, regardless of how few blocks its sequences
+            # have.
             return self.buckets
         reachable: list[Bucket] = []
         complete: set[tuple[int, int, int]] = set()
@@ -153,7 +157,8 @@ class BucketTable:
         )
 
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
-        """The bucket with the lowest modelled cost that holds the shape."""
+        """Bucket with the lowest modelled cost that holds the shape. Creates a fallback bucket if
+        there is none."""
         if self.is_exact:
             return Lookup((batch, query, blocks), HIT)
         key = (phase, batch, query, blocks)
@@ -172,11 +177,12 @@ class BucketTable:
 
     @property
     def overhead(self) -> int:
-        """Modelled cost of an additional launch for the same tokens, in cached positions read."""
+        """Modelled cost of splitting a launch in two, in cached positions read."""
         return launch_overhead(self.limits.block_size)
 
     def padding(self, traffic: list[Lengths]) -> list[Padding]:
-        """Each prepared bucket's share of the launches of `traffic`, and their cost."""
+        """Share of each prepared bucket in the launches of `traffic`, and the cost of these
+        launches."""
         return padding_of(launches_of(traffic, self.limits), self.buckets, self.limits)
 
     def _search(self, phase: int, shape: Shape) -> Lookup:
@@ -214,7 +220,7 @@ class BucketTable:
 
 
 def _within_budget(shapes: list[Shape], limits: BucketLimits) -> tuple[list[Shape], list[Shape]]:
-    """(shapes within the token budget of a step, other shapes). The budget is rounded up to a
+    """(shapes within a step's token budget, other shapes). The budget is rounded up to a full
     block."""
     budget = limits.block_size * math.ceil(limits.max_num_batched_tokens / limits.block_size)
     within = [shape for shape in shapes if shape[0] * shape[1] <= budget]
@@ -222,7 +228,7 @@ def _within_budget(shapes: list[Shape], limits: BucketLimits) -> tuple[list[Shap
 
 
 def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
-    """Add shapes so that every single prompt fits, for any chunk and context length."""
+    """Add shapes so that every single prompt fits, for any possible chunk and context length."""
     block = limits.block_size
     queries = sorted({query for batch, query, _ in shapes if batch == 1})
     if not queries or queries[-1] < limits.max_query:
@@ -231,6 +237,7 @@ def _cover_prompts(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
     added = []
     for shorter, query in zip([0, *queries], queries, strict=False):
         context = math.ceil(max(limits.max_model_len - shorter - 1, 0) / block)
+        context = min(context, limits.max_context_blocks)
         if not any(s[1] >= query and s[2] >= context for s in shapes):
             added.append((1, query, context))
     return shapes + added
@@ -253,8 +260,8 @@ def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
 
 
 def fallback_point(value: int, base: int, cap: int) -> int:
-    """Padded size of a `value` beyond every bucket: a multiple of ceil(cbrt(value)) * `base`, at
-    most `cap` unless `value` is larger."""
+    """Padded size of a `value` larger than every bucket: a multiple of ceil(cbrt(value)) * `base`,
+    at most `cap` unless `value` is larger."""
     if value <= 1:
         return value
     root = next(r for r in itertools.count(1) if r**3 >= value)

@@ -13,10 +13,10 @@ Shapes = tuple[list[Shape], list[Shape]]
 Numbers = TypeVar("Numbers", int, NDArray[np.int64])
 
 POSITIONS_PER_TOKEN = 2048
-"""Cached positions whose attention costs as much as a token through the linear layers."""
+"""Number of cached positions whose attention costs as much as the linear layers of one token."""
 
 LAUNCH_TOKENS = 64
-"""Cost of an additional launch in tokens (weights are read again); approximate."""
+"""Cost of an additional launch, in tokens (the weights are read again); approximate."""
 
 
 def launch_cost(

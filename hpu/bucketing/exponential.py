@@ -14,7 +14,7 @@ Axis = tuple[int, int, int, int]
 """(min, step, max, maximum number of points)"""
 
 LONG_CONTEXT = 8192
-"""Minimum max_model_len at which the context axis leaves room for a whole chunk."""
+"""max_model_len from which the context axis leaves room for a whole chunk."""
 
 
 def exponential_points(
@@ -45,24 +45,24 @@ def exponential_points(
 
 
 def num_points(high: int) -> int:
-    """Points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
+    """Number of points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
 def exponential_prompt_axes(limits: BucketLimits) -> tuple[Axis, Axis]:
-    """(batch, query) axes of prompts by the older rules."""
+    """(batch, query) axes of the prompt buckets of `exponential`."""
     block, max_len, max_batch = limits.block_size, limits.max_model_len, limits.max_prefill_batch
     return (1, 1, max_batch, num_points(max_batch)), (block, block, max_len, num_points(max_len))
 
 
 def exponential_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis]:
-    """(batch, blocks) axes of decodes by the older rules."""
+    """(batch, blocks) axes of the decode buckets of `exponential`."""
     block, max_batch, most = limits.block_size, limits.max_num_seqs, limits.num_blocks
     return (1, 1, max_batch, num_points(max_batch)), (block, block, most, num_points(most))
 
 
 def exponential_prompts(limits: BucketLimits) -> list[Shape]:
-    """Prompt buckets of the older rules, with tokens (including cached context) within the budget.
+    """Prompt buckets of `exponential`, with tokens (including cached context) within the budget.
     With prefix caching: every number of cached blocks that fits with the query."""
     block, max_len = limits.block_size, limits.max_model_len
     batches, queries = (
@@ -80,7 +80,7 @@ def exponential_prompts(limits: BucketLimits) -> list[Shape]:
 
 
 def exponential_decodes(limits: BucketLimits) -> list[Shape]:
-    """Decode buckets of the older rules: every combination of batch and total blocks."""
+    """Decode buckets of `exponential`: every combination of batch and total blocks."""
     batch_axis, block_axis = exponential_decode_axes(limits)
     batches = exponential_points(*batch_axis, fill=True)
     blocks = exponential_points(*block_axis, fill=True, exact_last=not limits.prefix_caching)
@@ -111,8 +111,8 @@ def v3_prompt_axes(
 
 
 def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) axes of decodes. An axis beyond the usual bound of block references
-    has further points, so that the points stay as close as they are below the bound."""
+    """(batch, query, blocks) axes of decodes. If the blocks axis exceeds the usual limit of block
+    references, it gets more points, so that their spacing does not grow."""
     max_batch, blocks = limits.max_num_seqs, limits.max_decode_blocks
     points, bound = num_points(blocks), MAX_REFERENCES * limits.num_blocks
     if limits.prefix_caching and blocks > bound:
@@ -127,11 +127,11 @@ def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
 def v3_prompts(
     limits: BucketLimits, *, query_min: int | None = None, context_max: int | None = None
 ) -> list[Shape]:
-    """Prompt buckets of the newer rules, within the budget without the cached context.
+    """Prompt buckets of `exponential-v3`, within the token budget without the cached context.
 
-    The largest context of a query is the context that may precede its shortest chunk, if contexts
-    are long and it is below `context_max`. The plug-in takes the context that precedes a full
-    query, and compiles the chunks in between while it serves.
+    For long contexts, the largest context of a query is the context that can precede its shortest
+    chunk, if this is below `context_max`. The plug-in uses the context that can precede a full
+    query instead, and compiles the chunks in between while serving.
     """
     block, max_len = limits.block_size, limits.max_model_len
     batches, queries, contexts = map(axis_points, v3_prompt_axes(limits, query_min=query_min))
@@ -150,7 +150,7 @@ def v3_prompts(
 
 
 def v3_decodes(limits: BucketLimits) -> list[Shape]:
-    """Decode buckets of the newer rules."""
+    """Decode buckets of `exponential-v3`."""
     batches, _, blocks = map(axis_points, v3_decode_axes(limits))
     if not limits.prefix_caching:
         blocks = sorted({*blocks, limits.num_blocks})
@@ -160,9 +160,9 @@ def v3_decodes(limits: BucketLimits) -> list[Shape]:
 def possible_decodes(
     batches: Iterable[int], blocks: Iterable[int], limits: BucketLimits
 ) -> list[Shape]:
-    """Every combination of batch and blocks that decodes can have. A decode that gathers blocks
-    reads at least a block for each sequence, and at most the blocks of their full contexts; a
-    decode without prefix caching may read a slice of the cache instead."""
+    """Every combination of batch and blocks that a decode can have. A decode that gathers blocks
+    reads at least one block per sequence, and at most the blocks of full contexts. Without prefix
+    caching, a decode may read a slice of the cache instead."""
     if not limits.prefix_caching:
         return list(itertools.product(batches, (1,), blocks))
     return sorted(

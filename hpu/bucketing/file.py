@@ -26,9 +26,9 @@ def read_bucket_file(path: str) -> Shapes:
 def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
-    Each of the three is a number, a list, or range(start, end[, step]), which includes the end if
-    it is a multiple of the step away, like the example of the plug-in's page; a line means all
-    combinations. A query of 1 is a decode bucket. `#` starts a comment.
+    Each element is a number, a list, or range(start, end[, step]). A range includes its end if the
+    end is a multiple of the step away, like in the example of the plug-in's documentation. A line
+    yields all combinations of its elements. A query of 1 is a decode bucket. `#` starts a comment.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}
@@ -39,7 +39,7 @@ def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
         try:
             axes = _parse_line(line)
         except (SyntaxError, ValueError) as error:
-            # Only the reason: Python's message counts lines within this single line.
+            # Only the reason: Python's message has a line number within this single line.
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{name}, line {number}: {line!r}: {reason}") from None
         for batch, query, blocks in itertools.product(*axes):
@@ -53,7 +53,7 @@ def _parse_line(line: str) -> list[list[int]]:
         raise ValueError("a line needs three elements: (batch, query, blocks)")
     axes = [_parse_axis(element) for element in tree.elts]
     if math.prod(len(axis) for axis in axes) > MAX_RANGE_VALUES:
-        raise ValueError(f"a line stands for more than {MAX_RANGE_VALUES} buckets")
+        raise ValueError(f"a line expands to more than {MAX_RANGE_VALUES} buckets")
     if min(axes[0]) < 1 or min(axes[1]) < 1 or min(axes[2]) < 0:
         raise ValueError("batch and query must be at least 1, blocks at least 0")
     return axes
@@ -76,6 +76,8 @@ def _parse_axis(node: ast.expr) -> list[int]:
         if len(arguments) > 1 and values and values[-1] + values.step == values.stop:
             values = range(values.start, values.stop + values.step, values.step)
         if not 0 < len(values) <= MAX_RANGE_VALUES:
-            raise ValueError(f"a range has {len(values)} values, 1 to {MAX_RANGE_VALUES} will do")
+            raise ValueError(
+                f"a range has {len(values)} values, it must have 1 to {MAX_RANGE_VALUES}"
+            )
         return list(values)
     raise ValueError(f"{ast.unparse(node)!r} is not a number, a list, or range(start, end, step)")

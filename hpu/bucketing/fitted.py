@@ -1,7 +1,6 @@
-"""Strategy `fitted`: buckets that minimize the padding of a given traffic, up to a number of
-graphs.
+"""Strategy `fitted`: buckets that minimize the padding of given traffic, up to a number of graphs.
 
-Dynamic programming gives the best boundaries of each axis; their grid is then pruned, and the
+Dynamic programming finds the best boundaries of each axis; their grid is then pruned, and the
 remaining buckets are refined together.
 """
 
@@ -30,11 +29,11 @@ MAX_SWAPS = 64
 
 
 class Padding(NamedTuple):
-    """Use of a bucket by a traffic."""
+    """Use of a bucket by the given traffic."""
 
     bucket: Bucket
     share: float
-    """Fraction of all launches."""
+    """Fraction of all launches that use the bucket."""
     exact_cost: float
     """Modelled cost of its launches without padding."""
     padded_cost: float
@@ -48,7 +47,8 @@ class Padding(NamedTuple):
 
 def best_boundaries(values: Ints, weights: Floats, count: int) -> list[int]:
     """At most `count` of the sorted, distinct `values` that minimize the total weighted cost of
-    rounding every value up to the next boundary. The largest value is always a boundary. Exact."""
+    rounding every value up to the next boundary. The largest value is always a boundary. Exact
+    solution."""
     total = np.concatenate(([0.0], np.cumsum(weights)))
     # paid[i, j]: cost of values i to j (both included) rounded up to value j.
     paid = (total[None, 1:] - total[:-1, None]) * values[None, :]
@@ -71,12 +71,12 @@ def best_boundaries(values: Ints, weights: Floats, count: int) -> list[int]:
 def fit(
     launches: Launches, num_graphs: int, limits: BucketLimits
 ) -> tuple[list[Shape], list[Shape]]:
-    """(prompt, decode) buckets, at most `num_graphs`, with the least padding for `launches`.
+    """(prompt, decode) buckets, at most `num_graphs`, with little padding for `launches`.
 
-    Every shape of a single prompt and of a decode is covered, whether or not it is in the traffic.
+    Every single prompt and every decode is covered, whether or not it is in the traffic.
     """
     required = (
-        (PREFILL, 1, _round_up(limits.max_query, limits.block_size), limits.blocks_per_seq),
+        (PREFILL, 1, _round_up(limits.max_query, limits.block_size), limits.max_context_blocks),
         (DECODE, limits.max_num_seqs, 1, limits.max_decode_blocks),
     )
     shapes, weights = _arrays(launches)
@@ -101,9 +101,9 @@ _PHASES = (PREFILL, DECODE)
 
 
 def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
-    """Use of each of `buckets` by `launches`, unused buckets included. A batch of prompts larger
-    than every bucket takes several launches; a launch that fits no bucket counts without padding.
-    """
+    """Use of each of `buckets` by `launches`; unused buckets are included. A batch of prompts
+    larger than every bucket is split into several launches; a launch that fits no bucket counts
+    without padding."""
     shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
     costs = _costs(shapes, table, limits)
@@ -133,7 +133,7 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _grid(shapes: Ints, weights: Floats, limits: BucketLimits) -> list[Bucket]:
-    """Every combination of the best boundaries of the axes that fits the token budget."""
+    """Every combination of the axes' best boundaries that fits the token budget."""
     grid = []
     budget = _round_up(limits.max_num_batched_tokens, limits.block_size)
     for phase in _PHASES:
@@ -157,7 +157,7 @@ def _axis(values: Ints, weights: Floats, count: int) -> list[int]:
     distinct, where = np.unique(values, return_inverse=True)
     sums = np.bincount(where, weights=weights).astype(np.float64)
     if len(distinct) > MAX_VALUES:
-        # Group neighbours; the largest value represents its group.
+        # Group adjacent values; the largest value represents its group.
         group = np.arange(len(distinct)) * MAX_VALUES // len(distinct)
         ends = np.flatnonzero(np.append(np.diff(group), 1))
         distinct, sums = distinct[ends], np.bincount(group, weights=sums).astype(np.float64)
@@ -173,7 +173,7 @@ def _round_to_candidates(shapes: Ints, weights: Floats, candidates: Ints) -> tup
             points = np.unique(candidates[candidates[:, 0] == phase, axis])
             at = np.minimum(np.searchsorted(points, shapes[in_phase, axis]), len(points) - 1)
             cells[in_phase, axis] = np.maximum(points[at], shapes[in_phase, axis])
-    # A rounded batch of prompts may exceed the budget although its launch did not; keep it.
+    # A rounded batch of prompts may exceed the budget although its launch does not; keep it.
     distinct, where = np.unique(cells, axis=0, return_inverse=True)
     return distinct.astype(np.int64), np.bincount(where.ravel(), weights=weights).astype(np.float64)
 
@@ -195,12 +195,12 @@ def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
     for phase in _PHASES:
         rows = np.flatnonzero(shapes[:, 0] == phase)
         columns = np.flatnonzero(buckets[:, 0] == phase)
-        # Columns, as in a broadcast over the last axis the comparisons are several times slower.
+        # Compare column by column: broadcasting over the last axis is several times slower.
         batch, query, blocks = (shapes[rows, axis, None] for axis in (1, 2, 3))
         sizes = buckets[columns]
         fits = (query <= sizes[:, 2]) & (blocks <= sizes[:, 3])
         if phase == PREFILL:
-            # Only prompts can be split over launches; a decode is a single launch.
+            # Only prompts can be split over several launches.
             parts = np.ceil(batch / sizes[:, 1])
             in_phase = parts * bucket_costs[columns] + (parts - 1) * overhead
         else:
@@ -213,8 +213,8 @@ def _costs(shapes: Ints, buckets: Ints, limits: BucketLimits) -> Floats:
 def _prune(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], num_graphs: int
 ) -> list[int]:
-    """Start with the cheapest candidate of each launch, and drop the bucket with the least loss
-    until `num_graphs` buckets are left."""
+    """Start with the cheapest candidate of each launch, and remove the bucket with the smallest
+    loss until `num_graphs` buckets are left."""
     chosen = sorted({*costs.argmin(axis=1).tolist(), *np.flatnonzero(is_required).tolist()})
     left = costs[:, chosen]
     alive = np.ones(len(chosen), bool)
@@ -244,14 +244,14 @@ def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
     second = rest.argmin(axis=1)
     with np.errstate(invalid="ignore"):
         regret = rest[rows, second] - costs[rows, first]
-    # Dropping a bucket costs nothing for a launch that fits no bucket.
+    # NaN: removing a bucket costs nothing for a launch that fits no bucket.
     return first, second, np.where(np.isnan(regret), 0.0, regret)
 
 
 def _swap(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], chosen: list[int]
 ) -> list[int]:
-    """Swap buckets for the candidates that save most, while a swap saves anything."""
+    """Swap buckets for the candidates with the largest savings, until no swap saves anything."""
     for _ in range(MAX_SWAPS):
         best = costs[:, chosen].min(axis=1)
         finite = np.isfinite(best)
@@ -277,8 +277,8 @@ def _tighten(
     required: tuple[Bucket, ...],
     limits: BucketLimits,
 ) -> Ints:
-    """Shrink each bucket to its largest launch, except the required buckets. The padded cost never
-    increases."""
+    """Shrink each bucket to its largest launch, except the required buckets. Never increases the
+    padded cost."""
     costs = _costs(shapes, buckets, limits)
     bucket_of = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
     tight: Ints = buckets.copy()

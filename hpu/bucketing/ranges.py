@@ -1,7 +1,7 @@
 """Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
-`linear` takes all multiples of a step, `padding-aware` as few points as its padding limits allow.
 
-`linear` has the defaults of the Gaudi README of vLLM's fork.
+`linear` uses all multiples of a step, with the defaults of the Gaudi README of vLLM's fork.
+`padding-aware` uses as few points as its padding limits allow.
 """
 
 import itertools
@@ -17,20 +17,21 @@ MAX_BATCH_STEP = 32
 """Largest default step of batches."""
 
 Axes = dict[str, tuple[int, ...]]
-"""Name of a dimension -> (min, step, max), for `padding-aware` also pad_max and pad_percent."""
+"""Parameters by dimension name: (min, step, max), for `padding-aware` also pad_max and
+pad_percent."""
 
 
 def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
-    """Dimensions of prompts and of decodes, with the configured ranges. No query is longer than the
-    token budget of a step."""
+    """Dimensions of prompts and of decodes, with the configured ranges. No query is longer than a
+    step's token budget."""
     is_linear = config.strategy == "linear"
     axis = _linear_axis if is_linear else _padding_axis
     block = limits.block_size
     max_query = block * math.ceil(limits.max_query / block)
     batch_step = min(limits.max_num_seqs, MAX_BATCH_STEP)
     # Without prefix caching, only later chunks of a prompt have a context. The table adds a bucket
-    # of each query for them.
-    context = 0 if is_linear and not limits.prefix_caching else limits.blocks_per_seq
+    # for them for each query.
+    context = 0 if is_linear and not limits.prefix_caching else limits.max_context_blocks
     chunk_blocks = math.ceil(limits.max_num_batched_tokens / block)
     prompts = {
         "bs": axis(
@@ -57,10 +58,10 @@ def range_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
 
 
 def linear_points(low: int, step: int, high: int) -> list[int]:
-    """`low` doubled while below `step`, then every multiple of `step` up to `high`.
+    """Powers-of-two multiples of `low` below `step`, then every multiple of `step` up to `high`.
 
-    If `low` is 0: 0, then the points from `step`. Rule and examples: the bucketing chapter of
-    Gaudi's vLLM guide.
+    If `low` is 0: 0, then the points from `step`. Rule and examples: bucketing chapter of Gaudi's
+    vLLM guide.
     """
     if low == 0:
         return [0, *linear_points(step, step, high)]
@@ -70,8 +71,8 @@ def linear_points(low: int, step: int, high: int) -> list[int]:
 
 
 def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:
-    """`low` doubled up to `step`, then the fewest multiples of `step` with a padding of at most
-    `pad_max`, and at most `pad_percent` of the bucket.
+    """`low` doubled up to `step`, then the fewest multiples of `step` whose padding is at most
+    `pad_max` and at most `pad_percent` of the bucket.
 
     Multiples of `pad_max` are always included. The last point is `high`.
     """
@@ -90,7 +91,7 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
 
 
 def _within(axis: tuple[int, ...], high: int) -> tuple[int, ...]:
-    """`axis` without points above `high`."""
+    """`axis` limited to points of at most `high`."""
     low, step, last, *padding = axis
     return (min(low, high), step, min(last, high), *padding)
 
@@ -103,7 +104,8 @@ def _limits(given: Range, low: int, step: int, high: int) -> tuple[int, int, int
 
 
 def _linear_axis(given: Range, low: int, step: int, high: int, pad_max: int = 0) -> tuple[int, ...]:
-    """`pad_max` is ignored; only `_padding_axis` uses it."""
+    """(min, step, max). `pad_max` is ignored: the caller passes the same arguments to both axis
+    functions."""
     return _limits(given, low, step, high)
 
 

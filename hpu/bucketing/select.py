@@ -1,4 +1,4 @@
-"""Generation of buckets by strategy name."""
+"""Generates the buckets of a strategy, selected by its name."""
 
 import math
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ GAUDI_STRATEGY, POOLING_STRATEGY = "fitted", "exponential-v3"
 """Strategies that `auto` selects on a Gaudi, for models that generate and for pooling models."""
 
 GRAPHS_PER_DOUBLING = 13
-"""Fitted buckets for each doubling of the blocks of a full context: 78 for 8192 tokens, 130 for
+"""Fitted buckets per doubling of the blocks of a full context: 78 buckets for 8192 tokens, 130 for
 131,072."""
 
 
 def generate_buckets(config: BucketConfig, limits: BucketLimits) -> Shapes:
-    """Prompt and decode shapes of every strategy except `exact`, which has no shapes."""
+    """Prompt and decode shapes of any strategy except `exact`, which has no shapes."""
     if config.strategy == "file":
         assert config.file is not None  # checked by BucketConfig
         return read_bucket_file(config.file)
@@ -63,7 +63,8 @@ PARAMETERS = {
 
 
 def bucket_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
-    """Dimensions of prompts and of decodes, for a strategy in PARAMETERS: name -> parameters."""
+    """Dimensions of prompts and of decodes for a strategy in PARAMETERS: parameters by dimension
+    name."""
     if config.strategy in ("linear", "padding-aware"):
         return range_axes(config, limits)
     prompts: tuple[Axis, ...]
@@ -81,7 +82,7 @@ def _named(names: Sequence[str], axes: Sequence[Axis]) -> Axes:
 
 
 def default_graphs(limits: BucketLimits) -> int:
-    """Maximum number of fitted buckets, unless configured."""
+    """Default maximum number of fitted buckets."""
     doublings = math.log2(limits.blocks_per_seq)
     most = len(v3_prompts(limits)) + len(v3_decodes(limits))
     return max(2, min(round(GRAPHS_PER_DOUBLING * doublings), most))

@@ -1,4 +1,4 @@
-"""Launches for the lengths of real requests: a small, pure model of the scheduler."""
+"""Launches for the lengths of real requests: a simplified, pure simulation of the scheduler."""
 
 import math
 import random
@@ -12,11 +12,11 @@ from hpu.bucketing.cost import LAUNCH_TOKENS, launch_cost
 from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits
 
 Launches = dict[Bucket, float]
-"""(phase, batch, query, blocks) before padding -> frequency."""
+"""Frequency of each (phase, batch, query, blocks) before padding."""
 
 SAMPLE = 512
-"""Requests drawn from a traffic, unless the highest load needs more; more requests change the
-boundaries little."""
+"""Number of requests drawn from the traffic, unless the highest load needs more. More requests
+hardly change the boundaries."""
 
 LOADS = 12
 """Number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
@@ -26,29 +26,29 @@ RARE_FRACTION = 0.02
 """Cost that `with_rare` adds to each phase, as a fraction of the phase's cost."""
 
 GENERAL = ((400, 250, 1.0), (1500, 400, 1.0), (3000, 200, 1.0), (6000, 800, 0.3))
-"""Median prompt and output tokens, and weight, of the general traffic: chats, code, summaries, and
-long conversations, which would otherwise be padded to the largest buckets."""
+"""(median prompt tokens, median output tokens, weight) of the general traffic: chats, code,
+summaries, and long conversations, which would otherwise be padded to the largest buckets."""
 
 GENERAL_SIGMAS = (0.8, 0.7)
-"""Standard deviations of the logarithms of the general prompt and output tokens."""
+"""Standard deviations of the logarithms of the general prompt and output lengths."""
 
 WAVES, LEAST_REQUESTS = 4, 64
-"""Requests that are simulated at a load: this many times the load, and at least this number."""
+"""Requests simulated at a load: WAVES times the load, at least LEAST_REQUESTS."""
 
 GENERAL_SPREAD = (0.7, 0.85, 1.0, 1.2, 1.45)
 
 GENERAL_CONTEXT = 4096
-"""Maximum length of a server below which the general traffic has shorter requests."""
+"""max_model_len below which the general traffic has shorter requests."""
 
 
 _Prompt = tuple[Lengths, int]
-"""A request, and its computed or cached prompt tokens."""
+"""A request, and the number of its prompt tokens that are computed or cached."""
 
 
 def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     """Launches of `traffic` at several loads, from 1 sequence to max_num_seqs.
 
-    Lengths do not tell the load of a server, so every load has equal weight in modelled cost.
+    Lengths do not determine a server's load, so all loads have equal weight in modelled cost.
     """
     requests = [_clipped(lengths, limits) for lengths in _sample(traffic, limits)]
     loads = sorted({round(limits.max_num_seqs ** (i / (LOADS - 1))) for i in range(LOADS)})
@@ -63,11 +63,11 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
     return dict(total)
 
 
-# A second to compute; the table, the order of its warm-up and a plan ask for the same.
+# Cached: it takes a second, and the bucket table, the warm-up order and `plan` call it.
 @lru_cache(maxsize=4)
 def general_launches(limits: BucketLimits) -> Launches:
-    """Launches of servers that answer chats, code or summaries, for a server whose traffic is not
-    known. A quarter of the prompts begin with a cached prefix. Callers do not change the result."""
+    """Launches of servers for chats, code or summaries, as a default for unknown traffic. A quarter
+    of the prompts start with a cached prefix. Callers must not change the result."""
     rng = random.Random(0)
     total: Counter[Bucket] = Counter()
     scale = min(1.0, limits.max_model_len / GENERAL_CONTEXT)
@@ -101,10 +101,10 @@ def _spread(launches: Launches, limits: BucketLimits) -> Launches:
 
 
 def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
-    """`launches`, and a few prompts and decodes of every size: sizes missing in the traffic may
+    """`launches` plus a few prompts and decodes of every size: sizes missing in the traffic may
     still occur, and should not be padded to the largest bucket."""
     queries = {limits.max_query >> i for i in range(8)} - {0}
-    contexts = {0, *(limits.blocks_per_seq // part for part in (8, 4, 2))}
+    contexts = {0, *(limits.max_context_blocks // part for part in (8, 4, 2))}
     batches = {limits.max_num_seqs >> i for i in range(8)} - {0}
     decodes = {
         (DECODE, batch, 1, max(batch, min(batch * blocks, limits.max_decode_blocks)))
@@ -126,8 +126,8 @@ def with_rare(launches: Launches, limits: BucketLimits) -> Launches:
 
 
 def _sample(traffic: list[Lengths], limits: BucketLimits) -> list[Lengths]:
-    """Requests drawn evenly over the total weight, shuffled with a fixed seed: the engine and the
-    worker must build the same table."""
+    """Requests drawn evenly over the total weight, shuffled with a fixed seed, because the engine
+    and the worker must build the same table."""
     total = sum(lengths.weight for lengths in traffic)
     count = max(SAMPLE, WAVES * limits.max_num_seqs)
     if total == len(traffic):
@@ -152,8 +152,9 @@ def _clipped(lengths: Lengths, limits: BucketLimits) -> Lengths:
 
 
 def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bucket]:
-    """Launches of all requests with `load` of them at a time. A step decodes all running requests,
-    and computes as many prompt tokens as the budget leaves."""
+    """Launches of all requests, with `load` requests running at a time. A step decodes all running
+    requests, and computes as many prompt tokens as the budget allows, or whole prompts up to the
+    budget."""
     launches: Counter[Bucket] = Counter()
     size = limits.block_size
     waiting = requests[::-1]
@@ -165,7 +166,7 @@ def _run(requests: list[Lengths], load: int, limits: BucketLimits) -> Counter[Bu
             request = waiting.pop()
             prompts.append((request, request.cached_tokens // size * size))
         if len(contexts):
-            # Between two arrivals only the contexts grow: count a shape for several steps.
+            # Between two arrivals only the contexts grow: count a shape for several steps at once.
             steps = 1 if prompts else min(stride, int(remaining.min()))
             blocks = int((-(-(contexts + steps // 2) // size)).sum())
             blocks = min(max(blocks, len(contexts)), limits.max_decode_blocks)
@@ -186,16 +187,20 @@ def _prefill(
     prompts: list[_Prompt], num_running: int, launches: Counter[Bucket], limits: BucketLimits
 ) -> tuple[list[_Prompt], list[tuple[int, int]]]:
     """Count a step's chunks in `launches`. Returns the unfinished prompts, and (context, remaining
-    tokens) of the prompts that are decoded from now on."""
-    budget = max(1, limits.max_num_batched_tokens - num_running)
+    tokens) of the prompts that start to decode."""
+    divides = limits.chunked_prefill
+    budget = limits.max_num_batched_tokens
+    if divides:
+        budget = max(1, budget - num_running)
     left: list[_Prompt] = []
     started: list[tuple[int, int]] = []
     chunks: list[tuple[int, int]] = []
     for number, (lengths, done) in enumerate(prompts):
-        if not budget:
+        rest = lengths.prompt_tokens - done
+        if not budget or (rest > budget and not divides):
             left += prompts[number:]
             break
-        query = min(lengths.prompt_tokens - done, budget, limits.max_query)
+        query = min(rest, budget, limits.max_query)
         budget -= query
         chunks.append((query, math.ceil(done / limits.block_size)))
         if done + query < lengths.prompt_tokens:
@@ -208,7 +213,7 @@ def _prefill(
 
 
 def _merged(chunks: list[tuple[int, int]], limits: BucketLimits) -> list[Bucket]:
-    """Merge chunks of similar length while the padding costs less than another launch."""
+    """Merge chunks of similar length while their padding costs less than another launch."""
     launches: list[Bucket] = []
     for query, blocks in chunks:
         if launches:

@@ -10,13 +10,13 @@ from config.errors import ConfigError
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 SHORT_BYTES = 1024
-"""Bytes of the first message of `of_first`; longer data takes a second message."""
+"""Bytes of the first message of `of_first`; longer data needs a second message."""
 
 
 class Agreement:
-    """Decisions that ranks take together: the number of KV blocks, whether a bucket fits, the size
-    of a graph. All ranks must make the same calls in the same order; each call waits for all ranks.
-    """
+    """Values that all ranks of a model agree on: the number of KV blocks, whether a bucket fits,
+    the size of a graph. All ranks must make the same calls in the same order; each call waits for
+    all ranks."""
 
     def __init__(self, host: ProcessGroup = SINGLE) -> None:
         """`host`: the process group of all ranks that carries host tensors."""
@@ -43,7 +43,7 @@ class Agreement:
         return -self.least(-number)
 
     def of_first(self, data: bytes) -> bytes:
-        """The bytes of the first rank."""
+        """Broadcast `data` of rank 0. Returns it on every rank."""
         if self._host.size == 1:
             return data
         buffer = torch.zeros(SHORT_BYTES, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Pipeline stages: which layers a stage has, and what it sends to other stages.
+"""Transfers between pipeline stages.
 
 All stages run the same launches in the same order. Stage k sends the hidden states of a launch to
 stage k + 1; the last stage samples and sends its tokens to the first stage, whose decodes read them
@@ -28,7 +28,8 @@ class PipelineLink:
     """
 
     def __init__(self, group: ProcessGroup = SINGLE, device: torch.device | None = None) -> None:
-        """Meet the other stages: the first collective must precede all sends."""
+        """Runs an all-reduce over `group`: the first operation of a group must be a collective, not
+        a send."""
         self.stage = Stage(group.rank, group.size)
         self._group = group
         self._num_steps = 0

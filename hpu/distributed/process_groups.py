@@ -66,7 +66,7 @@ class ProcessGroup:
         """The tensors of all ranks, concatenated along `dim` in rank order."""
         if self.size == 1:
             return tensor
-        # all_gather_into_tensor with concatenated output: stacked output has trouble under
+        # all_gather_into_tensor with concatenated output: stacked output causes problems under
         # torch.compile on HPU.
         shape = tensor.shape
         gathered = tensor.new_empty((self.size * shape[0], *shape[1:]))
@@ -111,8 +111,8 @@ class ProcessGroup:
 
     def _transfer(self, collective: Callable[..., Any], tensor: Tensor, **options: Any) -> Any:
         """Send or receive between two ranks, with a recipe boundary after it. A pipeline stage
-        transfers tokens only beside the last launch of a step; the boundary keeps the recipe of the
-        following operations equal with and without the transfer."""
+        transfers tokens only before or after the last launch of a step; the boundary keeps the
+        recipe of the following operations equal with and without the transfer."""
         work = self._run(collective, tensor, **options)
         if self._mark_step is not None:
             self._mark_step()
@@ -219,8 +219,8 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 
 
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
-    """Meet the other ranks over the torch.distributed backend `backend` and return the group of all
-    ranks, with `mark_step` as in ProcessGroup. Raises RuntimeError on timeout."""
+    """Initialize torch.distributed with `backend` and return the group of all ranks, with
+    `mark_step` as in ProcessGroup. Raises RuntimeError on timeout."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None
@@ -263,8 +263,8 @@ def make_groups(
     data: int = 1,
     mark_step: Callable[[], None] | None = None,
 ) -> ProcessGroups:
-    """The groups of this process; call after `join`. `tensor * pipeline * data` must equal the
-    world size."""
+    """Create the groups of this process; call after `join`. `tensor * pipeline * data` must equal
+    the world size."""
     if tensor * pipeline * data == 1:
         return ProcessGroups()
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -288,7 +288,7 @@ def make_groups(
                 found[kind] = ExpertGroup(*own, tensor=shards, data=replicas)
             else:
                 found[kind] = ProcessGroup(*own)
-    # Backends of devices do not carry host tensors.
+    # Device backends do not transfer host tensors.
     found["host"] = ProcessGroup(everyone, rank, dist.new_group(list(everyone), backend="gloo"))
     for members in kinds["tensor"]:
         group = dist.new_group(members, backend="gloo") if len(members) > 1 else None
@@ -299,7 +299,7 @@ def make_groups(
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Context with a single-process group, for code that needs torch.distributed to be initialised;
+    """Context with a single-process group, for code that needs torch.distributed to be initialized;
     does nothing if a group exists."""
     if dist.is_initialized():
         yield

@@ -1,5 +1,5 @@
-"""Cards and the processes that use them: device nodes, the driver's files, hl-smi, and the open
-files of all processes. Opens no device."""
+"""Finds cards and the processes that use them, from device nodes, the driver's files, hl-smi, and
+the open files of all processes. Opens no device."""
 
 import os
 import stat
@@ -42,17 +42,17 @@ class NodeOwner(NamedTuple):
         return f"user {self.user}, group {self.group}, mode {self.mode:04o}"
 
 
-class Card(NamedTuple):
-    """One card; unknown values are empty or None."""
+class DetectedCard(NamedTuple):
+    """A card; unknown values are empty or None."""
 
     node: str
-    """Path of the device node; empty if only hl-smi lists the card."""
+    """Path of the device node; empty if only hl-smi reports the card."""
     module: int | None
     bus_id: str
     generation: str | None
     name: str
     memory: str
-    """`used of total`, as hl-smi prints it."""
+    """Memory as `used of total`, in hl-smi's format."""
     holders: tuple[Holder, ...]
     is_open_to_us: bool
     owner: NodeOwner | None = None
@@ -64,9 +64,9 @@ class Card(NamedTuple):
 
 
 class Cards(NamedTuple):
-    """All cards, and the number of processes whose open files cannot be read."""
+    """All cards, and the number of processes whose open files could not be read."""
 
-    cards: tuple[Card, ...]
+    cards: tuple[DetectedCard, ...]
     hidden_processes: int
 
 
@@ -77,7 +77,8 @@ class _Row(NamedTuple):
 
 
 def find_cards(machine: Machine) -> Cards:
-    """Every card with a device node or in hl-smi, sorted by module."""
+    """All cards with a device node or, without device nodes, all cards that hl-smi reports; sorted
+    by module."""
     nodes = card_nodes(machine.root)
     rows = _smi_rows(machine)
     names = {card.node for card in nodes}
@@ -87,7 +88,7 @@ def find_cards(machine: Machine) -> Cards:
         bus_id = _bus_id(machine.root / device)
         row = rows.pop(bus_id, _Row(None, "", ""))
         cards.append(
-            Card(
+            DetectedCard(
                 node,
                 row.module if module is None else module,
                 bus_id,
@@ -101,7 +102,7 @@ def find_cards(machine: Machine) -> Cards:
         )
     if not nodes:
         cards = [
-            Card("", row.module, bus_id, None, row.name, row.memory, (), True)
+            DetectedCard("", row.module, bus_id, None, row.name, row.memory, (), True)
             for bus_id, row in rows.items()
         ]
     cards.sort(key=lambda card: (card.module is None, card.module, card.node))
@@ -147,7 +148,8 @@ def _smi_rows(machine: Machine) -> dict[str, _Row]:
 
 
 def _card_holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Holder]], int]:
-    """Other processes that have a node open, and the number of processes that cannot be read."""
+    """Other processes that have each node open, and the number of processes that could not be
+    read."""
     found: defaultdict[str, list[Holder]] = defaultdict(list)
     hidden = 0
     proc = machine.root / "proc"
@@ -160,7 +162,7 @@ def _card_holders(machine: Machine, nodes: set[str]) -> tuple[dict[str, list[Hol
             hidden += 1
             continue
         except OSError:
-            # The process ended meanwhile.
+            # The process has ended in the meantime.
             continue
         opened = {_target(folder / link) for link in links} & nodes
         if pid != machine.pid:

@@ -1,7 +1,7 @@
-"""Checks of the runtime's environment variables and of the host's memory. Sets nothing."""
+"""Checks the runtime's environment variables and the host's memory. Sets nothing."""
 
 from config.errors import bytes_text
-from hpu.doctor.cards import Card
+from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
 from hpu.gaudi_devices import GIB, NUM_MODULES, PAIRS, QUADS
@@ -16,7 +16,8 @@ WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 
 HOST_BYTES_PER_CARD = 409 * GIB // 8
 HUGE_PAGES_MIB_PER_CARD = 95000 // 8
-"""A card's part of what published manifests for eight cards request from the host."""
+"""Host memory (bytes) and huge pages (MiB) per card, an eighth of what published manifests for
+eight cards request."""
 
 
 def visible_modules(machine: Machine) -> tuple[int, ...] | None:
@@ -28,9 +29,9 @@ def visible_modules(machine: Machine) -> tuple[int, ...] | None:
 
 
 def environment_findings(
-    machine: Machine, cards: tuple[Card, ...], num_cards: int
+    machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int
 ) -> list[Finding]:
-    """Problems with the variables that are set."""
+    """Findings about the runtime's variables that are set."""
     return [
         *_modules(machine, cards, num_cards),
         *_devices(machine),
@@ -42,7 +43,7 @@ def environment_findings(
 
 
 def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
-    """Host memory and huge pages, compared with published deployments."""
+    """Findings about host memory and huge pages, compared with published deployments."""
     free, _ = usable_memory(machine.root)
     wanted = HOST_BYTES_PER_CARD * num_cards
     findings = []
@@ -51,9 +52,9 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
             Finding(
                 WARN,
                 "host memory",
-                f"{bytes_text(free)} of host memory are free, published deployments give "
-                f"{wanted / GIB:.0f} GiB to {_cards(num_cards)}",
-                "loading and compiling may run out of it; a small model needs less",
+                f"{bytes_text(free)} of host memory are free, published deployments have "
+                f"{wanted / GIB:.0f} GiB for {_cards(num_cards)}",
+                "loading and compiling may run out of host memory; a small model needs less",
             )
         )
     pages = _huge_page_mib(machine)
@@ -63,8 +64,8 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
             Finding(
                 WARN,
                 "huge pages",
-                f"{pages} MiB of huge pages are reserved, published deployments give "
-                f"{wanted_mib} MiB to {_cards(num_cards)}",
+                f"{pages} MiB of huge pages are reserved, published deployments have {wanted_mib} "
+                f"MiB for {_cards(num_cards)}",
                 "reserve 2 MiB pages on the host: sysctl vm.nr_hugepages="
                 f"{-(-wanted_mib // 2)}, or hugepages-2Mi in Kubernetes",
             )
@@ -72,13 +73,13 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
     return findings or [Finding(OK, "host memory", f"{bytes_text(free)} are free")]
 
 
-def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:
+def _modules(machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int) -> list[Finding]:
     text = machine.environment.get(MODULES)
     if not text:
         return []
     modules = visible_modules(machine)
     if modules is None:
-        what = f"{MODULES} is {text!r}: it must be module ids with commas between, like 0,1"
+        what = f"{MODULES} is {text!r}: it must be comma-separated module ids, like 0,1"
         return [Finding(ERROR, MODULES, what, f"correct it, or unset {MODULES}")]
     if len(set(modules)) < len(modules):
         return [Finding(ERROR, MODULES, f"{MODULES} is {text!r}: it names a module twice")]
@@ -91,7 +92,7 @@ def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[
                 MODULES,
                 f"{MODULES} is {text!r}, but this machine has the modules "
                 f"{', '.join(str(path) for path in sorted(existing, key=str))}",
-                f"name only those, or unset {MODULES}; indices of hl-smi are no module ids",
+                f"name only these ids, or unset {MODULES}: indices of hl-smi are not module ids",
             )
         ]
     if len(modules) < num_cards:
@@ -105,8 +106,7 @@ def _modules(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[
             Finding(
                 ERROR,
                 MODULES,
-                f"the modules {','.join(map(str, used))} are no group of {num_cards} that works "
-                "together",
+                f"the modules {','.join(map(str, used))} do not form a group of {num_cards}",
                 f"take one of {valid}",
             )
         ]
@@ -119,14 +119,14 @@ def _devices(machine: Machine) -> list[Finding]:
         return []
     words = [word.strip() for word in text.split(",")]
     if text != "all" and not all(word.isdigit() for word in words):
-        what = f"{DEVICES} is {text!r}: it must be `all`, or indices with commas between, like 0,1"
+        what = f"{DEVICES} is {text!r}: it must be `all` or comma-separated indices, like 0,1"
         return [Finding(WARN, DEVICES, what, "correct it where the container is started")]
     if not machine.in_container and text != "all":
         return [
             Finding(
                 WARN,
                 DEVICES,
-                f"{DEVICES} is {text!r}: only the container runtime reads it, here it does nothing",
+                f"{DEVICES} is {text!r}: only the container runtime reads this variable",
                 f"name module ids in {MODULES} instead",
             )
         ]
@@ -192,14 +192,14 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
         Finding(
             WARN,
             WEIGHT_SHARING,
-            f"{WEIGHT_SHARING} is {text!r}: parameters are wrapped, and a server gains nothing",
+            f"{WEIGHT_SHARING} is {text!r}: parameters are wrapped, without a benefit for a server",
             f"set {WEIGHT_SHARING}=0, or unset it",
         )
     ]
 
 
 def _huge_page_mib(machine: Machine) -> int | None:
-    """Size of all reserved huge pages; None if unknown."""
+    """Total size of the reserved huge pages in MiB; None if unknown."""
     fields = {}
     for line in (machine.text("proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")

@@ -15,7 +15,7 @@ MEANINGS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"cpu fallback is not supported during hpu graph capturing",
-        "an operation that the card does not know was met while a graph was captured: run with "
+        "an operation that the card does not support ran during a graph capture: run with "
         "--enforce-eager, and report the operation",
     ),
     (
@@ -34,17 +34,17 @@ MEANINGS: tuple[tuple[str, str], ...] = (
         "lower --gpu-memory-utilization",
     ),
 )
-"""Pattern (in any case) -> explanation."""
+"""(case-insensitive regular expression, explanation)."""
 
 BUSY, FAILED = 20, 26
-"""Status codes of a failed acquisition."""
+"""Status codes of a failed device acquisition."""
 
 
 def explain(text: str, machine: Machine) -> str | None:
-    """An explanation of `text`, an error of the runtime, on this machine; None if unknown."""
+    """Explanation of the runtime's error `text` on this machine; None if there is none."""
     meaning = _meaning(text, machine)
     if mismatch := release_mismatch(machine):
-        # The status of such an error, often 26, is generic, and any operation may be the first to
+        # The status of such an error, often 26, is generic, and any operation can be the first to
         # fail.
         return f"{meaning or text}; {mismatch}: {OTHER_RELEASE}"
     return meaning
@@ -62,14 +62,14 @@ def _acquisition(text: str, machine: Machine) -> str:
     found = re.search(r"synStatus\s*[=:]?\s*(\d+)", text, re.IGNORECASE)
     status = int(found[1]) if found else None
     meaning = {
-        BUSY: "another process has the card, or had it until a moment ago (status 20)",
-        FAILED: "the driver could not give the card, and does not say why (status 26): the driver "
+        BUSY: "another process uses the card, or used it until a moment ago (status 20)",
+        FAILED: "the driver could not acquire the card and gave no reason (status 26): the driver "
         "and the runtime may be of different releases",
-    }.get(status or 0, f"the driver could not give the card (status {status or 'unknown'})")
+    }.get(status or 0, f"the driver could not acquire the card (status {status or 'unknown'})")
     held = lines_of_used_cards(find_cards(machine).cards)
     if held:
         return f"{meaning}; {'; '.join(held)}"
     return (
-        f"{meaning}; no process that we can see holds a card, one in another container may. "
-        "`gaudiserve doctor` looks at the rest"
+        f"{meaning}; no visible process uses a card, but a process in another container may: run "
+        "`gaudiserve doctor`"
     )

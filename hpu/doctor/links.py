@@ -1,16 +1,18 @@
-"""What several cards must have in common, and whether their links to each other are up, as hl-smi
-tells."""
+"""Checks that several cards are of the same generation, and that the links between them are up
+according to hl-smi."""
 
 import re
 
-from hpu.doctor.cards import Card
+from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 
 _PORT = re.compile(r"port\s+(\d+)\s*:\s*(\w+)")
-"""A line of `hl-smi -n link` (UP or DOWN) and of `hl-smi -n ports` (internal or external)."""
+"""Line of `hl-smi -n link` (UP or DOWN) or `hl-smi -n ports` (internal or external)."""
 
 
-def group_findings(machine: Machine, cards: tuple[Card, ...], num_cards: int) -> list[Finding]:
+def group_findings(
+    machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int
+) -> list[Finding]:
     """Findings about the links and generations of `cards` when `num_cards` work together; empty
     for a single card."""
     if num_cards == 1 or not cards:
@@ -18,7 +20,7 @@ def group_findings(machine: Machine, cards: tuple[Card, ...], num_cards: int) ->
     return [*_generations(cards), *_links(machine, cards)]
 
 
-def _generations(cards: tuple[Card, ...]) -> list[Finding]:
+def _generations(cards: tuple[DetectedCard, ...]) -> list[Finding]:
     generations = sorted({card.generation for card in cards if card.generation})
     if len(generations) < 2:
         return []
@@ -35,8 +37,9 @@ def _generations(cards: tuple[Card, ...]) -> list[Finding]:
     ]
 
 
-def _links(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
-    """Ports between cards that are down. External ports, to other hosts, may be unused."""
+def _links(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
+    """Findings about the ports between cards that are down. External ports, to other hosts, may be
+    unused."""
     down, num_up = [], 0
     for card in cards:
         states = _ports(machine, card, "link")
@@ -62,11 +65,12 @@ def _links(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
         ]
     if num_up:
         return [Finding(OK, "links", f"{num_up} links between {len(cards)} cards are up")]
-    return [Finding(OK, "links", "hl-smi tells nothing about the links between cards")]
+    return [Finding(OK, "links", "hl-smi reports no links between cards")]
 
 
-def _ports(machine: Machine, card: Card, what: str) -> dict[int, str]:
-    """By port, in small letters; empty if unknown."""
+def _ports(machine: Machine, card: DetectedCard, what: str) -> dict[int, str]:
+    """State or kind of each port in lower case, by port number; empty if unknown. `what`: "link"
+    for the states, "ports" for the kinds."""
     if not card.bus_id:
         return {}
     text = machine.run(["hl-smi", "-n", what, "-i", card.bus_id])

@@ -1,5 +1,5 @@
-"""Machine: what the checks read, and Finding: what they report. A machine is a root folder, a
-mapping of variables and three functions, so that a test can build any machine."""
+"""Machine: source of the data that the checks read. Finding: result of a check. A machine is a root
+folder, a mapping of variables and three functions, so that a test can build any machine."""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
 
 def run_command(argv: Sequence[str]) -> str | None:
-    """The output of a command; None if it does not exist, fails or hangs."""
+    """Output of a command; None if the command does not exist, fails or hangs."""
     try:
         with running(argv) as process:
             output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
@@ -38,7 +38,7 @@ def run_command(argv: Sequence[str]) -> str | None:
 
 
 def distribution_version(name: str) -> str | None:
-    """Version of an installed distribution, from its metadata, without an import."""
+    """Version of an installed distribution, from its metadata, without importing it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -50,13 +50,13 @@ def has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:
-        # The module is loaded already, without a specification.
+        # The module is already loaded, without a specification.
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """By default this machine. Reading it opens no device."""
+    """Machine to check; by default this machine. Reading it opens no device."""
 
     environment: Mapping[str, str]
     root: Path = Path("/")
@@ -65,10 +65,10 @@ class Machine:
     has_module: Callable[[str], bool] = has_module
     python: tuple[int, int] = sys.version_info[:2]
     pid: int = field(default_factory=os.getpid)
-    """This process, which may already use a card."""
+    """Process id to ignore among the users of a card; by default this process."""
 
     def text(self, path: str) -> str | None:
-        """The text of a file below the root, stripped; None if it cannot be read."""
+        """Contents of a file below the root, stripped; None if it cannot be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

@@ -1,11 +1,11 @@
-"""All checks of a Gaudi machine, for `gaudiserve doctor` and for a worker before its start. Opens
-no device and imports nothing of the vendor."""
+"""Runs all checks of a Gaudi machine, for `gaudiserve doctor` and for a worker before its start.
+Opens no device and imports none of the vendor's modules."""
 
 import os
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from hpu.doctor.cards import Card, Cards, find_cards
+from hpu.doctor.cards import Cards, DetectedCard, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
 from hpu.doctor.links import group_findings
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
@@ -21,10 +21,10 @@ IN_CONTAINER = "in a container: --runtime=habana -e HABANA_VISIBLE_DEVICES=all"
 
 
 class Preflight(NamedTuple):
-    """All findings, in the order in which errors should be fixed, and the cards."""
+    """All findings, in the order in which errors should be fixed, and all cards."""
 
     findings: tuple[Finding, ...]
-    cards: tuple[Card, ...]
+    cards: tuple[DetectedCard, ...]
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -37,11 +37,13 @@ def has_sign_of_gaudi(machine: Machine) -> bool:
 
 
 def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) -> Preflight:
-    """All checks. `rank`: the worker whose card must be free; None: all `num_cards` must be."""
+    """Run the checks that precede a start. With `rank`, only this worker's card must be free, and
+    the checks of the group are skipped; otherwise, all `num_cards` cards must be free."""
     found = find_cards(machine)
     findings = software_findings(machine)
     if found.cards:
-        # A visible card proves that a driver is loaded, whatever the list of modules says.
+        # A visible card proves that a driver is loaded, even if the kernel's list of modules lacks
+        # it.
         findings = [_as_warning(finding) for finding in findings]
     findings += environment_findings(machine, found.cards, num_cards)
     findings += _card_findings(machine, found, num_cards, rank)
@@ -52,15 +54,15 @@ def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) 
 
 
 def check_start(machine: Machine, *, num_cards: int = 1, rank: int = 0) -> None:
-    """Before a worker imports the runtime: raise ConfigError with the first error."""
+    """Raise ConfigError with the first error. Call it before a worker imports the runtime."""
     errors = preflight(machine, num_cards=num_cards, rank=rank).errors
     if errors:
         first = errors[0]
         raise ConfigError(f"{first.what}: {first.do}" if first.do else first.what)
 
 
-def lines_of_used_cards(cards: tuple[Card, ...]) -> list[str]:
-    """A line for each card in use, with its processes."""
+def lines_of_used_cards(cards: tuple[DetectedCard, ...]) -> list[str]:
+    """A line for each card in use, with the processes that use it."""
     return [
         f"the card {card} is held by {' and '.join(map(str, card.holders))}"
         for card in cards
@@ -79,7 +81,7 @@ def _card_findings(
 ) -> list[Finding]:
     cards = found.cards
     if not cards:
-        what = "no card is to be seen: neither a device node nor a line of hl-smi"
+        what = "no card is visible: there is neither a device node nor a line of hl-smi"
         return [Finding(ERROR, "cards", what, f"look at hl-smi on the host; {IN_CONTAINER}")]
     findings = [Finding(OK, "cards", f"{len(cards)} cards: {_names(cards)}")]
     findings += _kernels(machine, cards)
@@ -91,29 +93,30 @@ def _card_findings(
                 OK,
                 "cards",
                 f"{found.hidden_processes} processes do not show their open files, and other "
-                "containers' are not seen: a card may be held by one of them",
+                "containers are invisible: any of these processes may hold a card",
             )
         )
     return findings
 
 
-def _closed_nodes(cards: tuple[Card, ...]) -> list[Finding]:
-    """The device nodes that this user may not open, with their owners and the remedy."""
+def _closed_nodes(cards: tuple[DetectedCard, ...]) -> list[Finding]:
+    """Findings about device nodes that this user may not open, with their owners and the remedy."""
     closed = [card for card in cards if not card.is_open_to_us]
     if not closed:
         return []
     nodes = "; ".join(f"{card.node} ({card.owner or 'owner unknown'})" for card in closed)
     what = f"user {os.getuid()} may not open {nodes}"
-    # A node that is closed to its group needs the remedy that opens the others, too.
+    # Nodes that are closed to their group come first: their remedy also opens the other nodes.
     owners = sorted((card.owner for card in closed if card.owner), key=lambda o: o.opens_to_group)
     owner = owners[0] if owners else None
     if not owner:
-        do = "run as a user who may"
+        do = "run as a user with access to them"
     elif owner.opens_to_group:
         group = owner.group
         do = (
             f"give this user the group {group}: docker run --group-add {group}, "
-            f"ACCEL_GROUP={group} for our compose file, supplementalGroups: [{group}] in Kubernetes"
+            f"ACCEL_GROUP={group} for deploy/compose.yaml, supplementalGroups: [{group}] in "
+            "Kubernetes"
         )
     else:
         do = (
@@ -123,20 +126,21 @@ def _closed_nodes(cards: tuple[Card, ...]) -> list[Finding]:
     return [Finding(ERROR if len(closed) == len(cards) else WARN, "cards", what, do)]
 
 
-def _visible(machine: Machine, cards: tuple[Card, ...]) -> tuple[Card, ...]:
+def _visible(machine: Machine, cards: tuple[DetectedCard, ...]) -> tuple[DetectedCard, ...]:
     """Cards that HABANA_VISIBLE_MODULES names; all cards if it is unset or invalid."""
     modules = visible_modules(machine)
     return tuple(card for card in cards if modules is None or card.module in (None, *modules))
 
 
-def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
-    """The known fused kernels of the first card with the installed release."""
+def _kernels(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
+    """Finding that lists which fused kernels are known for the first card and the installed
+    release."""
     generation, release = cards[0].generation, runtime_release(machine)
     if generation is None or release is None:
         return []
     known = {kernel: has_kernel(kernel, generation, release) for kernel in KERNELS}
     parts = [
-        f"{sum(map(bool, known.values()))} of {len(known)} fused kernels are known to be there"
+        f"{sum(map(bool, known.values()))} of {len(known)} fused kernels are known to be available"
     ]
     for answer, words in ((False, "not there"), (None, "only the runtime can tell")):
         names = [kernel for kernel, found in known.items() if found is answer]
@@ -146,9 +150,10 @@ def _kernels(machine: Machine, cards: tuple[Card, ...]) -> list[Finding]:
 
 
 def _cards_in_use(
-    machine: Machine, cards: list[Card], num_cards: int, rank: int | None
+    machine: Machine, cards: list[DetectedCard], num_cards: int, rank: int | None
 ) -> list[Finding]:
-    """Whether enough of `cards` are free: the card of the worker `rank`, else `num_cards`."""
+    """Findings about cards in use. Includes an error if too few of `cards` are free: `num_cards`
+    are needed; with `rank`, only this worker's card (any card, if no variable determines it)."""
     in_use = lines_of_used_cards(tuple(cards))
     free = [card for card in cards if not card.holders]
     remedy = "end it, or wait: a card stays busy for some seconds after its process has ended"
@@ -166,12 +171,12 @@ def _cards_in_use(
         what = f"{len(free)} of {len(cards)} cards are free, {needed} needed: {'; '.join(in_use)}"
         return [Finding(ERROR, "card held", what, remedy)]
     pick = "" if free[0].module is None else f"HABANA_VISIBLE_MODULES={free[0].module}"
-    do = f"name a free one: {pick}" if pick else ""
+    do = f"name a free card: {pick}" if pick else ""
     return [Finding(WARN, "card held", line, do) for line in in_use]
 
 
 def _module_of_rank(machine: Machine, rank: int | None) -> int | None:
-    """The module of a worker, if a variable determines it."""
+    """Module of the worker `rank`, if a variable determines it."""
     word = machine.environment.get("HLS_MODULE_ID", "")
     if word.isdigit():
         return int(word)
@@ -179,7 +184,7 @@ def _module_of_rank(machine: Machine, rank: int | None) -> int | None:
     return visible[rank] if visible and rank is not None and rank < len(visible) else None
 
 
-def _names(cards: tuple[Card, ...]) -> str:
+def _names(cards: tuple[DetectedCard, ...]) -> str:
     return "; ".join(
         " ".join(
             part for part in (str(card), card.generation or "", card.name, card.memory) if part

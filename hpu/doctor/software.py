@@ -1,5 +1,5 @@
-"""Checks of the installed software: the vendor's packages, torch, Python, the driver. Reads
-metadata and the kernel's files."""
+"""Checks the installed software: the vendor's packages, torch, Python and the driver. Reads
+metadata and kernel files only."""
 
 from config.execution import RUNTIME_DISTRIBUTION, is_vendor_torch
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
@@ -13,7 +13,7 @@ from hpu.gaudi_devices import (
 RUNTIME = "habana_frameworks"
 
 DRIVER_MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
-"""The first drives the cards, the others the links between cards."""
+"""Kernel modules of the driver: the first drives the cards, the others the links between cards."""
 
 QUERIES = (
     ("dpkg-query", "--show", "--showformat", "${Package} ${Version}\n", "habanalabs-*"),
@@ -21,7 +21,7 @@ QUERIES = (
 )
 """Commands that list the vendor's system packages, on Debian and on Red Hat."""
 SYSTEM_PACKAGES = ("habanalabs-graph", "habanalabs-thunk", "habanalabs-rdma-core")
-"""Packages of the runtime, which belong to one release."""
+"""Packages of the runtime, which must all be of the same release."""
 
 IMAGE = "start from a Gaudi PyTorch image or installation"
 
@@ -31,7 +31,7 @@ def has_runtime(machine: Machine) -> bool:
 
 
 def runtime_release(machine: Machine) -> Release | None:
-    """Release of the vendor's package, from its metadata."""
+    """Release of the vendor's runtime, from its package metadata; None if unknown."""
     return release_of(machine.version(RUNTIME_DISTRIBUTION) or "")
 
 
@@ -42,14 +42,14 @@ def has_vendor_torch(machine: Machine) -> bool | None:
 
 
 def driver_version(machine: Machine) -> str | None:
-    """The version that hl-smi prints."""
+    """Driver version according to hl-smi; None if unknown."""
     text = machine.run(["hl-smi", "-Q", "driver_version", "-f", "csv,noheader"])
     lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
     return lines[0] if lines and release_of(lines[0]) else None
 
 
 def loaded_modules(machine: Machine) -> set[str] | None:
-    """The driver's loaded kernel modules; None if unknown."""
+    """Loaded kernel modules of the driver; None if unknown."""
     text = machine.text("proc/modules")
     if text is None:
         return None
@@ -57,7 +57,7 @@ def loaded_modules(machine: Machine) -> set[str] | None:
 
 
 def software_findings(machine: Machine) -> list[Finding]:
-    """What is installed, and whether the versions match."""
+    """Findings about the installed software and whether the versions match."""
     return [
         _runtime(machine),
         *_torch(machine),
@@ -71,7 +71,7 @@ def software_findings(machine: Machine) -> list[Finding]:
 def _runtime(machine: Machine) -> Finding:
     if not has_runtime(machine):
         return Finding(
-            ERROR, "runtime", f"this Python has no {RUNTIME}", f"{IMAGE}; --device cpu needs none"
+            ERROR, "runtime", f"this Python has no {RUNTIME}", f"{IMAGE}; --device cpu works"
         )
     version = machine.version(RUNTIME_DISTRIBUTION) or "version unknown"
     return Finding(OK, "runtime", f"{RUNTIME} is installed, {RUNTIME_DISTRIBUTION} {version}")
@@ -92,7 +92,7 @@ def _torch(machine: Machine) -> list[Finding]:
                 "torch",
                 f"torch is {version}, release {_dotted(release)} is known with "
                 f"{_dotted(wanted)}: the runtime refuses a torch it was not compiled for",
-                f"put the torch of the release back, or {IMAGE}",
+                f"reinstall the torch of the release, or {IMAGE}",
             )
         )
     return findings
@@ -129,21 +129,20 @@ def _driver(machine: Machine) -> Finding:
             "driver",
             f"the kernel modules {', '.join(missing)} are not loaded: several cards cannot work "
             "together",
-            "load them on the host with modprobe; one card alone needs none of them",
+            "load them on the host with modprobe; a single card does not need them",
         )
     return Finding(OK, "driver", f"kernel modules loaded: {', '.join(DRIVER_MODULES)}")
 
 
 def release_mismatch(machine: Machine) -> str:
-    """Both versions if driver and runtime are of different releases, which the vendor does not
-    support; empty if they fit or are unknown."""
+    """Both versions, if driver and runtime are of different releases, which the vendor does not
+    support; empty if they match or are unknown."""
     driver, release = driver_version(machine), runtime_release(machine)
     driver_release = release_of(driver) if driver else None
     if not (driver_release and release) or driver_release[:3] == release[:3]:
         return ""
     return (
-        f"the driver is {driver}, the runtime {_dotted(release)}: they are made for each other "
-        "only within one release"
+        f"the driver is {driver}, the runtime {_dotted(release)}: only equal releases work together"
     )
 
 
@@ -151,8 +150,8 @@ OTHER_RELEASE = "take the image of the driver's release, or update the driver on
 
 
 def _version_match(machine: Machine) -> list[Finding]:
-    """Findings about different releases of driver and runtime. A warning: some pairs work, and the
-    error of an operation that fails names both versions."""
+    """Findings about different releases of driver and runtime. Only a warning: some pairs work, and
+    `explain` adds both versions to the runtime's errors."""
     if not has_runtime(machine):
         return []
     if mismatch := release_mismatch(machine):
@@ -164,7 +163,7 @@ def _version_match(machine: Machine) -> list[Finding]:
 
 
 def system_packages(machine: Machine) -> dict[str, str]:
-    """Version by name of the vendor's installed system packages; empty if unknown."""
+    """Versions of the vendor's installed system packages, by name; empty if unknown."""
     for query in QUERIES:
         lines = [line.split() for line in (machine.run(query) or "").splitlines()]
         if found := {line[0]: line[1] for line in lines if len(line) == 2}:
@@ -173,7 +172,7 @@ def system_packages(machine: Machine) -> dict[str, str]:
 
 
 def _system_packages(machine: Machine) -> list[Finding]:
-    """Findings about the vendor's system packages, if the package manager knows any."""
+    """Findings about the vendor's system packages; empty if the package manager reports none."""
     found = system_packages(machine)
     if not found:
         return []

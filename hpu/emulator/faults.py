@@ -1,14 +1,14 @@
-"""Faults of an emulated card. Each breaks an assumption: the assumption of the self-test's check of
-the same name (hpu/selftest/checks), or an assumption that the back end tries at start; the emulator
-is otherwise unchanged.
+"""Faults of an emulated card. Each fault breaks an assumption that the self-test check of the same
+name verifies (hpu/selftest/checks), or that the back end verifies at start; the rest of the
+emulator is unchanged.
 
-The name of a fault of operators may be followed by `:crash` or `:hang`: the operators then end the
+The name of an operator fault may have the suffix `:crash` or `:hang`: its operators then abort the
 process, or never return.
 """
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.errors import ConfigError
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 CRASH, HANG = "crash", "hang"
 
 WEDGED_COPIES = "wedged-copies"
-"""A copy of a side stream into unpinned memory waits forever for the thread that submits
-launches."""
+"""A copy on a side stream into unpinned memory waits forever for the thread that submits launches.
+"""
 MIXED_EXPERTS = "mixed-experts"
-"""mixture_of_experts.bias_fused_weights takes gate and up in halves instead of interleaved."""
+"""mixture_of_experts.bias_fused_weights expects gate and up concatenated instead of interleaved."""
 MIXED_CODES = "packed-experts"
-"""mixture_of_experts with packed codes takes the codes of a byte in the other order."""
+"""mixture_of_experts with packed codes swaps the two codes of each byte."""
 
 Value = Any
 """An argument or a result of an operator."""
@@ -40,11 +40,11 @@ class OperatorFault(NamedTuple):
     operators: tuple[str, ...]
     effect: Effect
     modes: tuple[str, ...] = ("lazy", "eager", "compiled")
-    """Where the operators are wrong."""
+    """Modes in which the operators are wrong."""
 
 
 class RuntimeFault(NamedTuple):
-    """A fault of the runtime: its place in the emulator asks for it by name."""
+    """A fault of the runtime; the emulated component looks it up by name."""
 
     operators: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ def _few_experts(run: Run, args: tuple[Value, ...]) -> Value:
 
 
 def _uint4(*, has_groups: bool) -> Effect:
-    """Wrong weights of the calls with the groups of rows, or of the calls without."""
+    """Wrong weights in calls with `g_idx` (`has_groups`), or in calls without it."""
 
     def effect(run: Run, args: tuple[Value, ...]) -> Value:
         return _scaled(run, args) if has_groups == (len(args) > 4) else run()
@@ -114,8 +114,8 @@ def _small_range(run: Run, args: tuple[Value, ...]) -> Value:
 
 
 def _sdpa(applies: "Callable[[Tensor | None, bool, bool, str], bool]") -> Effect:
-    """A wrong result of the calls of fused attention to which the fault applies: by mask, whether
-    it is causal, whether it returns statistics, and the mode of its softmax."""
+    """A wrong result of the calls of fused attention to which the fault applies: `applies` gets the
+    mask, whether the call is causal, whether it returns statistics, and the mode of its softmax."""
 
     def effect(run: Run, args: tuple[Value, ...]) -> Value:
         out, highest, inverse, seed = run()
@@ -218,18 +218,24 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
 }
 
 
+def names() -> Iterator[str]:
+    """The names of all faults, without and with suffixes."""
+    for name, fault in FAULTS.items():
+        yield name
+        if isinstance(fault, OperatorFault):
+            yield from (f"{name}:{ending}" for ending in (CRASH, HANG))
+
+
 def check_names(faults: Collection[str]) -> None:
     """Raise ConfigError for a fault that does not exist."""
-    for fault in faults:
-        name, _, ending = fault.partition(":")
-        endings = ("", CRASH, HANG) if isinstance(FAULTS.get(name), OperatorFault) else ("",)
-        if name not in FAULTS or ending not in endings:
-            raise ConfigError(f"emulated fault {fault!r} is not one of {', '.join(sorted(FAULTS))}")
+    for fault in sorted(set(faults).difference(names())):
+        known = ", ".join(sorted(names()))
+        raise ConfigError(f"--emulator-faults has {fault!r}, it must be one of {known}")
 
 
 def run(faults: Collection[str], name: str, mode: str, run: Run, args: tuple[Value, ...]) -> Value:
-    """Run the operator `name`, with its overload, in `mode` on a card with `faults`. A fault of
-    operators without an overload concerns all their overloads."""
+    """Run the operator `name`, with its overload, in `mode` on a card with `faults`. A fault that
+    names an operator without an overload applies to all its overloads."""
     for fault in faults:
         own, _, ending = fault.partition(":")
         found = FAULTS[own]
@@ -242,7 +248,7 @@ def run(faults: Collection[str], name: str, mode: str, run: Run, args: tuple[Val
 
 
 def misbehave(ending: str) -> None:
-    """End the process or never return, if the fault says so."""
+    """Abort the process or sleep forever, if the fault has such a suffix."""
     if ending == CRASH:
         os.abort()
     while ending == HANG:

@@ -11,7 +11,8 @@ from hpu.gaudi_devices import GENERATIONS
 
 
 class Misuse(GaudiserveError):
-    """In strict mode: a program broke a rule of the device. Names the op and the caller's line."""
+    """A program broke a rule of the device in strict mode. The message names the op and the
+    caller's line."""
 
     def __init__(self, kind: str, text: str, op: str, line: str) -> None:
         super().__init__(f"{kind}: {text} [{op or 'no op'}, called from {line}]")
@@ -22,7 +23,7 @@ class Misuse(GaudiserveError):
 
 @dataclass(frozen=True, slots=True)
 class EmulatorConfig:
-    """A card, its costs, and how strictly it enforces its rules."""
+    """Settings of an emulated card: generation, memory, costs, and how misuses are handled."""
 
     generation: str = "gaudi2"
     memory_bytes: int | None = 4 << 30
@@ -43,7 +44,7 @@ class EmulatorConfig:
     default_lazy: bool = False
     """Mode if PT_HPU_LAZY_MODE is unset; the default changed around release 1.20."""
     vendor_torch: bool = True
-    """Whether torch counts as the vendor's build; other builds refuse lazy mode."""
+    """Whether torch counts as the vendor's build; other builds do not support lazy mode."""
     release: str = EMULATED_RELEASE
     lock_dir: Path | None = None
     """Folder of the lock files that reserve a card for a process; None: no locks."""
@@ -56,18 +57,21 @@ class EmulatorConfig:
     """
     late_copy_seed: int = 0
     pins_memory: bool = False
-    """Whether the runtime gives pinned host memory; the vendor's plug-in for vLLM never asks for
+    """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
     it."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
+    runs_on_host: bool = False
+    """Whether the vendor's operators also take tensors of the host, for tests of layers that need
+    no card; the bridge refuses such tensors."""
     unknown_variables: frozenset[str] = frozenset()
     """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
     unsupported: frozenset[str] = frozenset()
-    """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ones."""
+    """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ops."""
 
     faults: frozenset[str] = frozenset()
-    """Assumptions that this card breaks (hpu/emulator/faults.py)."""
+    """Names of the faults that this card emulates (hpu/emulator/faults.py)."""
 
     def __post_init__(self) -> None:
         check_names(self.faults)
@@ -90,6 +94,7 @@ class RuntimeVariables:
     default_lazy: bool
     _lazy: bool | None = field(default=None, init=False)
     _lazy_collectives: bool | None = field(default=None, init=False)
+    _native: dict[str, str] = field(default_factory=dict, init=False)
 
     def lazy(self) -> bool:
         """Whether the mode is lazy. Read once; any value but the string 0 means lazy."""
@@ -114,20 +119,34 @@ class RuntimeVariables:
             self._lazy_collectives = self.flag("PT_HPU_ENABLE_LAZY_COLLECTIVES")
         return self._lazy_collectives
 
+    def may_fall_back(self, op: str) -> bool:
+        """Whether the operator may run on the host: PT_HPU_PLACE_ON_CPU lists such operators, or is
+        `none`; by default all may (the bridge's fallback_helper.h)."""
+        text = self.native("PT_HPU_PLACE_ON_CPU")
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        return not names or op in names or op.removeprefix("aten::") in names
+
     def flag(self, name: str) -> bool:
         return self.environment.get(name, "").lower() in ("1", "true", "on")
 
     def int64(self) -> bool:
-        """Whether int64 has 64 bits: by default not in lazy mode, but in eager mode."""
-        text = self.environment.get("PT_ENABLE_INT64_SUPPORT")
-        return not self.lazy() if text is None else text.lower() in ("1", "true")
+        """Whether int64 has 64 bits: by default only outside of lazy mode."""
+        text = self.native("PT_ENABLE_INT64_SUPPORT")
+        return text.lower() in ("1", "true") if text else not self.lazy()
+
+    def native(self, name: str) -> str:
+        """A variable of the native library, which caches the value of the first read, even if the
+        variable was missing (the bridge's env_flags_impl.h)."""
+        if name not in self._native:
+            self._native[name] = self.environment.get(name, "")
+        return self._native[name]
 
     def modules(self) -> list[int]:
         text = self.environment.get("HABANA_VISIBLE_MODULES", "")
         return [int(word) for word in text.split(",") if word.strip()] or list(range(8))
 
     def recipe_cache(self) -> Path | None:
-        """Folder of the recipe cache on disk, None without one."""
+        """Folder of the recipe cache on disk; None without a disk cache."""
         text = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
         text = text or self.environment.get("PT_RECIPE_CACHE_PATH", "")
         return Path(text) if text else None

@@ -1,9 +1,9 @@
 """Dense attention (MHA, GQA, MQA): projections, and paged attention with its KV caches.
 
-A cache is (blocks * block_size, kv_heads, head_dim), indexed by slot: a single index op writes
-the keys of a launch. A decode reads a gathered list of blocks, or the first blocks of the cache
-as a single slice. Layers read the blocks of the block tables; layers with a window may read the
-rings of the requests instead.
+A cache is (blocks * block_size, kv_heads, head_dim), indexed by slot: a single index op writes the
+keys of a launch. A decode reads a gathered list of blocks, or the first blocks of the cache as a
+single slice. Layers read the blocks in the block tables; layers with a window may read per-request
+rings instead.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from hpu.layers.metadata import (
     PrefillMetadata,
     Visibility,
 )
-from hpu.layers.non_finite import spoiled, zeroed
+from hpu.layers.non_finite import saturated, spoiled, zeroed
 from hpu.layers.norm import FullQKNorm, QKNorm, UnweightedQKNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import (
@@ -66,7 +66,7 @@ class AttentionKind:
     clip: float | None = None
     """Queries, keys and values are clamped to [-clip, clip] before rotation."""
     tunes_temperature: bool = False
-    """Queries are multiplied with the metadata's query_scale."""
+    """Queries are multiplied by the metadata's query_scale."""
     shares_kv: bool = False
     """The layer reads the keys and values of an earlier layer and writes no cache."""
     index_dim: int = 0
@@ -80,8 +80,8 @@ PLAIN = AttentionKind()
 
 Writes = Literal["first", "last", "never"]
 """When the keys and values of a prompt are written to the caches: before attention, after attention
-(into a ring), or never (shared caches). A single attribute, because a compiled layer checks each
-attribute that it reads."""
+(into a ring), or never (shared caches). A single attribute, because torch.compile guards each
+attribute that a layer reads."""
 
 
 class SelfAttention(nn.Module):
@@ -114,8 +114,8 @@ class SelfAttention(nn.Module):
         self._kernels: Kernels | None = None
         self._splits_qkv = False
         self._zeroes_non_finite = False
-        # A compiled layer checks every attribute that the forward pass reads at each call, so the
-        # pass reads few.
+        # torch.compile guards every attribute that the forward pass reads, so the forward pass
+        # reads few attributes.
         self._is_plain = not (
             kind.norm_after_rotation
             or kind.clip is not None
@@ -135,17 +135,17 @@ class SelfAttention(nn.Module):
         self.attn.bind_caches(keys, values, block_size, num_rings)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on. `split_qkv`: run separate projections of queries,
-        keys and values, unless their weights are quantized."""
+        """Switch to fused kernels. `split_qkv`: run separate projections of queries, keys and
+        values, unless their weights are quantized."""
         self._kernels = kernels
         self.attn.impl = kernels.make_attention()
         self._splits_qkv = split_qkv and self.qkv_proj.weight is not None
 
     def zero_non_finite(self, nan: Tensor) -> None:
-        """Zero non-finite Q, K and V from now on: where a matrix product weighs blocks of other
-        sequences with zero, 0 * NaN would leak into the other sequences. The output of the affected
-        token is NaN, which NonFiniteGuard carries to later tokens. Plain CPU operations add each
-        block to its own sequence and need no zeroing, unless slices of the cache are read."""
+        """Enable zeroing of non-finite Q, K and V: a matmul that weights blocks of other sequences
+        with zero would leak their NaN (0 * NaN). The output of the affected token is NaN;
+        NonFiniteGuard marks later tokens. Plain CPU operations add each block to its own sequence
+        and need no zeroing, unless slices of the cache are read."""
         self._zeroes_non_finite = True
         self._nan = nan
 
@@ -163,10 +163,12 @@ class SelfAttention(nn.Module):
                 query_key = rotate(query_key, rotation, self._kernels)
         else:
             query_key, value = self._transform(query_key, value, rotation)
+        if self._zeroes_non_finite:
+            query_key = saturated(query_key)
         query, key = query_key.split_with_sizes([shape.num_heads, shape.num_kv_heads], dim=2)
         if not self._is_plain and self.kind.tunes_temperature:
             assert metadata.query_scale is not None
-            query = (query * metadata.query_scale).to(query.dtype)
+            query = saturated((query * metadata.query_scale).to(query.dtype))
         out = self.attn(query, key, value, metadata, self.sinks)
         out = out.reshape(batch, length, shape.query_size)
         if gate is not None:
@@ -256,8 +258,8 @@ class PagedAttention(nn.Module):
         self._encoded: tuple[EncodedKVCache, EncodedKVCache] | None = None
         """Codecs of the key and value caches; None: the caches have no format."""
         self._cache_ops: tuple[KVCacheOps, KVCacheOps] = (self.impl.k_cache, self.impl.v_cache)
-        """Operations of the key and value caches. Set when caches are bound: a compiled layer
-        checks each attribute that it reads at each call."""
+        """Operations of the key and value caches. Set when caches are bound, because torch.compile
+        guards each attribute that a layer reads."""
         self._keys = self._values = torch.empty(0)
         self._block_size = 0
 
@@ -293,7 +295,7 @@ class PagedAttention(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """(1) float32 scale of keys and scale of values; None: the format has no layer scales."""
+        """Key scale and value scale, (1) float32 each; None: the format has no layer scales."""
         if self.format is None or not self.format.has_layer_scales:
             return None, None
         return self.get_parameter("k_scale"), self.get_parameter("v_scale")
@@ -368,7 +370,7 @@ class PagedAttention(nn.Module):
             query, *seen, metadata, read, index=self._index, is_sliced=self._is_sliced
         )
         if self._writes == "last":
-            # Write after the context was read: in a ring the new tokens overwrite context.
+            # Write after the context was read: in a ring, new tokens overwrite the context.
             self._write(key, value, slot_mapping)
         return self.impl.prompt_attention(operands, self._scale, options).transpose(1, 2)
 
@@ -403,7 +405,7 @@ def prompt_operands(
 ) -> PromptOperands:
     """Operands of a prompt kernel: new tokens (B, Q, heads or kv_heads, D), and the masks of the
     launch. `read` maps a block list of the cached context to its keys and values (B, kv_heads,
-    tokens, D). `is_sliced`: whether the slices of the launch, if it has slices, apply."""
+    tokens, D). `is_sliced`: whether the context slices of the launch, if any, are used."""
     slices = metadata.slices if is_sliced else ()
     context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:

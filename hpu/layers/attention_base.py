@@ -64,11 +64,11 @@ class AttentionLayer(Protocol):
         ...
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on a device's fused kernels from now on."""
+        """Switch to the device's fused kernels."""
         ...
 
     def zero_non_finite(self, nan: Tensor) -> None:
-        """Zero non-finite K and V from now on. `nan`: see NonFiniteGuard."""
+        """Enable zeroing of non-finite K and V. `nan`: see NonFiniteGuard."""
         ...
 
     def __call__(

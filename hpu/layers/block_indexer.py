@@ -1,8 +1,8 @@
 """Block-sparse attention (MiniMax-M3): an indexer with small heads scores all keys that a query may
 see, and the query attends to the blocks with the best keys.
 
-The choice is a mask over dense attention: the result is that of block-sparse attention, the cost
-that of dense attention.
+The choice is a mask over dense attention: the result equals block-sparse attention, at the cost of
+dense attention.
 """
 
 from typing import TypeVar
@@ -16,7 +16,7 @@ from hpu.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from hpu.layers.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from hpu.layers.non_finite import spoiled, zeroed
 from hpu.layers.norm import RMSNorm
-from hpu.ops.attention import MASKED, PlainKVCacheOps, as_mask, mask_in
+from hpu.ops.attention import MASKED, PlainKVCacheOps, as_mask
 from hpu.ops.kernels import Kernels, KVCacheOps
 from hpu.ops.rope import Rotation, rotate
 from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
@@ -28,10 +28,10 @@ LOCAL = -MASKED
 
 
 class BlockIndexer(nn.Module):
-    """Chooses the blocks of keys that each query sees, with each index head for a KV head: the
-    blocks with the highest products of an index query and an index key, and the blocks nearest to
-    the query. A cache beside the keys and values of the layer has the index keys of all tokens. The
-    blocks are the blocks of the KV cache."""
+    """Chooses the blocks of keys that each query sees, with an index head for each KV head: the
+    blocks with the highest dot products of an index query and an index key, and the blocks nearest
+    to the query. A third cache of the layer holds the index keys of all tokens. The blocks are the
+    blocks of the KV cache."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class BlockIndexer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> tuple[Tensor, AttentionMetadata]:
-        """`hidden` (B, Q, hidden), with NaN for tokens whose index heads are not finite, and
-        `metadata` with masks of the chosen blocks. Writes the index keys of the tokens."""
+        """Returns `hidden` (B, Q, hidden), with NaN for tokens whose index heads are not finite,
+        and `metadata` with masks of the chosen blocks. Writes the index keys of the tokens."""
         size = self.spec.head_dim
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, size)))
         key = self.k_norm(self.k_proj(hidden).unflatten(-1, (1, size)))
@@ -117,11 +117,11 @@ class BlockIndexer(nn.Module):
         scores = query.index_select(0, blocks.rows).float() @ keys.float().transpose(1, 2)
         scores = scores.masked_fill(blocks.mask.squeeze(2) < 0, MASKED).amax(-1)
         scores = scores.masked_fill(index.is_local.unsqueeze(1), LOCAL)
-        # (B, heads, N), where a sequence has no score in the blocks of other sequences.
+        # Scores (B, heads, N): a sequence has scores only in its own blocks.
         is_own = (blocks.mapping > 0).unsqueeze(1)
         chosen = (self._best(torch.where(is_own, scores.t(), MASKED)) & is_own).any(0)
-        mask = mask_in(as_mask(chosen.t()), blocks.mask.dtype).unsqueeze(-1).unsqueeze(-1)
-        # Not a sum, which may be infinite in 16 bits.
+        mask = as_mask(chosen.t()).to(blocks.mask.dtype).unsqueeze(-1).unsqueeze(-1)
+        # minimum, because a sum may overflow to infinity in 16 bits.
         changed = blocks._replace(mask=torch.minimum(blocks.mask, mask))
         return metadata._replace(blocks=_replaced(metadata.blocks, self._index, changed))
 
@@ -147,7 +147,7 @@ class BlockIndexer(nn.Module):
         mask = as_mask(chosen.gather(-1, blocks) & index.visible)
         masks, contexts = metadata.masks, metadata.context_masks
         if index.joined_dtype:
-            mask = mask_in(mask, index.joined_dtype)
+            mask = mask.to(index.joined_dtype)
             return metadata._replace(masks=_replaced(masks, place, mask))
         cached_mask = mask[..., :num_cached] if num_cached else None
         return metadata._replace(
@@ -160,7 +160,7 @@ class IndexedAttention(SelfAttention):
     """Attention to the blocks that an indexer chooses."""
 
     indexer: BlockIndexer
-    """Set after the layer is made."""
+    """Set after construction."""
 
     def bind_caches(self, *caches: Tensor, block_size: int, num_rings: int = 0) -> None:
         *own, index_keys = caches

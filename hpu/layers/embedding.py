@@ -82,7 +82,7 @@ class ParallelLMHead(ColumnParallelLinear):
         return self._first_of_all(self.local_max(x, scale))
 
     def argmax_of(self, logits: Tensor) -> Tensor:
-        """`argmax` over precomputed logits (M, vocab of this rank) on each rank."""
+        """`argmax` for precomputed logits: (M, vocab of this rank) -> (M,) int64, on every rank."""
         return self._first_of_all(self._largest(logits))
 
     def _first_of_all(self, own: tuple[Tensor, Tensor]) -> Tensor:
@@ -90,7 +90,7 @@ class ParallelLMHead(ColumnParallelLinear):
         return first_of_largest(*self.group.all_gather(pairs, dim=1).unbind(-1))
 
     def local_max(self, x: Tensor, scale: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """(M, hidden) -> twice (M,) float32: the largest logit of this rank's tokens, and the
+        """(M, hidden) -> two (M,) float32 tensors: the largest logit of this rank's tokens, and the
         lowest token id with that logit (exact in float32). Infinity where a logit is NaN."""
         return self._largest(scale(super().forward(x)))
 

@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464): linear attention by the delta rule, with a decay.
 
 (q, k, v, z, b, a) = in_proj(hidden); (q, k, v) = silu(conv(q, k, v)); q and k of each head are
-L2-normalised, q is divided by sqrt(head_dim); beta = sigmoid(b); g = -exp(A_log) softplus(a +
+L2-normalized, q is divided by sqrt(head_dim); beta = sigmoid(b); g = -exp(A_log) softplus(a +
 dt_bias); for each value head S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T and
 o_t = S_t^T q_t; output out_proj(norm(o) * silu(z)). The state of a request is S and the last inputs
 of the convolution.
@@ -86,7 +86,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(out.reshape(batch, length, -1), gate))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Queries or keys (B, Q, key heads * D) -> L2-normalised heads (B, Q, value heads, D)."""
+        """Queries or keys (B, Q, key heads * D) -> L2-normalized heads (B, Q, value heads, D)."""
         spec = self.spec
         heads = l2_norm(x.reshape(*x.shape[:2], spec.num_key_heads, 1, spec.key_dim))
         repeats = spec.num_value_heads // spec.num_key_heads

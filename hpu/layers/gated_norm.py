@@ -9,7 +9,7 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup
 
 class GatedRMSNorm(nn.Module):
     """Gated RMS norm in float32: norm(x * silu(gate)) * weight (Mamba 2), or norm(x) * weight *
-    silu(gate) (gated DeltaNet). Normalises each group of `group_size` neighbouring features.
+    silu(gate) (gated DeltaNet). Normalizes each group of `group_size` adjacent features.
     `weight` has the size of x or of a group, and is allocated, not filled."""
 
     def __init__(
@@ -24,7 +24,7 @@ class GatedRMSNorm(nn.Module):
         ranks: ProcessGroup = SINGLE,
         ranks_per_group: int = 1,
     ) -> None:
-        """`size`: size of the weight on this rank. `ranks_per_group`: number of neighbouring ranks
+        """`size`: size of the weight on this rank. `ranks_per_group`: number of adjacent ranks
         that share a group; `group_size` is then the part of the group on each rank."""
         super().__init__()
         empty = torch.empty(size, dtype=dtype, device=device)

@@ -26,7 +26,7 @@ class PrefillIndex(NamedTuple):
 
 
 class DecodeIndex(NamedTuple):
-    """A decode over the blocks of all sequences."""
+    """Block mask of a decode that lists the blocks of all sequences."""
 
     is_local: Tensor
     """(blocks) bool: blocks that their sequence always sees."""
@@ -35,8 +35,9 @@ class DecodeIndex(NamedTuple):
 def prefill_index(
     context_lens: Tensor, length: int, num_cached: int, block_size: int, num_local: int
 ) -> PrefillIndex:
-    """`context_lens` (B); `num_cached`: cached keys of each row, padding included; `num_local`:
-    blocks that a query always sees, up to the block of its own position."""
+    """Inputs of block selection in a prefill. `context_lens` (B); `num_cached`: cached keys of each
+    row, padding included; `num_local`: blocks that a query always sees, up to the block of its own
+    position."""
     device, starts = context_lens.device, context_lens.unsqueeze(1)
     num_keys = num_cached + length
     num_blocks = -(-num_keys // block_size)

@@ -51,7 +51,7 @@ class LinearBase(nn.Module):
         self.group = group
         self.quantized_weight: QuantizedWeight | None = None
         self.adds_adapters = False
-        """Whether the method or the kernel adds the low-rank products of adapters."""
+        """Whether the method or the kernel adds LoRA adapters."""
         self._kernel: Kernel | None = None
         method.create_weights(self, self.in_features, self.out_features)
         self.bias = None
@@ -74,7 +74,7 @@ class LinearBase(nn.Module):
         return self._kernel
 
     def use_kernel(self, kernel: Kernel) -> None:
-        """Multiply with `kernel`, which holds weight and bias, from now on; the layer drops its
+        """Replace the method by `kernel`, which holds weight and bias; the layer drops its
         weight."""
         self._kernel = kernel
         self.method = _KernelMethod(kernel)
@@ -86,14 +86,14 @@ class LinearBase(nn.Module):
 
 
 class _KernelMethod:
-    """Method of a layer whose back-end kernel holds weight and bias. A LinearMethod, so that a
-    compiled layer has one attribute to check, with or without a kernel."""
+    """Method of a layer whose back-end kernel holds weight and bias. It is a LinearMethod, so that
+    a compiled layer guards the same attribute with and without a kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        raise NotImplementedError("a kernel is made of weights")
+        raise NotImplementedError("a kernel does not create weights")
 
     def process_weights(self, layer: LinearLayer) -> None:
         return
@@ -117,7 +117,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     ranks."""
 
     def forward_split(self, x: Tensor) -> list[Tensor]:
-        """`forward` with a matrix product per output: (..., in) -> (..., size) each. Not available
+        """`forward` with a matmul per output: (..., in) -> (..., size) each. Not available
         with quantized weights or after `use_kernel`."""
         if self.adds_adapters:
             return list(self(x).split_with_sizes(self.output_sizes, dim=-1))
@@ -153,6 +153,6 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not `super().forward`: a compiled layer checks each method and property that it looks up.
+        # Not `super().forward`: torch.compile guards each method and property that it looks up.
         out = self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
         return out if self.group.size == 1 else self.group.all_reduce(out)

@@ -36,7 +36,7 @@ class Mamba2Mixer(nn.Module):
         ranks_per_group: int = 1,
     ) -> None:
         """`spec`: sizes on this rank. `in_proj` has the outputs z, x, B, C and d.
-        `ranks_per_group`: number of neighbouring ranks in `group` that share B and C."""
+        `ranks_per_group`: number of adjacent ranks in `group` that share B and C."""
         super().__init__()
         self.spec = spec
         self.in_proj = in_proj

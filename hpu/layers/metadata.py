@@ -18,7 +18,7 @@ from hpu.layers.index_metadata import (
     prefill_index,
 )
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
-from hpu.ops.attention import MASKED, as_mask, causal_mask, mask_in
+from hpu.ops.attention import MASKED, as_mask, causal_mask
 from hpu.ops.kernels import AttentionForm, ContextSlice
 
 
@@ -143,7 +143,7 @@ class Visibility(NamedTuple):
 FULL = Visibility()
 
 
-class Ring(NamedTuple):
+class WindowRing(NamedTuple):
     """Sliding-window ring: cache of a layer with a window. Logical block i of a request lies in
     block i % num_blocks of the request's ring.
 
@@ -161,16 +161,16 @@ class Ring(NamedTuple):
         return indices * self.num_blocks + logical % self.num_blocks
 
 
-Rings = tuple[Ring | None, ...]
+WindowRings = tuple[WindowRing | None, ...]
 """Ring of each kind of layers; None: blocks of the whole context."""
 
 
-def make_rings(kinds: tuple[Visibility, ...], block_size: int, num_rings: int) -> Rings:
+def make_rings(kinds: tuple[Visibility, ...], block_size: int, num_rings: int) -> WindowRings:
     """Rings for `num_rings` request indices, padding included; 0: no kind has rings."""
     return tuple(
         None
         if kind.limit is None or not num_rings
-        else Ring(ring_blocks(kind.limit, block_size), num_rings - 1)
+        else WindowRing(ring_blocks(kind.limit, block_size), num_rings - 1)
         for kind in kinds
     )
 
@@ -280,7 +280,7 @@ def build_metadata(
     causal: bool = True,
     alibi_slopes: Tensor | None = None,
     temperature: TemperatureTuning | None = None,
-    rings: Rings | None = None,
+    rings: WindowRings | None = None,
 ) -> AttentionMetadata:
     """Derive masks and mappings from the inputs of a launch: once for all layers, and on the
     device, so that a captured graph contains the computation.
@@ -293,7 +293,7 @@ def build_metadata(
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
-        # A narrow dtype would round distances above some hundred tokens.
+        # A 16-bit dtype would round distances above a few hundred tokens.
         form = form._replace(
             prompt_dtype=torch.float32,
             score_dtype=torch.float32,
@@ -442,7 +442,9 @@ def _text_metadata(
         masks = tuple(_new_mask(kind, length, None, slopes, device) for kind in kinds)
     else:
         keys = torch.arange(length, device=device)
-        masks = (as_mask(keys < inputs.lengths.view(batch, 1, 1, 1)),) * len(kinds)
+        # A padding row sees a token: minus infinity for all keys would give NaN.
+        lengths = inputs.lengths.clamp_min(1).view(batch, 1, 1, 1)
+        masks = (as_mask(keys < lengths),) * len(kinds)
         if form is not None:
             # Fused kernels need a mask row for each query.
             masks = tuple(
@@ -482,7 +484,7 @@ def _in_form(
         and cached.shape[2] == 1
         and cached.shape[-1] + length >= sizes.threshold
     ):
-        slices = _slices(inputs, mask_in(cached, form.prompt_dtype), sizes.size)
+        slices = _slices(inputs, cached.to(form.prompt_dtype), sizes.size)
         masks[full] = causal_mask(min(length, sizes.size), None, cached.device)
         contexts[full] = None
     return metadata._replace(
@@ -501,10 +503,10 @@ def _joined_masks(masks: Masks, contexts: Masks, positions: Tensor, form: Attent
             new = causal_mask(length, None, positions.device)
         if new is None:
             return None
-        new = mask_in(new, form.prompt_dtype)
+        new = new.to(form.prompt_dtype)
         if cached is None:
             return new
-        cached = mask_in(cached, form.prompt_dtype)
+        cached = cached.to(form.prompt_dtype)
         cached = cached.expand(batch, -1, length, cached.shape[-1])
         return torch.cat((cached, new.expand(batch, -1, length, length)), dim=-1)
 
@@ -527,7 +529,12 @@ def _slices(inputs: PrefillAttentionInputs, mask: Tensor, size: int) -> tuple[Co
 
 
 def _ring_slots(
-    ring: Ring, block_size: int, positions: Tensor, indices: Tensor, ends: Tensor, is_real: Tensor
+    ring: WindowRing,
+    block_size: int,
+    positions: Tensor,
+    indices: Tensor,
+    ends: Tensor,
+    is_real: Tensor,
 ) -> Tensor:
     """Slots of new tokens at `positions` in the rings of the requests `indices`, whose lengths are
     `ends`. `indices` and `ends` broadcast against `positions`. Padding, and tokens that no later
@@ -547,7 +554,7 @@ def _prefill_metadata(
     inputs: PrefillAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
-    rings: Rings,
+    rings: WindowRings,
     slopes: Tensor | None,
 ) -> PrefillMetadata:
     batch, length = inputs.positions.shape
@@ -590,7 +597,7 @@ def _context(
     inputs: PrefillAttentionInputs,
     block_size: int,
     kind: Visibility,
-    ring: Ring | None,
+    ring: WindowRing | None,
     slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks of cached tokens that a layer reads, (B * C), and the mask over their tokens."""
@@ -615,7 +622,7 @@ def _context(
 
 
 def _seen_blocks(
-    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, ring: Ring | None
+    inputs: PrefillAttentionInputs, block_size: int, kind: Visibility, ring: WindowRing | None
 ) -> tuple[Tensor, Tensor]:
     """Context blocks that can hold the tokens that the first new token of each row sees, (B *
     blocks), and the position of the first token of the blocks, (B)."""
@@ -680,7 +687,7 @@ def _merged_metadata(
     inputs: PrefillAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
-    rings: Rings,
+    rings: WindowRings,
     slopes: Tensor | None,
 ) -> PrefillMetadata:
     """Metadata of sequences that are packed into one row. Padding forms a sequence without
@@ -708,7 +715,7 @@ def _merged_metadata(
             visible = visible & (keys >= kind.first_key(queries))
         return _mask(visible.view(1, 1, length, -1), distance, slopes)
 
-    def in_ring(ring: Ring) -> tuple[Tensor, Tensor]:
+    def in_ring(ring: WindowRing) -> tuple[Tensor, Tensor]:
         """Slots of the new tokens, and blocks of the cached tokens."""
         indices, own = _state_indices(inputs), owners.clamp_max(num_sequences - 1)
         ends = (inputs.context_lens + inputs.query_lens).index_select(0, own)
@@ -756,6 +763,7 @@ class _Entries(NamedTuple):
 def _entries(
     block_list: Tensor | None,
     groups: Tensor,
+    rows: Tensor,
     starts: Tensor,
     usage: Tensor,
     batch: int,
@@ -765,9 +773,8 @@ def _entries(
     mapping = belongs.to(torch.float32 if form is None else form.mapping_dtype)
     # Plain operations do not read block_mapping.
     block_mapping = mapping.t() if form is None else mapping.t().contiguous()
-    rows = groups.clamp_min(0).long()
     return _Entries(
-        *(block_list, groups, starts, usage, rows, mapping, block_mapping, mapping.float())
+        *(block_list, groups, starts, usage, rows.long(), mapping, block_mapping, mapping.float())
     )
 
 
@@ -775,7 +782,7 @@ def _decode_metadata(
     inputs: DecodeAttentionInputs,
     block_size: int,
     kinds: tuple[Visibility, ...],
-    rings: Rings,
+    rings: WindowRings,
     form: AttentionForm | None,
     slopes: Tensor | None,
     *,
@@ -784,10 +791,15 @@ def _decode_metadata(
     batch, total = inputs.positions.shape[0], inputs.block_groups.shape[0]
     whole = _entries(
         None if contiguous else inputs.block_list,
-        *(inputs.block_groups, inputs.block_starts, inputs.block_usage, batch, form),
+        inputs.block_groups,
+        inputs.block_groups.clamp_min(0),
+        inputs.block_starts,
+        inputs.block_usage,
+        batch,
+        form,
     )
 
-    def seen(kind: Visibility, ring: Ring | None) -> tuple[Tensor, _Entries]:
+    def seen(kind: Visibility, ring: WindowRing | None) -> tuple[Tensor, _Entries]:
         """Slots of the new tokens, and blocks to read: the blocks of each window if they are fewer
         than all blocks."""
         count = None if kind.limit is None else ring_blocks(kind.limit, block_size)
@@ -806,7 +818,7 @@ def _decode_metadata(
 
     offsets = torch.arange(block_size, device=inputs.positions.device)
 
-    def blocks_of(kind: Visibility, ring: Ring | None) -> DecodeBlocks:
+    def blocks_of(kind: Visibility, ring: WindowRing | None) -> DecodeBlocks:
         slots, entries = seen(kind, ring)
         visible = (offsets < entries.usage.unsqueeze(1)) & (entries.groups >= 0).unsqueeze(1)
         distance = queries = None
@@ -821,7 +833,7 @@ def _decode_metadata(
             distance = (entries.starts - queries).unsqueeze(1) + offsets
             distance = distance.view(-1, 1, 1, block_size)
         dtype = torch.float32 if form is None else form.score_dtype
-        mask = mask_in(_mask(visible.view(-1, 1, 1, block_size), distance, slopes), dtype)
+        mask = _mask(visible.view(-1, 1, 1, block_size), distance, slopes).to(dtype)
         return DecodeBlocks(
             slot_mapping=slots,
             block_list=entries.block_list,
@@ -851,14 +863,14 @@ def _last_blocks(
     entries = (firsts + logical.clamp_min(0)).clamp_max(total - 1).view(-1)
     # Padding has no block: the index hits another sequence's block, or padding.
     is_own = (logical >= 0) & (groups.index_select(0, entries).view(batch, count) == rows)
-    return _narrow(
+    return _sequence_entries(
         inputs.block_list.index_select(0, entries),
         *(logical * block_size, positions, is_own, block_size, form),
     )
 
 
 def _ring_entries(
-    inputs: DecodeAttentionInputs, block_size: int, ring: Ring, form: AttentionForm | None
+    inputs: DecodeAttentionInputs, block_size: int, ring: WindowRing, form: AttentionForm | None
 ) -> _Entries:
     """Entries of all ring blocks of each sequence, in cache order."""
     positions = inputs.positions.view(-1, 1)
@@ -869,13 +881,13 @@ def _ring_entries(
     logical = last - (last - columns) % ring.num_blocks
     is_own = (logical >= 0) & (indices != ring.pad_index)
     blocks = indices * ring.num_blocks + columns
-    return _narrow(
+    return _sequence_entries(
         blocks.to(inputs.block_list.dtype).view(-1),
         *(logical * block_size, positions, is_own, block_size, form),
     )
 
 
-def _narrow(
+def _sequence_entries(
     block_list: Tensor,
     starts: Tensor,
     positions: Tensor,
@@ -883,12 +895,18 @@ def _narrow(
     block_size: int,
     form: AttentionForm | None,
 ) -> _Entries:
-    """Entries of `count` blocks per sequence, (B, count); blocks outside `is_own` become
-    padding."""
+    """Entries of the given blocks, which are (B, count) like `starts` and `positions`; blocks
+    outside `is_own` become padding. Padding keeps the row of its sequence: plain operations add it
+    to this row with weight 0, and a block of another sequence may hold NaN."""
     batch = starts.shape[0]
     rows = torch.arange(batch, device=starts.device, dtype=starts.dtype).unsqueeze(1)
     usage = (positions + 1 - starts).clamp(1, block_size)
     return _entries(
         block_list,
-        *(torch.where(is_own, rows, -1).view(-1), starts.view(-1), usage.view(-1), batch, form),
+        torch.where(is_own, rows, -1).view(-1),
+        rows.expand_as(starts).reshape(-1),
+        starts.view(-1),
+        usage.view(-1),
+        batch,
+        form,
     )

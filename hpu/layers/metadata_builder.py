@@ -9,8 +9,8 @@ from config.model.decoder_spec import IndexerSpec, TemperatureTuning
 from hpu.layers.metadata import (
     AttentionInputs,
     AttentionMetadata,
-    Rings,
     Visibility,
+    WindowRings,
     build_metadata,
     images_metadata,
     make_rings,
@@ -33,11 +33,11 @@ class MetadataBuilder(nn.Module):
         alibi_slopes: Tensor | None = None,
         temperature: TemperatureTuning | None = None,
     ) -> None:
-        """The arguments are arguments of `build_metadata`."""
+        """Parameters: see `build_metadata`."""
         super().__init__()
         self.block_size = 0
         """Block size of the bound caches."""
-        self._rings: Rings | None = None
+        self._rings: WindowRings | None = None
         self.attention_form: AttentionForm | None = None
         """Mask form of the fused kernels; None: plain operations."""
         self.contiguous = False
@@ -68,7 +68,7 @@ class MetadataBuilder(nn.Module):
 
 class HybridMetadataBuilder(MetadataBuilder):
     """Builder for models with states, cross attention or indexers. A separate class, because
-    a compiled decoder checks every attribute that it reads in each launch."""
+    torch.compile guards every attribute that a decoder reads in a launch."""
 
     def __init__(
         self,

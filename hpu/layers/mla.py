@@ -24,7 +24,7 @@ from hpu.layers.metadata import (
     DecodeMetadata,
     PrefillMetadata,
 )
-from hpu.layers.non_finite import spoiled, zeroed
+from hpu.layers.non_finite import saturated, spoiled, zeroed
 from hpu.layers.norm import RMSNorm
 from hpu.ops.attention import PlainAttention
 from hpu.ops.kernels import AttentionImpl, Kernels, KVCacheOps
@@ -87,7 +87,7 @@ class MLAAttention(nn.Module):
         self.core.bind_caches(*caches, block_size=block_size)
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool) -> None:
-        """Run on fused kernels from now on; `split_qkv` has no effect."""
+        """Switch to fused kernels; `split_qkv` has no effect."""
         self._kernels = kernels
         self.core.impl = kernels.make_attention(latent=True)
         self.kv_a_layernorm.use_kernel(kernels.rms_norm)
@@ -95,7 +95,7 @@ class MLAAttention(nn.Module):
             self.q_a_layernorm.use_kernel(kernels.rms_norm)
 
     def zero_non_finite(self, nan: Tensor) -> None:
-        """Zero non-finite queries and latents from now on; see SelfAttention.zero_non_finite."""
+        """Enable zeroing of non-finite queries and latents; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
         self._nan = nan
 
@@ -168,7 +168,7 @@ class PagedLatentAttention(nn.Module):
         self._num_heads = num_heads
         self._scale = scale
         self._encoded: EncodedKVCache | None = None
-        """Codec of the cache; None: the cache has no format."""
+        """Codec of the cache; None: latents are stored in the dtype of the cache."""
         self._latents = torch.empty(0)
         self._block_size = 0
 
@@ -224,7 +224,7 @@ class PagedLatentAttention(nn.Module):
             [spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1
         )
         absorbed = torch.bmm(plain.transpose(0, 1), self.w_uk_t).transpose(0, 1)
-        query = torch.cat((absorbed, rotated), dim=-1)
+        query = torch.cat((saturated(absorbed), rotated), dim=-1)
         latents = read_blocks(self._cache_ops, self._latents, self._block_size, blocks)
         operands = decode_operands(query, latents, latents, blocks)
         operands = operands._replace(value_size=spec.kv_lora_rank)
@@ -253,7 +253,8 @@ class PagedLatentAttention(nn.Module):
         latent, rotated = latents.split_with_sizes(
             [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1
         )
-        heads = self.kv_b_proj(latent.squeeze(2)).view(batch, length, self._num_heads, -1)
+        heads = saturated(self.kv_b_proj(latent.squeeze(2)))
+        heads = heads.view(batch, length, self._num_heads, -1)
         plain, value = heads.split_with_sizes([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
         key = torch.cat((plain, rotated.expand(-1, -1, self._num_heads, -1)), dim=-1)
         return _padded(key, spec.padded_head_dim), _padded(value, spec.padded_head_dim)

@@ -26,7 +26,8 @@ ACTIVATIONS = {name: _FUNCTIONS[kind] for name, kind in HIDDEN_ACTS.items()}
 
 
 def get_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Activation function for a checkpoint's `hidden_act`. Raises ConfigError."""
+    """Activation function for a checkpoint's `hidden_act`. Raises ConfigError for an unknown
+    name."""
     if name not in ACTIVATIONS:
         raise ConfigError(
             f"hidden_act is {shown(name)}, it must be one of {', '.join(ACTIVATIONS)}"
@@ -35,8 +36,8 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def gated_activation(activation: str | ClampedSwiGLU) -> Callable[[Tensor], Tensor]:
-    """Function of (..., 2 * inner) features: act(gate) * up for the checkpoint's name of an
-    activation, with gate before up, or a clamped SwiGLU. Raises ConfigError."""
+    """Function of (..., 2 * inner) features: act(gate) * up with gate before up, for the
+    checkpoint's `hidden_act`; or a clamped SwiGLU. Raises ConfigError for an unknown name."""
     if isinstance(activation, ClampedSwiGLU):
         return partial(_clamped_swiglu, form=activation)
     function = get_activation(activation)
@@ -58,7 +59,7 @@ def _clamped_swiglu(gate_up: Tensor, form: ClampedSwiGLU) -> Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate) * up), with gate and up in one matrix product."""
+    """down(act(gate) * up), with gate and up in one matmul."""
 
     def __init__(
         self,

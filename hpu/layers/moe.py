@@ -36,7 +36,7 @@ class TopKRouter:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
-    """Number of groups, out of `num_groups` groups of neighbouring experts, that the chosen experts
+    """Number of groups, out of `num_groups` groups of adjacent experts, that the chosen experts
     come from."""
     group_scoring: Literal["top2", "max"] = "top2"
     """Group score: sum of the two best scores (DeepSeek-V3, arXiv 2412.19437), or the best score
@@ -105,8 +105,8 @@ class SparseMixer:
 
 class Experts(nn.Module):
     """Stacked gated MLPs. Tensor parallelism shards the inner features of each expert; expert
-    parallelism gives each rank consecutive whole experts. Outputs are summed over the ranks, which
-    must all have the same tokens, or in an ExpertGroup the same number of tokens. Weights are
+    parallelism assigns consecutive whole experts to each rank. Outputs are summed over the ranks,
+    which must all have the same tokens, or in an ExpertGroup the same number of tokens. Weights are
     allocated, not filled."""
 
     w13_weight: nn.Parameter | None
@@ -168,11 +168,11 @@ class Experts(nn.Module):
 
     @property
     def applied_w2_bias(self) -> Tensor | None:
-        """Bias of the second product that this rank adds."""
+        """Bias of the second matmul that this rank adds."""
         return self.w2_bias if self.is_distributed or self.group.rank == 0 else None
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Run on the device's fused kernel from now on, if there is a kernel for these experts."""
+        """Switch to the device's fused kernel, if it has a kernel for these experts."""
         if self.keeps_method or self.w13_weight is None or self.w2_weight is None:
             # The method has kernels for its own weights.
             return
@@ -185,8 +185,7 @@ class Experts(nn.Module):
         self.moe_op = kernels.make_moe(weights, self.activation_form)
 
     def replace_weights(self, moe_op: MoEImpl) -> None:
-        """Run on `moe_op`, which has copied the weights, from now on; the layer drops its
-        weights."""
+        """Switch to `moe_op`, which has copied the weights; the layer drops its weights."""
         self.moe_op = moe_op
         self.w13_weight = self.w2_weight = self.quantized_weights = None
 
@@ -228,7 +227,7 @@ class MoE(nn.Module):
     ) -> None:
         """`gate` computes in its own dtype. `shared_expert_gate` has one output, whose sigmoid
         weighs the shared expert. The correction bias is allocated, not filled. `scales_input`:
-        expert weights multiply the input of the expert, not the output."""
+        router weights scale the input of an expert, not its output."""
         super().__init__()
         self.gate = gate
         self.experts = experts
@@ -270,7 +269,7 @@ class MoE(nn.Module):
         return out + shared
 
     def _scaled_experts(self, flat: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Experts.forward with the expert weights applied to the inputs: one scaled input per
+        """Experts.forward with the router weights applied to the inputs: one scaled input per
         expert of a token."""
         scaled = (flat.unsqueeze(1) * weights.to(flat.dtype).unsqueeze(-1)).flatten(0, 1)
         out: Tensor = self.experts(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1))

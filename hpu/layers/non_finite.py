@@ -27,15 +27,25 @@ def zeroed(x: Tensor) -> tuple[Tensor, Tensor]:
 def nan_tensor(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A NaN without dimensions on the device.
 
-    The vendor's compile back end takes operators with the number NaN out of a compiled graph. A
-    tensor stays in the graph.
+    The vendor's compile back end removes operators with a Python NaN as argument from a compiled
+    graph; operators with a NaN tensor stay.
     """
     return torch.full((), math.nan, dtype=dtype, device=device)
 
 
 def spoiled(x: Tensor, tokens: Tensor, nan: Tensor) -> Tensor:
-    """`x` (B, Q, n) with `nan`, of nan_tensor, for `tokens` (B, Q)."""
+    """`x` (B, Q, n) with NaN for the tokens in the mask `tokens` (B, Q). `nan`: see nan_tensor."""
     return x.masked_fill(tokens.unsqueeze(-1), nan)
+
+
+def saturated(x: Tensor) -> Tensor:
+    """`x` with float16 infinities clamped to the largest finite values: a rotation or a matmul of
+    finite heads may overflow. Other dtypes, which have the range of float32, are returned
+    unchanged."""
+    if x.dtype != torch.float16:
+        return x
+    limits = torch.finfo(x.dtype)
+    return x.clamp(limits.min, limits.max)
 
 
 class NonFiniteGuard(nn.Module):
@@ -90,7 +100,7 @@ class NonFiniteGuard(nn.Module):
         return self._flags.view(-1, self._block_size).index_select(0, blocks) > 0
 
     def _of_context(self, inputs: PrefillAttentionInputs) -> Tensor:
-        """(B, 1): whether the cached context of each row has a flag."""
+        """(B, 1): whether the cached context of each row has a flagged token."""
         ends = inputs.context_lens.unsqueeze(1)
         flags = self._read(inputs.block_list)
         if flags is None:

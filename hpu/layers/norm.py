@@ -1,4 +1,4 @@
-"""Normalisation layers: RMS norm of hidden states and of heads, and layer norm."""
+"""Normalization layers: RMS norm of hidden states and of heads, and layer norm."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         self._kernel: RmsNormKernel = rms_norm
 
     def use_kernel(self, kernel: RmsNormKernel) -> None:
-        """Compute with `kernel` from now on."""
+        """Replace the computation by `kernel`."""
         self._kernel = kernel
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 class QKNorm(nn.Module):
     """Norm of each query and key head, in the dtype of `weight`. `weight` (heads + kv_heads,
-    head_dim) has an entry per head, so that a single product scales queries and keys."""
+    head_dim) has a row per head, so that a single multiplication scales queries and keys."""
 
     def __init__(
         self,

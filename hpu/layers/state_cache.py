@@ -86,7 +86,7 @@ class StateCache(nn.Module):
                 found.append(torch.zeros(rows, dtype=dtype, device=is_fresh.device))
                 continue
             state = self._tensors[number].index_select(0, indices)
-            # masked_fill, not a product: 0 * NaN is NaN.
+            # masked_fill, not a multiplication: 0 * NaN is NaN.
             found.append(state.masked_fill(is_fresh.view(-1, *(1,) * len(shape)), 0.0))
         return found
 

@@ -46,7 +46,7 @@ def rank_weights(loaded: LoadedAdapter, at: ShardRank, dtype: torch.dtype) -> It
 
 
 def _tensor(data: NDArray[np.uint8], stored: StoredTensor) -> Tensor:
-    """Copied: the bytes may be unaligned in the file."""
+    """Copy a stored tensor: its bytes may be unaligned in the file."""
     tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     target = tensor.view(-1).view(torch.uint8).numpy()
     target[:] = data[stored.offset : stored.offset + stored.num_bytes]

@@ -13,14 +13,14 @@ class CompiledAdapters(Protocol):
     """Adapter slots of a compiled model."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Any]:
-        """Pack the result of PerAdapterSlots.stage, by product name, for `set`. Runs on the thread
-        that reads the adapter."""
+        """Pack the results of PerAdapterSlots.stage, by the layer names of `adapter_products`, for
+        `set`. Runs on the thread that reads the adapter."""
         ...
 
     def set(self, slot: int, packed: Mapping[str, Any], *, is_whole: bool) -> None:
-        """Put an adapter into `slot`: its packed weights by product name. `is_whole`: the compiled
-        model has products for all weights of the adapter; if False, launches with the adapter run
-        on the layers."""
+        """Load an adapter into `slot`: its packed weights by layer name. `is_whole`: whether the
+        compiled model supports all weights of the adapter; if False, launches with the adapter run
+        layer by layer."""
         ...
 
 
@@ -29,11 +29,10 @@ class TakesAdapters(Protocol):
     """A compiled model that supports adapters."""
 
     def adapter_products(self) -> dict[LinearBase, str]:
-        """Layers whose products support adapters, with a name for each; empty if the model runs on
-        the layers themselves."""
+        """Layers for which the compiled model supports adapters, with a name for each; empty if the
+        model runs layer by layer."""
         ...
 
     def make_adapters(self, max_loras: int, max_rank: int) -> CompiledAdapters:
-        """Create the slots, which the model reads from now on. Called once, before caches are
-        bound."""
+        """Create the adapter slots that the model reads. Called once, before caches are bound."""
         ...

@@ -30,8 +30,8 @@ class LoRAContext:
         """(B, 1, slots, 1), or (B, Q, slots, 1) if a row holds several sequences: True at the row's
         slot. Used by devices that compute all slots."""
         self.groups: list[tuple[int, Tensor | None]] = []
-        """(slot, rows (n) int64 or None for all rows). Used by devices that compute only the used
-        slots."""
+        """(slot, rows (n) int64 or None for all rows). Used by devices that compute only the slots
+        in use."""
         self.slots: Tensor | None = None
         """(B) or (B, Q), as passed to `begin`. None outside a forward pass of the target model: a
         drafter then uses the target's embedding and head without adapters."""
@@ -52,7 +52,7 @@ class LoRAContext:
         self.mask = (by_row == self._numbers.to(slots.dtype)).unsqueeze(-1)
 
     def end(self) -> None:
-        """End the forward pass: later products have no adapters."""
+        """End the forward pass: later layer calls use no adapters."""
         self.slots = None
 
     def token_slots(self, num_tokens: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Adapters of routed experts. Their products are inside an expert's products, so that a layer with
-adapters runs on its method, and not on a fused operator of the device."""
+"""Adapters of routed experts. An adapter changes the intermediate result of an expert, so a layer
+with adapters runs its MoEMethod, not a fused operator of the device."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.protocol import NO_SLOT
 from hpu.quantization.base import ExpertsLayer, MoEMethod
-from hpu.quantization.unquantized import weights_of
+from hpu.quantization.unquantized import of_chosen, weights_of
 
 
 class ExpertSlots:
-    """Slots of the first or the second product of all experts of a layer: `a` (slots, experts,
-    outputs, rank, in) and `b` (slots, experts, outputs, rank, size), padded to the maximum rank."""
+    """Slots for w13 or w2 of all experts of a layer: `a` (slots, experts, outputs, rank, in) and
+    `b` (slots, experts, outputs, rank, size), padded to the maximum rank."""
 
     def __init__(
         self, num_experts: int, in_features: int, output_sizes: Sequence[int], context: LoRAContext
@@ -37,11 +37,11 @@ class ExpertSlots:
         return int(self.a.nbytes + self.b.nbytes)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        raise AssertionError("experts add their products by expert")
+        raise AssertionError("adapters of experts are applied by add_of")
 
     def add_of(self, expert: int, slots: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Add the products of `x` (T, in) with an expert's adapters in `slots` (T) to `out` (T,
-        out)."""
+        """Add the LoRA deltas of `x` (T, in) for an expert, with the adapter `slots` (T), to `out`
+        (T, out)."""
         if self._context.groups_rows:
             for slot in set(slots.tolist()) - {NO_SLOT}:
                 rows = (slots == slot).nonzero().view(-1)
@@ -95,7 +95,7 @@ class RouterSlots(ExpertSlots):
 
 
 class LoRAMoEMethod:
-    """MoEMethod of plain torch operations that adds the adapters' products."""
+    """MoEMethod of plain torch operations that adds the adapters' LoRA deltas."""
 
     def __init__(
         self, base: MoEMethod, context: LoRAContext, w13: ExpertSlots, w2: ExpertSlots
@@ -124,7 +124,8 @@ class LoRAMoEMethod:
             chosen = ids == index
             scale = (weights * chosen).sum(-1, keepdim=True)
             if not groups_rows:
-                out = out + self._expert(layer, index, hidden, slots) * scale
+                product = self._expert(layer, index, hidden, slots) * scale
+                out = out + of_chosen(product, chosen)
                 continue
             rows = chosen.any(-1).nonzero().view(-1)
             if len(rows):
@@ -147,8 +148,8 @@ class LoRAMoEMethod:
 def wrap_experts(
     experts: Experts, context: LoRAContext, hidden_size: int
 ) -> dict[str, ExpertSlots]:
-    """Add adapters to routed experts. Returns their slots by product name. Raises ConfigError if
-    only a fused operator can read the experts' weights."""
+    """Add adapters to routed experts. Returns their slots by weight name (w13, w2). Raises
+    ConfigError if only a fused operator can read the experts' weights."""
     if experts.w13_weight is None and experts.quantized_weights is None:
         raise ConfigError(
             "--lora-extra-targets has experts, whose weights only a fused operator can read here: "

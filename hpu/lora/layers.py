@@ -1,8 +1,8 @@
 """Adds LoRA adapters to the layers of a loaded model: wraps the methods and kernels of linear
 layers, the token embedding, and the experts.
 
-The head is different: its low-rank inputs are appended to the hidden states as extra columns, so
-that rows can be selected and sampled without knowing their adapters.
+The head is different: the results of its LoRA `a` matrices are appended to the hidden states as
+extra columns, so that rows can be selected and sampled without knowing their adapters.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from hpu.quantization.base import LinearLayer, LinearMethod
 
 
 class LoRALinearMethod:
-    """LinearMethod that adds the adapters' low-rank products to another method's product."""
+    """LinearMethod that adds the adapters' LoRA delta to the output of another method."""
 
     def __init__(self, base: LinearMethod, slots: Slots) -> None:
         self._base = base
@@ -36,7 +36,7 @@ class LoRALinearMethod:
 
 
 class LoRAKernel:
-    """Kernel that adds the adapters' low-rank products to another kernel's product."""
+    """Kernel that adds the adapters' LoRA delta to the output of another kernel."""
 
     def __init__(self, base: Kernel, slots: Slots) -> None:
         self.base = base
@@ -47,7 +47,7 @@ class LoRAKernel:
 
 
 def wrap_linear(layer: LinearBase, slots: Slots) -> None:
-    """Make `layer` add the products of `slots`."""
+    """Make `layer` add the LoRA delta of `slots` to its output."""
     layer.adds_adapters = True
     if layer.kernel is not None:
         layer.use_kernel(LoRAKernel(layer.kernel, slots))
@@ -56,8 +56,8 @@ def wrap_linear(layer: LinearBase, slots: Slots) -> None:
 
 
 class HeadSlots:
-    """Slots of the head. `extend` computes the inputs of the second product in the forward pass and
-    appends them to the hidden states; the head's product reads them from there."""
+    """Slots of the head. `extend` multiplies by the LoRA `a` matrices in the forward pass and
+    appends the results to the hidden states; `product` multiplies them by the `b` matrices."""
 
     def __init__(self, slots: PerAdapterSlots | PaddedSlots, context: LoRAContext) -> None:
         self._slots = slots

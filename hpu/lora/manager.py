@@ -48,21 +48,61 @@ class StagedAdapter(NamedTuple):
     layers: dict[str, list[Tensor]]
     """Tensors for Slots.set, by layer path."""
     packed: Mapping[str, Any]
-    """Tensors for CompiledAdapters.set, by product name."""
+    """Tensors for CompiledAdapters.set, by layer name."""
 
 
 NOTHING = StagedAdapter({}, {})
 
 
-class LoRAManager:
+class Adapters:
+    """The adapters of a worker. This base class is of a worker that serves no adapters."""
+
+    is_on = False
+    """Whether launches have the slot of each sequence."""
+
+    def __init__(self) -> None:
+        self.on_loaded: Callable[[], None] = lambda: None
+        """Called on another thread when `take_loaded` has a new result."""
+
+    def forward_of(self, forward: Forward) -> Forward:
+        """`forward`, with the adapters of each launch set in the context first."""
+        return forward
+
+    def load(self, message: LoadAdapter) -> None:
+        """Start to read an adapter, unless its content is already loaded or being read.
+        `take_loaded` returns a result for each call."""
+        raise AssertionError("adapters are not served")
+
+    def drop(self, content: str) -> None:
+        """Drop an adapter from host memory; it may stay in a slot."""
+        raise AssertionError("adapters are not served")
+
+    def activate(self, slots: Sequence[int], contents: Sequence[str]) -> None:
+        """Copy adapters from host memory to slots, in order with the launches."""
+        assert not slots, "a plan with adapters for a worker without adapters"
+
+    def take_loaded(self) -> list[AdapterLoaded]:
+        """Results of reads since the last call: loaded adapters and errors."""
+        return []
+
+    def clear(self) -> None:
+        """Drop all adapters from host memory. Must not be called while an adapter is being read."""
+
+    def close(self) -> None:
+        """Stop the reading thread."""
+
+
+class LoRAManager(Adapters):
     """The adapters of a worker. A thread reads adapters; all other methods run on the worker's
     thread. The engine decides which adapter is read, dropped, and put into which slot; all ranks
     get the same calls."""
 
+    is_on = True
+
     def __init__(
         self,
         config: LoRAConfig,
-        facts: ModelConfig,
+        model_config: ModelConfig,
         model: nn.Module,
         backend: Backend,
         dtype: torch.dtype,
@@ -72,9 +112,11 @@ class LoRAManager:
         download_dir: str | None = None,
     ) -> None:
         """Wrap the layers of `model`, which is already prepared for its device. `download_dir`:
-        folder of models from the hub. Raises ConfigError."""
+        folder of models from the hub. Raises ConfigError for a configured adapter that cannot be
+        read, and if experts of the model cannot have adapters."""
+        super().__init__()
         self._config = config
-        self._base = BaseModules(facts)
+        self._base = BaseModules(model_config)
         self._backend = backend
         self._dtype = dtype
         self._group = group
@@ -99,18 +141,16 @@ class LoRAManager:
         self._head: HeadSlots | None = None
         self._compiled: CompiledAdapters | None = None
         self._compiled_names: dict[str, str] = {}
-        """Product names of layers whose adapters the compiled decoder multiplies, by layer path."""
-        self._wrap(model, facts)
+        """Names of layers for which the compiled decoder computes adapters, by layer path."""
+        self._wrap(model, model_config)
         self._host: dict[str, Future[StagedAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
-        self.on_loaded: Callable[[], None] = lambda: None
-        """Called on the reading thread when `take_loaded` has a new result."""
         self._copied: deque[tuple[Event, StagedAdapter]] = deque()
         """Host tensors that copies may still read, with the event after which they are no longer
         read."""
         logger.info(
-            "LoRA: slots for %d adapters of rank %d in %d products%s%s",
+            "LoRA: slots for %d adapters of rank %d in %d modules%s%s",
             config.max_loras,
             config.max_lora_rank,
             len(self.slots),
@@ -128,7 +168,6 @@ class LoRAManager:
         return sum(tensor.num_bytes for tensor in stacked)
 
     def forward_of(self, forward: Forward) -> Forward:
-        """`forward`, with the adapters of each launch set in the context first."""
         context, head = self.context, self._head
 
         def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -143,8 +182,6 @@ class LoRAManager:
         return run
 
     def load(self, message: LoadAdapter) -> None:
-        """Start to read an adapter, unless its content is already loaded or being read.
-        `take_loaded` returns a result for each call."""
         future = self._host.get(message.content)
         if future is None:
             future = self._host[message.content] = self._pool.submit(self._read, message)
@@ -166,22 +203,18 @@ class LoRAManager:
         future.add_done_callback(done)
 
     def drop(self, content: str) -> None:
-        """Drop an adapter from host memory; it may stay in a slot."""
         self._host.pop(content, None)
 
     def clear(self) -> None:
-        """Drop all adapters from host memory. No adapter may be being read."""
         self._host.clear()
 
     def take_loaded(self) -> list[AdapterLoaded]:
-        """Results of reads since the last call: loaded adapters and errors."""
         loaded = []
         while self._loaded:
             loaded.append(self._loaded.popleft())
         return loaded
 
     def activate(self, slots: Sequence[int], contents: Sequence[str]) -> None:
-        """Copy adapters from host memory to slots, in order with the launches."""
         for slot, content in zip(slots, contents, strict=True):
             staged = self._host[content].result()
             self._copy_to(slot, staged)
@@ -199,7 +232,6 @@ class LoRAManager:
             self._backend.synchronize()
 
     def close(self) -> None:
-        """Stop the reading thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _copy_to(self, slot: int, staged: StagedAdapter) -> None:
@@ -242,7 +274,7 @@ class LoRAManager:
             )
         return StagedAdapter(layers, packed)
 
-    def _wrap(self, model: nn.Module, facts: ModelConfig) -> None:
+    def _wrap(self, model: nn.Module, model_config: ModelConfig) -> None:
         routers = {
             gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
         }
@@ -266,7 +298,7 @@ class LoRAManager:
                     wrap_embedding(module, EmbeddingSlots(slots, self.context, module.multiplier))
             elif isinstance(module, Experts):
                 if EXPERTS in self.extra_targets:
-                    found = wrap_experts(module, self.context, facts.hidden_size)
+                    found = wrap_experts(module, self.context, model_config.hidden_size)
                     self.slots |= {f"{path}.{name}": module for name, module in found.items()}
             elif isinstance(module, LinearBase) and module in routers:
                 if EXPERTS in self.extra_targets:
@@ -304,17 +336,18 @@ class LoRAManager:
 
 
 def keep_adapted_experts(
-    config: LoRAConfig, facts: ModelConfig, model: nn.Module, download_dir: str | None
+    config: LoRAConfig, model_config: ModelConfig, model: nn.Module, download_dir: str | None
 ) -> None:
-    """Prevent fused operators from replacing the experts' products if experts have adapters. Called
-    before `model` is prepared for its device. Raises ConfigError."""
-    if EXPERTS not in extra_targets(config, BaseModules(facts), download_dir):
+    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Called before
+    `model` is prepared for its device. Raises ConfigError if the router weights scale the inputs of
+    the experts."""
+    if EXPERTS not in extra_targets(config, BaseModules(model_config), download_dir):
         return
     for module in model.modules():
         if isinstance(module, MoE) and module.scales_input:
             raise ConfigError(
-                f"--lora-extra-targets has experts, and in {facts.architecture} the weights of "
-                "experts multiply their inputs: leave them out"
+                f"--lora-extra-targets has experts, and in {model_config.architecture} the "
+                "weights of experts multiply their inputs: leave them out"
             )
         if isinstance(module, Experts):
             module.keeps_method = True

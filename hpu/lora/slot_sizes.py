@@ -19,7 +19,7 @@ from hpu.model_loader.size_estimate import stage_entries
 
 
 def adapter_slot_bytes(
-    config: EngineConfig, facts: ModelConfig, *, at: ShardRank, width: int, stage: Stage
+    config: EngineConfig, model_config: ModelConfig, *, at: ShardRank, width: int, stage: Stage
 ) -> int:
     """Bytes of the slots of --max-loras adapters on rank `at` of a pipeline stage, with `width`
     bytes per number; 0 without --enable-lora. Raises ConfigError for an adapter of --lora-modules
@@ -27,12 +27,12 @@ def adapter_slot_bytes(
     lora = config.lora
     if not lora.enable_lora:
         return 0
-    targets = extra_targets(lora, BaseModules(facts), config.download_dir)
+    targets = extra_targets(lora, BaseModules(model_config), config.download_dir)
     shards = at.size if lora.fully_sharded_loras else 1
     rank = -(-lora.max_lora_rank // shards) * shards
-    weight_map = decoder_weight_map(facts, decoder_spec(facts))
-    entries = list(stage_entries(weight_map, stage, is_tied=facts.tie_word_embeddings))
-    if facts.tie_word_embeddings and stage.is_last and HEAD in targets:
+    weight_map = decoder_weight_map(model_config, decoder_spec(model_config))
+    entries = list(stage_entries(weight_map, stage, is_tied=model_config.tie_word_embeddings))
+    if model_config.tie_word_embeddings and stage.is_last and HEAD in targets:
         entries += _tied_heads(entries)
     numbers = sum(_numbers(spec, targets, at, rank, shards) for spec in entries)
     return lora.max_loras * numbers * width

@@ -1,9 +1,9 @@
-"""LoRA slots of a linear layer or embedding, and their low-rank products.
+"""LoRA slots of a linear layer or embedding, and their matmuls.
 
 PerAdapterSlots, for a CPU, multiplies the rows of each adapter by the matrices of that adapter.
 PaddedSlots, for cards, multiplies all rows by the matrices of all slots and selects each row's own
-slot between the two products: shapes and addresses do not depend on the rows, so any mix of
-adapters runs in the same graph.
+slot between the two matmuls: shapes and addresses do not depend on the rows, so any mix of adapters
+runs in the same graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Slots(Protocol):
     """Adapter slots of a layer."""
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add the low-rank products of `x` (B, Q, in) to `out` (B, Q, out). May write to `out`."""
+        """Add the LoRA delta of `x` (B, Q, in) to `out` (B, Q, out). May write to `out`."""
         ...
 
     def stage(self, weights: Sequence[LowRank]) -> "list[Tensor]":
@@ -41,7 +41,7 @@ class Slots(Protocol):
         ...
 
     def set(self, slot: int, staged: "list[Tensor]") -> None:
-        """Put an adapter into a slot; `staged` is empty if the adapter has no weights for the
+        """Load an adapter into a slot; `staged` is empty if the adapter has no weights for the
         layer."""
         ...
 
@@ -73,7 +73,8 @@ class PerAdapterSlots:
         return out
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """First product only: (B, Q, in) to (B, Q, slots * rank), for `add_low_rank`."""
+        """Multiply by the `a` matrices only: (B, Q, in) to (B, Q, slots * rank), for
+        `add_low_rank`."""
         context = self._context
         out = x.new_zeros((*x.shape[:-1], context.max_loras, context.max_rank))
         for slot, rows in context.groups:
@@ -84,7 +85,8 @@ class PerAdapterSlots:
         return out.flatten(-2)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
-        """Add the second product of `t`, any rows of the result of `low_rank`, to `out`."""
+        """Multiply `t` by the `b` matrices and add the result to `out`. `t`: any rows of the result
+        of `low_rank`."""
         t = t.view(*t.shape[:-1], self._context.max_loras, self._context.max_rank)
         for slot, (_, b) in self._slots.items():
             own = t[..., slot, : b.shape[1]]
@@ -105,8 +107,8 @@ class PerAdapterSlots:
         return out
 
     def stage(self, weights: Sequence[LowRank]) -> list[Tensor]:
-        """Matrices (rank, in) and (out, rank) of each output, in turn; empty tensors for outputs
-        without weights."""
+        """Matrices (rank, in) and (out, rank) of each output, alternating; empty tensors for
+        outputs without weights."""
         if not weights:
             return []
         by_output = {weight.output: weight for weight in weights}
@@ -126,12 +128,12 @@ class PerAdapterSlots:
 class PaddedSlots:
     """Slots for cards: stacked matrices of all slots, padded with zeros to the maximum rank.
 
-    Non-finite values of an adapter cannot reach rows of other slots: the products with `a` are
+    Non-finite values of an adapter cannot reach rows of other slots: the results of `a` are
     selected per row, not multiplied by a mask, and `b` is always finite (see `stage`).
 
     The ranks of a `group` shard both matrices (fully sharded). Column-parallel layer: the rank
-    holds its rows of `a`, whose products are gathered. Row-parallel layer: the rank holds its
-    columns of `b`, and the first products are summed over the ranks before.
+    holds its rows of `a`, whose results are all-gathered. Row-parallel layer: the rank holds its
+    columns of `b`, and the results of `a` are reduce-scattered first.
     """
 
     def __init__(
@@ -180,12 +182,12 @@ class PaddedSlots:
         return out + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
 
     def low_rank(self, x: Tensor) -> Tensor:
-        """First product only; see PerAdapterSlots.low_rank."""
+        """Multiply by `a` only; see PerAdapterSlots.low_rank."""
         t = functional.linear(x, self.a.flatten(0, 1))
         return self._selected(t)
 
     def add_low_rank(self, t: Tensor, out: Tensor) -> Tensor:
-        """Add the second product; see PerAdapterSlots.add_low_rank."""
+        """Multiply by `b` and add; see PerAdapterSlots.add_low_rank."""
         return out + torch.matmul(t, self.b[0].flatten(0, 1))
 
     def add_looked_up(self, ids: Tensor, out: Tensor) -> Tensor:
@@ -199,12 +201,13 @@ class PaddedSlots:
         return torch.where(self._context.mask, t, 0).flatten(-2)
 
     def _gathered(self, t: Tensor) -> Tensor:
-        """All-gather (..., slots * outputs * rank of this rank) to the whole rank."""
+        """All-gather (..., slots * outputs * local LoRA rank) to (..., slots * outputs * LoRA
+        rank)."""
         sizes = (self._context.max_loras * self._num_outputs, self._rank_a)
         return self._group.all_gather(t.view(*t.shape[:-1], *sizes)).flatten(-2)
 
     def _scattered(self, t: Tensor) -> Tensor:
-        """Reduce-scatter (..., slots * rank) over the ranks to (..., slots * rank of this rank)."""
+        """Reduce-scatter (..., slots * LoRA rank) to (..., slots * local LoRA rank)."""
         sizes = (self._context.max_loras, self._group.size, self._rank_b)
         by_rank = t.view(*t.shape[:-1], *sizes).movedim(-2, 0).contiguous()
         return self._group.reduce_scatter(by_rank).squeeze(0).flatten(-2)

@@ -27,7 +27,7 @@ def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
     for name, parameter in parameters:
         with torch.no_grad():
             if name.endswith(KV_SCALES):
-                # Keys and values are divided by their scales.
+                # 1, because keys and values are divided by their scales.
                 parameter.fill_(1)
             else:
                 _fill(parameter, values, zlib.crc32(name.encode()) % NUM_VALUES)

@@ -7,12 +7,11 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 
 from config.checkpoint.safetensors_files import StoredTensor, read_header, weight_files
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
@@ -20,6 +19,7 @@ from config.checkpoint.weight_maps.shard import Interval, Shard, shard_of
 from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import CheckpointError, bytes_text
 from config.model.quantization.base import Role
+from config.progress import CountBar
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
 from hpu.model_loader.bitsandbytes import decode_flat
 from hpu.model_loader.quantized_weights import (
@@ -276,7 +276,7 @@ def _reads(
 
 
 def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised tensor whose memory returns to the system when it is freed. Memory from malloc
+    """Uninitialized tensor whose memory returns to the system when it is freed. Memory from malloc
     stays in the process, in pieces that may be too small for later tensors."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_MAPPED_BYTES:
@@ -287,7 +287,8 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
-    """Needed tensors of each file. All tensors that do not match are reported in a single error."""
+    """Needed tensors of each file. Raises CheckpointError that lists all missing, unexpected and
+    misshapen tensors."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     shapes = {
         weight_map.map_name(stored.name): stored.shape
@@ -328,9 +329,11 @@ def _match(
     if missing:
         problems.append(f"{len(missing)} of {len(specs)} are missing: {_listed(missing)}")
     if left_over:
-        problems.append(f"this model has no place for {_listed(left_over)}")
+        problems.append(f"the model does not have {_listed(left_over)}")
     if problems:
-        raise CheckpointError(f"the tensors in {folder} are not the model's: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"the tensors in {folder} do not match the model: {'; '.join(problems)}"
+        )
     if optional:
         parameters = {spec.parameter for spec in optional.values()}
         logger.info(
@@ -362,11 +365,11 @@ def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[
             )
     elif spec.mxfp4:
         if stored.dtype != MXFP4_DTYPE:
-            yield f"{spec.name} in {file.name} is {stored.dtype}, MXFP4 is in {MXFP4_DTYPE}"
+            yield f"{spec.name} in {file.name} is {stored.dtype}, MXFP4 must be {MXFP4_DTYPE}"
     elif stored.dtype not in DTYPES:
         yield (
-            f"{spec.name} in {file.name} is {stored.dtype}, it must be one of {', '.join(DTYPES)}: "
-            "config.json has no quantization_config of such weights"
+            f"{spec.name} in {file.name} is {stored.dtype}, it must be one of "
+            f"{', '.join(DTYPES)}: config.json has no quantization_config for this dtype"
         )
 
 
@@ -526,8 +529,8 @@ def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-def _progress_bar(total_bytes: int) -> "tqdm[Any]":
-    return tqdm(
+def _progress_bar(total_bytes: int) -> CountBar:
+    return CountBar(
         total=total_bytes,
         desc="Loading weights",
         unit="B",

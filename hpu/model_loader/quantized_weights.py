@@ -69,7 +69,7 @@ def _powers(scales: Tensor) -> Tensor:
 
 
 def _stored_shape(part: WeightPart, sizes: tuple[int, ...], shard: Shard) -> tuple[int, ...]:
-    """Shape of the covering part of the stored tensor."""
+    """Shape of the part of the stored tensor that covers the shard; -1 for a whole axis."""
     shape = list(part.shape(*sizes))
     dim, intervals = shard.stored
     if intervals is not None:
@@ -120,8 +120,8 @@ def _cut(
 
 
 def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...]) -> None:
-    """Raise CheckpointError for values of the stored `tensor` that no tool writes. `where` names
-    the tensor and its file; `sizes`: (out, in) of the whole weight."""
+    """Raise CheckpointError for invalid values of the stored `tensor`. `where` names the tensor and
+    its file; `sizes`: (out, in) of the whole weight."""
     spec = shard.spec
     part, scheme = spec.part, spec.scheme
     assert part is not None and scheme is not None
@@ -139,16 +139,20 @@ def check_part(tensor: Tensor, shard: Shard, where: str, sizes: tuple[int, ...])
         groups = scheme.num_groups(sizes[INPUTS])
         low, high = (int(bound) for bound in tensor.aminmax()) if tensor.numel() else (0, 0)
         if low < 0 or high >= groups:
-            raise CheckpointError(f"{where} has groups from {low} to {high}, there are {groups}")
+            raise CheckpointError(
+                f"{where} has groups from {low} to {high}, it must have groups below {groups}"
+            )
     elif part.role == "shape":
         found = tuple(tensor.tolist())
         if found != sizes:
-            raise CheckpointError(f"{where} is {found}, the weight is {sizes}")
+            raise CheckpointError(
+                f"{where} is {found}, it must be the shape of the weight, {sizes}"
+            )
 
 
 def check_powers(scales: Tensor, where: str) -> None:
-    """Raise CheckpointError for NaN e8m0 `scales`, which no tool writes. `where` names the tensor
-    and its file."""
+    """Raise CheckpointError if the e8m0 `scales` contain NaN. `where` names the tensor and its
+    file."""
     if count := int((scales == NAN_POWER).sum()):
         raise CheckpointError(f"{where} has {count} of {scales.numel()} scales that are NaN")
 
@@ -158,7 +162,7 @@ def check_kv_scale(tensor: Tensor, where: str) -> None:
     and its file."""
     _check_scales(tensor, where)
     if float(tensor) < 0:
-        raise CheckpointError(f"{where} is {float(tensor):g}: a scale is above 0")
+        raise CheckpointError(f"{where} is {float(tensor):g}, it must be above 0")
 
 
 def _check_scales(tensor: Tensor, where: str) -> None:
@@ -212,3 +216,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     pairs = torch.tensor([(low, high) for high in E2M1 for low in E2M1], dtype=torch.bfloat16)
     values = pairs[blocks.int()].flatten(-2)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - POWER_BIAS).flatten(-2)
+
+
+def nonzero(scales: Tensor) -> Tensor:
+    """`scales` usable as divisors: 0, the scale of groups of equal values, becomes 1."""
+    return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -6,6 +6,7 @@ Imports no torch. A test compares the number of parameters with the built models
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.decoder import decoder_weight_map
@@ -43,11 +44,11 @@ def count_parameters(
         num_engines=num_engines,
         stage=stage,
     )
-    return sum(spec.num_elements() for spec in own)
+    return sum(spec.num_elements() * count for spec, count in own)
 
 
 def layer_bytes(config: ModelConfig, *, num_cards: int, width: int) -> list[int]:
-    """Weight bytes of each layer on a card, of `num_cards`, for a built-in model without
+    """Weight bytes of each layer on one of `num_cards` cards, for a built-in model without
     quantization; `width` bytes per weight."""
     weight_map, at = decoder_weight_map(config, decoder_spec(config)), ShardRank(size=num_cards)
     shards = ([shard_of(spec, at) for spec in layer] for layer in weight_map.layers)
@@ -61,15 +62,32 @@ def _own_specs(
     distributes_experts: bool,
     num_engines: int,
     stage: Stage,
-) -> Iterator[WeightSpec]:
-    """The tensors of a card, cut to its shards."""
-    weight_map = decoder_weight_map(config, decoder_spec(config))
+) -> Iterator[tuple[WeightSpec, int]]:
+    """`_counted_specs` with the tensors cut to the shards of a card."""
     expert_size = num_cards * num_engines if distributes_experts else 1
     at = ShardRank(size=num_cards, expert_size=expert_size)
-    for spec in stage_entries(weight_map, stage, is_tied=config.tie_word_embeddings):
+    for spec, count in _counted_specs(config, stage):
         shard = shard_of(spec, at)
         if shard is not None:
-            yield shard.spec
+            yield shard.spec, count
+
+
+@lru_cache(maxsize=8)
+def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec, int], ...]:
+    """(tensor, number of layers with this tensor) for a pipeline stage; equal layers are listed
+    once. Cached, because `gaudiserve presets` makes many plans for a model, and a large mixture of
+    experts has 90,000 tensors."""
+    weight_map = decoder_weight_map(config, decoder_spec(config))
+    outer = _outer_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
+    counted = [(spec, 1) for spec in outer]
+    layers = [weight_map.layers[index] for index in stage.layers(len(weight_map.layers))]
+    kinds: list[tuple[WeightSpec, ...]] = []
+    for layer in layers:
+        if layer not in kinds:
+            kinds.append(layer)
+            count = layers.count(layer)
+            counted += [(spec, count) for spec in layer]
+    return tuple(counted)
 
 
 def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
@@ -101,12 +119,18 @@ def has_packed_experts(config: ModelConfig) -> bool:
     """Whether the checkpoint has experts in 4-bit floats."""
     if config.architecture not in ARCHITECTURES:
         return False
-    entries = decoder_weight_map(config, decoder_spec(config)).entries()
-    return any(spec.is_packed for spec in entries)
+    return any(spec.is_packed for spec, _ in _counted_specs(config, WHOLE))
 
 
 def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
     """Tensors of a pipeline stage, with the same division as Decoder."""
+    yield from _outer_entries(weight_map, stage, is_tied=is_tied)
+    for index in stage.layers(len(weight_map.layers)):
+        yield from weight_map.layers[index]
+
+
+def _outer_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
+    """Tensors of a pipeline stage that belong to no layer."""
     for spec in weight_map.outer:
         if spec.parameter.startswith("model.embed_"):
             is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
@@ -114,8 +138,6 @@ def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iter
                 yield spec
         elif stage.is_last:
             yield spec
-    for index in stage.layers(len(weight_map.layers)):
-        yield from weight_map.layers[index]
 
 
 def expanded_experts(expert_bytes: int) -> int:
@@ -153,17 +175,16 @@ def _rotated_sizes(config: ModelConfig) -> list[int]:
 
 
 def count_active_parameters(config: ModelConfig) -> int:
-    """Parameters that a token is multiplied by: only the routed experts that it chooses, and no
-    embedding."""
-    weight_map, moe = decoder_weight_map(config, decoder_spec(config)), config.moe
-    active = 0
-    for spec in weight_map.entries():
+    """Parameters that a token is multiplied by: of the routed experts only the experts that the
+    token is routed to, and no embedding."""
+    moe, active = config.moe, 0
+    for spec, count in _counted_specs(config, WHOLE):
         size = spec.num_elements()
         if spec.parameter == _EMBEDDING and not config.tie_word_embeddings:
             continue
         if moe is not None and (spec.expert, spec.num_experts) != (None, None):
             size = size * moe.top_k // moe.num_experts
-        active += size
+        active += size * count
     return active
 
 
@@ -179,8 +200,9 @@ def weight_bytes(
     packs_experts: bool = False,
 ) -> int:
     """Weight bytes per card of a pipeline stage with `num_cards` cards, `width` bytes per weight.
-    Parameters: see count_parameters; `packs_experts`: whether experts in 4-bit floats stay so.
-    Includes the rotary table for `length` tokens and, on the first stage, the vision tower."""
+    Parameters: see count_parameters; `packs_experts`: whether experts in 4-bit floats stay in 4
+    bits. Includes the rotary table for `length` tokens and, on the first stage, the vision
+    tower."""
     # Cosines and sines, each of the rotated size.
     rotary = 2 * sum(_rotated_sizes(config)) * length
     tower = config.num_tower_parameters if stage.is_first else 0
@@ -188,7 +210,7 @@ def weight_bytes(
     if mla is not None:
         num_layers = len(stage.layers(config.num_layers))
         absorbed = num_layers * config.num_heads // num_cards * mla.absorbed_size
-    if config.quantization is not None:
+    if config.quantization is not None and config.architecture in ARCHITECTURES:
         own = _own_specs(
             config,
             num_cards,
@@ -199,7 +221,9 @@ def weight_bytes(
         moe = decoder_spec(config).moe
         # The kernels for quantized experts have no clamped SwiGLU.
         expands = bool(moe and moe.clamped_swiglu)
-        weights = sum(_card_bytes(spec, width, expands_experts=expands) for spec in own)
+        weights = sum(
+            _card_bytes(spec, width, expands_experts=expands) * count for spec, count in own
+        )
         return weights + (rotary + absorbed + tower) * width
     saved = 0
     if packs_experts and has_packed_experts(config):
@@ -210,11 +234,12 @@ def weight_bytes(
             num_engines=num_engines,
             stage=stage,
         )
-        experts = [spec for spec in specs if spec.is_packed]
-        sizes = [size for size in map(WeightSpec.packed_bytes, experts) if size is not None]
-        # A part that ends inside a block is dequantized, with its layer.
+        experts = [(spec, spec.packed_bytes(), count) for spec, count in specs if spec.is_packed]
+        sizes = [size * count for _, size, count in experts if size is not None]
+        # If a shard ends inside a block, the experts are dequantized.
         if len(sizes) == len(experts):
-            saved = sum(spec.num_elements() for spec in experts) * width - sum(sizes)
+            plain = sum(spec.num_elements() * count for spec, _, count in experts) * width
+            saved = plain - sum(sizes)
     parameters = count_parameters(
         config,
         num_cards,
@@ -240,8 +265,8 @@ def kv_block_bytes(
 
 
 def flag_bytes(*, width: int, block_size: int) -> int:
-    """Bytes of a block's flags for NonFiniteGuard, which the last pipeline stage has on a card.
-    `width`: bytes of an activation."""
+    """Bytes of NonFiniteGuard's flags for a block, on each card of the last pipeline stage; a flag
+    has `width` bytes, like an activation."""
     return width * block_size
 
 
@@ -403,7 +428,7 @@ def context_bytes(
 
 
 def _index_bytes(config: ModelConfig, num_cards: int, pairs: int, width: int) -> int:
-    """Bytes of the choice of blocks for `pairs` of a new and a visible token: float32 scores, the
+    """Bytes of block selection for `pairs` pairs of a new and a visible token: float32 scores, the
     masked scores and a float32 mask for each KV head, and the mask in the model's data type. With
     several KV heads on a card the attention scores of all heads are in memory, three times."""
     heads = config.kv_heads_per_rank(num_cards)

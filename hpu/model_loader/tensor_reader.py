@@ -43,7 +43,8 @@ class _InFlight(NamedTuple):
 
 
 class TensorReader:
-    """Reader threads, which release the GIL while reading. Use it in a `with` block."""
+    """Reads tensors on threads, which release the GIL while reading. Must be used in a `with`
+    block."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read")
@@ -134,7 +135,7 @@ def _read_piece(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.preadv(descriptor, [data], offset)
         if count == 0:
-            raise OSError(f"it ends at byte {offset}, the header says more")
+            raise OSError(f"it ends at byte {offset}, the header requires more")
         data, offset = data[count:], offset + count
 
 
@@ -152,7 +153,7 @@ def _read_columns(
     skipped = offset % mmap.ALLOCATIONGRANULARITY
     size = skipped + len(target) * row_bytes
     if os.fstat(descriptor).st_size < offset - skipped + size:
-        raise OSError(f"it ends before byte {offset - skipped + size}, the header says more")
+        raise OSError(f"it ends before byte {offset - skipped + size}, the header requires more")
     with mmap.mmap(descriptor, size, prot=mmap.PROT_READ, offset=offset - skipped) as mapped:
         rows = np.frombuffer(mapped, np.uint8, len(target) * row_bytes, skipped)
         rows = rows.reshape(len(target), row_bytes)

@@ -24,9 +24,9 @@ class CausalLM(nn.Module):
     """Width of the target's hidden states that a drafter reads per token; 0: no drafter."""
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Normed hidden states (B, Q, hidden) of `tokens` (B, Q), or of embeddings (B, Q,
-        hidden), as input of `logits`. A model with deepstack (VisionFacts) also takes embeddings
-        (B, Q, (1 + deepstack layers) * hidden)."""
+        """Normed hidden states (B, Q, hidden) of `tokens` (B, Q), or of embeddings (B, Q, hidden),
+        as input of `logits`. A model with deepstack (VisionFacts) also accepts embeddings (B, Q, (1
+        + deepstack layers) * hidden)."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,10 +48,10 @@ class CausalLM(nn.Module):
         return 1.0
 
     def keep_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Keep the hidden states before `layers` in `kept_hidden_states` at each `forward` from
-        now on. Called once, before the caches are bound. Raises ConfigError if the model does
-        not support it."""
-        raise ConfigError("the code of transformers runs the model, and gives no hidden states")
+        """Make each later `forward` keep the hidden states before `layers` in `kept_hidden_states`.
+        Called once, before the caches are bound. Raises ConfigError if the model does not support
+        it."""
+        raise ConfigError("the code of transformers runs the model, and returns no hidden states")
 
     @property
     def kept_hidden_states(self) -> Tensor | None:
@@ -68,9 +68,9 @@ class CausalLM(nn.Module):
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
     ) -> list[tuple[Shape, ...]]:
-        """Shapes of the key and value caches, or of the latent cache, of each layer with a
-        cache. With `num_rings`, layers that `cache_windows` gives a window have `num_rings`
-        rings, each for the window of a request, instead of `num_blocks` blocks."""
+        """Shapes of the key and value caches, or of the latent cache, of each layer with a cache.
+        With `num_rings`, layers that have a window in `cache_windows` have `num_rings` rings, each
+        for the window of a request, instead of `num_blocks` blocks."""
         raise NotImplementedError
 
     def cache_windows(self) -> list[int | None]:
@@ -82,13 +82,13 @@ class CausalLM(nn.Module):
         self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
     ) -> None:
         """Use the caches of each layer, with the shapes of `cache_shapes`. With `num_rings`,
-        launches give the request index of each sequence, below `num_rings` - 1, the index of
+        launches contain the request index of each sequence, below `num_rings` - 1, the index of
         padding; a prefill must not run twice on the same inputs."""
         raise NotImplementedError
 
     def state_specs(self) -> list[StateCacheSpec]:
-        """Specs of the layers with a state. Launches of such a model give state indices and must
-        run once only: a second run on the same inputs would advance the states again."""
+        """Specs of the layers with a state. Launches of such a model contain state indices and must
+        run only once: a second run on the same inputs would advance the states again."""
         return []
 
     def bind_states(self, states: list[tuple[Tensor, ...]]) -> None:
@@ -108,14 +108,14 @@ class CausalLM(nn.Module):
         return []
 
     def zero_non_finite(self) -> None:
-        """Zero what is not finite in attention from now on, so that a token does not see later
-        slots of its blocks, and carry it on by `non_finite_guard`. Called before the first launch.
-        """
+        """Enable zeroing of non-finite queries, keys and values in attention: 0 * NaN would leak
+        from slots that a token does not see. `non_finite_guard` then makes the hidden states of the
+        affected prompt NaN. Called before the first launch."""
         raise NotImplementedError
 
     def read_contiguously(self) -> None:
-        """From now on entry i of a decode describes block i of the caches, which are read as a
-        single slice. Called once, before the first launch."""
+        """Make entry i of a decode describe block i of the caches, which are then read as a single
+        slice. Called once, before the first launch."""
         raise NotImplementedError
 
 

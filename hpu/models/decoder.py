@@ -1,7 +1,7 @@
 """Decoder shared by all plain model families; DecoderSpec describes the differences.
 
 Embedding; layers of attention and an MLP or a mixture of experts (decoder_layer.py); norm; head.
-Module paths are the paths of vLLM's Llama, so that calibration files of vLLM users fit.
+Module paths are the paths of vLLM's Llama, so that calibration files made with vLLM can be used.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,13 @@ from hpu.models.base import LoadableModel
 from hpu.models.decoder_layer import LAYERS, CrossAttentionLayer, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
-from hpu.quantization.base import LinearMethod, MoEMethod, QuantizationScheme
+from hpu.quantization.base import (
+    ExpertsShards,
+    LinearMethod,
+    LinearShards,
+    MoEMethod,
+    QuantizationScheme,
+)
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
 
@@ -188,8 +194,8 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(LoadableModel):
-    """Decoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills
-    them. A decoder without a head gives hidden states and no logits."""
+    """Decoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills them. A
+    decoder without a head returns hidden states and no logits."""
 
     def __init__(
         self,
@@ -207,11 +213,11 @@ class Decoder(LoadableModel):
         place_layer: PlaceLayer | None = None,
     ) -> None:
         """`length`: maximum sequence length to serve, in tokens. `group`: tensor-parallel ranks.
-        `expert_group`: ranks over which whole experts are distributed; with a single rank,
-        `group` shards each expert. `stage`: pipeline stage; the decoder has only its layers,
-        plus the embedding on the first stage, and norm and head on the last stage.
-        `place_layer`: called with the index and the empty parameters of each layer before the
-        next layer is made; may move the parameters."""
+        `expert_group`: ranks over which whole experts are distributed; with a single rank, `group`
+        shards each expert. `stage`: pipeline stage; the decoder has only its layers, plus the
+        embedding on the first stage, and norm and head on the last stage. `place_layer`: called
+        with the index and the empty parameters of each layer before the next layer is created; may
+        move the parameters."""
         super().__init__()
         own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}
         self.stage = stage
@@ -303,8 +309,8 @@ class Decoder(LoadableModel):
         config = self.config
         if length > config.max_position:
             raise ConfigError(
-                f"{config.path} has {config.max_position} learned positions, sequences of {length} "
-                "tokens (--max-model-len) need more"
+                f"{config.path} has {config.max_position} learned positions, --max-model-len is "
+                f"{length}: set it to at most {config.max_position}"
             )
         return VocabParallelEmbedding(
             config.max_position, config.hidden_size, dtype=self.dtype, device=self.device
@@ -644,16 +650,17 @@ class Decoder(LoadableModel):
         if self._quantization is None:
             return UNQUANTIZED_MOE
         ranks = 1 if self._expert_group.size > 1 else self.group.size
-        method = self._quantization.moe_method(
+        experts = ExpertsShards(
             self._shards[f"{path}.w13_weight"],
             self._shards[f"{path}.w2_weight"],
             config.hidden_size,
             moe.inner_size // ranks,
             config.hidden_act if spec.clamped_swiglu is None else SWIGLU_OAI,
         )
+        method = self._quantization.moe_method(experts)
         if method is None:
             raise ConfigError(
-                f"{config.path} is a mixture of experts, whose weights are not quantized yet: "
+                f"{config.path} is a mixture of experts, for which quantization is not supported: "
                 "leave quantization out"
             )
         return method
@@ -691,8 +698,8 @@ class Decoder(LoadableModel):
         this rank."""
         method: LinearMethod = UNQUANTIZED
         if self._quantization is not None:
-            shards = self._shards[f"{path}.weight"]
-            method = self._quantization.linear_method(shards, in_features, is_head=is_head)
+            weight = LinearShards(self._shards[f"{path}.weight"], in_features, is_head=is_head)
+            method = self._quantization.linear_method(weight)
         return {
             "dtype": self.dtype,
             "device": self.device,
@@ -828,7 +835,7 @@ class Decoder(LoadableModel):
         self.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run on a device's fused kernels from now on. Called once, before the first launch."""
+        """Switch to the device's fused kernels. Called once, before the first launch."""
         self.model.metadata.attention_form = kernels.attention_form(
             self.dtype, has_score_options=self.spec.has_score_options
         )
@@ -842,7 +849,7 @@ class Decoder(LoadableModel):
                 layer.mlp.experts.use_kernels(kernels)
         for attention in self.attention_layers:
             attention.use_kernels(kernels, split_qkv=split_qkv)
-        # Matrix products of the kernels sum over all blocks of a launch, with weight zero for
+        # Matmuls of the kernels sum over all blocks of a launch, with weight zero for
         # blocks of other sequences.
         self.zero_non_finite()
 

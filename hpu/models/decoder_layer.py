@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = self_attn
         self._mlp_name = mlp_name
-        # `add_module` refuses the name of a property.
+        # `add_module` rejects the name of a property (`mlp`).
         self._modules[mlp_name] = mlp
         for name, norm in norms.items():
             self.add_module(name, norm)
@@ -146,7 +146,7 @@ class CrossAttentionLayer(DecoderLayer):
             return hidden
         delta = self.self_attn(self.input_layernorm(hidden), rotation, metadata)
         changed = self._add(hidden, self.cross_attn_attn_gate.tanh() * delta)
-        # torch.where, not a product: unseen values may be NaN.
+        # torch.where, not a multiplication: unseen values may be NaN.
         hidden = torch.where(cross.has_images, changed, hidden)
         inner = self.mlp(self.post_attention_layernorm(hidden))
         changed = self._add(hidden, self.cross_attn_mlp_gate.tanh() * inner)

@@ -149,7 +149,7 @@ class Encoder(nn.Module):
         return hidden + self.token_type_embeddings(inputs.types)  # type: ignore[no-any-return]
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run on a device's fused kernels from now on. Called once, before the first launch."""
+        """Switch to the device's fused kernels. Called once, before the first launch."""
         self.metadata.attention_form = kernels.attention_form(self.dtype)
         if self.rotary_emb is not None:
             self.rotary_emb.restore_sin_sign()

@@ -42,7 +42,7 @@ class PoolingInputs(NamedTuple):
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor
-    """1: normalise vectors to length 1, or return probabilities instead of logits."""
+    """1: normalize vectors to length 1, or return probabilities instead of logits."""
 
 
 class Pooler(nn.Module):
@@ -94,7 +94,7 @@ class Pooler(nn.Module):
 
 class ClassificationHead(nn.Module):
     """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits. Its
-    tensors are config.checkpoint.weight_map.head_weights."""
+    tensors are listed by head_weights in config/checkpoint/weight_maps/encoder.py."""
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _select(states: Tensor, indices: Tensor) -> Tensor:
 
 
 def _sum(states: Tensor, weights: Tensor) -> Tensor:
-    # `where`, not a product with 0: the states of padding may be NaN.
+    # torch.where, not a multiplication by 0: the states of padding may be NaN.
     return torch.where(weights > 0, states * weights, torch.zeros_like(states)).sum(dim=1)
 
 

@@ -81,7 +81,8 @@ def load_pooling_model(
 ) -> PoolingModel:
     """Load the model and its pooler modules: from their files, from `offloaded` weights, or with
     random weights (`is_dummy`). The layers are sharded over the ranks of `group`; the pooler is
-    replicated. Raises ConfigError."""
+    replicated. Raises ConfigError for an unsupported architecture, and CheckpointError for files
+    that do not match the model."""
     body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
     model = PoolingModel(body, Pooler(pooler, config, device))
     if offloaded is not None:

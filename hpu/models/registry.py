@@ -112,9 +112,8 @@ def build_transformers_model(
     installed = importlib.metadata.version("transformers")
     if tuple(int(part) for part in installed.split(".")[:2]) < MIN_TRANSFORMERS:
         raise ConfigError(
-            f"{config.path} is a {config.architecture}: to run it in the code of transformers "
-            f"needs transformers {'.'.join(map(str, MIN_TRANSFORMERS))} or later, {installed} is "
-            "installed"
+            f"{config.path} is a {config.architecture}, whose implementation needs transformers "
+            f"{'.'.join(map(str, MIN_TRANSFORMERS))} or later, {installed} is installed"
         )
     # Imports all of transformers, which built-in models do not need.
     from hpu.models.transformers_fallback import TransformersModel
@@ -132,8 +131,8 @@ def build_transformers_model(
 
 
 def transformers_facts(config: ModelConfig) -> ModelConfig:
-    """`config` with the number of parameters, the KV heads and the cache sizes of transformers'
-    code of the model, which is built without memory. Raises ConfigError; see
+    """`config` with the number of parameters, the KV heads and the cache sizes of the transformers
+    implementation, which is built on the meta device. Raises ConfigError; see
     build_transformers_model."""
     meta = torch.device("meta")
     model = build_transformers_model(config, dtype=torch.bfloat16, device=meta, has_files=False)

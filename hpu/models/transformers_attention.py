@@ -24,7 +24,7 @@ MODULE = "paged_attention"
 """Attribute of transformers' attention modules that holds the LayerAttention."""
 
 
-class Unsupported(Exception):
+class UnsupportedModelCode(Exception):
     """Unsupported model code. The message is a verb phrase that completes an error sentence."""
 
 
@@ -73,11 +73,11 @@ class LayerAttention(nn.Module):
         self._zeroes_non_finite = False
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Run on fused kernels from now on."""
+        """Switch to fused kernels."""
         self.attn.impl = kernels.make_attention()
 
     def zero_non_finite(self, nan: Tensor) -> None:
-        """Zero non-finite Q, K and V from now on; see SelfAttention.zero_non_finite."""
+        """Enable zeroing of non-finite Q, K and V; see SelfAttention.zero_non_finite."""
         self._zeroes_non_finite = True
         self._nan = nan
 
@@ -123,9 +123,9 @@ def _attend(
 
 
 def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
-    """Attention calls of `run`, a forward pass on the meta device, in order. Raises Unsupported
-    for a call that paged attention does not support, and for code whose control flow depends on
-    values."""
+    """Attention calls of `run`, a forward pass on the meta device, in order. Raises
+    UnsupportedModelCode for a call that paged attention does not support, and for code whose
+    control flow depends on values."""
     calls: list[AttentionCall] = []
     # Keep the tensors, so that no other tensor gets the same identity.
     pairs: list[tuple[Tensor, Tensor]] = []
@@ -147,12 +147,12 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
     AttentionInterface.register(IMPLEMENTATION, record)
     try:
         run()
-    except Unsupported:
+    except UnsupportedModelCode:
         raise
     except Exception as error:
         # Third-party code: an exception here would occur in every launch.
         text = str(error).strip().partition("\n")[0]
-        raise Unsupported(
+        raise UnsupportedModelCode(
             f"does not run without the values of its tensors ({type(error).__name__}: {text:.160})"
         ) from error
     finally:
@@ -163,16 +163,18 @@ def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
 def _shared_with(
     module: nn.Module, key: Tensor, value: Tensor, pairs: list[tuple[Tensor, Tensor]]
 ) -> int | None:
-    """Index of the first earlier call with the same keys and values; None: no such call.
-    `pairs`: keys and values of the earlier calls. Raises Unsupported if only keys or only values
+    """Index of the first earlier call with the same keys and values; None: no such call. `pairs`:
+    keys and values of the earlier calls. Raises UnsupportedModelCode if only keys or only values
     are shared."""
     for index, (other_key, other_value) in enumerate(pairs):
         if key is other_key and value is other_value:
             return index
         if key is other_key or value is other_value:
-            raise Unsupported("has layers that share keys and not values, or values and not keys")
+            raise UnsupportedModelCode(
+                "has layers that share keys and not values, or values and not keys"
+            )
     if getattr(module, "is_kv_shared_layer", False):
-        raise Unsupported("has layers that share keys which no earlier layer has")
+        raise UnsupportedModelCode("has layers that share keys which no earlier layer has")
     return None
 
 
@@ -185,32 +187,32 @@ def _call(
     arguments: dict[str, Any],
 ) -> AttentionCall:
     if arguments.get("position_bias") is not None:
-        raise Unsupported("has a bias by position")
+        raise UnsupportedModelCode("has a bias by position")
     if attention_mask is not None:
-        raise Unsupported("builds its own attention mask")
+        raise UnsupportedModelCode("builds its own attention mask")
     is_causal = arguments.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise Unsupported("has attention that is not causal")
+        raise UnsupportedModelCode("has attention that is not causal")
     if (
         key.shape[:-1] != value.shape[:-1]
         or query.shape[-1] != key.shape[-1]
         or value.shape[-1] > key.shape[-1]
     ):
-        raise Unsupported(
+        raise UnsupportedModelCode(
             f"has heads of {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]} entries in "
             "queries, keys and values"
         )
     if query.shape[1] % key.shape[1]:
-        raise Unsupported(f"has {query.shape[1]} query heads on {key.shape[1]} key heads")
+        raise UnsupportedModelCode(f"has {query.shape[1]} query heads on {key.shape[1]} key heads")
     scale = arguments.get("scaling")
     if scale is not None and not isinstance(scale, int | float):
-        raise Unsupported("computes the scale of its attention scores")
+        raise UnsupportedModelCode("computes the scale of its attention scores")
     soft_cap = arguments.get("softcap")
     if soft_cap is not None and not isinstance(soft_cap, int | float):
-        raise Unsupported("computes the soft cap of its attention scores")
+        raise UnsupportedModelCode("computes the soft cap of its attention scores")
     sinks = arguments.get("s_aux")
     if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
-        raise Unsupported(
+        raise UnsupportedModelCode(
             f"has attention sinks of {tuple(sinks.shape)} for {query.shape[1]} query heads"
         )
     return AttentionCall(

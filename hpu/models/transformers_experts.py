@@ -1,4 +1,4 @@
-"""Our stacked experts, which replace transformers' experts, whose shapes depend on the router."""
+"""Replaces transformers' experts, whose shapes depend on the routing, with our stacked experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.mlp import ACTIVATIONS
 from hpu.layers.moe import Experts
-from hpu.models.transformers_attention import Unsupported
+from hpu.models.transformers_attention import UnsupportedModelCode
 
 FIELDS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 """Attributes of transformers' stacked experts -> values that our experts support."""
@@ -20,7 +20,7 @@ PARAMETERS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 def replace_experts(causal: Any) -> dict[str, str]:
     """Replace the experts of `causal`, a PreTrainedModel on the meta device. Returns old -> new
-    parameter paths. Raises Unsupported for other kinds of experts."""
+    parameter paths. Raises UnsupportedModelCode for experts of an unsupported kind."""
     renamed = {}
     for path, module in list(causal.named_modules()):
         if not hasattr(module, "is_concatenated"):
@@ -33,8 +33,8 @@ def replace_experts(causal: Any) -> dict[str, str]:
 
 def divide_experts(causal: Any, group: ProcessGroup, expert_group: ProcessGroup) -> None:
     """Replace our experts in `causal` by this rank's shard: some whole experts if `expert_group`
-    has several ranks, otherwise a part of each expert. Raises Unsupported for sizes that the
-    ranks do not divide."""
+    has several ranks, otherwise a part of each expert. Raises UnsupportedModelCode for sizes that
+    the ranks do not divide."""
     is_distributed = expert_group.size > 1
     ranks = expert_group if is_distributed else group
     for path, module in list(causal.named_modules()):
@@ -44,7 +44,7 @@ def divide_experts(causal: Any, group: ProcessGroup, expert_group: ProcessGroup)
         num_experts, hidden, inner = module.w2_weight.shape
         count, what = (num_experts, "experts") if is_distributed else (inner, "inner features")
         if count % ranks.size:
-            raise Unsupported(
+            raise UnsupportedModelCode(
                 f"has {count} {what} in {path}, and {ranks.size} (tensor-parallel-size) does not "
                 "divide them"
             )
@@ -68,10 +68,12 @@ def _experts(module: Any) -> nn.Module:
     if (
         not is_plain
         or {name for name, _ in module.named_parameters()} != set(PARAMETERS)
-        # The gate that transformers gives to experts without a gate of their own.
+        # The default gate that transformers adds to experts without their own gate.
         or gate.__module__ != "transformers.integrations.moe"
     ):
-        raise Unsupported(f"has experts ({type(module).__name__}) that are not plain gated MLPs")
+        raise UnsupportedModelCode(
+            f"has experts ({type(module).__name__}) that are not plain gated MLPs"
+        )
     num_experts, hidden, inner = module.down_proj.shape
     return Experts(
         num_experts,
@@ -85,9 +87,9 @@ def _experts(module: Any) -> nn.Module:
 
 def _activation(function: Callable[[Tensor], Tensor]) -> str:
     """Name of an activation, found by comparing values: configs store the name in different
-    fields. Raises Unsupported for an unknown activation."""
+    fields. Raises UnsupportedModelCode for an unknown activation."""
     x = torch.linspace(-4, 4, 33)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(function(x), known(x), rtol=1e-6, atol=1e-6):
             return name
-    raise Unsupported("has experts with an unknown activation")
+    raise UnsupportedModelCode("has experts with an unknown activation")

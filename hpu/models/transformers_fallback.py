@@ -2,7 +2,7 @@
 layers, loader and buckets. For architectures that are not built in.
 
 The model is built without memory on torch's meta device and tried there: the trial records the
-attention calls, and refuses unsupported code before anything is allocated.
+attention calls, and rejects unsupported code before anything is allocated.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ from hpu.layers.linear import (
 )
 from hpu.layers.metadata import (
     AttentionInputs,
-    Rings,
     Visibility,
+    WindowRings,
     build_metadata,
     distinct,
     make_rings,
@@ -56,7 +56,7 @@ from hpu.models.transformers_attention import (
     AttentionCall,
     CurrentLaunch,
     LayerAttention,
-    Unsupported,
+    UnsupportedModelCode,
     record_calls,
     register,
 )
@@ -66,7 +66,7 @@ from hpu.models.transformers_sparsity import replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels
-from hpu.quantization.base import LinearMethod, QuantizationScheme
+from hpu.quantization.base import LinearMethod, LinearShards, QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED
 
@@ -119,9 +119,9 @@ class TransformersModel(LoadableModel):
     transformers' module paths."""
 
     _body: Any
-    """Body: gives hidden states."""
+    """Body of the model: returns hidden states."""
     _head: Any
-    """Head: gives logits of hidden states."""
+    """Head of the model: maps hidden states to logits."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class TransformersModel(LoadableModel):
         self._form: AttentionForm | None = None
         self._contiguous = False
         self._block_size = 0
-        self._rings: Rings | None = None
+        self._rings: WindowRings | None = None
         self.guard: NonFiniteGuard | None = None
         """Set if attention zeroes non-finite values."""
         has_files = has_files and device.type != "meta"
@@ -180,7 +180,7 @@ class TransformersModel(LoadableModel):
                 divide_experts(causal, group, expert_group)
             allocate(causal, device, frequencies)
             self.layers = _decoder_layers(body, len(calls))
-        except Unsupported as error:
+        except UnsupportedModelCode as error:
             raise _refusal(config, str(error)) from error
         self.attention_layers = [
             self._attention(call, visibility)
@@ -197,7 +197,7 @@ class TransformersModel(LoadableModel):
         self.__dict__["_body"] = body
         self.__dict__["_head"] = _detach_body(causal)
         logger.info(
-            "Model: %s in the code of transformers %s, with %d linear layers of ours",
+            "Model: %s in transformers %s, with %d linear layers replaced",
             config.architecture,
             transformers.__version__,
             len(plan),
@@ -261,8 +261,9 @@ class TransformersModel(LoadableModel):
         )
         shard = shard_of(spec, shard_rank(self._group))
         assert shard is not None, "a rank has a part of each linear layer"
-        in_features = shard.spec.shape[1]
-        return self._quantization.linear_method([shard], in_features, is_head=is_head)
+        return self._quantization.linear_method(
+            LinearShards([shard], in_features=shard.spec.shape[1], is_head=is_head)
+        )
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         self._launch.metadata = build_metadata(
@@ -334,8 +335,8 @@ class TransformersModel(LoadableModel):
         self.zero_non_finite()
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run attention, and our RMS norms and experts, on a device's fused kernels from now on.
-        Rotations stay in the model's code; projections are never merged."""
+        """Switch attention, and our RMS norms and experts, to the device's fused kernels. Rotations
+        stay in the model's code; projections are never merged."""
         self._form = kernels.attention_form(self.dtype, has_score_options=self._has_score_options)
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -350,13 +351,15 @@ class TransformersModel(LoadableModel):
 def _refusal(config: ModelConfig, reason: str) -> ConfigError:
     return ConfigError(
         f"{_named(config)} and its code in transformers {transformers.__version__} cannot be "
-        f"driven: it {reason}{_neighbours(config)}"
+        f"used: it {reason}{_neighbours(config)}"
     )
 
 
 def _named(config: ModelConfig) -> str:
     """Start of an error message about `config`."""
-    built_in = "" if config.architecture in ARCHITECTURES else ", which is not built in,"
+    built_in = (
+        "" if config.architecture in ARCHITECTURES else ", which has no native implementation,"
+    )
     return f"{config.path} is a {config.architecture}{built_in}"
 
 
@@ -373,7 +376,7 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
     file = Path(config.path, "config.json")
     if config.num_layers > max_layers:
         raise ConfigError(
-            f"{file} says {config.num_layers} layers, the files have {max_layers} tensors"
+            f"{file} specifies {config.num_layers} layers, the files have {max_layers} tensors"
         )
     fields = _config_fields(file)
     kind = _class_of(config, fields)
@@ -413,21 +416,22 @@ def _class_of(config: ModelConfig, fields: Json) -> Any:
         if getattr(kind, "__name__", "") == config.architecture:
             return kind
     raise ConfigError(
-        f"{_named(config)} and it is no causal language model of transformers "
+        f"{_named(config)} and it is not a causal language model of transformers "
         f"{transformers.__version__}; code in a checkpoint is never run{_neighbours(config)}"
     )
 
 
 def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCall], bool]:
     """Attention calls of the layers, and whether WithoutViewWrites is needed, found by forward
-    passes on the meta device. Raises Unsupported."""
+    passes on the meta device. Raises UnsupportedModelCode for code that does not run on paged
+    attention."""
     theirs = causal.config
     if body is causal:
-        raise Unsupported("has no body apart from its head")
+        raise UnsupportedModelCode("has no base model that is separate from its head")
     if "position_ids" not in inspect.signature(body.forward).parameters:
-        raise Unsupported("takes no positions")
+        raise UnsupportedModelCode("takes no positions")
     if getattr(theirs, "attention_chunk_size", None):
-        raise Unsupported("attends within chunks")
+        raise UnsupportedModelCode("attends within chunks")
     num_layers = theirs.num_hidden_layers
     calls: list[AttentionCall] = []
     writes = ViewWriteTrial()
@@ -440,14 +444,14 @@ def _try(causal: Any, body: Any, config: ModelConfig) -> tuple[list[AttentionCal
             # clone reads the tensor, so that `writes` sees a read under another name.
             hidden = out.last_hidden_state.clone()
         if hidden.shape[:2] != tokens.shape:
-            raise Unsupported(f"gives hidden states of {tuple(hidden.shape)}")
+            raise UnsupportedModelCode(f"returns hidden states of {tuple(hidden.shape)}")
 
     for length in TRIAL_LENGTHS:
         calls = record_calls(lambda length=length: run(length))  # type: ignore[misc]
         if len(calls) != num_layers or len({id(call.module) for call in calls}) != num_layers:
-            raise Unsupported(
-                f"calls attention {len(calls)} times for its {num_layers} layers: caches of its "
-                "own and recurrent layers are not supported"
+            raise UnsupportedModelCode(
+                f"calls attention {len(calls)} times for its {num_layers} layers: separate caches "
+                "and recurrent layers are not supported"
             )
     _check_windows(calls, theirs)
     _try_head(causal, body, config)
@@ -465,8 +469,9 @@ def _try_head(causal: Any, body: Any, config: ModelConfig) -> None:
     record_calls(run)
     setattr(causal, causal.base_model_prefix, body)
     if logits[0].shape != (1, TRIAL_BATCH, config.vocab_size):
-        raise Unsupported(
-            f"gives logits of {logits[0].shape[-1]} tokens, config.json says {config.vocab_size}"
+        raise UnsupportedModelCode(
+            f"returns logits of {logits[0].shape[-1]} tokens, config.json specifies "
+            f"{config.vocab_size}"
         )
 
 
@@ -477,17 +482,17 @@ def _detach_body(causal: Any) -> Any:
 
 
 def _check_windows(calls: list[AttentionCall], theirs: Any) -> None:
-    """Raise Unsupported unless the windows that the layers pass match the config."""
+    """Raise UnsupportedModelCode unless the windows that the layers pass match the config."""
     kinds = getattr(theirs, "layer_types", None)
     if kinds is None:
         if getattr(theirs, "sliding_window", None) and not any(call.window for call in calls):
-            raise Unsupported("hides its window in a mask")
+            raise UnsupportedModelCode("applies its sliding window only through a mask")
         return
     for index, (call, kind) in enumerate(zip(calls, kinds, strict=True)):
         if kind not in ATTENTION_KINDS:
-            raise Unsupported(f"has layers of the kind {kind}")
+            raise UnsupportedModelCode(f"has layers of the kind {kind}")
         if ATTENTION_KINDS[kind] != (call.window is not None):
-            raise Unsupported(f"hides the window of layer {index} in a mask")
+            raise UnsupportedModelCode(f"applies the window of layer {index} only through a mask")
 
 
 def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
@@ -506,11 +511,11 @@ def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
 
 
 def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]]:
-    """Path of each linear layer -> its replacement class. Raises Unsupported for a
+    """Path of each linear layer -> its replacement class. Raises UnsupportedModelCode for a
     tensor-parallel style that is not supported here."""
     styles = getattr(causal.config, "base_model_tp_plan", None) or {}
     if group.size > 1 and not styles:
-        raise Unsupported("has no plan for several cards")
+        raise UnsupportedModelCode("has no plan for several cards")
     prefix = f"{causal.base_model_prefix}."
     head = causal.get_output_embeddings()
     plan: dict[str, type[LinearBase]] = {}
@@ -526,14 +531,14 @@ def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]
             is_column = plan[path].shard_dim == 0
             divided = module.out_features if is_column else module.in_features
             if divided % group.size:
-                raise Unsupported(
+                raise UnsupportedModelCode(
                     f"has {divided} {'outputs' if is_column else 'inputs'} in {path}, and "
                     f"{group.size} (--tensor-parallel-size) does not divide them"
                 )
         elif (
             group.size > 1 and style not in WHOLE_KINDS and not _has_divided_experts(module, style)
         ):
-            raise Unsupported(f"divides {path} among cards as {style}")
+            raise UnsupportedModelCode(f"divides {path} among cards as {style}")
         elif type(module) is nn.Linear:
             plan[path] = ReplicatedLinear
     return plan
@@ -560,9 +565,9 @@ def _compare(weight_map: WeightMap, stored: Shapes, config: ModelConfig) -> None
     for spec in weight_map.entries():
         shape = shapes.get(spec.name)
         if shape != spec.shape:
-            found = "no such tensor" if shape is None else _size_text(shape)
+            found = "no tensor of this name" if shape is None else _size_text(shape)
             raise ConfigError(
-                f"{file} says {_size_text(spec.shape)} for {spec.name}, the files have {found}"
+                f"{file} specifies {_size_text(spec.shape)} for {spec.name}, the files have {found}"
             )
 
 
@@ -571,13 +576,13 @@ def _size_text(shape: tuple[int, ...]) -> str:
 
 
 def allocate(causal: Any, device: torch.device, frequencies: Mapping[nn.Module, Tensor]) -> None:
-    """Move parameters and buffers from the meta device to `device`: parameters empty, buffers
-    with the values that the model's code computes, or with `frequencies`. Raises Unsupported for
-    tensors without a value."""
+    """Move parameters and buffers from the meta device to `device`: parameters empty, buffers with
+    the values that the model's code computes, or with `frequencies`. Raises UnsupportedModelCode
+    for tensors without a value."""
     allocated: dict[int, nn.Parameter] = {}
     for path, module in causal.named_modules():
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-            raise Unsupported(f"keeps tensors of {path} outside parameters and buffers")
+            raise UnsupportedModelCode(f"keeps tensors of {path} outside parameters and buffers")
         if device.type == "meta":
             continue
         if module in frequencies:
@@ -618,22 +623,23 @@ def _fill_buffers(causal: Any, path: str, module: nn.Module, device: torch.devic
         getattr(module, "_init_weights", causal._init_weights)(module)
     except AttributeError as error:
         # Some code reads attributes that only a part of the model has.
-        raise Unsupported(f"cannot initialize {path} by itself ({error})") from error
+        raise UnsupportedModelCode(f"cannot initialize {path} by itself ({error})") from error
     for name in buffers:
         buffer = getattr(module, name)
         if (buffer == _mark(buffer.dtype)).all():
-            raise Unsupported(f"does not say how {path}.{name} is computed")
+            raise UnsupportedModelCode(f"does not say how {path}.{name} is computed")
         setattr(module, name, buffer.to(device))
 
 
 def _mark(dtype: torch.dtype) -> float:
-    """Value that no real buffer consists of."""
+    """Value that marks an uncomputed buffer; no real buffer consists of this value only."""
     return -12345.0 if dtype.is_floating_point else -123
 
 
 def _decoder_layers(body: nn.Module, num_layers: int) -> list[nn.Module]:
-    """Decoder layers in order. Raises Unsupported if there is no list of `num_layers` layers."""
+    """Decoder layers in order. Raises UnsupportedModelCode if there is no list of `num_layers`
+    layers."""
     for module in body.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
-    raise Unsupported("has no list of layers")
+    raise UnsupportedModelCode("has no list of layers")

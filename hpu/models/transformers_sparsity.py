@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.models.transformers_attention import Unsupported
+from hpu.models.transformers_attention import UnsupportedModelCode
 
 METHOD = "_gaussian_topk"
 TOLERANCE = 1e-5
@@ -25,7 +25,7 @@ def gaussian_topk(x: Tensor, *, deviations: float) -> Tensor:
 
 def replace_sparsity(causal: Any, dtype: torch.dtype) -> None:
     """Replace METHOD of the modules of `causal`, a PreTrainedModel that runs in `dtype`. Raises
-    Unsupported if METHOD computes a different function."""
+    UnsupportedModelCode if METHOD computes a different function."""
     random = torch.Generator().manual_seed(0)
     for module in causal.modules():
         sparsity = getattr(module, "activation_sparsity", 0.0)
@@ -36,7 +36,7 @@ def replace_sparsity(causal: Any, dtype: torch.dtype) -> None:
         x = torch.randn(3, 64, generator=random)
         ours = gaussian_topk(x, deviations=deviations)
         if not torch.allclose(getattr(module, METHOD)(x), ours, TOLERANCE, TOLERANCE):
-            raise Unsupported("has a sparse activation of another kind than Gemma 3n")
+            raise UnsupportedModelCode("has a sparse activation of another kind than Gemma 3n")
         # In transformers the cutoff is a tensor of the model's dtype.
         rounded = float(torch.tensor(deviations).to(dtype))
         vars(module)[METHOD] = functools.partial(gaussian_topk, deviations=rounded)

@@ -13,7 +13,7 @@ from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.text_part import OUTSIDE
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import LinearBase
-from hpu.models.transformers_attention import Unsupported
+from hpu.models.transformers_attention import UnsupportedModelCode
 
 GATE_UP = "w13_weight"
 """Suffix of the parameter that holds gate and up of all experts."""
@@ -56,10 +56,10 @@ def weight_map_of(
     *,
     is_text_part: bool,
 ) -> TransformersWeightMap:
-    """Weight map of `model`, a PreTrainedModel whose checkpoint tensors have `shapes`.
-    `linears`: replacement class of the linear layer at each path. `renamed`: old -> new path of
-    moved parameters. `stored`: tensors of the checkpoint, which may hold each expert separately;
-    with `is_text_part` it also holds tensors of image or audio parts. Raises Unsupported for
+    """Weight map of `model`, a PreTrainedModel whose checkpoint tensors have `shapes`. `linears`:
+    replacement class of the linear layer at each path. `renamed`: old -> new path of moved
+    parameters. `stored`: tensors of the checkpoint, which may hold each expert separately; with
+    `is_text_part` it also holds tensors of image or audio parts. Raises UnsupportedModelCode for
     tensors that transformers converts on load."""
     renamings, merges = _conversions(model)
     weight_map = TransformersWeightMap(
@@ -133,7 +133,7 @@ class _ExpertMerge(NamedTuple):
 
 def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
     """Conversions of the installed transformers on load: renamings, and stacking of experts.
-    Raises Unsupported for other conversions."""
+    Raises UnsupportedModelCode for any other conversion."""
     renamings: list[Any] = []
     merges = []
     names = [name for name, _ in model.named_parameters()]
@@ -147,7 +147,7 @@ def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
         if kinds[:1] == ["MergeModulelist"] and kinds[1:] in ([], ["Concatenate"]):
             merges.append(_ExpertMerge(tuple(conversion.source_patterns), *targets))
         elif any(re.search(target, name) for target in targets for name in names):
-            raise Unsupported(f"converts tensors when it loads them ({', '.join(kinds)})")
+            raise UnsupportedModelCode(f"converts tensors when it loads them ({', '.join(kinds)})")
     return renamings, merges
 
 

@@ -80,7 +80,7 @@ def in_squares(grid: Tensor, side: int) -> Tensor:
 
 
 class Patches(Protocol):
-    """A tower whose images have any number of patches."""
+    """A tower whose images have a varying number of patches."""
 
     merged: int
     """Patches per embedding."""
@@ -89,13 +89,13 @@ class Patches(Protocol):
     """Inputs of `features`."""
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Embeddings (n / merged, n * hidden), where the second n is
-        VisionFacts.embeddings_per_row. Inputs: (n, ...) each for n patches, on the device."""
+        """Embeddings (n / merged, k * hidden), where k is VisionFacts.embeddings_per_row. Inputs:
+        (n, ...) each for n patches, on the device."""
         ...
 
     def parts(self, tensors: Mapping[str, Tensor], rows: Integers) -> list[Prepared]:
-        """The parts of an image that do not attend to each other, each as an image, with their
-        rows; an image without parts is returned unchanged."""
+        """Split an image into the parts that do not attend to each other, each with its rows. An
+        image without such parts is returned unchanged."""
         return [(tensors, rows)]
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], Integers]:
@@ -106,13 +106,13 @@ class Patches(Protocol):
 
 
 class WholeImages(Protocol):
-    """A tower whose images have a single shape and are not divided."""
+    """A tower whose images all have the same shape and are not divided."""
 
     shapes: Shapes
     """Inputs of `features`."""
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Embeddings (rows, n * hidden) of an image, on the device."""
+        """Embeddings (rows, k * hidden) of an image, on the device; k as in Patches.features."""
         ...
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -139,9 +139,9 @@ class Tower(nn.Module):
         return None
 
     def patches(self) -> Patches | None:
-        """Patch implementation; None unless images have any number of patches."""
+        """Patch implementation; None unless the number of patches varies between images."""
         return None
 
     def whole_images(self) -> WholeImages | None:
-        """Whole-image implementation; None unless images have a single shape."""
+        """Whole-image implementation; None unless all images have the same shape."""
         return None

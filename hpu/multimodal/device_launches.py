@@ -24,8 +24,8 @@ class LaunchOptions(NamedTuple):
     captures: bool = False
     """Whether each launch size is captured as a graph."""
     group: ProcessGroup = SINGLE
-    """Ranks that divide the images; every rank writes all embeddings. All ranks make the same
-    launches, with inputs of their own."""
+    """Ranks that divide the images; every rank writes all embeddings. All ranks run the same
+    launches on different inputs."""
 
 
 class DeviceLaunches:
@@ -116,7 +116,8 @@ class DeviceLaunches:
     def _capture(
         self, size: int, inputs: tuple[Tensor, ...], on_capture: Callable[[int], None]
     ) -> None:
-        """Capture a graph of `size`; the size runs without a graph if memory is too small."""
+        """Capture a graph of `size`. The size runs without a graph if memory is too small or
+        compilation fails."""
         backend = self._backend
         free = backend.memory()[0]
         try:

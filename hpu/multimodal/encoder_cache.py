@@ -12,8 +12,8 @@ Rows = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 class EncoderCache:
     """Embeddings of images in `num_rows` rows, which the engine budgets.
 
-    An image takes any free rows, so the cache never fragments. A plan that exceeds the budget or
-    names a missing image is a bug of the engine: RuntimeError.
+    An image can use any free rows, so the cache never fragments. Raises RuntimeError for a plan
+    that exceeds the budget or names a missing image: it is a bug of the engine.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class EncoderCache:
 
     @property
     def num_free(self) -> int:
-        """Rows that hold no image."""
+        """Number of free rows."""
         return len(self._free)
 
     def allocate(self, content: bytes, count: int) -> Rows:

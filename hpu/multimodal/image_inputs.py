@@ -158,7 +158,8 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
         end = image.offset + image.length
         if not last <= image.offset < end <= len(tokens):
             raise RuntimeError(
-                f"an image is at tokens {image.offset} to {end}, behind {last} and of {len(tokens)}"
+                f"an image is at tokens {image.offset} to {end}, it must be between {last}, the "
+                f"end of the image before it, and {len(tokens)}"
             )
         last = end
         own = tokens[image.offset : end]
@@ -168,7 +169,7 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
         found.append(image.offset + np.flatnonzero(is_image))
     counts = tuple(map(len, found))
     if not all(counts):
-        raise RuntimeError(f"images take the places of {counts} tokens, each takes at least one")
+        raise RuntimeError(f"images take the places of {counts} tokens, each must take at least 1")
     positions = np.concatenate(found)
     axes: Integers = np.empty((3, 0), np.int64)
     offset = 0
@@ -200,7 +201,8 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
         time, height, width = image.grid
         if time * height * width != len(at):
             raise RuntimeError(
-                f"an image has a grid of {time} x {height} x {width} and {len(at)} tokens"
+                f"an image has a grid of {time} x {height} x {width} and {len(at)} tokens, it must "
+                f"have {time * height * width} tokens"
             )
         runs = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
         if len(runs) > 1:
@@ -208,7 +210,7 @@ def _axes(images: list[ImagePlacement], tokens: list[Integers], length: int) -> 
         if any(len(run) != time * height * width for run in runs):
             raise RuntimeError(
                 f"an image has a grid of {image.grid}, and its tokens are in {len(runs)} parts of "
-                f"{sorted({len(run) for run in runs})}"
+                f"{sorted({len(run) for run in runs})}: each part must have the tokens of a frame"
             )
         places = np.indices((time, height, width)).reshape(3, -1)
         if time > 1:

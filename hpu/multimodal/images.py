@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,19 +16,60 @@ from hpu.models.base import CausalLM
 from hpu.multimodal.base import Integers, Prepared, Tower
 from hpu.multimodal.cross.cache import CrossCache
 from hpu.multimodal.cross.encoder import WholeEncoder
-from hpu.multimodal.cross.inputs import CrossInputs
+from hpu.multimodal.cross.inputs import CrossArrays, CrossInputs, CrossPrefillArrays
 from hpu.multimodal.device_launches import LaunchOptions
 from hpu.multimodal.encoder_cache import EncoderCache
-from hpu.multimodal.image_inputs import ImageBuffers
+from hpu.multimodal.image_inputs import DecodeImages, ImageBuffers, PrefillImages, Tokens
 from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import TileEncoder, check_count
-from hpu.protocol import InputTensor, StepPlan
+from hpu.protocol import InputTensor, Launch, NewRequest, StepPlan
 
 logger = logging.getLogger(__name__)
 
 
-class Images:
+class PrefillArrays(PrefillImages, CrossPrefillArrays, Protocol):
+    """Host arrays of a prefill, for all kinds of image inputs."""
+
+
+class DecodeArrays(DecodeImages, CrossArrays, Protocol):
+    """Host arrays of a decode, for all kinds of image inputs."""
+
+
+class ImageFeature:
+    """Image handling of a runner. This base class does nothing, for text-only models."""
+
+    def add_request(self, new: NewRequest, tokens: Tokens) -> None:
+        """Store the images of a new request with the prompt `tokens`."""
+
+    def remove_request(self, req_index: int) -> None:
+        """Drop the images of a request."""
+
+    def encode(self, plan: StepPlan) -> None:
+        """Free and encode the images of `plan`."""
+
+    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
+        """Write the image inputs of a prefill. Called after its other arrays are filled."""
+
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays) -> None:
+        """Write the image inputs of a decode. `rows`: request index of each row."""
+
+    def merged(self, forward: Forward) -> Forward:
+        """The model's `forward`, with image embeddings merged in."""
+        return forward
+
+    def warm_up(self, on_capture: Callable[[int], None]) -> None:
+        """Compile the encoder, on a device that compiles. `on_capture` receives the bytes of each
+        graph."""
+
+    def close(self) -> None:
+        """Free the cache. No launch may run until new Images are created for the model."""
+
+
+TEXT_ONLY = ImageFeature()
+
+
+class Images(ImageFeature):
     """The vision tower, the cache of its embeddings, and the images of live requests."""
 
     def __init__(
@@ -79,7 +121,6 @@ class Images:
         return 0 if self.cache is None else self.cache.num_bytes
 
     def merged(self, forward: Forward) -> Forward:
-        """The model's `forward`, with image embeddings merged in."""
         if self.cache is None:
             return forward
         if isinstance(self.cache, CrossCache):
@@ -91,8 +132,19 @@ class Images:
             is_on_host=self._backend.shares_host_memory,
         )
 
+    def add_request(self, new: NewRequest, tokens: Tokens) -> None:
+        self.inputs.add_request(new, tokens)
+
+    def remove_request(self, req_index: int) -> None:
+        self.inputs.remove_request(req_index)
+
+    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
+        self.inputs.fill_prefill(launch, arrays)
+
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays) -> None:
+        self.inputs.fill_decode(rows, arrays)
+
     def encode(self, plan: StepPlan) -> None:
-        """Free and encode the images of `plan`."""
         if self.cache is None:
             return
         for content in plan.freed_images:
@@ -116,13 +168,10 @@ class Images:
             self.cache.write(self._on_device(rows), self._embeddings(given, rows))
 
     def close(self) -> None:
-        """Free the cache. No launch may run until new Images are created for the model."""
         if isinstance(self.cache, CrossCache):
             self.cache.close()
 
     def warm_up(self, on_capture: Callable[[int], None]) -> None:
-        """Compile the encoder, on a device that compiles. `on_capture` receives the bytes of each
-        graph."""
         if self._encoder is not None:
             self._encoder.warm_up(on_capture)
 
@@ -130,7 +179,7 @@ class Images:
         """Embeddings of an image in its own shape; NaN if the tower fails."""
         assert self._tower is not None
         device = self._backend.device
-        # The previous launch may have been too short for all threads.
+        # Set the number of threads again: the previous launch may have been small.
         self._backend.expect(len(rows), 0)
         try:
             embeddings: Tensor = self._tower(
@@ -138,8 +187,8 @@ class Images:
             )
             check_count(len(embeddings), rows)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # The tower is foreign code that reads files of the checkpoint. NaN embeddings end only
-            # the requests that contain the image.
+            # The tower is third-party code that reads files of the checkpoint. NaN embeddings end
+            # only the requests that contain the image.
             logger.exception("An image cannot be encoded, and its requests get an error")
             shape = (len(rows), self._width)
             return torch.full(shape, math.nan, dtype=self._tower.dtype, device=device)
@@ -197,9 +246,9 @@ def _make_cache(
 
 
 def _tensor(given: InputTensor) -> Tensor:
-    """Host tensor of `given`. Raises RuntimeError if the data does not match the shape."""
+    """Copy `given` to a host tensor. Raises RuntimeError if the data does not match the shape."""
     dtype = getattr(torch, given.dtype)
-    # Copied: the memory of the message is read-only.
+    # Copy: the memory of the message is read-only.
     flat = torch.from_numpy(np.frombuffer(given.data, np.uint8).copy()).view(dtype)
     expected = math.prod(given.shape)
     if flat.numel() != expected:

@@ -13,7 +13,7 @@ Embed = Callable[[Tensor], Tensor]
 
 
 def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -> Forward:
-    """`forward` with embeddings as input: image tokens have their rows of `cache` (rows, n *
+    """Wrap `forward` to pass embeddings: image tokens have their rows of `cache` (rows, n *
     hidden), text tokens are padded with zeros to that width.
 
     On a device, embeddings are always passed, so that launches with and without images use the same
@@ -42,8 +42,9 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
 
 
 def shortened(forward: Forward) -> Forward:
-    """`forward` of a model with cross-attention layers, where the host can read the values: only as
-    many tiles as the launch has, and no cross-attention for a launch with text only."""
+    """Wrap `forward` of a model with cross-attention layers, on a device whose values the host can
+    read: pass only the tiles that the launch uses, and skip cross attention for a launch with text
+    only."""
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:

@@ -77,7 +77,7 @@ def build_tower(
 
 
 def count_tower(config: ModelConfig) -> int:
-    """Number of parameters of the vision tower, which is built without memory. The model must
+    """Number of parameters of the vision tower, which is built on the meta device. The model must
     support images. Raises ConfigError like build_tower."""
     tower = build_tower(config, dtype=torch.bfloat16, device=torch.device("meta"), stage=Stage())
     assert tower is not None, "a model that takes images"

@@ -14,7 +14,7 @@ from hpu.native.panels import PANEL, TILE_INPUTS
 CHUNK_ROWS, CHUNK_ROWS_OF_TILES = 4, 16
 """Rows with the same adapter that are multiplied together, without and with tiles."""
 BLOCK_ROWS, TILE_ROWS = 32, 16
-"""Rows that a product in tiles multiplies together; rows of a tile."""
+"""Rows of a block of a tiled matmul; rows of a tile."""
 OVERREAD = 1024
 """Bytes after the last matrix that a tile may read."""
 RANKS = 8
@@ -24,7 +24,7 @@ MAX_OUTPUTS = 3
 
 
 class LowRankPair(NamedTuple):
-    """LoRA matrices for an output of a product, in the layout of hpu/native/lora.h."""
+    """LoRA matrices for an output of a matmul, in the layout of hpu/native/lora.h."""
 
     a: Tensor
     b: Tensor
@@ -32,7 +32,7 @@ class LowRankPair(NamedTuple):
 
 
 Packed = Sequence[LowRankPair | None]
-"""LoRA matrices for each output of a product; None: the adapter has no weights for that output."""
+"""LoRA matrices for each output of a matmul; None: the adapter has no weights for that output."""
 
 Slots = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -44,7 +44,7 @@ class _Part(ctypes.Structure):
 
 
 class _LowRank(ctypes.Structure):
-    """All slots of a product: `LowRank` in hpu/native/lora.h."""
+    """All slots of a matmul: `LowRank` in hpu/native/lora.h."""
 
     _fields_ = (
         ("parts", ctypes.c_void_p),
@@ -63,7 +63,7 @@ class AdapterRows(ctypes.Structure):
 
 
 class ProductSlots:
-    """Adapter slots of a product."""
+    """Adapter slots of a matmul."""
 
     def __init__(self, output_sizes: Sequence[int], max_loras: int) -> None:
         """`output_sizes`: multiples of PANEL, at most MAX_OUTPUTS."""
@@ -78,7 +78,7 @@ class ProductSlots:
         )
 
     def set(self, slot: int, packed: Packed) -> None:
-        """Put an adapter into `slot`; `packed` is empty if it has no weights for the product."""
+        """Load an adapter into `slot`; `packed` is empty if it has no weights for the matmul."""
         # Keep the tensors alive: the structures hold only their addresses.
         self._kept[slot] = packed
         for output in range(self._count):
@@ -102,7 +102,8 @@ def pack(a: Tensor, b: Tensor) -> LowRankPair:
 
 
 def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
-    """Copy the matrices into contiguous huge pages; for each product, all `a`, then all `b`."""
+    """Copy the matrices into contiguous huge pages: for each matmul, first all `a`, then all
+    `b`."""
     pairs = [pair for packed in products.values() for pair in packed if pair is not None]
     pages = HugePages(
         sum(tensor.nbytes + LINE_BYTES for pair in pairs for tensor in pair[:2]) + OVERREAD
@@ -122,12 +123,12 @@ def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
 
 
 def can_pack(output_sizes: Sequence[int]) -> bool:
-    """Whether the library supports adapters of a product with these outputs."""
+    """Whether the library supports adapters of a matmul with these outputs."""
     return len(output_sizes) <= MAX_OUTPUTS and all(size % PANEL == 0 for size in output_sizes)
 
 
 class NativeAdapters:
-    """Adapter slots of all products of a compiled decoder."""
+    """Adapter slots of all matmuls of a compiled decoder."""
 
     def __init__(
         self,
@@ -137,18 +138,18 @@ class NativeAdapters:
         *,
         has_tiles: bool,
     ) -> None:
-        """`products`: output sizes by product name."""
+        """`products`: output sizes by matmul name."""
         self._chunk_rows = CHUNK_ROWS_OF_TILES if has_tiles else CHUNK_ROWS
         self.slots = {name: ProductSlots(sizes, max_loras) for name, sizes in products.items()}
         self._max_rank = -(-max_rank // PANEL) * PANEL
         self._foreign: set[int] = set()
         """Slots whose adapters have weights that the library cannot apply."""
         self._last: tuple[bytes, int, tuple[AdapterRows, tuple[Slots, ...]] | None] = (b"", 0, None)
-        """Slots, length and result of the last call of `rows`: most decodes repeat them."""
+        """Slots, length and result of the last call of `rows`: most decodes repeat the call."""
 
     def pack(self, staged: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Packed]:
         """Pack an adapter of PerAdapterSlots. `staged` holds `a` and `b` for each output of each
-        product; an empty pair means no weights."""
+        matmul; an empty pair means no weights."""
         return _together(
             {
                 name: [
@@ -160,7 +161,7 @@ class NativeAdapters:
         )
 
     def set(self, slot: int, packed: Mapping[str, Packed], *, is_whole: bool) -> None:
-        """Put an adapter into `slot`. `is_whole`: `packed` holds all weights of the adapter."""
+        """Load an adapter into `slot`. `is_whole`: `packed` holds all weights of the adapter."""
         for name, product in self.slots.items():
             product.set(slot, packed.get(name, []))
         (self._foreign.discard if is_whole else self._foreign.add)(slot)

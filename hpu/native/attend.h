@@ -6,7 +6,7 @@
 
 namespace {
 
-// Query heads whose sums of 32 numbers the registers hold.
+// Query heads per pass: the registers hold their sums of 32 elements.
 constexpr int HEADS_AT_ONCE = std::min(4, MOST_SUMS / 2);
 
 // The blocks of one request in the block list.
@@ -14,29 +14,30 @@ struct Span {
   int64_t begin = 0, end = 0;
 };
 
-// One request and one key head, which a group of query heads shares.
+// A request and a key head, which a group of query heads shares.
 struct Place {
   int64_t row, kv;
   Span span;
 };
 
-// Up to 16 visible tokens of a block: the first of their `keys` and `values`, in the cache's format.
+// Up to 16 visible tokens of a block: addresses of the first of their `keys` and `values`, in the
+// cache's format.
 struct Tile {
   const uint8_t *keys, *values;
   int64_t count;
 };
 
-constexpr int64_t EARLY = 3;  // tiles from the prefetch of keys or values to their use
+constexpr int64_t EARLY = 3;  // prefetch distance of keys and values, in tiles
 
-// Prefetches, since each token holds the other heads too, and blocks are scattered; into the L2 cache, so
-// that more reads are under way at a time.
+// Prefetches in software, because the rows of a head are strided and blocks are scattered. Prefetches
+// into the L2 cache, which allows more reads in flight.
 inline void ask_for(const uint8_t* from, int64_t stride, int64_t count, int64_t bytes) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t d = 0; d < bytes; d += 64)
       _mm_prefetch((const char*)(from + i * stride + d), _MM_HINT_T1);
 }
 
-// The tokens that a request sees, of one key head; the keys of the first ones are prefetched.
+// Finds the tiles of the tokens that a request sees, for one key head, and prefetches the first keys.
 template <typename Format>
 void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& at,
                 std::vector<Tile>& tiles) {
@@ -57,7 +58,7 @@ void find_tiles(const Model& m, const Layer& layer, const Step& s, const Place& 
   }
 }
 
-// Dot products of WORDS * 32 numbers of one query with up to 16 keys.
+// Dot products of WORDS * 32 elements of a query with up to 16 keys.
 template <int WORDS, typename Number>
 inline Lanes score(const Number* query, const Number* keys, int64_t stride, int64_t count) {
   Factor q[WORDS][TURNS];
@@ -84,7 +85,7 @@ inline Lanes score(const Number* query, const Number* keys, int64_t stride, int6
 }
 
 #ifdef __AMX_BF16__
-// Queries packed as the weight of a product: `heads` outputs in one panel, zero-padded.
+// Queries packed as the weight of a matmul: `heads` outputs in one panel, zero-padded.
 void lay_out(const bf16* queries, int64_t heads, int64_t size, bf16* panel) {
   std::memset(panel, 0, size * PANEL * sizeof(bf16));
   for (int64_t d = 0; d < size; d += 2)
@@ -110,7 +111,7 @@ inline void score_tile(const bf16* panel, int64_t heads, const bf16* keys, int64
 }
 #endif
 
-// The tile configuration of a thread that scores keys: tiles of 16 rows; released afterwards.
+// Configures this thread's tiles for scoring keys: tiles of 16 rows. `end_scores` releases them.
 inline void begin_scores() {
 #ifdef __AMX_BF16__
   if (has_tiles) configure(16, 16);
@@ -123,7 +124,8 @@ inline void end_scores() {
 #endif
 }
 
-// Factors of the 32 numbers from `d` of a token's value and of the next one's, if there is one.
+// Splits elements d to d + 31 of a token's value, and of the next token's value if any, into factors of
+// `dot` (see numbers.h).
 template <typename Format>
 inline void split_values(const uint8_t* value, const uint8_t* next, int64_t d, Factor& low,
                          Factor& high) {
@@ -138,8 +140,8 @@ inline void split_values(const uint8_t* value, const uint8_t* next, int64_t d, F
   }
 }
 
-// Weighted sums of WORDS * 32 numbers of the values from `d`, for HEADS heads: `powers` (heads, room)
-// and one factor per head.
+// Weighted sums of the values, WORDS * 32 elements from `d` on, for HEADS heads: `powers` (heads, room)
+// and a factor per head.
 template <typename Format, int HEADS, int WORDS>
 void mean(const Model& m, const std::vector<Tile>& tiles, int64_t d, const Input* powers,
           int64_t room, const float* shares, bf16* out) {
@@ -195,8 +197,8 @@ void means(const Model& m, const std::vector<Tile>& tiles, const Input* powers, 
   for (; d < m.head_dim; d += 32) mean<Format, HEADS, 1>(m, tiles, d, powers, room, shares, out);
 }
 
-// The powers of two of one head's scores, times the `scales` of the values if these have some;
-// returns the sum of the powers alone.
+// Computes powers of two of a head's scores, times the `scales` of the values if the values have scales.
+// Returns the sum of the powers without scales.
 template <bool SCALES>
 float exponentiate(const float* scores, int64_t count, float scale, Lanes top, const float* scales,
                    Input* powers) {
@@ -210,7 +212,7 @@ float exponentiate(const float* scores, int64_t count, float scale, Lanes top, c
   return reduce_add(sum);
 }
 
-// The scales of up to 16 rows of the cache, and zeros.
+// Reads the scales of up to 16 rows of the cache, padded with zeros.
 template <typename Format>
 inline void token_scales(const uint8_t* rows, int64_t stride, int64_t count, int64_t size,
                          float* scales) {
@@ -218,7 +220,7 @@ inline void token_scales(const uint8_t* rows, int64_t stride, int64_t count, int
     scales[i] = i < count ? Format::token_scale(rows + i * stride, size) : 0;
 }
 
-// All query heads of one key head, over the tokens of `tiles`.
+// Attention of all query heads of one key head over the tokens of `tiles`.
 template <typename Format>
 void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, const bf16* queries,
             bf16* out) {
@@ -232,7 +234,8 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   float* scores = kept.room<float>(room * group);
   Input* powers = narrow.room<Input>(room * group);
   float* value_scales = Format::TOKEN_SCALES ? scaling.room<float>(room) : nullptr;
-  // Of the tile at hand, as the products read it.
+  // Keys of the current tile in the element type of the dot products, their scales, and the widened
+  // queries.
   alignas(64) Number converted[Format::CONVERTS ? 16 * MOST_HEAD : 1];
   alignas(64) float key_scales[16];
   alignas(64) Number widened[WIDENS<Number> ? MOST_GROUP * MOST_HEAD : 1];
@@ -252,7 +255,7 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
   for (int64_t g = 0; g < group; ++g) top[g] = set1(-INFINITY);
   for (int64_t t = 0; t < count; ++t) {
     const Tile& tile = tiles[t];
-    // Scales of values are read before the values are, so these cannot wait for the keys.
+    // Value scales are read before the values, so prefetch them now, not after the keys.
     if constexpr (Format::TOKEN_SCALES) ask_for(tile.values, stride, tile.count, bytes);
     if (const int64_t soon = t + EARLY; soon < count)
       ask_for(tiles[soon].keys, stride, tiles[soon].count, bytes);
@@ -267,7 +270,7 @@ void attend(const Model& m, const Layer& layer, const std::vector<Tile>& tiles, 
     }
     if constexpr (Format::TOKEN_SCALES) {
       token_scales<Format>(tile.keys, stride, tile.count, size, key_scales);
-      // Late enough for the prefetch above.
+      // Late enough for the prefetch above to have finished.
       if (t >= EARLY) find_value_scales(t - EARLY);
     }
 #ifdef __AMX_BF16__

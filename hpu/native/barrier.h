@@ -1,8 +1,8 @@
 // A barrier for the threads of a parallel region. Part of decode.cpp.
 //
-// GNU's OpenMP spins before it sleeps, but hardly so as soon as the process has more threads in all of
-// its pools than there are cores, which a second thread with operators of torch is enough for: then a
-// barrier takes 25 us in place of 0.1, and a decode has hundreds.
+// GNU's OpenMP spins before it sleeps, but hardly at all once the process has more threads in all of its
+// pools than cores. A second thread that runs torch operators is enough for that: a barrier then takes
+// 25 us instead of 0.1 us, and a decode has hundreds of barriers.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace {
 
 class Barrier {
  public:
-  // Returns when all `threads` threads have come.
+  // Returns when all `threads` threads have arrived.
   void wait(int32_t threads) {
     const int32_t turn = turn_.load(std::memory_order_acquire);
     if (come_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
@@ -39,7 +39,8 @@ class Barrier {
   }
 
  private:
-  // About as long as going to sleep and waking up, as in config/loading/env.py.
+  // Polls before a thread sleeps: about as long as going to sleep and waking up. Equal to GOMP_SPINCOUNT
+  // in config/loading/env.py.
   static constexpr int SPINS = 1000;
 
   void futex(int operation, int32_t value) {
@@ -51,7 +52,7 @@ class Barrier {
   std::atomic<int32_t> sleepers_{0};
 };
 
-// The barrier of the parallel region that this thread is in.
+// The barrier of this thread's parallel region.
 thread_local Barrier* own_barrier = nullptr;
 
 // Called by all threads of a parallel region that has set own_barrier.

@@ -1,14 +1,15 @@
-// Formats of the KV cache: how a head of a token is stored, as hpu/quantization/kv_cache.py has it.
-// Part of decode.cpp.
+// KV cache formats: how a head of a token is stored (see hpu/quantization/kv_cache.py). Part of
+// decode.cpp.
 //
-// A format has
-// Number         of the tiles that attention reads: the cache itself, or tiles that are converted
-// CONVERTS       whether they are
-// TOKEN_SCALES   whether each row has a scale; layers have one where a format reads `layer_scale`
-// row_bytes      of a head of `size` numbers
-// load(row, d)   16 numbers from number d on, before scales
-// write          a head, whose layer has `scale`
-// token_scale, layer_scale   what loaded numbers are multiplied with
+// Members of a format:
+//
+// Number         element type of the tiles that attention reads: the cache itself, or converted tiles
+// CONVERTS       whether tiles are converted
+// TOKEN_SCALES   whether each row has a scale; formats that use `layer_scale` have scales per layer
+// row_bytes      bytes of a head of `size` elements
+// load(row, d)   loads 16 elements from element d on, without scales
+// write          stores a head of a layer with `scale`
+// token_scale, layer_scale   factors of loaded elements
 
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace {
 
-// The model's own data type, which attention reads where it is.
+// The model's own data type; attention reads the cache in place.
 struct AsBfloat16 {
   using Number = bf16;
   static constexpr bool CONVERTS = false, TOKEN_SCALES = false;
@@ -28,7 +29,7 @@ struct AsBfloat16 {
   }
 };
 
-// float16: larger numbers are stored as the largest.
+// float16; larger magnitudes are stored as the largest float16.
 struct AsFloat16 {
   using Number = Input;
   static constexpr bool CONVERTS = true, TOKEN_SCALES = false;
@@ -42,13 +43,13 @@ struct AsFloat16 {
       store_half(row + 2 * d, within(::load(x + d), 65504.0f));
   }
 
-  // The order of the operands keeps NaN.
+  // The order of the operands preserves NaN.
   static Lanes within(Lanes x, float most) {
     return sub(zero(), max(set1(-most), sub(zero(), max(set1(-most), x))));
   }
 };
 
-// Integers of -127 to 127, and behind them the float32 scale of the row.
+// Integers from -127 to 127, followed by the float32 scale of the row.
 struct AsInt8 {
   using Number = Input;
   static constexpr bool CONVERTS = true, TOKEN_SCALES = true;
@@ -67,25 +68,25 @@ struct AsInt8 {
     for (int64_t d = 0; d < size; d += 16) {
       const Lanes v = ::load(x + d);
       most = max(most, max(v, sub(zero(), v)));
-      // Zero, or NaN where a number is not finite: a maximum may lose it.
+      // 0, or NaN if an element is not finite: max alone may drop NaN.
       nothing = fmadd(v, zero(), nothing);
     }
     const float amax = reduce_max(most) + reduce_add(nothing);
     const float scale = amax / MOST;
-    // As torch divides a number by a tensor.
+    // The same rounding as torch's division of a scalar by a tensor.
     const Lanes inverse = set1(amax > MIN_AMAX ? 1 / amax * MOST : 0.0f);
     for (int64_t d = 0; d < size; d += 16) store_int8(row + d, nearest(mul(::load(x + d), inverse)));
     std::memcpy(row + size, &scale, sizeof(scale));
   }
 };
 
-// FP8 e4m3 with a scale of the layer: larger numbers are stored as the largest.
+// FP8 e4m3 with a scale per layer; larger magnitudes are stored as the largest e4m3.
 struct AsFp8 {
   using Number = Input;
   static constexpr bool CONVERTS = true, TOKEN_SCALES = false;
 
   static constexpr int64_t row_bytes(int64_t size) { return size; }
-  // load_fp8 gives numbers divided by 256.
+  // load_fp8 returns elements divided by 256.
   static float layer_scale(float scale) { return scale * 256; }
   static float token_scale(const uint8_t*, int64_t) { return 1; }
   static Lanes load(const uint8_t* row, int64_t d) { return load_fp8(row + d); }
@@ -93,7 +94,7 @@ struct AsFp8 {
     alignas(64) float wide[MOST_HEAD];
     widen(x, size, wide);
     const float inverse = 1 / scale;
-    // Without branches, so that compilers use vectors.
+    // No branches, so that compilers vectorize the loop.
     for (int64_t d = 0; d < size; ++d) row[d] = encoded(wide[d] * inverse);
   }
 
@@ -101,9 +102,9 @@ struct AsFp8 {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     const uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    // 448, and for NaN its code.
+    // Clamp to 448; NaN gets its own code below.
     const uint32_t bounded = std::min<uint32_t>(magnitude, 0x43e00000);
-    // Below 2^-6, the sum with 2^14 rounds to multiples of 2^-9, the smallest number.
+    // Below 2^-6, the sum with 2^14 rounds to multiples of 2^-9, the smallest subnormal.
     float small;
     std::memcpy(&small, &bounded, 4);
     small += 16384.0f;
@@ -116,7 +117,8 @@ struct AsFp8 {
   }
 };
 
-// `count` rows of `size` numbers, `stride` bytes apart, as a tile with rows `size` numbers apart.
+// Converts `count` rows of `size` elements, `stride` bytes apart, to a tile with rows `size` elements
+// apart.
 template <typename Format>
 inline void convert(const uint8_t* rows, int64_t stride, int64_t count, int64_t size, Input* tile) {
   for (int64_t i = 0; i < count; ++i)
@@ -126,7 +128,7 @@ inline void convert(const uint8_t* rows, int64_t stride, int64_t count, int64_t 
   asm volatile("" ::"r"(tile) : "memory");
 }
 
-// A head as bfloat16, with its scales.
+// Dequantizes a head to bfloat16, with its scales.
 template <typename Format>
 inline void dequantize(const uint8_t* row, int64_t size, float layer_scale, bf16* to) {
   const float scale = Format::layer_scale(layer_scale) * Format::token_scale(row, size);
@@ -134,11 +136,11 @@ inline void dequantize(const uint8_t* row, int64_t size, float layer_scale, bf16
   for (int64_t d = 0; d < size; d += 16) store(to + d, mul(Format::load(row, d), by));
 }
 
-// Whether queries are widened, so that products read them as the converted keys.
+// Whether queries are widened to the element type of the converted keys.
 template <typename Number>
 constexpr bool WIDENS = !std::is_same_v<Number, bf16>;
 
-// Calls `run` with the format that the model's caches have.
+// Calls `run` with the format of the model's caches.
 template <typename Run>
 void with_format(const Model& m, Run run) {
   switch (m.cache_format) {

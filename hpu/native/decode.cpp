@@ -1,9 +1,10 @@
-// Decode steps and matrix products of the CPU back end in bfloat16, for the instruction sets of
-// numbers.h, and for AMX where available. hpu/native/library.py passes the pointers.
+// Decode steps and matmuls of the CPU back end in bfloat16, for the instruction sets of numbers.h, and
+// for AMX where available. hpu/native/library.py passes the pointers.
 //
-// A step that takes torch some six hundred operators is one call here, in one parallel region.
-// Activations in memory are bfloat16, as on the torch path; sums are float32, and so is the residual
-// stream, to which each layer adds twice: rounded to bfloat16 it loses more digits than all the rest.
+// A step that takes about 600 torch operators is a single call here, in a single parallel region.
+// Activations in memory are bfloat16, as on the torch path. Sums are float32, and so is the residual
+// stream, to which each layer adds twice: rounding it to bfloat16 would lose more digits than all other
+// roundings.
 
 #include "attend.h"
 #include "lora_tiles.h"
@@ -25,7 +26,7 @@ void rms_norm(const Number* x, const bf16* weight, bf16* out, int64_t size, floa
   }
 }
 
-// Normalises one head and applies the rotary embedding.
+// Normalizes one head and applies the rotary embedding.
 void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t head, bf16* x) {
   if (layer.head_norm) {
     alignas(64) bf16 normed[MOST_HEAD];
@@ -45,7 +46,7 @@ void turn(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_
   std::memcpy(x, turned, m.rotated * sizeof(bf16));
 }
 
-// One key head of one row: rotates it and its query heads, and writes key and value to the cache.
+// For a key head of a row: rotates the key and its query heads, and writes key and value to the cache.
 template <typename Format>
 void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, int64_t kv,
                 bf16* heads) {
@@ -58,9 +59,9 @@ void file_group(const Model& m, const Layer& layer, const Step& s, int64_t row, 
   Format::write(layer.values + place, key + m.kv_heads * size, size, layer.value_scale);
 }
 
-// The following functions are called by all threads of a parallel region.
+// All threads of a parallel region call the following functions.
 
-// Token embeddings, the start of the residual stream.
+// Writes the token embeddings, the start of the residual stream.
 void embed(const Model& m, const Step& s) {
   if (s.embeddings) {
 #pragma omp for nowait
@@ -99,8 +100,8 @@ void norm_rows(const Model& m, const Step& s, const bf16* weight) {
   wait_for_all();
 }
 
-// The first low-rank products of x, if the launch has adapters and the product takes any. They are
-// read until the product's barrier.
+// x times the LoRA `a` matrices, if the launch has adapters and the matmul supports them; null
+// otherwise. The results are read until the matmul's barrier.
 const LowSums* adapted(const Step& s, const LowRank* by, const bf16* x, int64_t inputs, LowSums& low) {
   if (!s.adapters || !by) return nullptr;
   low = low_sums(*by, *s.adapters, x, inputs, s.low);
@@ -124,7 +125,8 @@ void add_sums_of_ranks(const Model& m, const Step& s) {
   });
 }
 
-// Multiplies, and adds the sums to the residual stream. `next`: the product after it, if any.
+// Multiplies `x` by a weight and adds the sums to the residual stream. `next`: the following matmul, if
+// any.
 void add_product(const Model& m, const Step& s, const Product& by, const bf16* x,
                  const Product* next, bool gated, const LowRank* low_rank) {
   End end{nullptr, s.total, m.multiplier};
@@ -137,7 +139,7 @@ void add_product(const Model& m, const Step& s, const Product& by, const bf16* x
   if (m.group) add_sums_of_ranks(m, s);
 }
 
-// Adds the outputs of the attention and of the MLP to the residual stream.
+// Adds the outputs of attention and MLP to the residual stream.
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside,
          Groups& g) {
   add_product(m, s, layer.out, attended, layer.mixture ? nullptr : &layer.gate_up, true,
@@ -169,7 +171,7 @@ void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended
               layer.low_down);
 }
 
-// Room for the low-rank sums of a launch with adapters.
+// Allocates the low-rank sums of a launch with adapters.
 Input* room_for_low(const Step& s, Scratch& kept) {
   return s.adapters ? kept.room<Input>(s.rows * LOW_OUTPUTS * s.adapters->max_rank) : nullptr;
 }
@@ -185,8 +187,8 @@ std::vector<Span> spans_of(const Step& s) {
   return spans;
 }
 
-// Whether some row reads what another one writes: rows of one request follow each other, and the
-// block of a row's token is one of the next row's last two.
+// Whether a row reads what another row writes: the rows of a request are adjacent, and the block that a
+// row writes to is among the last two blocks of the next row.
 bool are_chained(const Model& m, const Step& s, const std::vector<Span>& spans) {
   for (int64_t r = 1; r < s.rows; ++r) {
     const int64_t written = s.slots[r - 1] / m.block_size;
@@ -196,13 +198,13 @@ bool are_chained(const Model& m, const Step& s, const std::vector<Span>& spans) 
   return false;
 }
 
-// Decode: one token per row through all layers and the last norm, into step->hidden.
+// Decode: a token per row through all layers and the last norm, into step->hidden.
 template <typename Format>
 void decode_in(const Model& m, Step s, int64_t threads) {
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
   const int64_t group = m.heads / m.kv_heads * m.head_dim;
   const std::vector<Span> spans = spans_of(s);
-  // Key heads of a token are adjacent in memory: with enough rows one thread reads them all.
+  // With enough rows, a thread processes all key heads of a row: they are adjacent in memory.
   const int64_t at_once = s.rows >= 4 * threads ? m.kv_heads : 1;
   const bool chained = are_chained(m, s, spans);
   static thread_local Scratch first, second, stream, low;
@@ -245,7 +247,8 @@ void decode_in(const Model& m, Step s, int64_t threads) {
   }
 }
 
-// Prefill: the prompts' tokens, one per row, through all layers and the last norm, into step->hidden.
+// Prefill: the tokens of the prompts, a token per row, through all layers and the last norm, into
+// step->hidden.
 template <typename Format>
 void prompt_in(const Model& m, Step s, const Prompts& prompts, int64_t threads) {
   const int64_t query = m.heads * m.head_dim, heads = query + 2 * m.kv_heads * m.head_dim;
@@ -283,8 +286,8 @@ extern "C" {
 // The name of the instruction set that this file is compiled for.
 const char* instruction_set() { return LEVEL; }
 
-// Enables products in tiles if requested and available (asks the operating system for permission);
-// returns whether they are used.
+// Enables AMX tiles if requested and available (asks the operating system for permission). Returns
+// whether tiles are used.
 int64_t use_tiles(int64_t wanted) {
   has_tiles = false;
 #ifdef __AMX_BF16__
@@ -293,8 +296,8 @@ int64_t use_tiles(int64_t wanted) {
   return has_tiles;
 }
 
-// Lets products with quantized weights round their inputs to 8 bits if requested and compiled for it;
-// returns whether they do.
+// Enables rounding of inputs to 8 bits in matmuls with quantized weights, if requested and compiled in.
+// Returns whether inputs are rounded.
 int64_t round_inputs(int64_t wanted) {
   rounds_inputs = false;
 #ifdef HAS_BYTE_PRODUCTS
@@ -314,9 +317,9 @@ void pack(const bf16* weight, int64_t outputs, int64_t inputs, bf16* packed, int
                     weight + (p * PANEL + n) * inputs + 2 * k, 2 * sizeof(bf16));
 }
 
-// Like `pack`, in integers of 12 bits and a sign, of which the largest of each output takes 12, times
-// its scale, a power of two. Adds up the squares of the weights and of what rounding changes, into
-// squares[0] and [1]. inputs is a multiple of 32.
+// Like `pack`, to integers of 12 bits and a sign, times a power-of-two scale per output that makes its
+// largest weight use all 12 bits. Adds the squares of the weights to squares[0], and of the rounding
+// errors to squares[1]. inputs is a multiple of 32.
 void pack_integers(const bf16* weight, int64_t outputs, int64_t inputs, int16_t* packed, float* scales,
                    double* squares, int64_t threads) {
 #ifndef __AVX512BF16__
@@ -332,13 +335,13 @@ void pack_integers(const bf16* weight, int64_t outputs, int64_t inputs, int16_t*
 #endif
 }
 
-// (rows, inputs) to (rows, outputs).
+// Matmul of (rows, inputs) to (rows, outputs).
 void multiply_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int64_t threads) {
 #pragma omp parallel num_threads(threads)
   multiply(*by, x, rows, End{out});
 }
 
-// Likewise to (rows, outputs / 2): silu(first half) * second half.
+// Gated matmul to (rows, outputs / 2): silu(first half) * second half.
 void gate_all(const Product* by, const bf16* x, int64_t rows, bf16* out, int64_t threads) {
 #pragma omp parallel num_threads(threads)
   multiply(*by, x, rows, End{out, nullptr, 0, true});
@@ -359,8 +362,8 @@ void exact_all(const Product* by, const bf16* x, int64_t rows, float* out, int64
   multiply(*by, x, rows, End{nullptr, nullptr, 0, false, nullptr, out});
 }
 
-// Like `exact_all`, but returns only the index of each row's maximum (the first of equal ones), -1
-// where it is not finite.
+// Like `exact_all`, but returns only the index of each row's maximum; the lowest index wins a tie, -1 if
+// the maximum is not finite.
 void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places, int64_t threads) {
   static thread_local Scratch kept;
   Best* all = kept.room<Best>(rows * threads);
@@ -381,7 +384,7 @@ void best_of_all(const Product* by, const bf16* x, int64_t rows, int64_t* places
   }
 }
 
-// The weighted sum of each token's experts into out (rows, hidden).
+// Writes the weighted sum of each token's experts to out (rows, hidden).
 void mix_experts(const Experts* experts, const Choice* choice, bf16* out, int64_t threads) {
   static thread_local Groups groups;
   Groups& g = groups;

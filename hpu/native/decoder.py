@@ -1,4 +1,4 @@
-"""CompiledDecoder: a decoder that runs each prefill and each decode by a single call of the C++
+"""CompiledDecoder: a decoder that runs each prefill and each decode in a single call of the C++
 library. hpu/models/decoder.py is its reference."""
 
 import ctypes
@@ -148,11 +148,11 @@ class _Sizes(NamedTuple):
 
 
 class CompiledDecoder(CausalLM):
-    """Runs `model` by the C++ library, with the PackedLinear kernels of its linear layers. Falls
+    """Runs `model` in the C++ library, with the PackedLinear kernels of its linear layers. Falls
     back to `model` itself if a layer has no kernel or the library does not support the sizes."""
 
     def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
-        """`sums`: shared memory for all-reduce if several ranks divide the layers."""
+        """`sums`: shared memory for all-reduce if the layers are split across ranks."""
         super().__init__()
         self.config = model.config
         self.dtype = model.dtype
@@ -168,12 +168,12 @@ class CompiledDecoder(CausalLM):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the library runs the whole prefill and decode, not only single products."""
+        """Whether the library runs the whole prefill and decode, not only single matmuls."""
         return self._layers is not None
 
     def adapter_products(self) -> dict[LinearBase, str]:
         """Linear layers that support LoRA adapters in the library, with the names that
-        NativeAdapters.set takes. Empty if the library does not run the decoder."""
+        NativeAdapters.set expects. Empty if the library does not run the decoder."""
         if self._layers is None:
             return {}
         products: dict[LinearBase, str] = {}
@@ -208,7 +208,7 @@ class CompiledDecoder(CausalLM):
             hidden = self._launcher.decode(tokens, inputs)
         else:
             hidden = self._launcher.prefill(tokens, inputs)
-        # Earlier launches may have run on `model` and zeroed tokens.
+        # Earlier chunks of the prompt may have run on `model`, which zeroes non-finite tokens.
         guard = self.non_finite_guard
         return hidden if guard is None else guard(hidden, inputs)
 
@@ -233,7 +233,8 @@ class CompiledDecoder(CausalLM):
         return self.model.received_width
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits, in float32 if the head has a PackedLinear: bfloat16 often ties at the top."""
+        """Logits, in float32 if the head has a PackedLinear: in bfloat16 the largest logits are
+        often equal."""
         kernel = self._head_kernel
         if kernel is None:
             return self.model.logits(hidden)
@@ -525,7 +526,9 @@ class _Launcher:
 
     def _begin(self, hidden: Tensor) -> None:
         if self._sums is not None and not self._sums.reserve(hidden.numel()):
-            raise RuntimeError(f"no shared memory for sums of {hidden.numel()} numbers")
+            raise RuntimeError(
+                f"the tensor-parallel ranks share no memory for sums of {hidden.numel()} numbers"
+            )
 
     def _end(self) -> None:
         if self._sums is not None:
@@ -541,7 +544,7 @@ def _address(column: Tensor) -> int:
 
 
 def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
-    """Addresses of the adapter slots of a layer's products; None: no adapters."""
+    """Addresses of the adapter slots of a layer's matmuls; None: no adapters."""
     if adapters is None:
         return [None] * len(PRODUCTS)
     found = (adapters.slots.get(f"{index}.{name}") for name in PRODUCTS)

@@ -1,5 +1,5 @@
-// Routed experts of the CPU back end: tokens are grouped by expert, so each chosen expert's weights are
-// read once, and no others. Part of decode.cpp.
+// Routed experts of the CPU back end: tokens are grouped by expert, so that only the weights of chosen
+// experts are read, each once. Part of decode.cpp.
 
 #pragma once
 
@@ -9,8 +9,8 @@
 
 extern "C" {
 
-// A weight of each expert, as Product: packed in panels, one expert `bytes` after the other. Biases,
-// scales and orders are stacked, the last (experts, inputs).
+// A weight of all experts, in the layout of Product: packed in panels, experts `bytes` apart. Biases,
+// scales and orders are stacked; `order` is (experts, inputs).
 struct Stacked {
   const void* weight;
   const bf16* bias;
@@ -28,8 +28,8 @@ struct Experts {
   Clamped swiglu;
 };
 
-// The experts of each token of x (rows, hidden) and their weights, (rows, top_k) each. The number of
-// experts, as an id, stands for those of other ranks.
+// The experts of each token of x (rows, hidden) and their weights, (rows, top_k) each. The id
+// `Experts::count` marks experts of other ranks.
 struct Choice {
   int64_t rows, top_k;
   const int64_t* ids;
@@ -37,13 +37,13 @@ struct Choice {
   const bf16* x;
 };
 
-// The experts of a layer with their router, as hpu/layers/moe.py.
+// The experts of a layer with their router; see hpu/layers/moe.py.
 struct Mixture {
   Experts experts;
   const void* gate;          // (count, hidden), rows in bfloat16 or float32
-  const float* correction;   // (count), added to the scores for the choice, or none
-  Product shared_gate_up, shared_down;  // of the expert for all tokens; no outputs: there is none
-  const bf16* shared_gate;   // (hidden), or none
+  const float* correction;   // (count), added to the scores for the choice; or null
+  Product shared_gate_up, shared_down;  // the shared expert; 0 outputs: no shared expert
+  const bf16* shared_gate;   // (hidden), or null
   int64_t is_float32, top_k, is_sigmoid, renormalizes, groups, top_groups;
   float scaling;
 };
@@ -52,7 +52,7 @@ struct Mixture {
 
 namespace {
 
-constexpr float LEAST_SUM = 1e-20f;  // smallest divisor of weights that are renormalized
+constexpr float LEAST_SUM = 1e-20f;  // minimum divisor when weights are renormalized
 
 template <typename T>
 float product_of(const T* weight, const bf16* x, int64_t size) {
@@ -61,7 +61,8 @@ float product_of(const T* weight, const bf16* x, int64_t size) {
   return reduce_add(sum);
 }
 
-// Products of x with each of `count` rows of `weight`, four at a time: one alone waits for its own sum.
+// Dot products of x with each of `count` rows of `weight`, four at a time: a single sum would be bound
+// by the latency of its additions.
 template <typename T>
 void products_of(const T* weight, const bf16* x, int64_t size, int64_t count, float* out) {
   int64_t n = 0;
@@ -79,7 +80,8 @@ void products_of(const T* weight, const bf16* x, int64_t size, int64_t count, fl
 
 inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// Index of the largest value that is not yet taken, the first of equal ones; NaN is as good as any.
+// Marks in `taken` the largest value that is not marked yet, and returns its index; the lowest index
+// wins a tie. With NaN, any index.
 inline int64_t take_best(const float* values, std::vector<char>& taken) {
   int64_t best = -1;
   for (int64_t i = 0; i < int64_t(taken.size()); ++i)
@@ -88,7 +90,8 @@ inline int64_t take_best(const float* values, std::vector<char>& taken) {
   return best;
 }
 
-// Marks the experts outside the groups with the highest sums of their two best values.
+// Marks in `taken` the experts outside of the top groups. The score of a group is the sum of its two
+// best values.
 void leave_groups(const Mixture& m, const std::vector<float>& choice, std::vector<char>& taken) {
   const int64_t size = m.experts.count / m.groups;
   std::vector<float> sums(m.groups);
@@ -103,7 +106,7 @@ void leave_groups(const Mixture& m, const std::vector<float>& choice, std::vecto
   for (int64_t i = 0; i < m.experts.count; ++i) taken[i] = !kept[i / size];
 }
 
-// The experts of a token and their weights, (top_k) each.
+// Chooses the experts of a token and their weights, (top_k) each.
 void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
   const int64_t count = m.experts.count, hidden = m.experts.hidden;
   std::vector<float> scores(count), choice(count);
@@ -129,16 +132,16 @@ void route(const Mixture& m, const bf16* x, int64_t* ids, float* weights) {
   for (int64_t i = 0; i < m.top_k; ++i) weights[i] *= scale;
 }
 
-// The pairs of token and expert, sorted by expert, and buffers for their numbers.
+// (token, expert) pairs sorted by expert, and buffers for their activations.
 class Groups {
  public:
   int64_t* starts;  // (count + 2): the first pair of each expert, and of other ranks' experts
-  int64_t* tokens;  // of each pair
+  int64_t* tokens;  // token of each pair
   float* shares;    // weight of each pair
   bf16 *gathered, *inside;  // (pairs, hidden), (pairs, inner)
   float* sums;              // (rows, hidden)
-  // Of each token, where a Mixture routes it: its experts and their weights, (rows, top_k) each, its
-  // own index, and the weight of the shared expert.
+  // Routing of a Mixture, by token: its experts and their weights, (rows, top_k) each; its own index;
+  // and the weight of the shared expert.
   int64_t *ids, *rows;
   float *weights, *shared;
 
@@ -185,7 +188,7 @@ inline Product expert_of(const Stacked& all, int64_t index, int64_t outputs, int
           width};
 }
 
-// One of the two products of all chosen experts. Called by all threads.
+// One of the two matmuls, for all chosen experts. Called by all threads.
 template <typename MakeEnd>
 void multiply_chosen(const Experts& e, const Groups& g, const Stacked& stacked, int64_t outputs,
                      int64_t width, bool gated, const bf16* x, MakeEnd make_end) {
@@ -199,8 +202,8 @@ void multiply_chosen(const Experts& e, const Groups& g, const Stacked& stacked, 
   }
 }
 
-// The weighted sum of each token's experts, into g.sums. Called by all threads of a parallel region;
-// g is sorted. All of it is written when the last thread returns: a barrier must follow.
+// Weighted sum of each token's experts, into g.sums. `g` must be sorted. Called by all threads of a
+// parallel region; the sums are complete when the last thread returns, so a barrier must follow.
 void mix(const Experts& e, const Choice& c, const Groups& g) {
 #pragma omp for nowait
   for (int64_t r = 0; r < c.rows; ++r) std::fill_n(g.sums + r * e.hidden, e.hidden, 0.0f);
@@ -214,7 +217,7 @@ void mix(const Experts& e, const Choice& c, const Groups& g) {
     return end;
   });
   wait_for_all();
-  // A thread has the same outputs of every expert, so no two add to the same number.
+  // A thread computes the same outputs of every expert, so no two threads add to the same sum.
   multiply_chosen(e, g, e.down, e.hidden, e.inner, false, g.inside, [&](int64_t begin) {
     End end;
     end.mixed = g.sums, end.tokens = g.tokens + begin, end.shares = g.shares + begin;
@@ -222,8 +225,8 @@ void mix(const Experts& e, const Choice& c, const Groups& g) {
   });
 }
 
-// The sums of a layer's routed and shared experts of x (rows, hidden), into g.sums. Called by all
-// threads of a parallel region. `inside`: room for (rows, inner size of the shared expert).
+// Sums of a layer's routed and shared experts for x (rows, hidden), into g.sums. Called by all threads
+// of a parallel region. `inside`: buffer of (rows, inner size of the shared expert).
 void mix_routed(const Mixture& m, const bf16* x, int64_t rows, Groups& g, bf16* inside) {
   const int64_t hidden = m.experts.hidden;
   if (omp_get_thread_num() == 0) g.make_room(rows, m.top_k);

@@ -6,7 +6,7 @@ struct Lanes {
   __m256 low, high;
 };
 
-// Of each lane, all bits or none.
+// Each lane has all bits set or no bits set.
 struct Mask {
   __m256 low, high;
 };
@@ -17,7 +17,7 @@ struct Words {
 
 constexpr char LEVEL[] = "AVX2";
 
-// Sums that the registers hold beside the factors of a product.
+// Accumulators that fit in the registers together with the operands of `dot`.
 constexpr int MOST_SUMS = 6;
 
 using Input = float;
@@ -76,7 +76,7 @@ inline Lanes load_int8(const uint8_t* from) {
   return {wide(from), wide(from + 8)};
 }
 
-// e4m3 / 256: the bits of the float16 number whose exponent is 8 less. NaN stays NaN.
+// e4m3 / 256: the bits of the float16 value whose exponent is 8 less. NaN stays NaN.
 inline Lanes load_fp8(const uint8_t* from) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
   const __m256i kept = _mm256_set1_epi16(int16_t(0xbf80));
@@ -93,7 +93,7 @@ inline void store_half(uint8_t* to, Lanes value) {
   _mm_storeu_si128((__m128i*)(to + 16), _mm256_cvtps_ph(value.high, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Of whole numbers.
+// Stores integral values.
 inline void store_int8(uint8_t* to, Lanes value) {
   const __m256i words =
       _mm256_packs_epi32(_mm256_cvtps_epi32(value.low), _mm256_cvtps_epi32(value.high));
@@ -105,7 +105,7 @@ inline void store_int8(uint8_t* to, Lanes value) {
 inline Lanes load_powers(const uint8_t* from) {
   const auto wide = [](const uint8_t* eight) {
     const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)eight));
-    // The least power is no normal number.
+    // 2^-127 is subnormal.
     const __m256i least = _mm256_set1_epi32(0x00400000);
     return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_slli_epi32(bytes, 23), least));
   };
@@ -122,7 +122,7 @@ inline __m256 nearest(__m256 x) {
 }
 inline Lanes nearest(Lanes x) { return {nearest(x.low), nearest(x.high)}; }
 
-// The exponents that `scale` takes; the order of the operands keeps NaN.
+// Clamps to the exponents that `scale` supports; the order of the operands preserves NaN.
 inline __m256 bounded(__m256 x) {
   return _mm256_min_ps(_mm256_set1_ps(128), _mm256_max_ps(_mm256_set1_ps(-127), x));
 }
@@ -132,7 +132,7 @@ inline Lanes fraction(Lanes x) {
   return {of(x.low), of(x.high)};
 }
 
-// The bits of 2^-127 are those of zero, the bits of 2^128 those of infinity.
+// 2^-127 gets the bits of zero, 2^128 the bits of infinity.
 inline Lanes scale(Lanes x, Lanes by) {
   const auto power = [](__m256 of) {
     const __m256i whole = _mm256_cvtps_epi32(_mm256_floor_ps(bounded(of)));
@@ -225,7 +225,7 @@ inline void store_pairs(bf16* to, const bf16* first, const bf16* second) {
   _mm256_storeu_si256((__m256i*)(to + 16), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-// Transposes eight rows of eight pairs; the columns are 32 numbers apart.
+// Transposes eight rows of eight pairs into columns that are 32 elements apart.
 inline void transpose(bf16* to, const bf16* const* rows, int64_t from) {
   __m256 a[8], b[8];
   for (int i = 0; i < 8; ++i) a[i] = _mm256_loadu_ps((const float*)(rows[i] + from));
@@ -305,7 +305,7 @@ inline Words scaled_pair(Words value, Words by, Words plus) {
 inline Words dot(Words sum, Words a, Words b) {
   sum.low = _mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low));
   sum.high = _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high));
-  // Compilers add integers in another order, which takes more registers than there are.
+  // Keeps the order of the additions: the compiler's order would need more registers than exist.
   asm volatile("" : "+x"(sum.low), "+x"(sum.high));
   return sum;
 }
@@ -317,7 +317,7 @@ inline void dot_pairs(const int16_t* x, int64_t stride, const int16_t* weights, 
   for (int r = 0; r < ROWS; ++r) sums[r] = no_words();
   for (int64_t k = 0; k < pairs; ++k, x += 2, weights += 32) {
     Words pair = load_words(weights);
-    // Compilers read the weights again for each row.
+    // Keeps the weights in registers: the compiler would read them again for each row.
     asm volatile("" : "+x"(pair.low), "+x"(pair.high));
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; ++r) {
@@ -328,7 +328,7 @@ inline void dot_pairs(const int16_t* x, int64_t stride, const int16_t* weights, 
   }
 }
 
-// Six rows take all registers: compilers keep some of the sums in memory.
+// Six rows use all registers; compilers would spill some of the sums to memory.
 #define ROW_OF_PAIR(X, LOW, HIGH)               \
   "vbroadcastss " X ",%[both]\n\t"              \
   "vpmaddwd %[both],%[near],%[product]\n\t"     \
@@ -369,7 +369,7 @@ inline Words int4_pair(Words words, int pair) {
 }
 
 inline Words fp4_pair(Words words, int pair) {
-  // The lookup fills the high bytes: the low ones look up zero.
+  // The lookup fills the high bytes; the low bytes look up zero.
   const __m256i numbers = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
   const auto of = [&](__m256i half) {
@@ -402,7 +402,7 @@ inline __m256i round_bits(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-  // A NaN must not become infinity: it is made quiet.
+  // Set the quiet bit, so that NaN does not become infinity.
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
   return _mm256_and_si256(_mm256_blendv_epi8(up, quiet, nan), high_half());

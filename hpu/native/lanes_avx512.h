@@ -6,7 +6,7 @@ using Lanes = __m512;
 using Mask = __mmask16;
 using Words = __m512i;
 
-// Sums that the registers hold beside the factors of a product.
+// Accumulators that fit in the registers together with the operands of `dot`.
 constexpr int MOST_SUMS = 24;
 
 inline Lanes zero() { return _mm512_setzero_ps(); }
@@ -36,7 +36,7 @@ inline Lanes load_int8(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
 }
 
-// e4m3 / 256: the bits of the float16 number whose exponent is 8 less. NaN stays NaN.
+// e4m3 / 256: the bits of the float16 value whose exponent is 8 less. NaN stays NaN.
 inline Lanes load_fp8(const uint8_t* from) {
   const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
   const __m256i kept = _mm256_set1_epi16(int16_t(0xbf80));
@@ -50,7 +50,7 @@ inline void store_half(uint8_t* to, Lanes value) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// Of whole numbers.
+// Stores integral values.
 inline void store_int8(uint8_t* to, Lanes value) {
   _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(value)));
 }
@@ -59,7 +59,7 @@ inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
 
 inline Lanes load_powers(const uint8_t* from) {
   const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-  // The least power is no normal number.
+  // 2^-127 is subnormal.
   const __m512i least = _mm512_set1_epi32(0x00400000);
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), least));
 }
@@ -159,10 +159,10 @@ inline void store_transposed(bf16* to, const bf16* const* rows, int64_t size) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 #define HAS_BYTE_PRODUCTS
 
-// Sums of products of fours of bytes, without and with sign.
+// Adds the products of four unsigned and four signed bytes to each word.
 inline Words dot_bytes(Words sum, Words a, Words b) { return _mm512_dpbusd_epi32(sum, a, b); }
 
-// Fours of inputs of 16 outputs, side by side, plus 128, of four inputs of all outputs.
+// Regroups four inputs of 16 outputs each to four inputs per output, plus 128.
 inline Words four_inputs(Words values) {
   alignas(64) static const uint8_t order[64] = {
       0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
@@ -176,13 +176,14 @@ inline Words four_nibbles(Words values, int half) {
   return _mm512_and_si512(half ? _mm512_srli_epi16(values, 4) : values, _mm512_set1_epi8(15));
 }
 
-// Twice the numbers, plus 12.
+// Twice the e2m1 values, plus 12.
 inline Words fp4_bytes(Words codes) {
   const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), codes);
 }
 
-// 32 integers, and their sum. IN_NIBBLES: of each eight the fours that `four_nibbles` gives.
+// Stores 32 integers and returns their sum. IN_NIBBLES: in the order of the inputs that `four_nibbles`
+// returns.
 template <bool IN_NIBBLES>
 inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high) {
   const __m512i first = _mm512_cvtps_epi32(low), second = _mm512_cvtps_epi32(high);
@@ -196,8 +197,8 @@ inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high) {
   return _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
 
-// The integers nearest to 32 numbers times `by`, zeros if that is NaN. `lost` is positive if they differ by more
-// than 1/40 (root mean square) of the numbers below the largest.
+// Stores the integers nearest to 32 elements times `by`; zeros for NaN. `lost` is positive if rounding
+// changes the elements below the largest by more than 1/40 (root mean square).
 template <bool IN_NIBBLES>
 inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high, float by, float* lost) {
   const Mask is_known = by == by ? 0xffff : 0;
@@ -212,7 +213,7 @@ inline int32_t store_bytes(int8_t* to, Lanes low, Lanes high, float by, float* l
   return store_bytes<IN_NIBBLES>(to, first, second);
 }
 
-// What `store_bytes` loses, in units of 1 / REST.
+// Steps into which `store_rest` divides a step of `store_bytes`.
 constexpr float REST = 254;
 template <bool IN_NIBBLES>
 inline int32_t store_rest(int8_t* to, Lanes low, Lanes high, float by) {
@@ -245,7 +246,7 @@ inline Factor repeat(const Input* pair, int) {
 inline Lanes dot(Lanes sum, Factor a, Factor b) { return _mm512_dpbf16_ps(sum, a, b); }
 
 inline Factor int4_factor(Words words, int pair, int) {
-  // Twice: the lookup uses five bits, of which four matter.
+  // Two copies: the lookup uses five bits, of which four matter.
   alignas(64) static const bf16 numbers[32] = {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
       0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
@@ -274,7 +275,7 @@ inline Lanes int4(Words words, int place) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), numbers);
 }
 
-// Interleaving two tokens leaves fours of their numbers in each half, by turns.
+// Interleaving two tokens puts alternating groups of four elements into each half.
 inline void split(const bf16* token, const bf16* next, Factor& low, Factor& high) {
   const __m512i one = _mm512_loadu_si512(token), two = _mm512_loadu_si512(next);
   low = (Factor)_mm512_unpacklo_epi16(one, two);
@@ -294,7 +295,7 @@ inline void store(bf16* to, Lanes low, Lanes high) {
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
-// As `split` of bfloat16.
+// `split` of float32 elements, rounded to bfloat16.
 inline void split(const Lanes* token, const Lanes* next, Factor& low, Factor& high) {
   const __m512i one = (__m512i)_mm512_cvtne2ps_pbh(token[1], token[0]);
   const __m512i two = (__m512i)_mm512_cvtne2ps_pbh(next[1], next[0]);
@@ -357,7 +358,7 @@ inline Words scaled_pair(Words value, Words by, Words plus) {
 
 inline Words dot(Words sum, Words a, Words b) {
   sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
-  // Compilers add integers in another order, which takes more registers than there are.
+  // Keeps the order of the additions: the compiler's order would need more registers than exist.
   asm volatile("" : "+v"(sum));
   return sum;
 }
@@ -383,7 +384,7 @@ inline Words int4_pair(Words words, int pair) {
 }
 
 inline Words fp4_pair(Words words, int pair) {
-  // Twice: the lookup uses five bits, of which four matter.
+  // Two copies: the lookup uses five bits, of which four matter.
   alignas(64) static const int16_t numbers[32] = {
       0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
       0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -411,7 +412,7 @@ inline Words round_bits(Lanes value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  // A NaN must not become infinity: it is made quiet.
+  // Set the quiet bit, so that NaN does not become infinity.
   const __m512i found = _mm512_mask_or_epi32(up, is_nan(value), bits, _mm512_set1_epi32(0x400000));
   return _mm512_and_si512(found, high_half());
 }

@@ -41,13 +41,13 @@ NEEDED = frozenset(("avx2", "fma", "f16c"))
 """CPU flags that the kernels need. -march=native adds AVX-512, its BF16 and AMX if available."""
 DIGEST_BYTES = 32
 MAX_LIBRARY_BYTES = 64 << 20
-"""A larger file was not compiled by this module, whose library has 1 MiB."""
+"""Larger files are rejected: the library of this module has about 1 MiB."""
 COMPILE_TIMEOUT_S = 1800.0
-"""Limit of a compilation, which takes 1 to 3 minutes on two cores, and longer on busy cores."""
+"""Timeout of a compilation, which takes 1 to 3 minutes on two cores, and longer on busy cores."""
 COUNT_S = 1.0
 """Interval between progress reports of a compilation."""
 AFTER_COMPILATION = "preparing the device"
-"""Step that replaces the progress of a compilation."""
+"""Progress text that follows the compilation."""
 MOST_LOST = 2.0**-11
 """Maximum relative change of a weight (root of the sum of squares) by 16-bit integers: half of the
 change by rounding from float32 to bfloat16."""
@@ -70,7 +70,7 @@ class Product(ctypes.Structure):
 
 
 class PackedLinear:
-    """Linear layer y = x W^T + b in bfloat16, computed by a single call of the library."""
+    """Linear layer y = x W^T + b in bfloat16, computed in a single call of the library."""
 
     def __init__(
         self, library: "Library", weight: Tensor | QuantizedWeight, bias: Tensor | None
@@ -109,7 +109,7 @@ class PackedLinear:
         return out
 
     def gate(self, x: Tensor) -> Tensor:
-        """Gated product, (..., in) to (..., out / 2): silu(first half of the outputs) * second
+        """Gated matmul, (..., in) to (..., out / 2): silu(first half of the outputs) * second
         half."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs // 2))
@@ -182,7 +182,7 @@ class _Choice(ctypes.Structure):
 
 
 class PackedExperts:
-    """MoEImpl that computes the routed experts of a layer by a single call of the library."""
+    """MoEImpl that computes the routed experts of a layer in a single call of the library."""
 
     def __init__(self, library: "Library", stacks: Stacks, activation: str | ClampedSwiGLU) -> None:
         """Pack copies of the weights, which `has_experts_kernel` must accept."""
@@ -240,19 +240,19 @@ class Library:
         self.instruction_set: str = self._code.instruction_set().decode()
         """Instruction set of the compiled code, without AMX: AVX512-BF16, AVX-512 or AVX2."""
         self.has_integers = self.instruction_set == "AVX2"
-        """Whether products with bfloat16 weights are faster with 16-bit integers."""
+        """Whether matmuls with bfloat16 weights are faster with 16-bit integers."""
         self.rounds_inputs = False
-        """Whether products with quantized weights round their inputs to 8 bits."""
+        """Whether matmuls with quantized weights round their inputs to 8 bits."""
         self.pages = HugePages()
         """Allocator of the packed weights."""
 
     def use_tiles(self, enabled: bool) -> bool:
-        """Enable or disable AMX tiles for the products of this process. Returns whether tiles are
+        """Enable or disable AMX tiles for the matmuls of this process. Returns whether tiles are
         used: False on a machine without tiles."""
         return bool(self._code.use_tiles(ctypes.c_int64(enabled)))
 
     def round_inputs(self, wanted: bool) -> bool:
-        """Enable or disable rounding of inputs to 8 bits, in blocks of 32, for the products of this
+        """Enable or disable rounding of inputs to 8 bits, in blocks of 32, for the matmuls of this
         process with quantized weights. Returns whether inputs are rounded: False on a machine
         without AVX512-VNNI and VBMI."""
         self.rounds_inputs = bool(self._code.round_inputs(ctypes.c_int64(wanted)))
@@ -344,8 +344,8 @@ def has_kernel(weight: Tensor | QuantizedWeight) -> bool:
 
 
 def multiplies_in_tiles(library: Library, weight: Tensor) -> bool:
-    """Whether products of many rows with `weight` (out, in) bfloat16 run in AMX tiles. Without
-    tiles, or with inputs that do not fill whole tiles, torch's products are faster."""
+    """Whether matmuls of many rows with `weight` (out, in) bfloat16 run in AMX tiles. Without
+    tiles, or with inputs that do not fill whole tiles, torch's matmuls are faster."""
     return library.has_tiles and has_kernel(weight) and weight.shape[1] % TILE_INPUTS == 0
 
 
@@ -452,7 +452,7 @@ def open_library(
 ) -> Library | None:
     """Load the library for this machine from `folder`; compile it into `folder` if it is missing.
 
-    None, with a line in the log, if it cannot be compiled or loaded: the CPU back end then uses
+    Returns None and logs the reason if it cannot be compiled or loaded: the CPU back end then uses
     torch's operators. `int8_activations`: round the inputs of quantized weights to 8 bits on a
     machine without AMX tiles (with tiles, bfloat16 inputs are faster). `on_step` is called every
     COUNT_S during a compilation.
@@ -466,7 +466,7 @@ def open_library(
     try:
         library = _load(folder, flags, num_threads, on_step)
     except (OSError, ConfigError) as error:
-        logger.warning("Kernels: torch's, because ours cannot be loaded: %s", error)
+        logger.warning("Kernels: torch's, because gaudiserve's cannot be loaded: %s", error)
         return None
     if library is None:
         return None
@@ -485,7 +485,7 @@ def open_library(
 def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep) -> Library | None:
     """Load the compiled file in `folder`; compile it if the file is missing or truncated.
 
-    None, with a line in the log, if it cannot be compiled. If `folder` cannot be written, each
+    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written, each
     start compiles. If two processes compile at the same time, the later file replaces the earlier
     file.
     """
@@ -501,12 +501,12 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
         return Library(path, num_threads)
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        logger.info("Kernels: torch's, because there is no C++ compiler (g++ would do)")
+        logger.info("Kernels: torch's, because there is no C++ compiler: install g++ or clang++")
         return None
-    # Before the compilation, which takes minutes.
+    # Checked before the compilation, which takes minutes.
     is_kept = not reason and _is_writable(folder)
     logger.info(
-        "Kernels: compiling with %s, since %s has none yet for this version, this CPU and torch %s",
+        "Kernels: compiling with %s, since %s lacks kernels of this version, CPU and torch %s",
         *(compiler, folder, torch.__version__),
     )
     with OwnedDirectory("gaudiserve-kernels-") as made:
@@ -526,8 +526,8 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether `folder`, which is made if it is missing, takes files; if not, a line in the log says
-    why."""
+    """Whether files can be written to `folder`, which is created if missing; logs the reason if
+    not."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -539,7 +539,7 @@ def _is_writable(folder: Path) -> bool:
 
 def _warn_not_kept(folder: Path, error: OSError) -> None:
     logger.warning(
-        "Kernels: not kept, each start compiles them: %s cannot be written (%s); %s",
+        "Kernels are compiled at each start, because %s cannot be written (%s); %s",
         *(folder, error.strerror, HINT),
     )
 
@@ -551,7 +551,7 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
     with tempfile.TemporaryFile() as output:
         status = _run_compiler(command, str(path.parent), output, on_step)
         seconds = time.perf_counter() - start
-        # Before the line of the log: otherwise the last step may be shown after it.
+        # Before the log line: otherwise the last progress text may be shown after it.
         on_step(AFTER_COMPILATION)
         if status == 0:
             logger.info("Kernels: compiled in %.1f s", seconds)
@@ -568,10 +568,10 @@ def _compile(compiler: str, path: Path, runtime: list[str], on_step: OnStep) -> 
 def _run_compiler(
     command: list[str], folder: str, output: IO[bytes], on_step: OnStep
 ) -> int | None:
-    """Exit status of the compiler, whose temporary files lie in `folder`; None if it was killed
-    after COMPILE_TIMEOUT_S."""
+    """Run the compiler with its temporary files in `folder`. Returns the exit status; None if it
+    was killed after COMPILE_TIMEOUT_S."""
     start = time.perf_counter()
-    # The owner of this folder removes the compiler's temporary files, too, when it is killed.
+    # The compiler's temporary files are removed with `folder`, even if the compiler is killed.
     variables = {**environment(), "TMPDIR": folder}
     with running(
         command, stdout=output, stderr=subprocess.STDOUT, environment=variables
@@ -594,7 +594,7 @@ def _reason(status: int | None, output: str) -> str:
     first = next(filter(None, map(str.strip, output.splitlines())), "")
     if status < 0:
         return f"signal {-status} ended it" + (", memory is short" if status == -9 else "")
-    return (found[0] if found else first)[:300] or f"exit status {status} without a word"
+    return (found[0] if found else first)[:300] or f"exit status {status} without output"
 
 
 def _is_whole(path: Path) -> bool:

@@ -1,5 +1,5 @@
-// Low-rank products of LoRA adapters, which are added to the sums of a product before they are
-// finished. Rows are grouped by adapter; rows without one cost nothing. Part of decode.cpp.
+// Matmuls of LoRA adapters, added to the sums of a matmul before the sums are finished. Rows are grouped
+// by adapter; rows without an adapter cost nothing. Part of decode.cpp.
 
 #pragma once
 
@@ -10,28 +10,28 @@
 
 extern "C" {
 
-// Of one adapter, for one of the outputs that a product merges.
+// Matrices of an adapter for one of the outputs that a matmul merges.
 struct LowRankPart {
   const bf16* a;  // (rank, 32) for each 32 inputs, and (rank, 16) for the last 16
-  const bf16* b;  // (outputs, rank) in panels, as weights are
-  int64_t rank;   // a multiple of 8; 0: none
+  const bf16* b;  // (outputs, rank) in panels, like weights
+  int64_t rank;   // a multiple of 8; 0: no matrices
 };
 
-// Of one product.
+// Matrices of all adapters for a matmul.
 struct LowRank {
   const LowRankPart* parts;  // (slots, count)
   int64_t count;             // merged outputs, at most 3
-  int64_t ends[3];           // number of the panel behind each
+  int64_t ends[3];           // index of the first panel after each output
 };
 
-// The rows of a launch.
+// Rows of a launch, grouped by adapter.
 struct AdapterRows {
-  const int64_t* slots;   // (rows); -1: none
-  const int64_t* order;   // the rows with an adapter; of each 32 rows those of the same one are adjacent
-  const int64_t* starts;  // (chunks + 1) into `order`: chunks of rows of one adapter
-  const int64_t* places;  // (rows): where in `order` the row is
+  const int64_t* slots;   // (rows); -1: no adapter
+  const int64_t* order;   // rows with an adapter; within each 32 rows, rows of an adapter are adjacent
+  const int64_t* starts;  // (chunks + 1) into `order`: chunks of rows with the same adapter
+  const int64_t* places;  // (rows): position of the row in `order`
   const int64_t* tiles;   // (2 for each 32 rows, + 1): first chunk of each tile, 16 rows of `order`
-  int64_t chunks, max_rank;  // a multiple of 16
+  int64_t chunks, max_rank;  // max_rank: a multiple of 16
 };
 
 }  // extern "C"
@@ -40,19 +40,19 @@ namespace {
 
 constexpr int LOW_OUTPUTS = 3;
 constexpr int LOW_LANES = 16;
-constexpr int LOW_BLOCK = MOST_SUMS >= 16 ? 4 : 2;  // rows, and ranks, at once
+constexpr int LOW_BLOCK = MOST_SUMS >= 16 ? 4 : 2;  // rows, and ranks, per kernel call
 
-// The first products of the rows with an adapter: x times `a`.
+// x times `a` for the rows with an adapter.
 struct LowSums {
   const LowRank* by = nullptr;
   const AdapterRows* rows = nullptr;
-  const Input* sums = nullptr;  // of each row of rows->order (LOW_OUTPUTS, max_rank)
+  const Input* sums = nullptr;  // (LOW_OUTPUTS, max_rank) for each row of rows->order
 
   const Input* of(int64_t place, int64_t output) const {
     return sums + (place * LOW_OUTPUTS + output) * rows->max_rank;
   }
 
-  // The output of a panel, and the panel's number in it.
+  // Returns the output of a panel, and converts `panel` to its index in that output.
   int64_t output_of(int64_t& panel) const {
     int64_t output = 0, first = 0;
     while (panel >= by->ends[output]) first = by->ends[output++];
@@ -61,11 +61,12 @@ struct LowSums {
   }
 };
 
-// Of LOW_BLOCK ranks from `first` on. `fetches`: all ranks are prefetched, which the next calls read.
+// x times `a` for LOW_BLOCK ranks from `first` on. `fetches`: prefetch all ranks, which the next calls
+// read.
 template <int ROWS>
 void low_lanes(const bf16* const* x, const LowRankPart& part, int64_t first, int64_t inputs,
                bool fetches, float (*to)[LOW_LANES]) {
-  constexpr int64_t NEXT = 2048;  // numbers
+  constexpr int64_t NEXT = 2048;  // prefetch distance in elements
   Lanes sums[ROWS][LOW_BLOCK];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
@@ -90,7 +91,7 @@ void low_lanes(const bf16* const* x, const LowRankPart& part, int64_t first, int
       }
     }
   }
-  if (k < inputs) {  // 16 more
+  if (k < inputs) {  // the last 16 inputs
     a = part.a + k * part.rank + first * 16;
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
@@ -104,7 +105,7 @@ void low_lanes(const bf16* const* x, const LowRankPart& part, int64_t first, int
     for (int q = 0; q < LOW_BLOCK; ++q) to[r][first % LOW_LANES + q] = reduce_add(sums[r][q]);
 }
 
-// Those of one chunk of rows and one output.
+// x times `a` for a chunk of rows and one output.
 inline void low_chunk(const LowRank& by, const AdapterRows& rows, const bf16* x, int64_t inputs,
                       int64_t chunk, int64_t output, Input* out) {
   const int64_t end = rows.starts[chunk + 1];
@@ -129,8 +130,8 @@ inline void low_chunk(const LowRank& by, const AdapterRows& rows, const bf16* x,
   }
 }
 
-// Second products of rows with one adapter and of a panel; `t` and `to` are of each row. What is `ahead`
-// of the panel is read next.
+// Multiplies rows with the same adapter by one panel of `b`; `t` and `to` are per row. Prefetches the
+// matrix that is `ahead` elements further.
 template <int ROWS>
 inline void low_rows(const bf16* b, int64_t rank, int64_t ahead, const Input* const* t,
                      float* const* to) {
@@ -148,9 +149,9 @@ inline void low_rows(const bf16* b, int64_t rank, int64_t ahead, const Input* co
   for (int r = 0; r < ROWS; ++r) store(to[r], sums[r]);
 }
 
-// The second products of `count` rows from `first` on, which begins a tile of 32 rows, and of the
-// panels `of`, as the sums that a product of these panels begins with: rows are `apart`. The panels after
-// them are `step` further.
+// Multiplies `count` rows from `first` on (`first` begins a tile of 32 rows) by the panels `of` of `b`.
+// The results are the initial sums of a matmul with these panels. Rows are `apart` elements apart.
+// `step`: distance in panels to the panels that follow.
 inline void begin_low_sums(const LowSums& low, const int64_t* of, int wide, int step, int64_t first,
                            int64_t count, float* sums, int64_t apart) {
   const AdapterRows& rows = *low.rows;
@@ -184,7 +185,7 @@ inline void begin_low_sums(const LowSums& low, const int64_t* of, int wide, int 
   }
 }
 
-// `sum` of one row and panel, with the second product of the row's adapter.
+// `sum` of a row and a panel, plus the LoRA delta of the row's adapter.
 inline Lanes with_low_rank(const LowSums& low, int64_t row, int64_t panel, Lanes sum) {
   const int64_t slot = low.rows->slots[row];
   if (slot < 0) return sum;

@@ -1,4 +1,4 @@
-// The first low-rank products of adapters, with tiles (AMX) where there are any. Part of decode.cpp.
+// x times the `a` matrices of adapters, with AMX tiles if available. Part of decode.cpp.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 namespace {
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-// The first sums of 16 ranks from `first` on, of 16 rows in columns: (8 pairs of ranks, 16, 2).
-// Four sums hide the latency of the tiles' products.
+// x times `a` for 16 ranks from `first` on and 16 rows in `columns`: (8 pairs of ranks, 16, 2). Four
+// independent sums hide the latency of the tile instructions.
 void low_ranks(const LowRankPart& part, int64_t first, const bf16* columns, int64_t steps, bf16* out) {
-  constexpr int64_t NEXT = 4;  // steps that are prefetched
+  constexpr int64_t NEXT = 4;  // prefetch distance in steps
   const int64_t apart = part.rank * TILE_INPUTS;
   const bf16* a = part.a + first * TILE_INPUTS;
   const auto at = [&](int64_t k) { return ask_for_tile(a + (k + NEXT) * apart), a + k * apart; };
@@ -50,7 +50,7 @@ void low_ranks(const LowRankPart& part, int64_t first, const bf16* columns, int6
   for (int i = 0; i < 256; i += 32) store_pairs(out + i, sum(i), sum(i + 16));
 }
 
-// Of the pairs of chunk and output from `first` to `last`.
+// x times `a` for the (chunk, output) pairs `first` to `last` - 1.
 void low_tiles(const LowRank& by, const AdapterRows& rows, const bf16* x, int64_t inputs,
                int64_t first, int64_t last, bf16* out) {
   thread_local Scratch kept;
@@ -87,7 +87,7 @@ void low_tiles(const LowRank& by, const AdapterRows& rows, const bf16* x, int64_
 }
 #endif
 
-// The first products of all rows with an adapter, in `out`. Called by all threads of a parallel region.
+// Writes x times `a` for all rows with an adapter to `out`. Called by all threads of a parallel region.
 inline LowSums low_sums(const LowRank& by, const AdapterRows& rows, const bf16* x, int64_t inputs,
                         Input* out) {
   const int64_t items = rows.chunks * by.count;

@@ -13,12 +13,12 @@ extern "C" {
 struct Layer {
   Product qkv, out, gate_up, down;
   const bf16 *attention_norm, *mlp_norm;
-  const bf16* head_norm;  // (heads + kv_heads, head_dim), or none
+  const bf16* head_norm;  // (heads + kv_heads, head_dim), or null
   uint8_t *keys, *values;  // (blocks * block_size, kv_heads): rows of the cache's format
-  const Mixture* mixture;  // instead of gate_up and down, or none
-  int64_t window;         // sliding window in tokens, the query included; 0: none
-  float key_scale, value_scale;  // of the cache, for FP8_CACHE
-  const LowRank *low_qkv, *low_out, *low_gate_up, *low_down;  // of adapters, or none
+  const Mixture* mixture;  // instead of gate_up and down, or null
+  int64_t window;         // sliding window in tokens, the query's own token included; 0: no window
+  float key_scale, value_scale;  // scales of the cache, for FP8_CACHE
+  const LowRank *low_qkv, *low_out, *low_gate_up, *low_down;  // matrices of adapters, or null
 };
 
 struct Model {
@@ -27,30 +27,30 @@ struct Model {
   const bf16* rotation;          // (positions, 2 * rotated): cos, then sin with its first half negated
   int64_t num_layers, hidden, inner, heads, kv_heads, head_dim, rotated, block_size;
   float eps, scale, multiplier, embedding_multiplier;
-  // Of ranks that divide the layers, or none: heads and inner sizes are those of this rank, and the
+  // The tensor-parallel ranks, or null. With a group, heads and inner sizes are this rank's, and the
   // embedding has `num_tokens` tokens from `first_token` on.
   Group* group;
   int64_t first_token, num_tokens;
   int64_t cache_format;
 };
 
-// Attention inputs as in hpu/layers/metadata.py. The call allocates the residual stream, total (rows,
-// hidden) in float32; hidden receives its final norm.
+// Attention inputs; see hpu/layers/metadata.py. The call allocates the residual stream `total` (rows,
+// hidden) in float32, and writes its final norm to `hidden`.
 struct Step {
   int64_t rows, blocks;
   const int64_t *tokens, *positions, *slots, *block_list, *groups, *starts, *usage;
   bf16* hidden;
   float* total;
-  const AdapterRows* adapters;  // or none
-  Input* low;                   // room for LowSums, which the call allocates
-  const bf16* embeddings;       // (rows, hidden) in place of those of the tokens, or none
+  const AdapterRows* adapters;  // or null
+  Input* low;                   // buffer for LowSums, which the call allocates
+  const bf16* embeddings;       // (rows, hidden), used instead of token embeddings; or null
   const int64_t* rotated_at;    // (rows): row of the rotation for each token
 };
 
-// Right-padded prompts: their tokens are the rows of a step, their cached blocks its block list, as in
+// Right-padded prompts. The tokens are the rows of a Step, and the cached blocks are its block list; see
 // hpu/layers/metadata.py.
 struct Prompts {
-  int64_t batch, length, context;  // prompts, new tokens and cached blocks of each
+  int64_t batch, length, context;  // number of prompts; new tokens, and cached blocks, of each prompt
   const int64_t *query_lens, *context_lens;
 };
 
@@ -58,7 +58,7 @@ struct Prompts {
 
 namespace {
 
-constexpr int MOST_HEAD = 256;   // numbers of a head
+constexpr int MOST_HEAD = 256;   // elements of a head
 constexpr int MOST_GROUP = 16;   // query heads that share a key head
 
 }  // namespace

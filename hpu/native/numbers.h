@@ -1,50 +1,52 @@
-// Sixteen numbers at a time: bfloat16 in memory, float32 in registers. Part of decode.cpp.
+// Sixteen elements at a time: bfloat16 in memory, float32 in registers. Part of decode.cpp.
 //
-// One of the headers lanes_*.h defines them for the instruction set of the compiler's flags. All
-// define the same names:
+// A header lanes_*.h, chosen by the instruction set of the compiler's flags, defines these names:
 //
-// LEVEL          the instruction set's name
-// Lanes          16 float32; Mask: a condition on each lane; Words: 16 integers of 32 bits
-// load, store    of float32, or of bfloat16, which is rounded to nearest even; NaN stays NaN.
-//                `store` of two Lanes stores 32 numbers
+// LEVEL          name of the instruction set
+// Lanes          16 float32; Mask: a condition per lane; Words: 16 integers of 32 bits
+// load, store    float32 or bfloat16 elements; bfloat16 is rounded to nearest even, and NaN stays NaN.
+//                `store` of two Lanes stores 32 elements
 // fraction(x)    x - floor(x), below 1; scale(x, y): x * 2^floor(y), zero for y = -infinity
-// between(a, b)  the lanes from a up to b, which is excluded
+// between(a, b)  lanes a to b - 1
 // joined(v, f)   lane i of the result is v[i] reduced with f
-// load_half, load_int8, load_fp8, store_half, store_int8   16 numbers of such a type; load_fp8 gives
-//                them divided by 256
-// store_pairs    interleaves two times 16 numbers; store_transposed(to, rows, size): 16 rows of `size`
-//                bfloat16 numbers, so that pairs of the 16 rows are adjacent (and `size` may be rounded
-//                up to a multiple of 16)
+// load_half, load_int8, load_fp8, store_half, store_int8   16 elements of this type; load_fp8 returns
+//                elements divided by 256
+// store_pairs    interleaves two times 16 elements; store_transposed(to, rows, size): transposes 16 rows
+//                of `size` bfloat16 elements so that pairs of the 16 rows are adjacent (`size` may be
+//                rounded up to a multiple of 16)
 //
-// Products multiply bfloat16 weights of 16 outputs, stored in pairs of inputs, by Input numbers in
-// TURNS turns: BF16 instructions multiply both numbers of a pair at once, and x is bfloat16; the others
-// multiply the first numbers of the pairs, then the second ones, and x is float32.
+// Matmuls multiply bfloat16 weights of 16 outputs, stored in pairs of inputs, by elements of type
+// Input in TURNS turns. BF16 instructions multiply both elements of a pair in a single turn, and Input
+// is bfloat16. Without BF16 instructions, the first turn multiplies the first elements of the pairs, the
+// second turn the second elements, and Input is float32.
 //
-// Factor         the operand of one turn
-// factor(w, t)   the numbers of turn t of 16 pairs; repeat(x, t): those of one pair of Input in all lanes
+// Factor         operand of a turn
+// factor(w, t)   elements of turn t of 16 pairs; repeat(x, t): element of turn t of an Input pair, in
+//                all lanes
 // dot(c, a, b)   c plus the products of a turn
 // load_powers    2^(byte - 127) of 16 bytes
-// MOST_SUMS      Lanes of sums that the registers hold beside factors
+// MOST_SUMS      Lanes of sums that fit in the registers together with factors
 //
 // Quantized weights, with BF16 instructions:
 //
-// int4(w, i)     the i-th nibble of each word; int4_factor(w, i, t): the factor of pair i of four
-// fp4, fp4_factor  likewise, of 4-bit floats (e2m1)
+// int4(w, i)     i-th nibble of each word; int4_factor(w, i, t): factor of the i-th of four pairs
+// fp4, fp4_factor   the same for 4-bit floats (e2m1)
 //
-// Without them, where Words are also pairs of integers of 16 bits:
+// Quantized weights, without BF16 instructions; Words then also hold pairs of 16-bit integers:
 //
-// dot(c, a, b)   c plus the sums of the products of pairs; no_words(): zero; repeat_word(w): one in all
-// dot_pairs(x, stride, w, n, c)   of each row of x with n pairs of 16 outputs, into c
-// int4_pair(w, i), fp4_pair(w, i)   pair i of four; of 4-bit floats twice the numbers
-// int8_pair      pairs of the i-th of 16 bytes and the i-th of the next 16
-// to_lanes       the words as float32; store_int16: of whole numbers, after rounding
-// to_pairs       lanes, after rounding, in both numbers of a pair
+// dot(c, a, b)   c plus the sums of the products of pairs; no_words(): zero; repeat_word(w): w in all
+//                lanes
+// dot_pairs(x, stride, w, n, c)   sums of products of each row of x with n pairs of 16 outputs, into c
+// int4_pair(w, i), fp4_pair(w, i)   i-th of four pairs; fp4_pair returns twice the values
+// int8_pair      pairs of the i-th of 16 bytes and the i-th of the next 16 bytes
+// to_lanes       words as float32; store_int16: stores rounded lanes
+// to_pairs       rounded lanes, in both elements of each pair
 // scaled_pair<m>(v, a, b)   (v * 2^m * a) / 2^15, rounded, plus b
-// magnitude, power_below   of lanes; the power of two at most as large
+// magnitude, power_below   absolute value; largest power of two that is not greater
 //
-// Sums over tokens take TOKENS tokens at once: `split` makes factors of 32 numbers of each, store_split
-// stores the sums of both in the order of the numbers; store_halves stores those of factors of Lanes,
-// of which each token has two.
+// Sums over tokens process TOKENS tokens at once: `split` makes factors of 32 elements of each token,
+// store_split stores the sums of both tokens in the order of the elements, and store_halves stores
+// sums of factors of Lanes, two per token.
 
 #pragma once
 
@@ -70,7 +72,7 @@ namespace {
 #error "AVX2 with FMA and F16C is needed"
 #endif
 
-// Memory that is reused between calls, aligned to a cache line: otherwise each row of a tile would
+// Memory that is reused between calls. Aligned to a cache line, since otherwise each row of a tile would
 // span two lines.
 class Scratch {
  public:
@@ -78,7 +80,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(start_); }
 
-  // Memory for `count` uninitialised numbers.
+  // Memory for `count` uninitialized elements.
   template <typename T>
   T* room(int64_t count) {
     const int64_t bytes = (count * int64_t(sizeof(T)) + 63) / 64 * 64;
@@ -96,7 +98,7 @@ class Scratch {
   int64_t bytes_ = 0;
 };
 
-// Rows of x as the products read them: `stride` numbers apart.
+// Rows of x in the input type of the matmuls, `stride` elements apart.
 template <typename Number>
 struct RowsOf {
   const Number* x;
@@ -104,7 +106,7 @@ struct RowsOf {
 };
 using Rows = RowsOf<Input>;
 
-// Copies `size` numbers to float32.
+// Copies `size` elements to float32.
 inline void widen(const bf16* from, int64_t size, float* to) {
   int64_t i = 0;
   for (; i + 16 <= size; i += 16) store(to + i, load(from + i));
@@ -114,14 +116,14 @@ inline void widen(const bf16* from, int64_t size, float* to) {
   }
 }
 
-// `rows` rows of `size` numbers, converted into `kept` if products do not read bfloat16.
+// Rows of `size` elements, converted into `kept` unless the matmuls read bfloat16.
 template <typename Number = Input>
 inline RowsOf<Number> rows_of(const bf16* x, int64_t stride, int64_t rows, int64_t size,
                               Scratch& kept) {
   if constexpr (std::is_same_v<Number, bf16>) {
     return {x, stride};
   } else {
-    // Rows that are a power of two apart would share few lines of the L1 cache.
+    // A power-of-two stride would map rows to few lines of the L1 cache.
     const int64_t apart = (size + 15) / 16 * 16 + 16;
     float* wide = kept.room<float>(rows * apart);
     for (int64_t r = 0; r < rows; ++r) widen(x + r * stride, size, wide + r * apart);
@@ -129,8 +131,8 @@ inline RowsOf<Number> rows_of(const bf16* x, int64_t stride, int64_t rows, int64
   }
 }
 
-// e^x as 2^(x / ln 2): a polynomial of the fraction, within about 2 ulp of float32; the order of the
-// operands of max keeps NaN.
+// e^x as 2^(x / ln 2), with a polynomial of the fraction, within about 2 ulp of float32. The order of
+// the operands of max preserves NaN.
 inline Lanes exponential(Lanes x) {
   const Lanes t = mul(max(set1(-87.0f), x), set1(1.44269504f));
   const Lanes whole = nearest(t);
@@ -153,8 +155,8 @@ inline Lanes gate(Lanes x, Lanes up) {
 
 constexpr float TO_POWERS = 1.44269504f;  // log2(e): turns exponents of e into exponents of 2
 
-// 2^x for x of at most about 1: a polynomial of the fraction with a relative error of about 3e-6;
-// bfloat16 then rounds to 2e-3.
+// 2^x for x up to about 1, with a polynomial of the fraction. Relative error about 3e-6; bfloat16 then
+// rounds to 2e-3.
 inline Lanes power(Lanes x) {
   const Lanes f = fraction(x);
   Lanes p = set1(1.353416605e-2f);

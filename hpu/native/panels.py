@@ -8,7 +8,7 @@ from hpu.quantization.quantized_weight import GROUP_SIZE, Mxfp4Weight, Quantized
 PANEL = 16
 """Outputs that are stored side by side."""
 TILE_INPUTS = 32
-"""Inputs per step of a product in AMX tiles."""
+"""Inputs per step of a matmul in AMX tiles."""
 INT8_ROWS, INT8_GROUPS, INT4_GROUPS, INT8_STORED, INT4_STORED, MXFP4, INT16_ROWS = range(1, 8)
 """Values of `Kind` in hpu/native/products.h."""
 
@@ -36,12 +36,13 @@ def to_panels(weight: QuantizedWeight | Mxfp4Weight) -> tuple[int, Tensor]:
     """Pack `weight`; returns (kind, bytes uint8 (panels, groups, bytes of a group)).
 
     A group holds the scales (and mins) of 16 outputs in their dtype, then the values; INT8_ROWS has
-    only values. 8-bit values are in the order (pair, 2, output). With 4 bits, each 16-bit word
+    only values. 8-bit values are in the order (pair, 2, output). 4-bit values: each 16-bit word
     holds a value of each of four pairs, the first pair in the lowest bits. Raises ValueError if
-    `kind_of` returns None."""
+    `kind_of` returns None.
+    """
     kind, (out, size) = kind_of(weight), weight.shape
     if kind is None:
-        raise ValueError(f"there is no kernel for such a weight of shape ({out}, {size})")
+        raise ValueError(f"no kernel supports a weight of this kind with the shape ({out}, {size})")
     groups = weight.scales.shape[1]
     by_panel = weight.unpacked.view(out // PANEL, PANEL, size // GROUP_SIZE, GROUP_SIZE // 8, 4, 2)
     if isinstance(weight, Mxfp4Weight) or weight.bits == 4:

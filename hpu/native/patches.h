@@ -1,5 +1,5 @@
-// Attention of vision towers: the patches of a part of an image see each other, in both directions. Part
-// of decode.cpp.
+// Attention of vision towers: the patches of a part of an image attend to each other in both directions.
+// Part of decode.cpp.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 struct Patches {
   const bf16* qkv;         // (patches, 3, heads, size)
-  const float *cos, *sin;  // (patches, size / 2), of the first half; those of the second are equal
-  const int64_t* ends;     // (parts + 1) part i has the patches from ends[i] up to ends[i + 1]
+  const float *cos, *sin;  // (patches, size / 2): the first half of the angles; the second half is equal
+  const int64_t* ends;     // (parts + 1): part i has the patches ends[i] to ends[i + 1] - 1
   int64_t parts, heads, size;
   float scale;
   bf16* out;  // (patches, heads, size)
@@ -16,8 +16,7 @@ struct Patches {
 
 namespace {
 
-// Sizes of heads are multiples of 8 in the models there are, and products take multiples of 32: zeros
-// are added.
+// Head sizes of existing models are multiples of 8; matmuls need multiples of 32. Padded with zeros.
 inline int64_t padded(int64_t size) { return (size + 31) / 32 * 32; }
 
 // A query (part 0) or key (1), rotated in float32.
@@ -33,7 +32,7 @@ inline void rotated(const Patches& of, int64_t patch, int64_t part, int64_t head
   for (int64_t d = (of.size + 15) / 16 * 16; d < padded(of.size); d += 16) store(to + d, zero());
 }
 
-// Packs the keys and values of a part, for one head. Behind the last one are zeros.
+// Packs the keys and values of a part for one head, padded with zeros.
 void lay_out(const Patches& of, int64_t first, int64_t count, int64_t head, const Laid& laid) {
   const int64_t size = padded(of.size);
   alignas(64) bf16 room[2 * PACKED * MOST_HEAD];
@@ -57,8 +56,8 @@ void lay_out(const Patches& of, int64_t first, int64_t count, int64_t head, cons
   }
 }
 
-// Up to 32 queries of `size` numbers, a multiple of 32, over the keys from `first` to `end` that they
-// see: their means of the values, in rows of `size`.
+// Attention of up to 32 queries of `size` elements (a multiple of 32) over the visible keys from `first`
+// to `end`; writes the outputs to `means` in float32, in rows of `size`.
 void attend_keys(const Rows& x, int64_t count, int64_t size, const Laid& laid, int64_t first,
                  int64_t end, const Seen& seen, float scale, float* means) {
 #ifdef __AMX_BF16__
@@ -99,7 +98,7 @@ void attend_keys(const Rows& x, int64_t count, int64_t size, const Laid& laid, i
   }
 }
 
-// The patches of a part from `begin` to `end`, for one head.
+// Attention of the patches `begin` to `end` of a part, for one head.
 void attend_part(const Patches& of, int64_t part, int64_t head, int64_t begin, int64_t end,
                  const Laid& laid) {
   const int64_t first = of.ends[part], count = of.ends[part + 1] - first, size = padded(of.size);
@@ -120,9 +119,9 @@ void attend_part(const Patches& of, int64_t part, int64_t head, int64_t begin, i
   }
 }
 
-// All patches, on `threads` threads.
+// Attention of all patches, on `threads` threads.
 void attend_parts(const Patches& of, int64_t threads) {
-  // Each divides the queries of a part and packs all of its keys: only where there are few parts.
+  // Divide the queries of a part only if there are few parts: each share packs all keys of the part.
   const int64_t pairs = of.parts * of.heads, shares = (2 * threads + pairs - 1) / pairs;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t i = 0; i < pairs * shares; ++i) {

@@ -1,5 +1,5 @@
-// Matrix products of the CPU back end: x W^T for weights in bfloat16, with dot products of lanes or
-// with tiles (AMX). Part of decode.cpp.
+// Matmuls of the CPU back end: x W^T for bfloat16 weights, with dot products of vector registers
+// or with AMX tiles. Part of decode.cpp.
 //
 // Weights are stored in panels of 16 outputs with pairs of inputs adjacent, as dot products and tiles
 // read them. Panels are prefetched in software: the hardware prefetcher starts too late and stops at
@@ -15,15 +15,16 @@
 #include "lora.h"
 #include "numbers.h"
 
-// Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group is 32 inputs, its scale
-// and minimum are float16; or, of the weights of checkpoints, `group` inputs with float32. Of MXFP4
-// (OCP Microscaling Formats 1.0) it is 32 inputs, with a byte for the exponent.
+// Layout of a weight. hpu/native/panels.py packs the quantized kinds. A group of *_GROUPS has 32 inputs,
+// with float16 scale and minimum; a group of *_STORED (quantized checkpoints) has `group` inputs, with
+// float32 scale and minimum; a group of MXFP4 (OCP Microscaling Formats 1.0) has 32 inputs, with a byte
+// for the exponent.
 enum Kind : int64_t {
   BFLOAT16,
   INT8_ROWS,     // value * scale of the output
   INT8_GROUPS,   // value * scale of the group
   INT4_GROUPS,   // value * scale of the group + minimum of the group
-  INT8_STORED,   // likewise
+  INT8_STORED,   // value * scale of the group + minimum of the group
   INT4_STORED,
   MXFP4,         // 4-bit float * power of two of the group
   INT16_ROWS,    // value * scale of the output, in the layout of BFLOAT16
@@ -33,14 +34,14 @@ struct Product {
   const bf16* weight;
   const bf16* bias;
   int64_t outputs, inputs, kind;
-  const float* scales;  // of the outputs, for INT8_ROWS and INT16_ROWS
-  int64_t group;         // inputs, a multiple of 32, for INT8_STORED and INT4_STORED
-  const int32_t* order;  // (inputs) which entry of x each input is, -1: a zero; or null: the same
+  const float* scales;  // per output, for INT8_ROWS and INT16_ROWS
+  int64_t group;         // inputs per group, a multiple of 32, for *_STORED
+  const int32_t* order;  // (inputs): entry of x for each input, -1 for zero; null: same order
   int64_t width;         // entries of a row of x
 };
 
-// A clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate) of gates up to the limit and ups between it
-// and its negative. No limit: silu(gate) * up.
+// Clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up between
+// -`limit` and `limit`. `limit` 0: silu(gate) * up.
 struct Clamped {
   float alpha, limit;
 };
@@ -52,11 +53,11 @@ constexpr int PANEL = 16;
 constexpr int TILE_INPUTS = 32;
 constexpr int64_t CHUNK = 1 << 20;  // bytes of weights that fit into the L2 cache
 constexpr int64_t AHEAD = 1024;     // prefetch distance within a panel, in bytes
-constexpr int64_t FAR_AHEAD = 2560, NEAR_AHEAD = 512;  // likewise, into the L2 and L1 caches
+constexpr int64_t FAR_AHEAD = 2560, NEAR_AHEAD = 512;  // the same, into the L2 and L1 caches
 constexpr int MOST_WAITING = 6;
 
-// Running maximum of a row in each lane of a panel, and the panel it came from (the first of equal
-// ones). NaN stays NaN.
+// Running maximum of a row in each lane of a panel, and the panel of the maximum (the first panel wins a
+// tie). NaN stays NaN.
 struct alignas(64) Best {
   float values[PANEL];
   int32_t panels[PANEL];
@@ -80,36 +81,35 @@ inline Lanes gate(Lanes x, Lanes up, Clamped by) {
   return mul(div(x, add(set1(1), grown)), add(up, set1(1)));
 }
 
-// Where the sums of a row go.
+// Destination of the sums of a row: exactly one of `out`, `total`, `best`, `exact` and `mixed` is set.
 struct End {
   bf16* out = nullptr;    // (rows, outputs), rounded to bfloat16
-  float* total = nullptr;  // (rows, outputs), or else: alpha * sums is added
+  float* total = nullptr;  // (rows, outputs): alpha * sums are added
   float alpha = 0;
   bool gated = false;     // out is (rows, outputs / 2): silu(first half) * second half, or `swiglu`
-  Best* best = nullptr;   // (rows), or else: the maximum of what `exact` would hold
-  float* exact = nullptr;  // (rows, outputs), or else: unrounded
-  float* mixed = nullptr;  // (tokens, outputs), or else: the row's share of the sums is added to its
-                           // token
+  Best* best = nullptr;   // (rows): the maximum of the unrounded sums
+  float* exact = nullptr;  // (rows, outputs), unrounded
+  float* mixed = nullptr;  // (tokens, outputs): shares[row] * sums are added at tokens[row]
   const int64_t* tokens = nullptr;
   const float* shares = nullptr;
   Clamped swiglu = {};
-  const LowSums* low = nullptr;  // of adapters, which are added
+  const LowSums* low = nullptr;  // LoRA results of adapters to add
 };
 
-// Panels of one thread: `first` to `last`; of a gated product those of the first half and their
-// partners in the second half.
+// Panels `first` to `last` of a thread; for a gated matmul, panels of the first half, each with its
+// partner in the second half.
 struct Range {
   int64_t first, last;
 };
 
-// This thread's share of a product's panels.
+// Panels of a matmul that this thread computes.
 inline Range share_of(const Product& by, bool gated) {
   const int64_t panels = by.outputs / PANEL / (gated ? 2 : 1);
   const int64_t threads = omp_get_num_threads(), mine = omp_get_thread_num();
   return {panels * mine / threads, panels * (mine + 1) / threads};
 }
 
-// Address of the range's panels, and the distance of each to its partner.
+// Address of the first panel of a range, and the distance from each panel to its partner.
 struct Panels {
   const bf16* first;
   int64_t partner;
@@ -130,7 +130,7 @@ inline void expect(const Product& by, bool gated) {
       _mm_prefetch((const char*)at + byte, _MM_HINT_T1);
 }
 
-// How many of the remaining panels to multiply at once, at most `most`, and the step.
+// Number of panels to multiply at once, at most `most`, and the number of panels to advance.
 struct Width {
   int wide, step;
 };
@@ -141,13 +141,14 @@ inline Width width_of(int64_t left, const End& end, int most) {
   return {wide, end.gated ? wide / 2 : wide};
 }
 
-// The q-th of the panels that are multiplied at once from `panel` on, `near` of them in the first half.
+// The q-th of the panels that are multiplied at once from `panel` on; the first `near` of them are in
+// the first half.
 inline int64_t panel_at(const Product& by, int64_t panel, int q, int near) {
   return q < near ? panel + q : by.outputs / PANEL / 2 + panel + q - near;
 }
 
-// The low-rank sums that a product's sums begin with, if its end adds any. Sums that are scaled are
-// finished before those of adapters are added.
+// LoRA sums that initialize the sums of a matmul, if any. Sums with scales begin with zero, because they
+// are scaled before the LoRA sums are added.
 inline const LowSums* low_to_begin_with(const Product& by, const End& end) {
   return by.scales ? nullptr : end.low;
 }
@@ -158,7 +159,7 @@ inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
   return by.bias ? add(sum, load(by.bias + at)) : sum;
 }
 
-// Like `finish`, of a clamped SwiGLU. Apart from it, so that the other one stays as it is.
+// `finish` of a clamped SwiGLU; not inlined, so that `finish` compiles to the same code as without it.
 [[gnu::noinline]] void finish_clamped(const Product& by, const End& end, const float* sums,
                                       int64_t apart, int64_t row, int64_t panel, int wide) {
   const int64_t half = by.outputs / 2;
@@ -173,8 +174,8 @@ inline Lanes sum_of(const Product& by, const float* from, int64_t at) {
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide);
 
-// Like `finish`, with the low-rank products of adapters. Apart from it, so that the other one stays
-// as it is.
+// `finish` with the LoRA deltas of adapters; not inlined, so that `finish` compiles to the same code as
+// without it.
 [[gnu::noinline]] void finish_adapted(const Product& by, const End& end, const float* sums,
                                       int64_t apart, int64_t row, int64_t panel, int wide) {
   alignas(64) float own[4 * PANEL];
@@ -191,7 +192,7 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   finish(bare, rest, own, PANEL, row, panel, wide);
 }
 
-// The sums of one row and `wide` panels from `panel`, with stride `apart`.
+// Writes the sums of a row and `wide` panels from `panel` on, `apart` elements apart, to `end`.
 inline void finish(const Product& by, const End& end, const float* sums, int64_t apart, int64_t row,
                    int64_t panel, int wide) {
   const int64_t at = panel * PANEL;
@@ -244,26 +245,26 @@ inline void finish(const Product& by, const End& end, const float* sums, int64_t
   }
 }
 
-// Panels of a block of inputs. The second half of them is `far` numbers after the first.
+// Panels of a block of inputs. The second half of the panels is `far` elements after the first.
 struct Weights {
   const bf16* from;
   int64_t panel, far;
-  const bf16* next;  // the panels that are read after them
+  const bf16* next;  // the panels that are read next
 
   const bf16* of(int q, int near) const { return from + q % near * panel + q / near * far; }
 };
 
-// Panels to prefetch into the L2 cache during a product: one line of each per pair of inputs.
+// Panels to prefetch into the L2 cache during a matmul: a cache line of each panel per pair of inputs.
 struct Ahead {
   const bf16* from;
   int64_t panel;
   int count;
 };
 
-// ROWS rows times PANELS panels of 16 outputs, added to `sums` with row stride `apart` or stored there.
-// ONCE: no other rows are multiplied by the weights, which come from memory. More reads are under way at
-// a time if prefetches end in the L2 cache; more than MOST_WAITING rows, whose products take as long as
-// the reads, do not wait for that cache either.
+// Multiplies ROWS rows by PANELS panels of 16 outputs; adds to or stores into `sums` with row stride
+// `apart`. ONCE: no other rows use the weights, which come from memory. Prefetches that end in the L2
+// cache allow more reads in flight. For more than MOST_WAITING rows the arithmetic takes as long as the
+// reads, so weights are also prefetched from the L2 into the L1 cache.
 template <int ROWS, int PANELS, bool ONCE>
 inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums, int64_t apart,
                  bool adds, const Ahead& ahead) {
@@ -282,7 +283,7 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; ++p)
       acc[r][p] = adds ? load(sums + r * apart + p * 16) : zero();
-  // What to prefetch: within the panels, and towards their ends the first lines of the next ones.
+  // Prefetch within the panels, and near their ends the first lines of the next panels.
   constexpr bool NEARBY = ONCE && ROWS > MOST_WAITING;
   constexpr int64_t DISTANCE = NEARBY ? FAR_AHEAD : AHEAD;
   const bf16* soon[PANELS];
@@ -319,7 +320,7 @@ inline void dots(const Rows& rows, const Weights& by, int64_t pairs, float* sums
     for (int p = 0; p < PANELS; ++p) store(sums + r * apart + p * 16, acc[r][p]);
 }
 
-// Of one tile: where the registers hold the sums of so many by two panels, weights are read once.
+// Maximum rows in a single tile: the registers hold their sums for two panels, so weights are read once.
 constexpr int MOST_ROWS = MOST_SUMS >= 24 ? 12 : 6;
 
 template <int PANELS, bool ONCE>
@@ -348,11 +349,11 @@ auto kernel_of(int panels) {
   return panels == 4 ? dots_of<4, ONCE> : panels == 2 ? dots_of<2, ONCE> : dots_of<1, ONCE>;
 }
 
-constexpr int64_t MOST_PAIRS = 288;  // of inputs in a block, whose panels stay in the L2 cache
-constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks gain nothing
+constexpr int64_t MOST_PAIRS = 288;  // pairs of inputs in a block, whose panels stay in the L2 cache
+constexpr int64_t MOST_TILES = 16;   // with more tiles of rows, blocks are not faster
 
-// While the rows are multiplied by four panels, the next weights are prefetched: with few rows,
-// reading takes as long as multiplying.
+// Prefetches the next weights while the rows are multiplied by four panels: with few rows, reading takes
+// as long as multiplying.
 void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int64_t num_rows,
                    int64_t first_row, const End& given, Range range) {
   const LowSums* low = low_to_begin_with(by, given);
@@ -364,7 +365,7 @@ void multiply_dots(const Product& by, const Panels& from, const Rows& rows, int6
   const int64_t blocks = has_blocks ? (pairs + MOST_PAIRS - 1) / MOST_PAIRS : 1;
   // Dequantized panels are in the cache already.
   const bool once = tiles == 1 && by.kind == BFLOAT16;
-  // One tile prefetches within its panels.
+  // A single tile prefetches within its panels.
   const int fetched = tiles >= 4 ? 1 : tiles > 1 ? 2 : 0;
   alignas(64) float sums[MOST_TILES * 24 * 16];
   for (int64_t p = range.first; p < range.last;) {
@@ -405,17 +406,18 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights.
+// Tiles 0 to 3 hold sums, tiles 4 and 5 rows of x, tiles 6 and 7 weights.
 void configure(int first, int second) {
   TileConfig config;
   const int rows[8] = {first, first, second, second, first, second, 16, 16};
   for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = rows[t];
-  // GCC believes that the intrinsic reads eight bytes, and may drop stores to the rest.
+  // GCC assumes that the intrinsic reads eight bytes, and may drop stores to the other bytes.
   asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
-// How the sums of a row of 2 panels are finished: `finish`, or without its branches.
+// Ways to finish the sums of a row of two panels: `finish` itself, and special cases without its
+// branches.
 struct AnyEnd {
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
     finish(by, end, sums, PANEL, row, panel, 2);
@@ -444,8 +446,8 @@ struct GatedEnd {
   }
 };
 
-// Unfinished sums of a block of rows. They are finished between the tile operations of the next block,
-// whose latency hides the work.
+// Sums of a block of rows. They are finished between the tile operations of the next block, whose
+// latency hides this work.
 template <typename Finish>
 struct Unfinished {
   const Product* by;
@@ -469,13 +471,13 @@ struct Unfinished {
   }
 };
 
-// Prefetches the tile of a panel that the next step reads.
+// Prefetches a panel's tile for the next step.
 inline void ask_for_tile(const bf16* from) {
   for (int i = 0; i < 16; ++i)
     _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T0);
 }
 
-// Loads the sums of panels side by side of up to 16 rows, and of 16 more rows or 2 more panels.
+// Loads the sums of up to 16 rows and two panels, and with `both` of 16 more rows or 2 more panels.
 inline void load_sums(const float* from, bool both) {
   _tile_loadd(0, from, 64);
   _tile_loadd(1, from + 256, 64);
@@ -484,8 +486,8 @@ inline void load_sums(const float* from, bool both) {
   _tile_loadd(3, from + 768, 64);
 }
 
-// Up to 16 rows times 4 panels. `next`: address of the panels after them. `begin`: what is added to the
-// sums, or none.
+// Multiplies up to 16 rows by 4 panels. `next`: address of the panels that follow. `begin`: initial
+// sums, or null.
 template <typename Finish>
 void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, int64_t far,
                    int64_t steps, const bf16* next, const float* begin, Unfinished<Finish>& before) {
@@ -523,8 +525,8 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
   _tile_stored(3, sums + 768, 64);
 }
 
-// Up to 32 rows times 2 panels, or 1. FETCHES: the weights of the next step are prefetched; else they
-// are in the L2 cache, and are read so that they do not replace the rows in the L1 cache.
+// Multiplies up to 32 rows by 2 panels, or 1. FETCHES: prefetch the weights of the next step. Otherwise
+// the weights are in the L2 cache, and are read without replacing the rows in the L1 cache.
 template <bool FETCHES>
 inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, int64_t far, int wide,
                       const bf16* later) {
@@ -552,8 +554,8 @@ inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, 
   }
 }
 
-// Stores sums with `apart` numbers from row to row, `right` to the second panel, and `below` to the
-// second 16 rows.
+// Stores the sums: `apart` elements between rows, `right` elements to the second panel, `below` elements
+// to the second 16 rows.
 inline void store_tiles(float* to, int64_t right, int64_t below, int64_t apart, int count) {
   _tile_stored(0, to, apart * sizeof(float));
   _tile_stored(1, to + right, apart * sizeof(float));
@@ -562,8 +564,8 @@ inline void store_tiles(float* to, int64_t right, int64_t below, int64_t apart, 
   _tile_stored(3, to + below + right, apart * sizeof(float));
 }
 
-// The sums of a block of inputs: `partial` holds those of the inputs before it, or is null, and takes
-// them unless the block is the last one.
+// Multiplies a block of inputs. `partial` holds the sums of earlier blocks, or is null, and receives the
+// new sums unless the block is the last.
 template <bool FETCHES, typename Finish>
 void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64_t far,
                   int64_t steps, int wide, const bf16* next, float* partial, bool begins, bool ends,
@@ -587,12 +589,12 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
   else store_tiles(partial, 256, 512, 16, count);
 }
 
-// A product with at most MOST_SMALL steps is a small one: its inputs are divided into blocks of at most
-// MOST_STEPS, whose rows stay in the L1 cache. A larger one gains nothing from that.
+// A matmul of at most MOST_SMALL steps splits its inputs into blocks of at most MOST_STEPS, so that its
+// rows stay in the L1 cache. Larger matmuls are not faster with blocks.
 constexpr int64_t MOST_SMALL = 48, MOST_STEPS = 20;
 
-// Tiles of low-rank products: 0 and 1 hold sums of `rows` rows, 4 first products with `ranks` ranks,
-// and 6 and 7 as many ranks of a panel.
+// Configures the tiles for LoRA: tiles 0 and 1 hold sums of `rows` rows, tile 4 x times `a` with `ranks`
+// ranks, and tiles 6 and 7 as many ranks of a panel of `b`.
 void configure_low(int rows, int ranks) {
   TileConfig config;
   for (int t : {0, 1}) config.bytes[t] = 64, config.rows[t] = rows;
@@ -602,14 +604,14 @@ void configure_low(int rows, int ranks) {
   _tile_loadconfig(&config);
 }
 
-// The second low-rank products of up to 32 rows from `row` and the panels `begin` to `stop`, as the sums
-// that tiles of at most `most` panels begin with. Changes the configuration of the tiles.
+// Multiplies up to 32 rows of x times `a` from `row` on by the panels `begin` to `stop` of `b`. The
+// results are the initial sums of tiles of at most `most` panels. Changes the tile configuration.
 void low_begins(const LowSums& low, const Product& by, const End& end, int64_t row, int count,
                 int64_t begin, int64_t stop, int most, float* sums) {
   constexpr int64_t AHEAD_BYTES = 2048;
   const AdapterRows& rows = *low.rows;
   const auto place = [&](int64_t r) { return (r - row) / 16 * 512 + (r - row) % 16 * 16; };
-  // Calls use(first panel, how many at once, how many of these in the first half, their sums).
+  // Calls use(first panel, panels at once, number of these in the first half, their sums).
   const auto for_each = [&](auto use) {
     float* to = sums;
     for (int64_t p = begin; p < stop; to += 1024) {
@@ -668,7 +670,8 @@ void low_begins(const LowSums& low, const Product& by, const End& end, int64_t r
   asm volatile("" ::"r"(sums) : "memory");
 }
 
-// This many panels stay in the L2 cache while all rows are multiplied. `low`: of adapters, or none.
+// `most` panels stay in the L2 cache while all rows are multiplied. `low`: x times `a` of adapters, or
+// null.
 template <typename Finish>
 void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_t rows,
                     const End& end, Range range, const LowSums* low) {
@@ -741,8 +744,8 @@ void multiply_wide(const Product& by, const Panels& from, const bf16* x, int64_t
     return multiply_tiles(by, from, x, rows, end, range);
 #endif
   thread_local Scratch kept;
-  // Rows that are converted stay in the cache while all panels are multiplied; so do the sums that begin
-  // with low-rank ones.
+  // Limit the rows, so that converted rows and LoRA sums stay in the cache while all panels are
+  // multiplied.
   const bool all = std::is_same_v<Input, bf16> && !low_to_begin_with(by, end);
   const int64_t most = all ? rows : 6 * MOST_TILES;
   for (int64_t r = 0; r < rows; r += most) {

@@ -1,8 +1,8 @@
 // Attention of prompts: new tokens over the cached tokens of their sequence and over each other, in
 // blocks of keys with an online softmax (FlashAttention, arXiv 2205.14135). Part of decode.cpp.
 //
-// Keys and values, new ones included, are read from the cache and packed once as panels of a product,
-// so that scores and weighted sums use the same kernels as weights.
+// Keys and values, including those of new tokens, are read from the cache and packed once as panels of
+// a matmul, so that scores and weighted sums use the same kernels as weights.
 
 #pragma once
 
@@ -14,8 +14,8 @@ constexpr int QUERIES = 32;  // rows of a block of scores
 constexpr int KEYS = 128;    // columns of a block of scores
 constexpr int PART = 256;    // tokens that one thread packs for all threads
 
-// The packed cache of one key head of a prompt: `span` keys in panels of 16 keys, then their values in
-// panels of 16 numbers.
+// Packed cache of a key head of a prompt: `span` keys in panels of 16 keys, then their values in panels
+// of 16 elements.
 struct Laid {
   int64_t span;
   bf16* keys;
@@ -29,13 +29,13 @@ inline int64_t tokens_of(const Prompts& of, int64_t prompt) {
 
 constexpr int PACKED = 32;  // keys and values packed at a time
 
-// Their addresses.
+// Addresses of PACKED keys and values.
 template <typename Number>
 struct Sources {
   const Number *keys[PACKED], *values[PACKED];
 };
 
-// Finds and prefetches the keys or values of a prompt's tokens from `begin`; zeros after the last one.
+// Finds and prefetches keys and values of a prompt's tokens from `begin` on; zeros after the last token.
 template <typename Format>
 void find(const Model& m, const Layer& layer, const Step& s, const Prompts& of, int64_t prompt,
           int64_t kv, int64_t begin, Sources<uint8_t>& found) {
@@ -67,7 +67,7 @@ void lay_out(int64_t size, const Sources<bf16>& from, int64_t begin, const Laid&
       store_pairs(to + i * PANEL, from.values[i] + d, from.values[i + 1] + d);
 }
 
-// The same keys and values in bfloat16: where they are, or converted into `room`.
+// The keys and values in bfloat16: in place, or converted into `room`.
 template <typename Format>
 Sources<bf16> as_bfloat16(const Model& m, const Layer& layer, const Sources<uint8_t>& from,
                           bf16* room) {
@@ -99,8 +99,8 @@ void lay_out(const Model& m, const Layer& layer, const Step& s, const Prompts& o
   }
 }
 
-// Up to 32 rows times panels for `columns` outputs, a multiple of 32, stored to or added to `out` with
-// row stride `apart`. `panel`: numbers from one panel to the next.
+// Matmul of up to 32 rows with the panels of `columns` outputs (a multiple of 32), stored to or added to
+// `out` with row stride `apart`. `panel`: distance between panels in elements.
 void product(const Rows& x, int64_t rows, const bf16* w, int64_t panel, int64_t columns,
              int64_t inputs, float* out, int64_t apart, bool adds) {
 #ifdef __AMX_BF16__
@@ -151,7 +151,7 @@ void product(const Rows& x, int64_t rows, const bf16* w, int64_t panel, int64_t 
   }
 }
 
-// State of the online softmax: the maximum score of each row, in powers of two, and the sums of its
+// State of the online softmax: the maximum score of each row, as an exponent of 2, and the sums of its
 // powers by lane.
 struct Softmax {
   alignas(64) float top[QUERIES];
@@ -169,8 +169,9 @@ inline Mask mask_of(int64_t i, const Seen& of, int64_t r) {
   return between(low, high);
 }
 
-// Replaces the scores of 16 rows from `first`, `width` columns, with powers as inputs of a product, zero
-// where masked. `shares` rescales the sums so far of each row; returns whether one of them is not 1.
+// Converts the scores of 16 rows from `first` on, `width` columns, to powers of two, the inputs of a
+// matmul; masked scores become zero. `shares` receives the factor that rescales the earlier sums of each
+// row. Returns whether any factor is not 1.
 template <bool ALL>
 inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t width, float scale,
                   Softmax& rows, Input* powers, float* shares) {
@@ -187,7 +188,7 @@ inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t wi
   const Lanes greatest = joined(tops, [](auto a, auto b) { return max(a, b); });
   const Lanes by = set1(scale), before = load(rows.top + first);
   const Lanes now = max(mul(greatest, by), before);
-  // A row without any visible key so far: all its powers and sums are zero.
+  // For a row without visible keys so far, all powers and sums are zero.
   const Mask some = differs(now, set1(-INFINITY));
   alignas(64) float bases[16];
   store(bases, keep(some, now));
@@ -211,7 +212,8 @@ inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t wi
   return any(moved);
 }
 
-// Up to 32 new tokens of a prompt from `begin`, for one query head, over all visible keys.
+// Attention of up to 32 new tokens of a prompt from `begin` on, for one query head, over all visible
+// keys.
 void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
                   int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
   const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
@@ -263,8 +265,9 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   }
 }
 
-// All new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated and written
-// to the cache, to `out` (tokens, heads * head_dim). Called by all threads; they share `kept`.
+// Attention of all new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated
+// and written to the cache, to `out` (tokens, heads * head_dim). Called by all threads, which share
+// `kept`.
 template <typename Format>
 void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Prompts& of,
                     const bf16* heads, bf16* out, Scratch& kept) {
@@ -272,7 +275,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
   const int64_t each = 2 * span * m.head_dim, group = m.heads / m.kv_heads;
   const int64_t blocks = (of.length + QUERIES - 1) / QUERIES, parts = (span + PART - 1) / PART;
   if (of.batch * m.kv_heads >= 2 * omp_get_num_threads()) {
-    // Enough work for one key head per thread, whose panels then stay in its core's cache.
+    // Enough work for a key head per thread; its panels then stay in the core's cache.
     thread_local Scratch own;
     const Laid laid{span, own.room<bf16>(each)};
 #pragma omp for schedule(dynamic) nowait
@@ -295,7 +298,7 @@ void attend_prompts(const Model& m, const Layer& layer, const Step& s, const Pro
     lay_out<Format>(m, layer, s, of, prompt, at % m.kv_heads, begin, end, {span, all + at * each});
   }
   wait_for_all();
-  // Longest first, for balance: the last pieces of work are short.
+  // Longest first, for load balance: the last work items are short.
 #pragma omp for schedule(dynamic) nowait
   for (int64_t i = 0; i < of.batch * m.heads * blocks; ++i) {
     const int64_t head = i % m.heads, prompt = i / m.heads % of.batch;

@@ -1,4 +1,4 @@
-// Products of any kind of weight. Part of decode.cpp.
+// Matmuls with all kinds of weights. Part of decode.cpp.
 
 #pragma once
 
@@ -13,7 +13,8 @@
 
 namespace {
 
-// x (rows, width) with the inputs in the order of the weight, (rows, inputs), for this thread.
+// x (rows, width) with its entries in the order of the weight's inputs: (rows, inputs), a buffer of this
+// thread.
 const bf16* reordered(const Product& by, const bf16* x, int64_t rows) {
   thread_local Scratch kept;
   bf16* out = kept.room<bf16>(rows * by.inputs);
@@ -23,7 +24,7 @@ const bf16* reordered(const Product& by, const bf16* x, int64_t rows) {
   return out;
 }
 
-// Whether products with quantized weights round x to 8 bits.
+// Whether matmuls with quantized weights round x to 8 bits.
 bool rounds_inputs = false;
 
 template <int KIND>
@@ -39,7 +40,7 @@ void multiply_quantized(const Product& by, const bf16* x, int64_t rows, const En
 #endif
 }
 
-// This thread's share of the product of x (rows, width) and `by`.
+// Computes this thread's panels of x (rows, width) times `by`.
 void multiply(const Product& by, const bf16* x, int64_t rows, const End& end) {
   const Range range = share_of(by, end.gated);
   if (by.order != nullptr) x = reordered(by, x, rows);

@@ -1,5 +1,5 @@
-// Products with quantized weights and BF16 instructions: few rows use the quantized values directly; for
-// more rows, panels are dequantized to bfloat16 first. Part of decode.cpp.
+// Matmuls with quantized weights and BF16 instructions: few rows are multiplied by the quantized
+// values; for more rows, panels are dequantized to bfloat16 first. Part of decode.cpp.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// The number that the i-th nibble of each word stands for, and the factor of pair i of four.
+// Number of the i-th nibble of each word, and factor of the i-th of four pairs.
 template <int KIND>
 inline Lanes number(Words words, int place) {
   return KIND == MXFP4 ? fp4(words, place) : int4(words, place);
@@ -17,7 +17,7 @@ inline Factor number_factor(Words words, int pair, int turn) {
   return KIND == MXFP4 ? fp4_factor(words, pair, turn) : int4_factor(words, pair, turn);
 }
 
-// Pairs of the inputs 8q to 8q + 7 of a block, unscaled: numbers that bfloat16 represents exactly.
+// Pairs of the inputs 8q to 8q + 7 of a block, unscaled; bfloat16 represents them exactly.
 template <int KIND>
 inline void four_pairs(const uint8_t* block, int q, Lanes* first, Lanes* second) {
   if constexpr (has_4_bits(KIND)) {
@@ -31,16 +31,16 @@ inline void four_pairs(const uint8_t* block, int q, Lanes* first, Lanes* second)
   }
 }
 
-// Rows of x for quantized weights, from one input on: as inputs of products, and in float32 with
-// stride `inputs`.
+// Rows of x for quantized weights: in the input type of the matmuls, and in float32 with stride
+// `inputs`.
 struct Rows32 {
   Rows of;
   const float* full;
   int64_t inputs;
 };
 
-// Adds the sums of one block of each panel, from input `at`. BF16 instructions multiply 4-bit values
-// as pairs; 8-bit values convert to float32 faster.
+// Adds the products of a block of each panel, from input `at` on. 4-bit values are multiplied in pairs
+// by BF16 instructions; 8-bit values convert to float32 faster.
 template <int KIND, int ROWS, int PANELS>
 inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t at,
                        Lanes (*sums)[ROWS]) {
@@ -78,8 +78,8 @@ inline void sum_blocks(const uint8_t* const* blocks, const Rows32& rows, int64_t
     }
 }
 
-// Like `dots`, with quantized weights and few rows, in groups of `blocks`; `of_x` (rows, groups)
-// holds the sums of x.
+// `dots` for few rows and quantized weights in groups of `blocks` blocks; `of_x` (rows, groups) holds
+// the sums of x.
 template <int KIND, int ROWS, int PANELS>
 void quantized_dots(const Rows32& rows, const uint8_t* weight, int64_t blocks, int64_t far,
                     const float* of_x, float* sums, int64_t apart) {
@@ -148,10 +148,10 @@ void quantized_dots_of(int64_t count, const Rows32& rows, const uint8_t* w, int6
   }
 }
 
-// Up to this many rows the quantized values are multiplied directly. A pair of 4-bit values takes two
-// instructions to be a factor, and nine to be one in bfloat16 that is scaled; tiles need the latter.
+// Maximum rows that are multiplied by the quantized values directly. Turning a pair of 4-bit values into
+// a factor takes two instructions, into a scaled bfloat16 factor, which tiles need, nine.
 constexpr int64_t FEW_ROWS = 4, FEW_ROWS_OF_4_BITS = 64;
-constexpr int64_t MOST_AT_ONCE = 8;  // rows, of which the registers hold the sums of two panels
+constexpr int64_t MOST_AT_ONCE = 8;  // rows: the registers hold their sums for two panels
 
 template <int KIND>
 void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End& end, Range range) {
@@ -197,7 +197,7 @@ void multiply_few_rows(const Product& by, const bf16* x, int64_t rows, const End
 
 constexpr int64_t AHEAD_OF_DEQUANTIZED = 2560;  // prefetch distance, in bytes
 
-// Dequantizes panels to bfloat16; INT8_ROWS keeps the unscaled values, which `finish` scales.
+// Dequantizes panels to bfloat16. INT8_ROWS stays unscaled; `finish` scales its sums.
 template <int KIND>
 void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
   const int64_t blocks = blocks_of<KIND>(by), groups = by.inputs / (blocks * BLOCK);

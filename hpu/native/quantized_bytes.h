@@ -1,11 +1,10 @@
-// Products with quantized weights in integers of 8 bits, for CPUs with AVX512-VNNI: an instruction
-// multiplies twice as many as one of pairs of 16 bits, and weights need no conversion to be its factors.
-// Part of decode.cpp.
+// Matmuls with quantized weights in 8-bit integers, for CPUs with AVX512-VNNI: an instruction multiplies
+// twice as many elements as with 16-bit pairs, and weights need no conversion. Part of decode.cpp.
 //
-// x is rounded to 8 bits in blocks of 32 inputs that share a scale. Where that changes the inputs below the
-// largest by more than 1/40 (root mean square), as where one is far larger than the others, 8 more bits follow:
-// the difference is rounded and multiplied, too. Each sum of a block is exact, and sums are added in the order of
-// the inputs, so that a row has the same results in every batch.
+// x is rounded to 8 bits in blocks of 32 inputs that share a scale. If rounding changes the inputs below
+// the largest by more than 1/40 (root mean square), for example because an input is far larger than the
+// others, the rounding error is rounded to 8 more bits and multiplied, too. The sum of each block is
+// exact, and sums are added in the order of the inputs, so a row has the same results in every batch.
 
 #pragma once
 
@@ -13,10 +12,10 @@
 
 namespace {
 
-// Some rows of x, of one block or group after the other: the integers (parts, rows, 32), in the order in
-// which words of weights hold inputs, in one or two parts of each block; of each part the scale and what the
-// sum of its products begins with, (parts, rows); how many parts blocks have; and of each group the sum of x,
-// (groups, rows).
+// Rows of x, block by block: `x` holds integers (parts, rows, 32), in the input order of the words of
+// weights; a block has one or two parts. `scales` and `begins` (parts, rows): scale of each part, and
+// initial value of its sum of products. `parts`: number of parts of each block. `sums` (groups, rows):
+// sum of x of each group.
 struct ByteRows {
   int8_t* x;
   float *scales, *sums;
@@ -24,10 +23,10 @@ struct ByteRows {
   uint8_t* parts;
 };
 
-// Weights are multiplied without sign: this much is added to each.
+// Added to each weight, because weights are multiplied as unsigned bytes.
 constexpr int added_to(int64_t kind) { return kind == MXFP4 ? 12 : has_4_bits(kind) ? 0 : 128; }
 
-// Word `i` of eight of a block: four inputs of each output.
+// The i-th of eight words of a block: four inputs of each output.
 template <int KIND>
 inline Words word_of(const uint8_t* block, int i) {
   if constexpr (!has_4_bits(KIND)) {
@@ -38,12 +37,12 @@ inline Words word_of(const uint8_t* block, int i) {
   }
 }
 
-// Rows of a kernel, whose sums the registers hold beside those of a block.
+// Rows of a kernel: the registers hold their sums together with the sums of a block.
 constexpr int64_t MOST_BYTE_ROWS = 6, MOST_OF_FOUR_PANELS = 3;
-constexpr int64_t MOST_AHEAD = 1 << 16;  // bytes from what is read to what is prefetched
+constexpr int64_t MOST_AHEAD = 1 << 16;  // maximum prefetch distance in bytes
 
-// The scale of a block of x, and what 127 is multiplied with; NaN if a number is not finite. FP4 weights
-// are twice their numbers.
+// Returns the scale of a block of x, and in `by` the factor that makes its largest magnitude 127; NaN if
+// an element is not finite. FP4 weights are stored as twice their values, so the scale is halved.
 template <int KIND>
 inline float scale_of(const bf16* x, float* by) {
   const int bits = largest_bits(x, BLOCK);
@@ -51,14 +50,14 @@ inline float scale_of(const bf16* x, float* by) {
   float most;
   std::memcpy(&most, &wide, 4);
   if (bits >= 0x7f80) most = NAN;
-  // So that its reciprocal is finite.
+  // Keeps the reciprocal finite.
   else most = std::max(most, 0x1p-120f);
   *by = 127 / most;
   return most * (KIND == MXFP4 ? 0.5f / 127 : 1.0f / 127);
 }
 
-// The products of ROWS rows and PANELS panels, in `groups` groups of `blocks`, as `sums` (rows, panels, 16).
-// What is `next` bytes after what is read is prefetched, if it is not 0.
+// Dot products of ROWS rows and PANELS panels, in `groups` groups of `blocks` blocks, as `sums` (rows,
+// panels, 16). `next`: prefetch distance in bytes; 0: no prefetch.
 template <int KIND, int ROWS, int PANELS>
 void byte_dots(const ByteRows& rows, const uint8_t* const* panels, int64_t groups, int64_t blocks,
                int64_t next, float* sums) {
@@ -148,7 +147,7 @@ auto byte_dots_of(int64_t rows) {
   }
 }
 
-// Rounds rows of x.
+// Rounds rows of x into `to`.
 template <int KIND>
 void round_rows(const bf16* x, int64_t inputs, int64_t blocks, int64_t rows, const ByteRows& to) {
   constexpr bool IN_NIBBLES = has_4_bits(KIND);
@@ -192,7 +191,7 @@ void round_rows(const bf16* x, int64_t inputs, int64_t blocks, int64_t rows, con
   }
 }
 
-// Rows from `first_row` on.
+// Multiplies `num_rows` rows, which are rows `first_row` onwards of the matmul.
 template <int KIND>
 void multiply_bytes(const Product& by, const bf16* x, int64_t num_rows, int64_t first_row, const End& end,
                     Range range) {
@@ -203,7 +202,7 @@ void multiply_bytes(const Product& by, const bf16* x, int64_t num_rows, int64_t 
   float* scales = numbers.room<float>(num_rows * (2 * of_row + groups));
   float* totals = scales + 2 * num_rows * of_row;
   int32_t* begins = integers.room<int32_t>(2 * num_rows * of_row);
-  // The kernels read one more than they use.
+  // The kernels read an element beyond the last.
   uint8_t* parts = counts.room<uint8_t>(tiles * of_row + 1);
   const auto begin_of = [&](int64_t t) { return num_rows * t / tiles; };
   const auto rows_of = [&](int64_t t) -> ByteRows {

@@ -1,12 +1,12 @@
-// Products with quantized weights in integers, for CPUs without BF16 instructions: a multiply-add of
-// pairs of 16 bits takes half the time of its float32 form, and needs no conversion of the weights.
-// Part of decode.cpp.
+// Matmuls with quantized weights in integers, for CPUs without BF16 instructions: a multiply-add of
+// 16-bit pairs takes half the time of its float32 form, and weights need no conversion. Part of
+// decode.cpp.
 //
-// x is rounded to 16 bits in runs of inputs that share a power of two. Numbers within 2^-7 of the
-// largest one of a run stay what they are in bfloat16; the error of others is at most 2^-15 of it.
-// Weights in 16 bits (INT16_ROWS) have 12 and a sign, and x then has 13: 2^-5 and 2^-13. So have those
-// of groups where they are unpacked for many rows: they then share the scale of their output, a power of
-// two, and 64 inputs in place of a group are summed in integers.
+// x is rounded to 16 bits in runs of inputs that share a power-of-two scale. Values within 2^-7 of the
+// largest magnitude of a run keep their bfloat16 value; the error of smaller values is at most 2^-15 of
+// that magnitude. INT16_ROWS weights have 12 bits and a sign, and x then has 13 bits: the bounds are
+// 2^-5 and 2^-13. The same holds for weights in groups if they are unpacked for many rows: they then
+// share a power-of-two scale per output, and 64 inputs instead of a group are summed in integers.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// Rows of x in 16 bits, (rows, inputs), and of each run the scale and the sum of the scaled numbers,
+// Rows of x in 16 bits, (rows, inputs); the scale of each run, and the sum of its scaled elements,
 // (rows, runs) each.
 struct IntegerRows {
   const int16_t* x;
@@ -26,16 +26,18 @@ struct IntegerRows {
   }
 };
 
-// Rows up to which unpacking once gains nothing; weights in 16 bits are not packed.
+// Maximum rows for which unpacking the weights in advance is not faster. INT16_ROWS weights are not
+// packed.
 constexpr int64_t most_packed(int64_t kind) { return kind == INT16_ROWS ? 6 : 8; }
-// What packed weights become.
+// Kind of the weights after unpacking.
 constexpr int64_t unpacked_kind(int64_t kind) { return has_row_scales(kind) ? kind : INT16_ROWS; }
 // Magnitudes of x are below 2 to this power.
 constexpr int bits_of_x(int64_t kind) { return kind == INT16_ROWS ? 13 : 15; }
-// Blocks whose sums of products fit into 32 bits: 64 of 12 and 13 bits, or 128 of 8 and 15 bits.
+// Maximum blocks whose sums of products fit in 32 bits: 64 products of 12 and 13 bits, or 128 of 8 and
+// 15 bits.
 constexpr int64_t most_run(int64_t kind) { return kind == INT16_ROWS ? 2 : 4; }
 
-// Blocks of inputs that are summed in integers, of groups of `blocks`.
+// Blocks that are summed in integers, for groups of `blocks` blocks.
 template <int KIND>
 inline int64_t run_of(int64_t blocks) {
   int64_t run = most_run(KIND);
@@ -50,7 +52,7 @@ inline float power_of_two(int biased) {
   return found;
 }
 
-// Rounds a run of x. FP4 weights are twice their numbers.
+// Rounds a run of x. FP4 weights are stored as twice their values, so the scale is halved.
 template <int KIND>
 inline void round_run(const bf16* x, int64_t size, int16_t* to, float* scale, float* sum) {
   const int exponent = largest_bits(x, size) >> 7;
@@ -59,7 +61,7 @@ inline void round_run(const bf16* x, int64_t size, int16_t* to, float* scale, fl
     *scale = *sum = NAN;
     return;
   }
-  const int biased = std::max(exponent, 16);  // so that the scale is a normal number
+  const int biased = std::max(exponent, 16);  // so that the scale is a normal float
   const int power = bits_of_x(KIND) - 1;
   const Lanes by = set1(power_of_two(254 + power - biased));
   for (int64_t i = 0; i < size; i += 16) store_int16(to + i, mul(load(x + i), by));
@@ -72,16 +74,16 @@ inline void round_run(const bf16* x, int64_t size, int16_t* to, float* scale, fl
   }
 }
 
-// Sums of squares: of an output's weights, and of what rounding changes.
+// Sums of squares of an output's weights and of their rounding errors.
 struct Loss {
   double all, lost;
 };
 
-// Rounds an output's weights for INT16_ROWS; pairs of inputs are a panel's pairs apart.
+// Rounds an output's weights to INT16_ROWS. Pairs of inputs are as far apart as in a panel.
 inline Loss round_output(const bf16* weight, int64_t inputs, int16_t* to, float* scale) {
   constexpr int BITS = 12;
   const int exponent = largest_bits(weight, inputs) >> 7;
-  // Infinity and NaN have no integer: they are lost.
+  // Infinity and NaN have no integer: report an infinite loss.
   if (exponent == 255) return {0, INFINITY};
   const int biased = std::max(exponent, 16);
   const Lanes by = set1(power_of_two(253 + BITS - biased));
@@ -100,7 +102,7 @@ inline Loss round_output(const bf16* weight, int64_t inputs, int16_t* to, float*
   return {reduce_add(all), reduce_add(lost)};
 }
 
-// Pair t of four of the inputs 8q to 8q + 7 of a block.
+// The t-th of four pairs of the inputs 8q to 8q + 7 of a block.
 template <int KIND>
 inline Words pair_of(const uint8_t* block, int q, int t) {
   if constexpr (KIND == INT16_ROWS) return load_words(block + q * 256 + t * 64);
@@ -115,14 +117,14 @@ inline Words pair_of(const int16_t* x) {
   return repeat_word(both);
 }
 
-// Runs of some panels.
+// A range of runs of some panels.
 struct Part {
   const uint8_t* const* panels;
-  int64_t blocks, run;  // of a group, of a run
+  int64_t blocks, run;  // per group, per run
   int64_t first, last;  // runs
 };
 
-// Where run `i` of a panel has its tables and its values.
+// Offsets of the tables and values of run `i` in a panel.
 struct RunPlace {
   int64_t tables, values;
 };
@@ -133,7 +135,7 @@ inline RunPlace place_of(const Part& part, int64_t i) {
   return {at, at + table_bytes(KIND) + i % each * part.run * block_bytes(KIND)};
 }
 
-// Adds the sums of run `i`.
+// Adds the integer sums of run `i` to `sums`, scaled.
 template <int KIND, int ROWS, int PANELS>
 inline void add_run(const IntegerRows& rows, const Part& part, int64_t i, Words (*inner)[ROWS],
                     float* sums, int64_t apart) {
@@ -157,10 +159,10 @@ inline void add_run(const IntegerRows& rows, const Part& part, int64_t i, Words 
   }
 }
 
-// Adds the products of ROWS rows and PANELS panels to `sums`, whose rows are `apart` numbers apart.
+// Adds the products of ROWS rows and PANELS panels to `sums`, with row stride `apart`.
 template <int KIND, int ROWS, int PANELS>
 void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t apart) {
-  // One row waits for memory, and more reads of it are under way at a time if they end in the L2 cache.
+  // A single row waits for memory: prefetches that end in the L2 cache allow more reads in flight.
   constexpr auto HINT = ROWS == 1 ? _MM_HINT_T1 : _MM_HINT_T0;
   for (int64_t i = part.first; i < part.last; ++i) {
     const uint8_t* from[PANELS];
@@ -193,16 +195,16 @@ void packed_dots(const IntegerRows& rows, const Part& part, float* sums, int64_t
   }
 }
 
-// Runs of one panel whose weights are `numbers`, in the layout of BFLOAT16, and as many bytes to
-// prefetch for each, if any.
+// Runs of a panel with unpacked weights `numbers`, in the layout of BFLOAT16, and the bytes to prefetch
+// for each run, if any.
 struct UnpackedPart {
   const int16_t* numbers;
-  int64_t first, last, inputs;  // runs; of a run
+  int64_t first, last, inputs;  // range of runs; inputs per run
   const uint8_t* next;
   int64_t bytes;
 };
 
-// Like `packed_dots`, without the scales of the outputs.
+// `packed_dots` for unpacked weights, without the scales of the outputs.
 template <int ROWS>
 void unpacked_dots(const IntegerRows& rows, const UnpackedPart& part, float* sums, int64_t apart) {
   const int16_t* weights = part.numbers;
@@ -221,7 +223,7 @@ void unpacked_dots(const IntegerRows& rows, const UnpackedPart& part, float* sum
   }
 }
 
-// The scales of the outputs of a panel of groups: the largest number that a group can hold has 12 bits.
+// Scales of the outputs of a panel with groups, such that the largest value of any group has 12 bits.
 template <int KIND>
 Lanes unit_of(const uint8_t* panel, int64_t groups, int64_t blocks) {
   constexpr float LEAST = KIND == INT4_GROUPS || KIND == INT4_STORED ? 0 : KIND == MXFP4 ? -6 : -128;
@@ -237,11 +239,11 @@ Lanes unit_of(const uint8_t* panel, int64_t groups, int64_t blocks) {
   return mul(power_below(most), set1(0x1p-11f));
 }
 
-// Blocks `first` to `last` of a panel of groups, in multiples of `unit`.
+// Unpacks blocks `first` to `last` of a panel with groups, as multiples of `unit`.
 template <int KIND>
 void unpack(const uint8_t* panel, int64_t blocks, int64_t first, int64_t last, Lanes unit,
             int16_t* out) {
-  // A value is moved to the highest bits; the product with its scale keeps the high 16 bits of 31.
+  // Values are shifted to the highest bits: the product with the scale keeps the high 16 of 31 bits.
   constexpr int MOVED = has_4_bits(KIND) ? 11 : 7;
   const Lanes per_unit = div(set1(1), unit);
   const Lanes fine = mul(per_unit, set1(float(1 << (15 - MOVED)) / (KIND == MXFP4 ? 2 : 1)));
@@ -258,7 +260,7 @@ void unpack(const uint8_t* panel, int64_t blocks, int64_t first, int64_t last, L
   }
 }
 
-// Blocks `first` to `last` of a panel of bytes, whose outputs have scales.
+// Unpacks blocks `first` to `last` of an INT8_ROWS panel.
 void unpack_bytes(const uint8_t* panel, int64_t first, int64_t last, int16_t* out) {
   const uint8_t* block = panel + first * block_bytes(INT8_ROWS);
   for (int64_t b = first; b < last; ++b, block += block_bytes(INT8_ROWS))
@@ -266,7 +268,7 @@ void unpack_bytes(const uint8_t* panel, int64_t first, int64_t last, int16_t* ou
       for (int t = 0; t < 4; ++t, out += 2 * PANEL) store(out, pair_of<INT8_ROWS>(block, q, t));
 }
 
-// Like `packed_dots`, of 1, 2 or 4 panels.
+// `packed_dots` for `wide` panels: 1, 2 or 4.
 template <int KIND, int ROWS>
 void packed_tile(const IntegerRows& rows, Part part, int wide, float* sums) {
   constexpr int MOST = ROWS * 4 <= MOST_SUMS ? 4 : ROWS * 2 <= MOST_SUMS ? 2 : 1;
@@ -291,7 +293,7 @@ auto packed_tile_of(int64_t count) {
   }
 }
 
-// Two tiles of rows and more have three rows or more.
+// With two or more tiles, each tile has at least three rows.
 inline auto unpacked_dots_of(int64_t count) {
   switch (count) {
     case 3: return unpacked_dots<3>;
@@ -301,7 +303,7 @@ inline auto unpacked_dots_of(int64_t count) {
   }
 }
 
-// A few tiles of rows unpack the weights by themselves.
+// For few rows: each tile of rows unpacks the weights.
 template <int KIND>
 void multiply_packed(const IntegerRows& rows, int64_t num_rows, const Part& part, int wide,
                      float* sums) {
@@ -312,8 +314,8 @@ void multiply_packed(const IntegerRows& rows, int64_t num_rows, const Part& part
   }
 }
 
-// For more rows a part of a panel is multiplied by all of them in the L1 cache, where it is unpacked
-// unless it has 16 bits. `run` blocks of inputs are a run, of `all` a group.
+// For more rows: a part of a panel is unpacked once (INT16_ROWS needs no unpacking) and multiplied by
+// all rows from the L1 cache. `run`: blocks of inputs in a run; `all`: the panels and their groups.
 template <int KIND>
 void multiply_unpacked(const IntegerRows& rows, int64_t num_rows, const Part& all, int64_t run, int wide,
                        float* sums) {
@@ -350,7 +352,8 @@ void multiply_unpacked(const IntegerRows& rows, int64_t num_rows, const Part& al
       }
 }
 
-// At most 6 * MOST_TILES rows, from `first_row` on. UNPACKED: what x is rounded for.
+// Multiplies at most 6 * MOST_TILES rows, which are rows `first_row` onwards of the matmul. UNPACKED:
+// kind of weights for which x is rounded.
 template <int KIND, int UNPACKED>
 void multiply_integers(const Product& by, const bf16* x, int64_t num_rows, int64_t first_row,
                        const End& end, Range range) {

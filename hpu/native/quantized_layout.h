@@ -6,7 +6,8 @@
 
 namespace {
 
-// A panel is groups; a group is its scales and minima, and then blocks of values of 32 inputs.
+// A panel consists of groups; a group has its scales and minima, followed by blocks of values of 32
+// inputs.
 constexpr int64_t BLOCK = 32;
 constexpr bool has_4_bits(int64_t kind) {
   return kind == INT4_GROUPS || kind == INT4_STORED || kind == MXFP4;
@@ -23,7 +24,7 @@ constexpr int64_t block_bytes(int64_t kind) {
   return kind == INT16_ROWS ? PANEL * BLOCK * 2 : PANEL * BLOCK / (has_4_bits(kind) ? 2 : 1);
 }
 
-// Blocks of a group.
+// Blocks per group.
 template <int KIND>
 inline int64_t blocks_of(const Product& by) {
   return is_stored(KIND) ? by.group / BLOCK : 1;
@@ -49,7 +50,7 @@ inline Lanes minima_of(const uint8_t* group) {
   else return load_half(group + 32);
 }
 
-// The bits of the largest magnitude; those of a NaN or of infinity, if there is any.
+// Bits of the largest magnitude; bits of NaN or infinity if any element is not finite.
 inline int largest_bits(const bf16* x, int64_t size) {
   __m256i most = _mm256_setzero_si256();
   for (int64_t i = 0; i < size; i += 16) {

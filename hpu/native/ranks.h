@@ -1,4 +1,4 @@
-// Sums over the ranks of a model on this host, which are processes, in memory that they share. Part of
+// All-reduce over the ranks of a model on this host, which are processes, in shared memory. Part of
 // decode.cpp.
 
 #pragma once
@@ -13,28 +13,29 @@
 
 extern "C" {
 
-// The memory begins with one RankState of each rank. Two slots of each rank follow, of `capacity` float32
-// numbers each, used by turns: a rank that writes to one has met all others since they read from it.
+// The memory begins with a RankState per rank. Two slots per rank follow, of `capacity` float32 elements
+// each. A rank alternates between its slots: before it writes to a slot again, all ranks have passed a
+// barrier (`meet`) after reading the slot.
 struct Group {
   int64_t rank, size, capacity;
   uint8_t* memory;
-  int64_t meetings;  // that this rank has come to
-  int64_t lost;      // 0, or 1 + the rank of a process that has ended: all sums are wrong from then on
+  int64_t meetings;  // barriers that this rank has passed
+  int64_t lost;      // 0, or 1 + the rank of a process that has ended: all later sums are wrong
 };
 
 }  // extern "C"
 
 namespace {
 
-// What a rank tells the others.
+// State that a rank publishes.
 struct alignas(64) RankState {
   std::atomic<int64_t> meetings;
   int64_t process;
 };
 
-constexpr int SPINS = 4096;                 // looks at another rank before the core is given away
-constexpr int64_t WAIT_NS = 50'000;         // between looks of a rank that waits for long
-constexpr int64_t LOOKS_PER_CHECK = 2'000;  // of those, until it looks whether the other process lives
+constexpr int SPINS = 4096;                 // polls of another rank before yielding the core
+constexpr int64_t WAIT_NS = 50'000;         // interval between polls during a long wait
+constexpr int64_t LOOKS_PER_CHECK = 2'000;  // polls between checks that the other process is alive
 
 inline RankState& state_of(const Group& g, int64_t rank) { return ((RankState*)g.memory)[rank]; }
 
@@ -43,7 +44,7 @@ inline float* slot_of(const Group& g, int64_t rank) {
   return slots + (rank * 2 + (g.meetings & 1)) * g.capacity;
 }
 
-// Returns whether the rank has come to the meeting; false: its process has ended.
+// Waits until the rank arrives at the barrier `meeting`; false if its process has ended.
 inline bool await(const RankState& other, int64_t meeting) {
   const auto has_come = [&] {
     return other.meetings.load(std::memory_order_acquire) >= meeting;
@@ -64,8 +65,8 @@ inline bool await(const RankState& other, int64_t meeting) {
   return true;
 }
 
-// All ranks have written their slots, and may read those of the others until the meeting after the
-// next. Called by one thread.
+// Barrier over the ranks: waits until all ranks have written their slots. The slots may be read until
+// the barrier after the next. Called by one thread.
 inline void meet(Group& g) {
   const int64_t meeting = g.meetings + 1;
   state_of(g, g.rank).meetings.store(meeting, std::memory_order_release);
@@ -73,8 +74,8 @@ inline void meet(Group& g) {
     if (rank != g.rank && !await(state_of(g, rank), meeting)) g.lost = 1 + rank;
 }
 
-// Calls `take(i, sum)` for each sixteen of `count` numbers: the sums over the ranks' slots, in the same
-// order on all ranks. Called by all threads of a parallel region, after a barrier.
+// Calls `take(i, sum)` for each 16 of `count` elements with the sum over the ranks' slots, added in the
+// same order on all ranks. Called by all threads of a parallel region, after a barrier.
 template <typename Take>
 void sum_over_ranks(Group& g, int64_t count, Take take) {
   if (omp_get_thread_num() == 0) meet(g);

@@ -42,7 +42,7 @@ class SharedSums:
         self.structure = GroupStructure(group.rank, group.size, 0, None, 0, 0)
 
     def reserve(self, count: int) -> bool:
-        """Grow the memory to sums of `count` numbers; `count` is equal on all ranks. False if the
+        """Grow the memory to sums of `count` elements; `count` is equal on all ranks. False if the
         ranks cannot share memory: they are on several hosts or may not open the first rank's
         file."""
         if count <= self.structure.capacity:
@@ -56,7 +56,7 @@ class SharedSums:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         process = ctypes.c_int64.from_address(address + self._group.rank * STATE_BYTES + 8)
         process.value = os.getpid()
-        # Wait until every rank has written its process id, which the waits of other ranks check.
+        # Wait until every rank has written its process id, which waiting ranks check.
         self._agreement.all_true(True)
         self._memory = memory
         self.structure.memory, self.structure.capacity = address, capacity

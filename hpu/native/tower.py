@@ -1,4 +1,4 @@
-"""NativeTowerKernels: operators of vision towers as calls of the C++ library."""
+"""NativeTowerKernels: operators of vision towers in the C++ library."""
 
 import ctypes
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class NativeTowerKernels(TowerKernels):
     def gated_mlp(
         self, gate: nn.Linear, up: nn.Linear, down: nn.Linear
     ) -> Callable[[Tensor], Tensor] | None:
-        # Pad the inner size to whole tiles: zeros between the products do not change the result.
+        # Pad the inner size to whole tiles: inner features of zero do not change the result.
         missing = -gate.out_features % TILE_INPUTS
         both = (gate, up)
         gate_up = torch.cat(

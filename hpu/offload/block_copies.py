@@ -1,5 +1,5 @@
-"""Copies of KV blocks between a device's caches and slots of host memory. A slot holds the bytes of
-a block in all caches, concatenated, in the caches' own format."""
+"""Copies KV blocks between a device's caches and slots of host memory. A slot holds the bytes of a
+block from all caches, concatenated, in the caches' own formats."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,22 +34,22 @@ def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
 
 
 class BlockCopies(Protocol):
-    """Copies to and from host memory, in order with the device's work. Slots are sealed with
-    checksums."""
+    """Copies to and from host memory, in order with the device's work. Each copied slot gets a
+    checksum."""
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
-        """Copy `blocks` to `slots`, and write them to files named by their `hashes` if there are
+        """Copy `blocks` to `slots`, and write them to files named after their `hashes` if there are
         files. If the device has its own memory, the slots become valid some time after `land` of
         this step."""
         ...
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
-        """Copy `slots` to `blocks` before any work that is launched later. Waits for pending copies
-        to these slots."""
+        """Copy `slots` to `blocks`, before any work that is launched later. Waits for pending
+        copies to these slots."""
         ...
 
     def land(self, step: int) -> None:
-        """Notify that the device has finished all steps up to `step`."""
+        """Notify that the device has completed all steps up to `step`."""
         ...
 
     def settle(self, slots: Iterable[int]) -> None:
@@ -57,7 +57,7 @@ class BlockCopies(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Compile all copies and wait for the device. Overwrites slot 0 and the pad block."""
+        """Compile all copies and wait for the device. Overwrites the pad block."""
         ...
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Files(Protocol):
     """Files to which blocks are written from their slots."""
 
     def release(self, slots: Iterable[int]) -> None:
-        """Cancel pending writes of these slots, before their contents change."""
+        """Cancel pending writes of these slots. Call it before their contents change."""
         ...
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
@@ -78,7 +78,7 @@ class Files(Protocol):
 
 
 class DirectCopies:
-    """BlockCopies of a device that shares host memory: a copy is done when the call returns."""
+    """BlockCopies of a device that shares host memory: a copy is complete when the call returns."""
 
     def __init__(
         self,
@@ -126,22 +126,22 @@ class DirectCopies:
         return
 
 
-class _Stored(NamedTuple):
+class _PendingStore(NamedTuple):
     """Blocks being copied to the host."""
 
     step: int
     slots: list[int]
     hashes: list[bytes]
     contents: list[Tensor]
-    """Host contents for each cache; valid once the device is done."""
+    """Blocks of each cache in host memory; valid once the device has completed the copy."""
 
 
 class StagedCopies:
     """BlockCopies of a device with its own memory, with static shapes.
 
-    Store: blocks are gathered on the device before the launches of the step, and copied to the host
-    while the launches run; a thread copies them to their slots. Load: slots are gathered on the
-    host, and uploaded while earlier launches run.
+    Store: blocks are gathered on the device before the launches of the step and copied to the host
+    while the launches run; then a thread copies them to their slots. Load: slots are gathered on
+    the host and uploaded while earlier launches run.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class StagedCopies:
         self._store_lists = {size: BlockLists(size, 1, backend) for size in sizes}
         self._load_lists = {size: BlockLists(size, 1, backend) for size in sizes}
         self._staging = {size: self._make_staging(size) for size in sizes}
-        self._in_flight: deque[_Stored] = deque()
+        self._in_flight: deque[_PendingStore] = deque()
         self._landing: dict[int, Future[None]] = {}
-        """Pending copy of each slot's contents."""
+        """Pending copy to each slot."""
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
     def _make_staging(self, size: int) -> list[tuple[Tensor, list[Tensor], list[Event | None]]]:
-        """For each cache: device memory, two sets of host memory, and the last read event of each
-        set."""
+        """For each cache: device memory, two host buffers, and the event of the last upload from
+        each."""
         staging: list[tuple[Tensor, list[Tensor], list[Event | None]]] = []
         for cache in self._caches:
             shape = (size * self._block_size, *cache.shape[1:])
@@ -185,18 +185,18 @@ class StagedCopies:
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
         for part in _parts(len(blocks), self._store_lists):
             if len(self._in_flight) >= MAX_GATHERS:
-                # Limit the gathered blocks that the device holds.
+                # Limit the memory of gathered blocks on the device.
                 self._backend.event().wait()
                 self._land_all(lambda copy: True)
             size = _fitting(len(blocks[part]), self._store_lists)
             contents = self._gather(blocks[part], size)
-            self._in_flight.append(_Stored(step, slots[part], hashes[part], contents))
+            self._in_flight.append(_PendingStore(step, slots[part], hashes[part], contents))
 
     def _gather(self, blocks: list[int], size: int) -> list[Tensor]:
         (index,) = self._store_lists[size].upload(blocks, pad_block=self._pad_block)
         index = self._slots(index)
-        # One recipe per cache: caches of equal shape share a recipe, and it needs the memory of a
-        # single cache.
+        # One recipe per cache: caches of equal shape share a recipe, which needs memory for a
+        # single cache only.
         return [self._backend.to_host(cache.index_select(0, index)) for cache in self._caches]
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
@@ -212,7 +212,7 @@ class StagedCopies:
         for cache, rows, (device, hosts, read_events) in zip(
             self._caches, self._parts, self._staging[size], strict=True
         ):
-            # Use the set that was read less recently.
+            # Alternate between the two host buffers.
             hosts.reverse()
             read_events.reverse()
             read_event = read_events[0]
@@ -232,7 +232,7 @@ class StagedCopies:
     def land(self, step: int) -> None:
         self._land_all(lambda copy: copy.step <= step)
 
-    def _land_all(self, is_done: Callable[[_Stored], bool]) -> None:
+    def _land_all(self, is_done: Callable[[_PendingStore], bool]) -> None:
         while self._in_flight and is_done(self._in_flight[0]):
             stored = self._in_flight.popleft()
             future = self._thread.submit(self._bring, stored)
@@ -240,7 +240,7 @@ class StagedCopies:
             self._landing.update(dict.fromkeys(stored.slots, future))
 
     @torch.inference_mode()
-    def _bring(self, stored: _Stored) -> None:
+    def _bring(self, stored: _PendingStore) -> None:
         if self._files is not None:
             self._files.release(stored.slots)
         for contents, rows in zip(stored.contents, self._parts, strict=True):
@@ -267,7 +267,7 @@ class StagedCopies:
         self._backend.synchronize()
 
     def close(self) -> None:
-        # Copies that the device has not delivered are lost.
+        # Copies that the device has not completed are dropped.
         self._in_flight.clear()
         self._thread.shutdown()
         with torch.inference_mode():

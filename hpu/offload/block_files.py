@@ -1,4 +1,4 @@
-"""BlockFiles: KV blocks in files, a file per block, written and read on separate threads."""
+"""BlockFiles: stores KV blocks in files, one per block, written and read on separate threads."""
 
 import contextlib
 import fcntl
@@ -27,24 +27,24 @@ HEADER_BYTES = len(MAGIC) + HASH_BYTES + DIGEST_BYTES
 SUFFIX, TEMPORARY = ".kv", ".tmp"
 LOCK = ".lock"
 LOCK_TIMEOUT_S = 10.0
-"""Seconds that a start waits for the previous owner of the files to exit."""
+"""Maximum wait of a start for the previous owner of the files to exit; seconds."""
 CLOSE_S = 5.0
-"""Seconds that a process waits at exit for pending writes."""
+"""Maximum wait at exit for pending writes; seconds."""
 FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 
 
 class BlockFiles:
-    """Block files in a folder that this process owns exclusively. Blocks are written from `memory`,
-    if they match their checksum there, and read into it.
+    """Block files in a folder that this process owns exclusively. Blocks are read into `memory` and
+    written from it; a block whose checksum in memory is wrong is not written.
 
     A file has a header with the hash of the block and a checksum, and is created atomically. A
-    failed write is not an error: the block is missing later.
+    failed write is not an error: a later read reports the block as missing.
     """
 
     def __init__(
         self, folder: Path, lock: int, memory: HostBlocks, on_fetched: Callable[[], None]
     ) -> None:
-        """`lock`: descriptor of the folder's lock, from `acquire`. `on_fetched` is called on
+        """`lock`: file descriptor of the folder's lock, from `acquire`. `on_fetched` is called on
         another thread when `take_fetched` has a result."""
         self._folder = folder
         self._memory = memory
@@ -53,9 +53,9 @@ class BlockFiles:
         self._known = _files_of(folder)
         self._changed = Condition()
         self._writes: OrderedDict[int, bytes] = OrderedDict()
-        """Pending writes: slot -> block hash."""
+        """Pending writes: block hash by slot."""
         self._writing = -1
-        """The slot being written; -1: no write is running."""
+        """Slot being written; -1 if no write is running."""
         self._deletes: deque[bytes] = deque()
         self._reads: deque[FetchBlocks] = deque()
         self._fetched: deque[BlocksFetched] = deque()
@@ -70,21 +70,21 @@ class BlockFiles:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Hashes of blocks with a file, least recently used first."""
+        """Hashes of the blocks with a file, least recently used first."""
         return list(self._known)
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
         """Write the blocks in these slots asynchronously."""
         with self._changed:
             for block_hash, slot in zip(hashes, slots, strict=True):
-                # A slot may be queued twice, if its block was evicted for another block.
+                # The slot may already be queued, if its block was evicted for another block.
                 self._writes.pop(slot, None)
                 if block_hash not in self._known:
                     self._writes[slot] = block_hash
             self._changed.notify_all()
 
     def release(self, slots: Iterable[int]) -> None:
-        """Cancel pending writes of these slots, and wait for a running write. Called before the
+        """Cancel pending writes of these slots, and wait for a running write. Call it before the
         contents of the slots change."""
         with self._changed:
             for slot in slots:
@@ -93,14 +93,15 @@ class BlockFiles:
                     self._changed.wait()
 
     def fetch(self, message: FetchBlocks) -> None:
-        """Read blocks to slots; `take_fetched` returns the results in call order."""
+        """Read blocks into slots asynchronously; `take_fetched` returns the results in call
+        order."""
         self.release(message.slots)
         with self._changed:
             self._reads.append(message)
             self._changed.notify_all()
 
     def take_fetched(self) -> list[BlocksFetched]:
-        """Reads completed since the last call."""
+        """Take the results of the reads completed since the last call."""
         with self._changed:
             fetched = list(self._fetched)
             self._fetched.clear()
@@ -126,7 +127,7 @@ class BlockFiles:
             )
 
     def close(self, *, deletes: bool = False) -> None:
-        """Finish pending writes within CLOSE_S and stop; with `deletes`, delete all files
+        """Finish pending writes within CLOSE_S seconds and stop. `deletes`: delete all files
         instead."""
         if not deletes:
             self.flush(CLOSE_S)
@@ -136,7 +137,7 @@ class BlockFiles:
         for thread in self._threads:
             thread.join()
         if deletes:
-            # The lock file stays: another process may wait for it.
+            # Keep the lock file: another process may be waiting for it.
             for path in self._folder.glob(f"[0-9a-f][0-9a-f]/*{SUFFIX}"):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -169,12 +170,12 @@ class BlockFiles:
         temporary = self._folder / f"{block_hash.hex()}{TEMPORARY}"
         row = self._memory.rows[slot]
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._make(path.parent)
             with open(temporary, "wb", buffering=0, opener=_private) as file:
                 file.write(MAGIC + block_hash + _digest(block_hash, row))
                 _write_fully(file.fileno(), row)
             temporary.replace(path)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             if not self._has_failed:
@@ -182,6 +183,22 @@ class BlockFiles:
             self._has_failed = True
             return
         self._known[block_hash] = None
+
+    def _make(self, parent: Path) -> None:
+        """Create the folder of a file, and also the folder of all files if it was removed."""
+        try:
+            parent.mkdir(mode=0o700, exist_ok=True)
+        except FileNotFoundError:
+            with self._changed:
+                self._known.clear()
+            lock = _open_lock(self._folder)
+            os.dup2(lock, self._lock, inheritable=False)
+            os.close(lock)
+            # Another server may have taken the lock in the meantime. Both may write, since each
+            # file is checked.
+            _has_locked(self._lock)
+            parent.mkdir(mode=0o700, exist_ok=True)
+            logger.warning("%s was removed, and was created again", self._folder)
 
     def _read_all(self) -> None:
         while True:
@@ -258,8 +275,9 @@ def _is_unused(folder: Path) -> bool:
 
 
 def acquire(folders: Sequence[Path]) -> tuple[int, int]:
-    """(index, lock descriptor) of the first of `folders` that no process uses. The lock ends with
-    the process. Raises ConfigError if all folders are in use, or if a folder is unusable."""
+    """(index, lock descriptor) of the first of `folders` that no process uses. The process holds
+    the lock until it exits. Raises ConfigError if all folders are in use, or if a folder is
+    unusable."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         for index, folder in enumerate(folders):
@@ -269,8 +287,8 @@ def acquire(folders: Sequence[Path]) -> tuple[int, int]:
             os.close(lock)
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"--kv-offloading-dir: {folders[-1]} is used by another server of this model: give "
-                "each server a folder of its own"
+                f"--kv-offloading-dir: {folders[-1]} is used by another server of this model: "
+                "give each server a separate folder"
             )
         time.sleep(0.05)
 

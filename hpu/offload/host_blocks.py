@@ -14,12 +14,12 @@ Row = npt.NDArray[Any]
 
 NUM_COLUMNS = 512
 STRIDE = NUM_COLUMNS * 8
-"""Bytes of a row of NUM_COLUMNS 64-bit words."""
+"""Bytes in a row of NUM_COLUMNS 64-bit words."""
 
 
 class HostBlocks:
-    """`pool` (slots, slot_bytes) uint8 with a checksum per slot. Code that changes a slot must call
-    `seal` afterwards."""
+    """Host memory `pool` (slots, slot_bytes) uint8, with a checksum per slot. Code that changes a
+    slot must call `seal` afterwards."""
 
     def __init__(self, pool: "Tensor") -> None:
         self.pool = pool
@@ -29,23 +29,23 @@ class HostBlocks:
         """Checksums by slot."""
 
     def seal(self, slots: Iterable[int]) -> None:
-        """Record the checksums of these slots. May be called from any thread."""
+        """Record the checksums of these slots. Thread-safe."""
         for slot in slots:
             self._checksums[slot] = checksum(self.rows[slot])
 
     def is_whole(self, slot: int) -> bool:
-        """Whether the slot still has the sealed contents."""
+        """Whether the slot's contents match its recorded checksum."""
         return self._checksums.get(slot) == checksum(self.rows[slot])
 
     def corrupt(self, slots: Sequence[int]) -> list[int]:
-        """Indices into `slots` of the slots that differ from their sealed contents."""
+        """Indices into `slots` of the slots whose contents do not match their checksum."""
         return [index for index, slot in enumerate(slots) if not self.is_whole(slot)]
 
 
 def checksum(row: Row) -> int:
     """Checksum of bytes (n,) uint8: CRC-32 of the sums of NUM_COLUMNS columns of 64-bit words, and
     of the remaining bytes. Runs at memory speed, many times faster than a CRC-32 of all bytes.
-    Detects every change within a column of words that changes the column's sum."""
+    Detects any change that alters the sum of a column."""
     end = len(row) // STRIDE * STRIDE
     sums = np.add.reduce(row[:end].view(np.uint64).reshape(-1, NUM_COLUMNS), axis=0)
     return zlib.crc32(row[end:].data, zlib.crc32(sums.data))

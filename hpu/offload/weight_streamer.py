@@ -12,7 +12,8 @@ Signature = tuple[str, tuple[int, ...], torch.dtype]
 
 
 def move_to_host(layer: nn.Module, backend: Backend) -> None:
-    """Move the unfilled parameters of `layer` to host memory with fast uploads."""
+    """Move the parameters of `layer`, which are not loaded yet, to host memory with fast
+    uploads."""
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             host = backend.host_tensor(parameter.numel(), parameter.dtype).view(parameter.shape)
@@ -20,20 +21,21 @@ def move_to_host(layer: nn.Module, backend: Backend) -> None:
 
 
 class WeightStreamer:
-    """Decoder layers whose filled parameters are in host memory. The layers' parameters become
-    device tensors at fixed addresses, which captured graphs may read. Layers with even and odd
-    numbers each share a set of tensors, which holds the weights of the layer that `require` or
-    `begin` copied last."""
+    """Decoder layers whose loaded parameters are in host memory. The layers' parameters become
+    device tensors at fixed addresses, which captured graphs may read. Even and odd layers share
+    a weight buffer each, which holds the weights of the layer that `require` or `begin` copied
+    last."""
 
     def __init__(self, layers: Mapping[int, nn.Module], backend: Backend) -> None:
-        """`layers`: in order, by index in the model."""
+        """`layers`: offloaded layers in order, by index in the model. The methods number them from
+        0."""
         self.indices = tuple(layers)
         self.host_bytes = 0
         self.device_bytes = 0
         self._backend = backend
         self._copies: list[list[tuple[Tensor, Tensor]]] = []
         self._held = [-1] * NUM_SLOTS
-        """Number in the ring of the layer whose weights each set holds; -1: none yet."""
+        """Number of the layer whose weights each buffer holds; -1: none."""
         sets: list[dict[Signature, nn.Parameter]] = [{} for _ in range(NUM_SLOTS)]
         for number, layer in enumerate(layers.values()):
             self._copies.append(self._bind(layer, sets[number % NUM_SLOTS]))
@@ -41,8 +43,8 @@ class WeightStreamer:
     def _bind(
         self, layer: nn.Module, owned: dict[Signature, nn.Parameter]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Replace the parameters of `layer` by the tensors of a set, and return the copies that
-        fill them."""
+        """Replace the parameters of `layer` by the tensors of a buffer; returns the (device, host)
+        copies that fill them."""
         copies = []
         for path, module in layer.named_modules():
             for name, host in list(module.named_parameters(recurse=False)):
@@ -60,11 +62,11 @@ class WeightStreamer:
 
     @property
     def size(self) -> int:
-        """Number of layers in the ring."""
+        """Number of offloaded layers."""
         return len(self._copies)
 
     def require(self, number: int) -> None:
-        """Upload the weights of layer `number` of the ring, if its set holds other weights. Work
+        """Upload the weights of offloaded layer `number`, unless its buffer holds them. Work
         submitted later reads them."""
         if self._held[number % NUM_SLOTS] != number:
             for target, source in self._copies[number]:
@@ -72,8 +74,8 @@ class WeightStreamer:
             self._held[number % NUM_SLOTS] = number
 
     def begin(self, number: int, after: Event) -> None:
-        """Upload the weights of layer `number` concurrently with the work after `after`, which
-        reads the other set."""
+        """Upload the weights of offloaded layer `number` concurrently with the work after `after`,
+        which reads the other buffer."""
         if self._held[number % NUM_SLOTS] != number:
             self._backend.upload_beside(self._copies[number], after)
             self._held[number % NUM_SLOTS] = number

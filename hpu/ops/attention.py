@@ -1,9 +1,10 @@
-"""Attention over tensors: softmax attention with its log-sum-exp, merging of two attention
-results, flat paged decode, and PlainAttention, which uses all three.
+"""Attention over tensors: softmax attention with its log-sum-exp, merging of two attention results,
+flat paged decode, and PlainAttention, which uses all three.
 
-Masks are additive, MASKED where a key is not visible (MASKED_HALF in float16); the operations of
-this file take float32 masks. Both constants are finite, so that a row without a visible key
-gives finite numbers of weight 0 instead of NaN.
+Masks are additive, MASKED where a key is not visible; the operations of this file expect float32
+masks. MASKED is finite, so that a row without a visible key has a finite output of weight 0 instead
+of NaN. In float16 MASKED is minus infinity: a finite float16 mask would leave weight to hidden keys
+with large scores.
 """
 
 import functools
@@ -15,8 +16,6 @@ from torch import Tensor
 from hpu.ops.kernels import PLAIN_SCORES, DecodeOperands, PromptOperands, ScoreOptions
 
 MASKED = -1e30
-MASKED_HALF = -3e4
-"""Half of the float16 range: the sum with a score stays finite."""
 CAPPED_ROWS = 256
 """Queries per step on a CPU without a fused kernel; limits the memory of float32 scores."""
 
@@ -34,8 +33,8 @@ def attend(
     """Softmax attention of `query` (B, heads, Q, D) over `key` and `value` (B, kv_heads, S, D).
 
     Returns the output (B, heads, Q, D) and the log-sum-exp of the scores (B, heads, Q) float32.
-    `mask` is float32, (B or 1, 1, kv_heads or heads, Q or 1, S); `causal` needs Q == S and no mask.
-    `soft_cap`: see ScoreOptions. Statistics are float32 for every dtype.
+    `mask` is float32 (B or 1, H, Q or 1, S), where H is 1, kv_heads or heads; `causal` needs Q == S
+    and no mask. `soft_cap`: see ScoreOptions. Statistics are float32 for every dtype.
     """
     if query.device.type != "cpu":
         return attend_unfused(
@@ -93,10 +92,13 @@ def attend_unfused(
     causal: bool = False,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as matrix products and a softmax, for devices without the fused CPU kernel."""
+    """`attend` as matmuls and a softmax, for devices without the fused CPU kernel."""
     batch, heads, length, size = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)
+    if query.dtype == torch.float16:
+        # The product would overflow in float16.
+        folded, key = folded.float(), key.float()
     scores = (folded @ key.transpose(-1, -2)).float() * scale
     scores = scores.view(batch, kv_heads, -1, length, span)
     if soft_cap is not None:
@@ -117,16 +119,16 @@ def soft_capped(scores: Tensor, soft_cap: float) -> Tensor:
 
 
 def by_kv_head(mask: Tensor, kv_heads: int) -> Tensor:
-    """Reshape `mask` (B, 1, kv_heads or heads, Q, S) for scores (B, kv_heads, heads / kv_heads, Q,
-    S)."""
+    """Reshape `mask` (B, H, Q, S), where H is 1, kv_heads or heads, for scores (B, kv_heads, heads
+    / kv_heads, Q, S)."""
     if mask.shape[1] == 1:
         return mask.unsqueeze(2)
     return mask.view(mask.shape[0], kv_heads, -1, *mask.shape[2:])
 
 
 def with_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor:
-    """Add attention sinks to a result of `attend`: `out` (B, heads, Q, D), `log_sum` (B, heads,
-    Q). `sinks` (heads) add to the divisor of the softmax and have no value."""
+    """Add attention sinks to a result of `attend`: `out` (B, heads, Q, D), `log_sum` (B, heads, Q).
+    `sinks` (heads) add to the denominator of the softmax and have no value."""
     if sinks is None:
         return out
     share = torch.sigmoid(log_sum - sinks.float().view(1, -1, 1))
@@ -164,13 +166,6 @@ def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor
 def as_mask(visible: Tensor) -> Tensor:
     """Additive float32 mask: 0 where `visible`, MASKED elsewhere."""
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, MASKED)
-
-
-def mask_in(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a float32 `mask` to `dtype`."""
-    if dtype == torch.float16:
-        mask = mask.clamp_min(MASKED_HALF)
-    return mask.to(dtype)
 
 
 class AttentionPart(NamedTuple):
@@ -219,14 +214,14 @@ def paged_decode(
     Returns (B, heads, D).
 
     `query` (B, heads, D); `key_blocks`, `value_blocks` (N, block_size, kv_heads, D), gathered;
-    `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1
-    where the block belongs to the batch index; `mask` (N, 1, kv_heads or heads, 1, block_size),
-    all MASKED for padding.
+    `rows` (N) int64, batch index of each block (any for padding); `mapping` (B, N) float32, 1 where
+    the block belongs to the batch index; `mask` (N, H, 1, block_size), where H is 1, kv_heads or
+    heads, all MASKED for padding.
 
     With B = 1 all blocks belong to a single sequence. Otherwise each block gets its own softmax,
-    and the outputs of the blocks of a sequence are weighted by their exponential sums relative
-    to the largest log-sum-exp of the sequence, so that its scale does not depend on other
-    sequences. The cost grows with N.
+    and the outputs of the blocks of a sequence are weighted by their exponential sums relative to
+    the largest log-sum-exp of the sequence, so that its scale does not depend on other sequences.
+    The cost grows with N.
     """
     batch, heads, size = query.shape
     count, kv_heads = key_blocks.shape[0], key_blocks.shape[2]
@@ -262,7 +257,7 @@ def paged_decode(
     flat = weighted.view(count, heads * size)
     if query.device.type == "cpu":
         # index_add_ adds each block to its own sequence, in order: NaN does not spread to other
-        # sequences, and for many blocks it takes less than half the time of the matrix product.
+        # sequences, and for many blocks it takes less than half the time of the matmul.
         sums = torch.zeros(batch, heads).index_add_(0, rows, weights)
         total = torch.zeros(batch, heads * size).index_add_(0, rows, flat.float())
     else:
@@ -319,7 +314,7 @@ class PlainAttention:
     def paged_decode(
         self, operands: DecodeOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
-        # Attend to whole latents and cut the outputs: the fused kernel takes values of the size
+        # Attend to whole latents and cut the outputs: the fused kernel requires values of the size
         # of the keys, and a copy of the values would cost another read and write.
         out = paged_decode(
             operands.query,

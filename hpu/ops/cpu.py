@@ -1,4 +1,4 @@
-"""Faster variants of torch's CPU operators: packed and quantized products, RMS norm of few rows."""
+"""Faster variants of torch's CPU operators: packed and quantized matmuls, RMS norm of few rows."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,13 @@ from hpu.ops.norm import mirrored_rms_norm, rms_norm
 from hpu.quantization.quantized_weight import QuantizedWeight
 
 TORCH_GROUP_SIZES = (32, 64, 128, 256)
-"""Group sizes that torch's 4-bit product supports."""
+"""Group sizes that torch's 4-bit matmul supports."""
 MAX_MIRRORED_ROWS = 8
-"""Maximum rows for the mirrored RMS norm; measured equal at 32."""
+"""Maximum rows for `mirrored_rms_norm`, which is not faster at 32 rows."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packed products are available and faster: bfloat16 on a CPU with bfloat16
+    """Whether packed matmuls are available and faster: bfloat16 on a CPU with bfloat16
     instructions, and a torch release with the non-public packed ops."""
     if dtype != torch.bfloat16 or device.type != "cpu":
         return False
@@ -29,12 +29,12 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Product (..., in) -> (..., out) with a reordered copy of `weight` (out, in) bfloat16.
+    """Matmul (..., in) -> (..., out) with a reordered copy of `weight` (out, in) bfloat16.
     Requires `can_pack`."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def multiply(x: Tensor) -> Tensor:
-        # Non-public op of torch's compiler: 1.5 times as fast as the plain product for 1 to 32
+        # Non-public op of torch's compiler: 1.5 times as fast as the plain matmul for 1 to 32
         # rows.
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return product
@@ -43,7 +43,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Ten
 
 
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Product (..., in) bfloat16 -> (..., out) with torch's quantized kernels; with a bfloat16
+    """Matmul (..., in) bfloat16 -> (..., out) with torch's quantized kernels; with a bfloat16
     copy of the weight where torch has no kernel for the format."""
     size, group_size, order = weight.shape[1], weight.group_size, weight.order
     if weight.is_per_output and weight.bits == 8:
@@ -53,8 +53,8 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None) -> Callable[[
             return torch._weight_int8pack_mm(x, weight.values, scales)
 
     elif weight.bits == 4 and weight.mins is not None and group_size in TORCH_GROUP_SIZES:
-        # The kernel centers values at 8: value * scale + min = (value - 8) * scale + (min + 8 *
-        # scale).
+        # The kernel expects values centered at 8: value * scale + min = (value - 8) * scale + (min
+        # + 8 * scale).
         middle = weight.mins.float() + 8 * weight.scales.float()
         tables = torch.stack((weight.scales.float(), middle), dim=-1).transpose(0, 1)
         tables = tables.bfloat16().contiguous()

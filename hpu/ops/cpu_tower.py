@@ -1,8 +1,8 @@
-"""Faster variants of the parts of vision towers, on a CPU in bfloat16: products with packed
-weights, patch embeddings as products, RMS norms, gated MLPs, and attention in fewer passes.
+"""Faster variants of the parts of vision towers, on a CPU in bfloat16: matmuls with packed
+weights, patch embeddings as matmuls, RMS norms, gated MLPs, and attention in fewer passes.
 
-Without bfloat16 instructions torch's own products take about six times as long as packed
-products.
+Without bfloat16 instructions torch's own matmuls take about six times as long as packed
+matmuls.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ ATTENTIONS = (
 )
 """Classes of transformers that split the patches at `cu_seqlens` and attend within each part."""
 GATED_MLPS = ("Qwen2_5_VLMLP", "PixtralMLP")
-"""Classes of transformers that multiply an activation of `gate_proj` by `up_proj`."""
+"""Classes of transformers that compute act(gate_proj(x)) * up_proj(x)."""
 SILU = ("SiLU", "SiLUActivation")
 
 
@@ -29,7 +29,7 @@ class TowerKernels:
     """Kernels from torch's own operators."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        """Product from `packed_linear`; None: torch's plain product is as fast."""
+        """Matmul from `packed_linear`; None: torch's plain matmul is as fast."""
         return packed_linear(weight, bias) if can_pack(weight.dtype, weight.device) else None
 
     def gated_mlp(
@@ -61,7 +61,8 @@ class TowerKernels:
 
 def use_cpu_kernels_in_tower(tower: nn.Module, kernels: TowerKernels | None = None) -> int:
     """Replace modules of a loaded bfloat16 tower by `kernels`. Returns the number of replaced
-    modules. A packed product holds its weight; the weight of its module is emptied."""
+    modules. A packed kernel holds its own copy of the weight; the weight of the module is emptied.
+    """
     count = 0
     for module in tower.modules():
         forward = _forward(module, kernels or TowerKernels())
@@ -79,7 +80,7 @@ def _forward(module: Any, kernels: TowerKernels) -> Forward | None:
     if kind in GATED_MLPS and module.gate_proj.weight.dtype == torch.bfloat16:
         return _gated_mlp(module, kernels)
     weight = getattr(module, "weight", None)
-    # An empty weight is packed already.
+    # A module with an empty weight is packed already.
     if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16 or not weight.numel():
         return None
     if type(module) is nn.Linear:
@@ -109,8 +110,8 @@ def _is_whole(module: nn.Conv3d) -> bool:
 
 
 def _patch_product(module: nn.Conv3d, kernels: TowerKernels) -> Forward | None:
-    """Patch embedding as a product: patches (n, channels, time, height, width) of kernel size ->
-    (n, out, 1, 1, 1). torch's convolution takes many times as long."""
+    """Patch embedding as a matmul instead of a convolution: patches (n, channels, time, height,
+    width) of kernel size -> (n, out, 1, 1, 1). torch's convolution takes many times as long."""
     original, size = module.forward, tuple(module.kernel_size)
     multiply = kernels.pack(module.weight.detach().flatten(1), module.bias)
     if multiply is None:

@@ -8,12 +8,13 @@ vllm_gaudi/extension/utils.py).
 
 How the plug-in handles other kinds of scores: sinks are passed as logits to newer releases of
 FusedSDPA, appended as a column to the scores of _naive_prompt_attention, and added to the sum of
-each block of a decode; ALiBi is refused with FusedSDPA and is otherwise added in float32; soft
-caps are refused; windows and chunks are masks.
+each block of a decode; ALiBi is not supported with FusedSDPA and is otherwise added in float32;
+soft caps are not supported; windows and chunks are masks.
 """
 
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from habana_frameworks.torch.hpex.kernels import (
@@ -24,8 +25,10 @@ from habana_frameworks.torch.hpex.kernels import (
 from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 from torch import Tensor, nn
 
+from config.execution import FAST_SOFTMAX, FP32_SOFTMAX
 from config.model.decoder_spec import ClampedSwiGLU
-from hpu.ops.attention import MASKED, AttentionPart, by_kv_head, merge_parts, soft_capped
+from hpu.ops.attention import AttentionPart, by_kv_head, merge_parts, soft_capped
+from hpu.ops.block_softmax import REFERENCES, Blocks, Reference
 from hpu.ops.gaudi_modules import (
     MOE_ACTIVATIONS,
     MOE_BIAS_ACTIVATION,
@@ -47,25 +50,40 @@ from hpu.ops.kernels import (
 )
 from hpu.ops.norm import rms_norm
 
-FP32_SOFTMAX = "fp32"
+ADJUSTMENT, INDEX_REDUCE = "adjustment", "index_reduce"
+"""Values of `block_softmax`: the vendor's kernel, and its default replacement."""
 MAX_EXPONENT = 80.0
-"""Cap on the exponent of a sink: exp(80) is finite in float32, and a sink that far above all
-scores leaves them no weight."""
+"""Cap on the exponent of a sink: exp(80) is finite in float32, and if the sink exceeds all scores
+by that much, the softmax weights of the scores are negligible."""
+
+
+Attention = TypeVar("Attention", bound="GaudiAttention")
 
 
 class GaudiKernels:
-    """`fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
-    `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32.
-    `fused_adjustment`: decodes use the kernel block_softmax_adjustment, which some cards and
-    releases lack. `fused_experts`: routed experts use the vendor's operator where it suits them, at
-    most `max_experts` in a call. `end_slice` is called after each slice."""
+    """Fused operations of a Gaudi card.
+
+    * `fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
+
+    * `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32, which they
+      always are in float16.
+
+    * `block_softmax`: computes the weights of the blocks of a decode: the kernel
+      block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
+      REFERENCES in hpu/ops/block_softmax.py.
+
+    * `fused_experts`: routed experts use the vendor's operator if it supports them, with at most
+      `max_experts` in a call.
+
+    * `end_slice`: called after each slice.
+    """
 
     def __init__(
         self,
         *,
         fused_sdpa: bool,
-        softmax_mode: str = "fast",
-        fused_adjustment: bool = False,
+        softmax_mode: str = FAST_SOFTMAX,
+        block_softmax: str = INDEX_REDUCE,
         fused_experts: bool = True,
         max_experts: int | None = None,
         slices: SliceSizes | None = None,
@@ -74,7 +92,7 @@ class GaudiKernels:
         self._fused_sdpa = fused_sdpa
         self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
-        self._fused_adjustment = fused_adjustment
+        self._block_softmax = block_softmax
         self._max_experts = max_experts
         self._slices = slices if fused_sdpa else None
         self._end_slice = end_slice
@@ -84,17 +102,19 @@ class GaudiKernels:
     def attention_form(
         self, dtype: torch.dtype, *, has_score_options: bool = False
     ) -> AttentionForm:
-        score_dtype = torch.float32 if self._softmax_mode == FP32_SOFTMAX else dtype
+        is_half = dtype == torch.float16
+        is_wide = is_half or self._softmax_mode == FP32_SOFTMAX
+        score_dtype = torch.float32 if is_wide else dtype
         return AttentionForm(
-            prompt_dtype=dtype if self._fused_sdpa else score_dtype,
+            prompt_dtype=dtype if self._fused_sdpa and not is_half else score_dtype,
             score_dtype=score_dtype,
             mapping_dtype=dtype,
-            # Plain products, and kernels that return statistics, need a mask.
+            # Plain matmuls, and kernels that return statistics, need a mask.
             knows_causality=self._fused_sdpa and not has_score_options,
             slices=self._slices,
         )
 
-    # Static: a compiled layer checks a bound method's type as well as its code.
+    # Static: torch.compile guards the type of a bound method as well as its code.
     @staticmethod
     def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         out: Tensor = FusedRMSNorm.apply(hidden, weight, eps)
@@ -114,10 +134,14 @@ class GaudiKernels:
         return rotated.view(batch, query, *rotated.shape[1:])
 
     def make_attention(self, *, latent: bool = False) -> "GaudiAttention":
-        return GaudiAttention(
+        return self.make_attention_as(GaudiAttention, latent=latent)
+
+    def make_attention_as(self, kind: type[Attention], *, latent: bool) -> Attention:
+        """`make_attention` with the class `kind`."""
+        return kind(
             fused_sdpa=self._fused_sdpa,
             softmax_mode=self._softmax_mode,
-            fused_adjustment=self._fused_adjustment,
+            block_softmax=self._block_softmax,
             latent=latent,
             end_slice=self._end_slice,
         )
@@ -156,7 +180,7 @@ class GaudiAttention(nn.Module):
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype, or float32 (written by the product) if the softmax runs in float32.
+    dtype, or float32 (written by the matmul) if the softmax runs in float32.
     """
 
     def __init__(
@@ -164,14 +188,17 @@ class GaudiAttention(nn.Module):
         *,
         fused_sdpa: bool,
         softmax_mode: str,
-        fused_adjustment: bool,
+        block_softmax: str,
         latent: bool = False,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
         self._fused_sdpa = fused_sdpa
         self.softmax_mode = softmax_mode
-        self.fused_adjustment = fused_adjustment
+        self.block_softmax = block_softmax
+        # ADJUSTMENT does not support sinks: decodes with sinks use the reference.
+        is_kernel = block_softmax == ADJUSTMENT
+        self._reference = REFERENCES[INDEX_REDUCE if is_kernel else block_softmax]
         self._end_slice = end_slice
         self.matmul_qk = Matmul()
         self.softmax = Softmax()
@@ -188,6 +215,15 @@ class GaudiAttention(nn.Module):
     def prompt_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES
     ) -> Tensor:
+        dtype = operands.query.dtype
+        if dtype == torch.float16:
+            return self.attend_prompt(_in_float32(operands), scale, options).to(dtype)
+        return self.attend_prompt(operands, scale, options)
+
+    def attend_prompt(
+        self, operands: PromptOperands, scale: float, options: ScoreOptions
+    ) -> Tensor:
+        """`prompt_attention` of operands in a dtype with the range of float32."""
         if operands.slices:
             return self._sliced_attention(operands, scale, options)
         query, mask = operands.query, operands.mask
@@ -199,7 +235,7 @@ class GaudiAttention(nn.Module):
             heads = (query.contiguous() * scale, key.contiguous(), value.contiguous())
             return self._unfused_attention(*heads, mask, options)
         if options.sinks is not None:
-            # FusedSDPA takes sinks only in the newest releases.
+            # FusedSDPA supports sinks only in the newest releases.
             assert mask is not None
             operands_of = (query.contiguous(), key.contiguous(), value.contiguous())
             part = self._slice(*operands_of, mask, scale, options)
@@ -222,17 +258,17 @@ class GaudiAttention(nn.Module):
         return fused
 
     def _kernel_mode(self, dtype: torch.dtype) -> str:
-        """The softmax mode of FusedSDPA for operands of `dtype`. The kernel refuses fp32 for other
-        operands than bfloat16."""
+        """The softmax mode of FusedSDPA for operands of `dtype`. The kernel supports fp32 only for
+        bfloat16."""
         is_refused = self.softmax_mode == FP32_SOFTMAX and dtype != torch.bfloat16
         return "None" if is_refused else self.softmax_mode
 
     def _sliced_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions
     ) -> Tensor:
-        """Attention over slices of the keys, merged. No mask spans all new and all cached
-        tokens, and only one slice of the cached keys and values is in memory. The FP8 compressor
-        does not cover these calls: vllm-gaudi has another module for them."""
+        """Attention over slices of the keys, merged. No mask spans all new and all cached tokens,
+        and only one slice of the cached keys and values is in memory. The FP8 compressor does not
+        cover these calls: vllm-gaudi has a separate module for them."""
         mask, read = operands.mask, operands.read
         assert mask is not None and read is not None
         size = mask.shape[-1]
@@ -274,10 +310,10 @@ class GaudiAttention(nn.Module):
         scale: float,
         options: ScoreOptions,
     ) -> AttentionPart:
-        """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D),
-        all contiguous; `mask` (B or 1, 1, rows or 1, S).
+        """Attention of `query` (B, heads, rows, D) over `key` and `value` (B, kv_heads, S, D), all
+        contiguous; `mask` (B or 1, 1, rows or 1, S).
 
-        The kernel returns statistics only in training mode, and takes grouped heads as a
+        The kernel returns statistics only in training mode, and requires grouped heads as a
         separate dimension (the bridge's sdpa_gen.cpp and FusedSDPA.py).
         """
         if options.soft_cap is not None:
@@ -302,7 +338,7 @@ class GaudiAttention(nn.Module):
     def _unfused_attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions
     ) -> Tensor:
-        """Attention as matrix products and a softmax; `query` is already scaled."""
+        """Attention as matmuls and a softmax; `query` is already scaled."""
         batch, heads, length, size = query.shape
         scores = self._masked_scores(query, key, mask, options.soft_cap)
         if options.sinks is not None:
@@ -316,7 +352,7 @@ class GaudiAttention(nn.Module):
     def _unfused_slice(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, soft_cap: float
     ) -> AttentionPart:
-        """`_slice` as matrix products; `query` is already scaled."""
+        """`_slice` as matmuls; `query` is already scaled."""
         batch, heads, rows, size = query.shape
         scores = self._masked_scores(query, key, mask, soft_cap)
         highest = scores.amax(-1, keepdim=True)
@@ -343,7 +379,10 @@ class GaudiAttention(nn.Module):
         return scores if mask is None else scores + by_kv_head(mask, kv_heads)
 
     def _scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Product of `query` (..., rows, D) and `key` (..., D, S); leading dimensions broadcast."""
+        """Matmul of `query` (..., rows, D) and `key` (..., D, S); leading dimensions broadcast."""
+        if query.dtype == torch.float16:
+            # A compiled matmul computes in float16 and then casts.
+            return self.matmul_qk(query.float(), key.float())  # type: ignore[no-any-return]
         if self.softmax_mode != FP32_SOFTMAX or query.dtype == torch.float32:
             return self.matmul_qk(query, key)  # type: ignore[no-any-return]
         before = map(max, query.shape[:-2], key.shape[:-2])
@@ -370,10 +409,9 @@ class GaudiAttention(nn.Module):
         scores = scores + by_kv_head(operands.mask, kv_heads)
         highest = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - highest)
-        # No wider dtype here: the bridge would cast the addends (reduction_template.cpp).
+        # Not summed in float32: the bridge would cast the addends (reduction_template.cpp).
         sums = weights.sum(-1, keepdim=True)
-        # The kernel takes no sinks.
-        if self.fused_adjustment and options.sinks is None:
+        if self.block_softmax == ADJUSTMENT and options.sinks is None:
             block_weights = torch.ops.hpu.block_softmax_adjustment(
                 highest, sums, operands.groups, batch, list(highest.shape)
             )
@@ -384,12 +422,38 @@ class GaudiAttention(nn.Module):
                 operands.rows,
                 operands.sum_mapping,
                 options.sinks,
+                self._reference,
             ).view(highest.shape)
-        weighted = self.matmul_av(weights.to(values.dtype), values.transpose(1, 2).unsqueeze(2))
-        weighted = weighted * block_weights.to(weighted.dtype)
+        weights, block_weights = weights.to(values.dtype), block_weights.to(values.dtype)
+        is_narrow = values.dtype == torch.float16
+        if is_narrow:
+            # Scale before the matmul: a sum over a block could overflow to infinity, which
+            # block2batch multiplies by 0 for other sequences.
+            weights = weights * block_weights
+        weighted = self.matmul_av(weights, values.transpose(1, 2).unsqueeze(2))
+        if not is_narrow:
+            weighted = weighted * block_weights
         # block2batch: sum over the blocks of each sequence.
         out: Tensor = self.block2batch_matmul(mapping, weighted.view(count, -1))
         return out.view(batch, heads, -1)
+
+
+def _in_float32(operands: PromptOperands) -> PromptOperands:
+    """`operands` with queries, keys and values in float32."""
+    read = operands.read
+
+    def wide(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.float(), values.float()
+
+    def read_wide(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        assert read, "a prompt with slices has a function that reads them"
+        return wide(*read(blocks))
+
+    key, value = wide(operands.key, operands.value)
+    context = wide(*operands.context) if operands.context else None
+    return operands._replace(
+        query=operands.query.float(), key=key, value=value, context=context, read=read_wide
+    )
 
 
 def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
@@ -403,21 +467,23 @@ def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
 
 
 def _block_weights(
-    highest: Tensor, sums: Tensor, rows: Tensor, mapping: Tensor, sinks: Tensor | None
+    highest: Tensor,
+    sums: Tensor,
+    rows: Tensor,
+    mapping: Tensor,
+    sinks: Tensor | None,
+    reference: Reference,
 ) -> Tensor:
-    """Weight of each block's softmax in the softmax of its sequence, (N, heads) float32, from
-    the maxima and exponential sums of the blocks, (N, heads) float32 each. The product is a
-    plain matmul, not a module of the FP8 compressor: it sums the divisors of the softmax."""
-    batch, heads = mapping.shape[0], highest.shape[1]
-    top = torch.full((batch, heads), MASKED, dtype=torch.float32, device=highest.device)
-    # Padding blocks have row 0 and a masked maximum, which does not change the maximum of row 0.
-    top = top.index_reduce(0, rows, highest, "amax")
+    """Weight of each block's softmax in the softmax of its sequence, (N, heads) float32, from the
+    maxima and exponential sums of the blocks, (N, heads) float32 each. The matmul is not a module
+    that the FP8 compressor replaces: it sums the denominators of the softmax, which must stay in
+    float32."""
+    top = reference.of(Blocks(highest, rows, mapping))
     factors = torch.exp(highest - top.index_select(0, rows))
     totals = mapping @ (factors * sums)
     if sinks is not None:
         # A sequence without blocks is padding: its maximum is MASKED.
         totals = totals + torch.exp((sinks.float() - top).clamp_max(MAX_EXPONENT))
     totals = totals.index_select(0, rows)
-    # A total is at least 1, or 0 for a row without blocks, which padding may read.
-    weights: Tensor = factors / totals.clamp_min(0.5)
+    weights: Tensor = factors / totals.clamp_min(reference.least_total)
     return weights

@@ -5,7 +5,7 @@ Class names, argument order and attributes follow PATCHED_MODULE_TABLE (_core/pa
 and the Patched* classes (_quant_common/helper_modules.py) in
 neural_compressor/torch/algorithms/fp8_quant of intel/neural-compressor. Attribute names within a
 layer follow HPUAttentionImpl (vllm_gaudi/attention/backends/hpu_attn.py) in
-vllm-project/vllm-gaudi, so that its calibration files fit.
+vllm-project/vllm-gaudi, so that its calibration files can be used.
 
 Expert modules and their names follow vllm_gaudi/extension/ops.py in the same repository.
 
@@ -35,7 +35,7 @@ MOE_BIAS_ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=7.0)
 
 
 class Matmul(nn.Module):
-    """Product of two activations."""
+    """Matmul of two activations."""
 
     def forward(self, input: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.matmul(input, other, out=out)
@@ -121,7 +121,7 @@ class MoeMatmul(nn.Module):
         super().__init__()
         self.weight = weight.detach()
         if bias is not None:
-            # The compressor takes the attribute for a bias, even if it is None.
+            # The compressor assumes a bias if the attribute exists, even if it is None.
             self.bias = bias.detach()
 
 
@@ -130,9 +130,9 @@ class VllmMixtureOfExpertsOp(nn.Module):
     kernel groups the tokens by expert and skips experts of other cards."""
 
     def __init__(self, weights: ExpertWeights, max_experts: int | None = None) -> None:
-        """`weights` are on the card, with both biases or no biases. The module holds views:
-        moving the parameters later has no effect here. `max_experts`: limit of a call; None: a
-        call takes all experts."""
+        """`weights` are on the card, with both biases or no biases. The module holds views: moving
+        the parameters later has no effect here. `max_experts`: maximum experts per call; None: no
+        limit."""
         super().__init__()
         self.num_experts = len(weights.w13)
         self.experts_min = weights.first
@@ -174,7 +174,7 @@ class VllmMixtureOfExpertsOp(nn.Module):
                     experts_max=first + len(w12) - 1,
                 )
             )
-        # Each call gives zeros for the experts of other calls.
+        # Each call covers a slice of the experts and adds nothing for other experts.
         out = parts[0]
         for part in parts[1:]:
             out = out + part

@@ -34,7 +34,7 @@ class SliceSizes(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """Form in which a device's kernels take the inputs that the layers of a launch share."""
+    """Format in which a device's kernels expect the inputs that the layers of a launch share."""
 
     prompt_dtype: torch.dtype
     """Dtype of prompt masks."""
@@ -49,7 +49,7 @@ class AttentionForm(NamedTuple):
 
 
 class ScoreOptions(NamedTuple):
-    """Treatment of scores beside scale and mask."""
+    """Options of attention scores besides scale and mask."""
 
     soft_cap: float | None = None
     """Soft cap: scores become soft_cap * tanh(score / soft_cap) before the mask is added."""

@@ -10,12 +10,11 @@ def rms_norm(hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def mirrored_rms_norm(hidden: Tensor, signs: Tensor, weights: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of `hidden` (..., size), computed as the layer norm of (x, -x), whose mean is
-    0.
+    """`rms_norm` of `hidden` (..., size), computed as the layer norm of (x, -x), whose mean is 0.
 
-    `signs` is ((1,), (-1,)), and `weights` (2, size) holds the weight twice. On a CPU a layer
-    norm is a single kernel and an RMS norm is nine small kernels: this form takes half the time
-    for one row, and more time for many rows.
+    `signs` is ((1,), (-1,)), and `weights` (2, size) holds the weight twice. On a CPU a layer norm
+    is a single kernel and an RMS norm is nine small kernels: this form takes half the time for a
+    single row, and longer for many rows.
     """
     mirrored = hidden.unsqueeze(-2) * signs
     normed = functional.layer_norm(mirrored, tuple(weights.shape), weights, None, eps)

@@ -17,7 +17,7 @@ from hpu.ops.kernels import Kernels
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines at a launch's positions: both (B, Q, 1, rotated size)."""
+    """Cosines and sines at the positions of a launch, (B, Q, 1, rotated size) each."""
 
     cos: Tensor
     sin: Tensor
@@ -97,8 +97,8 @@ def _longrope(
     factors = scaling.long_factor if length > original else scaling.short_factor
     if len(factors) != size // 2:
         raise ConfigError(
-            f"longrope has {len(factors)} factors, a head with {size} rotated entries needs "
-            f"{size // 2}"
+            f"longrope has {len(factors)} factors, it must have {size // 2} for {size} rope "
+            "dimensions of a head"
         )
     attention = scaling.attention_factor
     if attention is None:
@@ -167,7 +167,7 @@ class RotaryEmbedding(nn.Module):
         size = self.table.shape[1] // 4
         signs = torch.ones(4 * size, dtype=self.table.dtype)
         signs[2 * size : 3 * size] = -1
-        # Multiply the whole table: a lazy device would copy all of it for a write to a part.
+        # Multiply the whole table: in lazy mode a write to a part would copy the whole table.
         self.table.mul_(signs.to(self.table.device))
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -205,5 +205,5 @@ def rotate(heads: Tensor, rotation: Rotation, kernels: Kernels | None = None) ->
     if kernels is not None:
         return kernels.rotate(heads, rotation.cos, rotation.sin)
     low, high = heads.chunk(2, dim=-1)
-    # Not addcmul: the vendor's compile back end takes it out of a compiled graph.
+    # Not addcmul: the vendor's compile back end excludes it from compiled graphs.
     return heads * rotation.cos + torch.cat((high, low), dim=-1) * rotation.sin

@@ -57,7 +57,7 @@ def mamba2_scan(
     state space duality of Mamba 2 (arXiv 2405.21060, section 6).
 
     `x` (B, Q, heads, P), `dt` (B, Q, heads), `a` (heads) negative, `b` and `c` (B, Q, groups, N),
-    where neighbouring heads share a group, and `state` (B, heads, P, N), all float32. Returns y (B,
+    where adjacent heads share a group, and `state` (B, heads, P, N), all float32. Returns y (B,
     Q, heads, P) and the state after the last token.
     """
     batch, length, heads, dim = x.shape
@@ -129,7 +129,7 @@ def gated_delta_scan(
     """S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T and o_t = S_t^T q_t, for
     each head, in chunks by the UT transform (gated DeltaNet, arXiv 2412.06464, section 3.3).
 
-    `query` and `key` (B, Q, heads, K), normalised and scaled, `value` (B, Q, heads, V), `decay` g
+    `query` and `key` (B, Q, heads, K), normalized and scaled, `value` (B, Q, heads, V), `decay` g
     (B, Q, heads), at most 0, `beta` (B, Q, heads) and `state` (B, heads, K, V), all float32.
     Returns o (B, Q, heads, V) and the state after the last token.
     """
@@ -192,9 +192,9 @@ def l2_norm(x: Tensor) -> Tensor:
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + `lower`)^-1 of strictly lower triangular matrices (..., L, L).
 
-    Block inversion with block sizes that double, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C
-    A^-1, B^-1)): a few products of whole matrices, as exact as row-wise substitution. A product
-    of powers of `lower` would be shorter, but the powers grow without bound for similar keys.
+    Block inversion with block sizes that double, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C A^-1,
+    B^-1)): a few matmuls of whole matrices, as exact as row-wise substitution. A product of powers
+    of `lower` would need fewer operations, but the powers grow without bound for similar keys.
     Gaudi has no triangular solver (aten::linalg_solve_triangular is not registered).
     """
     length = lower.shape[-1]

@@ -1,8 +1,8 @@
-"""CoreWait: warns about steps that were slow because their threads waited for a core.
+"""CoreWait: warns about steps that were slow because their threads waited for a CPU core.
 
 The kernel counts for each thread how long it was ready to run without a core. Reading the counts of
-all threads costs about a millisecond, so they are read at most once in BASELINE_S, and after a slow
-step.
+all threads takes about a millisecond, so they are read at most once per BASELINE_S, and after a
+slow step.
 """
 
 import logging
@@ -17,13 +17,13 @@ from hpu.host import ROOT, load_average, usable_cores
 logger = logging.getLogger(__name__)
 
 SLOW_STEP_S = 2.0
-"""Minimum duration of a step that is examined."""
+"""Minimum duration of a step that is examined; seconds."""
 BASELINE_S = 1.0
-"""Age from which the counts before a step are read again."""
+"""Maximum age of the counts before a step; older counts are read again. Seconds."""
 
 
 class CoreWait:
-    """Call `begin` before a step and `end` after it, on the thread that runs the step."""
+    """Measures a step. Call `begin` before and `end` after it, on the thread that runs the step."""
 
     def __init__(
         self, *, root: Path = ROOT, clock: Callable[[], float] = time.perf_counter
@@ -41,7 +41,7 @@ class CoreWait:
         )
 
     def begin(self) -> None:
-        """Read the clock, and the counts if the last ones are old."""
+        """Read the clock, and the counts if they are at least BASELINE_S old."""
         self._began_s = self._clock()
         if self._began_s - self._read_s >= BASELINE_S:
             self._delays, self._read_s = run_delays(self._root), self._began_s
@@ -53,11 +53,11 @@ class CoreWait:
         if step_s < SLOW_STEP_S:
             return
         delays = run_delays(self._root)
-        # The threads of a step wait for each other: the longest wait is the wait of the step.
+        # The threads of a step wait for each other: the longest wait delays the step.
         waited_s = max(
             (delay - self._delays.get(thread, 0.0) for thread, delay in delays.items()), default=0.0
         )
-        # The counts before the step may be up to BASELINE_S older than the step.
+        # The counts may be up to BASELINE_S older than the start of the step.
         waited_s = min(waited_s, step_s)
         self._delays, self._read_s = delays, now_s
         if waited_s > step_s / 2:
@@ -77,16 +77,16 @@ def run_delays(root: Path = ROOT) -> dict[str, float]:
 
 
 def _run_delay(path: Path) -> float | None:
-    """The delay of a thread; None if the thread has ended."""
+    """Seconds that a thread waited for a core; None if the thread has ended."""
     try:
-        # Time on a core, time without a core, time slices.
+        # Fields: time on a core, time waiting for a core, number of time slices.
         return int(path.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
 
 
 def demand(root: Path = ROOT) -> str:
-    """The load average beside the usable cores, as text."""
+    """Load average and number of usable cores, as text."""
     cores = usable_cores(root)
     load = load_average(root)
     if load is None:

@@ -2,7 +2,7 @@
 that the device's runtime counts in each step."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from config.execution import ExecutionConfig
@@ -21,6 +21,10 @@ class CountsWork(Protocol):
 
     def compile_seconds(self) -> float: ...
 
+    def compiled_recipes(self) -> Sequence[tuple[str, int]]:
+        """(name, microseconds) of each compilation, if the runtime records compilations."""
+        ...
+
     def cpu_fallbacks(self) -> Mapping[str, int]:
         """Count of host fallbacks by operation."""
         ...
@@ -31,6 +35,19 @@ class CountsWork(Protocol):
 
 
 class Diagnostics:
+    """Counts the work of a runtime. This base class is of a runtime without counts."""
+
+    def reset(self) -> None:
+        """Exclude earlier compilations and fallbacks from the next counts."""
+
+    def warmed_up(self, phase: int) -> None:
+        """Count the compilations of a warmed-up bucket of `phase`."""
+
+    def collected(self, output: AsyncStepOutput) -> None:
+        """Count and log compilations and fallbacks since the last step."""
+
+
+class RuntimeDiagnostics(Diagnostics):
     """Reads the runtime's totals after each step.
 
     A launch is compiled when it is submitted. If the next plan is already submitted, its
@@ -55,19 +72,17 @@ class Diagnostics:
         self.reset()
 
     def reset(self) -> None:
-        """Exclude earlier compilations and fallbacks from the next counts."""
         self._known_compilations = self._runtime.compilations()
         self._known_seconds = self._runtime.compile_seconds()
+        self._num_details = len(self._runtime.compiled_recipes())
         self._known_fallbacks = dict(self._runtime.cpu_fallbacks())
         self._count_recipes()
 
     def warmed_up(self, phase: int) -> None:
-        """Count the compilations of a warmed-up bucket of `phase`."""
         self._count_phase(phase, "warmup", self._runtime.compilations() - self._known_compilations)
         self.reset()
 
     def collected(self, output: AsyncStepOutput) -> None:
-        """Count and log compilations and fallbacks since the last step."""
         total = self._runtime.compilations()
         compiled, self._known_compilations = total - self._known_compilations, total
         fallbacks = dict(self._runtime.cpu_fallbacks())
@@ -102,9 +117,10 @@ class Diagnostics:
         if config.log_graph_compilation_all or (config.log_graph_compilation and compiled):
             logger.log(
                 logging.WARNING if compiled else logging.INFO,
-                "Step %d compiled %d graphs: %s",
+                "Step %d compiled %d graphs%s: %s",
                 output.step,
                 compiled,
+                self._details(),
                 _launches(output),
             )
         if config.log_cpu_fallbacks_all or (config.log_cpu_fallbacks and fallbacks):
@@ -118,6 +134,13 @@ class Diagnostics:
                 else "",
                 _launches(output),
             )
+
+    def _details(self) -> str:
+        """Names and times of the recipes compiled since the last log line."""
+        recipes = self._runtime.compiled_recipes()
+        new, self._num_details = recipes[self._num_details :], len(recipes)
+        texts = [f"{name} {microseconds / 1e6:.1f} s" for name, microseconds in new]
+        return f" ({', '.join(texts)})" if texts else ""
 
 
 def _launches(output: AsyncStepOutput) -> str:

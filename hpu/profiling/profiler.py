@@ -1,5 +1,5 @@
-"""Profiler: Chrome traces of steps for Perfetto, and of the operations of launches outside of
-steps. Traces of steps read device times only after a step is done, so they never wait for the
+"""Profiler: writes Chrome traces (for Perfetto) of steps, and of the operations of launches outside
+of steps. Traces of steps read device times only after a step is done, so they never wait for the
 device."""
 
 import logging
@@ -28,11 +28,11 @@ MAX_EVENTS = 200_000
 sampling."""
 
 OPERATION_RUNS = 3
-"""Runs for a trace of operations, as in the vendor's plug-in; only the last run is traced."""
+"""Runs of the traced function; only the last run is traced, as in the vendor's plug-in."""
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
-"""Thread names of the trace. Steps and launches have device times."""
+"""Thread names in the trace. The spans of steps and of launches have device times."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,12 +44,31 @@ class Moment(NamedTuple):
     seconds: float
 
 
-class Trace:
+class NoTrace:
+    """A trace that records nothing."""
+
+    is_over = True
+
+    def submitted(self, output: AsyncStepOutput, begun_s: float) -> None:
+        """Record a step that was launched from `begun_s` (perf_counter) until now."""
+
+    def sampled_deferred(self, output: AsyncStepOutput, begun_s: float) -> None:
+        """Record deferred sampling that was launched from `begun_s` until now."""
+
+    def collected(self, output: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
+        """Record a finished step: device `seconds` per launch, and `begun_s`, when reading of its
+        results began. Steps launched before the trace began are left out."""
+
+
+NO_TRACE = NoTrace()
+
+
+class Trace(NoTrace):
     """Trace of a range of steps. Events are kept encoded in memory until `end` writes the file.
 
-    The file is written at construction as an empty trace, so it is always valid JSON. The trace
-    ends by itself once it has `max_events` events, or after step `last`. Steps are counted from 0
-    within the trace; steps before `first` are left out.
+    The constructor writes an empty trace, so the file is always valid JSON. The trace ends when it
+    has `max_events` events, or after step `last`. Steps are counted from 0 within the trace; steps
+    before `first` are skipped.
     """
 
     def __init__(
@@ -74,26 +93,22 @@ class Trace:
         self._events: list[bytes] = []
         self._num_steps = 0
         self._submitted: dict[int, tuple[int, float, float]] = {}
-        """(number in this trace, start and end of submission in seconds) by step in flight."""
+        """(number in this trace, start and end of submission in seconds) of each step in flight."""
         self._deferred: dict[int, tuple[float, float]] = {}
-        """(start, end) of the launch of deferred sampling in seconds, by step in flight."""
+        """(start, end) of launching the deferred sampling in seconds, for each step in flight."""
         self._write()
 
     def submitted(self, output: AsyncStepOutput, begun_s: float) -> None:
-        """Record a step that was launched from `begun_s` (perf_counter) until now."""
         if not self.is_over:
             times = (self._num_steps, begun_s, time.perf_counter())
             self._submitted[output.step] = times
             self._num_steps += 1
 
     def sampled_deferred(self, output: AsyncStepOutput, begun_s: float) -> None:
-        """Record deferred sampling that was launched from `begun_s` until now."""
         if output.step in self._submitted:
             self._deferred[output.step] = begun_s, time.perf_counter()
 
     def collected(self, output: AsyncStepOutput, seconds: list[float], begun_s: float) -> None:
-        """Record a finished step: device `seconds` per launch, and `begun_s`, when reading of its
-        results began. Steps launched before the trace began are left out."""
         submitted = self._submitted.pop(output.step, None)
         deferred = self._deferred.pop(output.step, None)
         if submitted is None or self.is_over:
@@ -109,7 +124,9 @@ class Trace:
         if self._last is not None and number >= self._last:
             self.end_quietly(f"step {self._last} was its last")
         elif len(self._events) >= self._max_events:
-            self.end_quietly(f"it holds {len(self._events)} events, at most {self._max_events}")
+            self.end_quietly(
+                f"it has {len(self._events)} events, at most {self._max_events} are allowed"
+            )
 
     def end(self) -> str:
         """Write the file and stop recording; returns its path. Raises OSError."""
@@ -124,7 +141,7 @@ class Trace:
     def end_quietly(self, reason: str) -> None:
         """Call `end`; log an OSError instead of raising it."""
         try:
-            logger.info("The trace %s ends: %s", self.end(), reason)
+            logger.info("Wrote the trace %s: %s", self.end(), reason)
         except OSError as error:
             logger.error("the trace %s cannot be written: %s", self.path, error)
 
@@ -146,9 +163,9 @@ class Trace:
             padding += arguments["padding"]
         if not spans or output.end is None:
             return
-        # Deferred launches ran last, whatever their index in the plan.
+        # Deferred launches ran last, regardless of their index in the plan.
         begin_s, stop_s = min(spans)[0], max(stop for _, stop in spans)
-        # Place the next step relative to the end of the current step: long differences lose digits.
+        # Move the anchor to the end of this step: long time differences lose precision.
         elapsed_s = output.end.seconds_since(self._anchor.event)
         self._anchor = Moment(output.end, self._anchor.seconds + elapsed_s)
         arguments = {
@@ -201,9 +218,9 @@ class Profiler:
         rank: int = 0,
         max_events: int = MAX_EVENTS,
     ) -> None:
-        """`rank`: with several workers, each rank writes a trace file of its own."""
-        self.trace: Trace | None = None
-        """The trace that records steps; None: no trace. Changed only between steps."""
+        """`rank`: rank of this worker; each rank of several writes a trace file of its own."""
+        self.trace: NoTrace = NO_TRACE
+        """The trace that records steps. Changed only between steps."""
         self._backend = backend
         self._config = config
         self._folder = Path(cache_dir or cache_home()) / "traces"
@@ -223,9 +240,9 @@ class Profiler:
 
     def trace_operations(self, run: Callable[[], None]) -> str:
         """Trace the operations of `run` on host and device with torch's profiler; returns the path
-        of the file. `run` is called three times, and must wait for the device: the first two runs
-        warm up the profiler, the last run is traced. Raises ConfigError when the file cannot be
-        written."""
+        of the file. `run` is called OPERATION_RUNS times and must wait for the device; only the
+        last run is traced, the others warm up the profiler. Raises ConfigError when the file cannot
+        be written."""
         path = self._path()
         kinds = torch.profiler.ProfilerActivity
         device = getattr(kinds, self._backend.device.type.upper())
@@ -248,7 +265,7 @@ class Profiler:
     def call(self, name: str) -> str:
         """Handle START_PROFILE or STOP_PROFILE; returns the path of the trace file. Raises
         UserError if a trace is already running (start), no trace is running (stop) or `name` is
-        unknown; RequestFailed if the file cannot be written."""
+        unknown, and RequestFailed if the file cannot be written."""
         try:
             if name == START_PROFILE:
                 return self._start()
@@ -260,19 +277,18 @@ class Profiler:
 
     def close(self) -> None:
         """Write the running trace, if any."""
-        trace, self.trace = self.trace, None
-        if trace is not None and not trace.is_over:
+        trace, self.trace = self.trace, NO_TRACE
+        if isinstance(trace, Trace) and not trace.is_over:
             trace.end_quietly("the worker stops")
 
     def _start(self) -> str:
-        trace = self.trace
-        if trace is not None and not trace.is_over:
+        if not self.trace.is_over:
             raise UserError("a profile is already running", code="profile_running")
         return self._begin(self._default_path())
 
     def _stop(self) -> str:
-        trace, self.trace = self.trace, None
-        if trace is None:
+        trace, self.trace = self.trace, NO_TRACE
+        if not isinstance(trace, Trace):
             raise UserError("no profile is running", code="profile_not_running")
         return trace.end()
 

@@ -2,6 +2,7 @@
 their weights. Each kind has its own file in this folder; registry.py chooses."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,7 @@ class LinearLayer(Protocol):
     """(out, in) of this rank's shard; None once it is replaced."""
     quantized_weight: QuantizedWeight | None
     """Replacement of `weight`; None if the layer has no quantized weight."""
+    method: "LinearMethod"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """nn.Module.register_parameter; `param` None removes the parameter."""
@@ -55,7 +57,7 @@ class ExpertsLayer(Protocol):
     dtype: torch.dtype
     device: torch.device
     activation: Callable[[Tensor], Tensor]
-    """Maps the features (..., 2 * inner) of the first product to (..., inner)."""
+    """Maps the features (..., 2 * inner) of the first matmul to (..., inner)."""
     activation_form: str | ClampedSwiGLU
     """The checkpoint's name of `activation`, or its clamped SwiGLU."""
     w13_weight: nn.Parameter | None
@@ -70,7 +72,9 @@ class ExpertsLayer(Protocol):
     first_expert: int
     """Id of the first expert on this rank."""
     quantized_weights: StackedWeights | None
-    """Replacement of both weights, if the backend multiplies quantized experts."""
+    """Quantized replacement of both weights; None if the experts have unquantized weights or a
+    `moe_op` that holds its weights."""
+    method: "MoEMethod"
     moe_op: MoEImpl | None
     """Kernel that runs in place of `apply`; None: `apply` runs."""
 
@@ -132,26 +136,37 @@ class ModelPatcher(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LinearShards:
+    """A linear layer of this rank, before it is built."""
+
+    shards: list[Shard]
+    """Parts of checkpoint tensors, concatenated along the outputs."""
+    in_features: int
+    """Inputs on this rank."""
+    is_head: bool
+    """Whether the layer computes the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShards:
+    """Stacked experts of this rank, before they are built."""
+
+    w13: list[Shard]
+    w2: list[Shard]
+    hidden_size: int
+    """Inputs of `w13` on this rank."""
+    inner_size: int
+    """Inputs of `w2` on this rank."""
+    activation: str
+    """See Experts.activation_name."""
+
+
 class QuantizationScheme(Protocol):
-    """Chooses the method of each linear layer of a model."""
+    """Chooses the methods of the linear layers and of the experts of a model."""
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
-        """Method of a layer with `in_features` inputs on this rank whose weight consists of
-        `shards` of checkpoint tensors, concatenated along the outputs. `is_head`: whether the layer
-        computes the logits."""
-        ...
+    def linear_method(self, weight: LinearShards) -> LinearMethod: ...
 
-    def moe_method(
-        self,
-        w13: list[Shard],
-        w2: list[Shard],
-        hidden_size: int,
-        inner_size: int,
-        activation: str,
-    ) -> MoEMethod | None:
-        """Method of stacked experts whose weights, with `hidden_size` and `inner_size` inputs on
-        this rank, consist of the shards `w13` and `w2`; None: this scheme does not quantize
-        experts. `activation`: see Experts.activation_name."""
+    def moe_method(self, experts: ExpertsShards) -> MoEMethod | None:
+        """None: this scheme does not quantize experts."""
         ...

@@ -1,5 +1,5 @@
-"""Creates checkpoints with quantized weights by llmcompressor. Runs in a separate process, in an
-environment in which llmcompressor is installed."""
+"""Creates quantized checkpoints with llmcompressor. Runs in a separate process, in an environment
+in which llmcompressor is installed."""
 
 import re
 import shutil
@@ -16,10 +16,8 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.errors import ConfigError
-from config.model.quantization.base import expressions
+from config.model.quantization.base import NEVER_QUANTIZED, expressions
 
-IGNORED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
-"""Layers that are not quantized: the head, and routers of experts."""
 MAX_GROUP = 128
 CONFIG, WEIGHTS = "config.json", (".safetensors", ".safetensors.index.json")
 
@@ -52,7 +50,7 @@ def compress(
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module).__name__ == "Linear" and name != IGNORED[0]
+        if type(module).__name__ == "Linear" and name != NEVER_QUANTIZED[0]
     }
     _check_ignored(ignored, list(linears))
     scheme = preset_name_to_scheme(scheme_name, ["Linear"])
@@ -64,7 +62,7 @@ def compress(
         _check_groups(scheme.weights.group_size, sizes)
     module, _, name = modifier.rpartition(".")
     kind = getattr(import_module(f"llmcompressor.modifiers.{module}"), name)
-    kept = [*IGNORED, *ignored, *(last_layer(linears) if keeps_last_layer else ())]
+    kept = [*NEVER_QUANTIZED, *ignored, *(last_layer(linears) if keeps_last_layer else ())]
     recipe = kind(config_groups={"weights": scheme}, ignore=kept)
     if samples:
         if not torch.accelerator.is_available():
@@ -81,7 +79,7 @@ def compress(
         )
     else:
         llmcompressor.oneshot(model=model, recipe=recipe)
-    # save_pretrained refuses some published generation configs; the original file is copied below.
+    # save_pretrained rejects some published generation configs; the original file is copied below.
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # theirs
     model.save_pretrained(output, save_compressed=True)
     _copy_other_files(Path(folder), output)
@@ -116,7 +114,9 @@ def _common_group(sizes: Any) -> int:
 def _check_groups(group_size: int, sizes: dict[str, int]) -> None:
     for name, size in sizes.items():
         if size % group_size:
-            raise ConfigError(f"--group-size {group_size} does not divide the {size} of {name}")
+            raise ConfigError(
+                f"--group-size {group_size} does not divide the {size} inputs of {name}"
+            )
 
 
 def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
@@ -124,7 +124,7 @@ def _check_ignored(ignored: Sequence[str], names: list[str]) -> None:
         matched = expressions((key,), f"--ignore {key}")
         if key not in names and not any(matched.first(name) is not None for name in names):
             raise ConfigError(
-                f"--ignore {key} is none of the {len(names)} linear layers, the first is {names[0]}"
+                f"--ignore {key} is not one of the {len(names)} linear layers, such as {names[0]}"
             )
 
 

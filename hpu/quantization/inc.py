@@ -14,19 +14,22 @@ from pickle import UnpicklingError
 from typing import Any, cast
 from zipfile import BadZipFile
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from config.checkpoint.weight_maps.shard import Shard
 from config.errors import CheckpointError, ConfigError
 from config.model.quantization.inc import PACKAGE, QuantConfig
 from hpu.distributed.process_groups import ProcessGroup, alone
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import LinearBase
 from hpu.layers.moe import Experts
-from hpu.quantization.base import ExpertsLayer, LinearLayer, LinearMethod, MoEMethod
-from hpu.quantization.unquantized import UnquantizedMoEMethod
+from hpu.quantization.base import (
+    ExpertsShards,
+    LinearLayer,
+    LinearMethod,
+    LinearShards,
+    MoEMethod,
+)
+from hpu.quantization.unquantized import HostLinearMethod, HostMoEMethod
 
 logger = logging.getLogger(__name__)
 
@@ -41,53 +44,22 @@ PATCHED_CACHE = "PatchedVLLMKVCache"
 UNMEASURED = "PatchedUnmeasuredModule"
 
 
-class IncLinearMethod:
+class IncLinearMethod(HostLinearMethod):
     """Loads the weight into host memory, from which INC moves it to the device. Each layer has its
     own instance, because INC may replace its `apply`."""
 
-    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
-        empty = torch.empty(out_features, in_features, dtype=layer.dtype)
-        layer.weight = nn.Parameter(empty, requires_grad=False)
-
-    def process_weights(self, layer: LinearLayer) -> None:
-        return
-
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        assert layer.weight is not None
-        return functional.linear(x, layer.weight, bias)
-
-
-class IncMoEMethod(UnquantizedMoEMethod):
-    """Loads the weights of stacked experts into host memory, like IncLinearMethod."""
-
-    def create_weights(
-        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
-    ) -> None:
-        def empty(rows: int, columns: int) -> nn.Parameter:
-            weight = torch.empty(num_experts, rows, columns, dtype=layer.dtype)
-            return nn.Parameter(weight, requires_grad=False)
-
-        layer.w13_weight = empty(2 * inner_size, hidden_size)
-        layer.w2_weight = empty(hidden_size, inner_size)
+        return super().apply(layer, x, bias)
 
 
 class IncScheme:
     """Scheme for all linear layers and experts; the INC configuration lists the modules to skip."""
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
+    def linear_method(self, weight: LinearShards) -> LinearMethod:
         return IncLinearMethod()
 
-    def moe_method(
-        self,
-        w13: list[Shard],
-        w2: list[Shard],
-        hidden_size: int,
-        inner_size: int,
-        activation: str,
-    ) -> MoEMethod:
-        return IncMoEMethod()
+    def moe_method(self, experts: ExpertsShards) -> MoEMethod:
+        return HostMoEMethod()
 
 
 class IncCompressor:
@@ -120,7 +92,7 @@ class IncCompressor:
         originals = _prepare_linears(model)
         for module in model.modules():
             if isinstance(module, Experts) and module.moe_op is not None:
-                # The views in moe_op hold each expert until INC has moved it.
+                # The views in moe_op keep each expert's memory until INC has moved the expert.
                 module.replace_weights(module.moe_op)
         try:
             config = self._inc.FP8Config.from_json_file(self.config.path)
@@ -151,7 +123,7 @@ class IncCompressor:
         return has_cache and not self.config.measures
 
     def _check(self, model: nn.Module) -> None:
-        """Raise CheckpointError if a module that launches call has no measurements."""
+        """Raise CheckpointError if a module that is called in launches has no measurements."""
         unmeasured = [
             path
             for path, module in model.named_modules()
@@ -188,7 +160,8 @@ def _prepare_linears(model: nn.Module) -> dict[LinearBase, list[str]]:
 
 
 def _adapt(model: nn.Module, original: LinearBase, paths: list[str]) -> None:
-    """Make the module that replaced `original` callable like `original`, at all of its `paths`."""
+    """Set the module that replaced `original` at all of its `paths`, with a forward that can be
+    called like the forward of `original`."""
     found = (model.get_submodule(path) for path in paths)
     # INC replaces a shared module at a single path only.
     patched = next((module for module in found if module is not original), None)
@@ -197,16 +170,16 @@ def _adapt(model: nn.Module, original: LinearBase, paths: list[str]) -> None:
     for path in paths:
         model.set_submodule(path, patched)
     if isinstance(original, ParallelLMHead):
-        # INC has replaced the method of the head.
+        # Keep the head's own forward, which gathers the shards: INC has replaced its linear method.
         vars(patched)["forward"] = original.forward
     else:
         vars(patched)["forward"] = _without_bias(patched.forward)
 
 
 def _write_alone(cache: nn.Module) -> None:
-    """Make a patched KV cache write without dequantizing the whole cache, since the caller ignores
-    the result. In the lazy modes the runtime drops unused results; in other modes dequantizing
-    takes time and memory."""
+    """Make a patched KV cache write without dequantizing the whole cache: the caller ignores the
+    result. In the lazy modes the runtime drops unused results; in other modes dequantizing takes
+    time and memory."""
     quantize, original = cast(Any, cache.quant_input), cast(Any, cache.orig_mod)
 
     def forward(input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:

@@ -229,25 +229,28 @@ class HpuFp8Format:
 
 
 class _HpuFp8:
-    """Codec with scales as tensors: Python numbers would be constants, and each layer would need a
-    recipe of its own."""
+    """Codec with scales as tensors: Python numbers would be constants, and each layer would need
+    its own recipe. The card's casts support float32 and bfloat16, but not float16, which is cast
+    through float32 (fp8_ops.cpp of HabanaAI/gaudi-pytorch-bridge)."""
 
     def __init__(self, dtype: torch.dtype, scale: Tensor, unit: float) -> None:
         self._dtype = dtype
+        self._wide = torch.float32 if dtype == torch.float16 else dtype
         # Computed on the host: on the device these operations would be launches.
         own = scale.detach().cpu() * unit
         self._scale = own.to(scale.device)
         self._multiplier = own.reciprocal().to(scale.device)
 
     def encode(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype == torch.float16 else x
         rows, _ = torch.ops.hpu.cast_to_fp8_v2(
-            x, self._multiplier, False, False, torch.float8_e4m3fn
+            wide, self._multiplier, False, False, torch.float8_e4m3fn
         )
         return rows  # type: ignore[no-any-return]
 
     def decode(self, rows: Tensor) -> Tensor:
-        x: Tensor = torch.ops.hpu.cast_from_fp8(rows, self._scale, self._dtype)
-        return x
+        x: Tensor = torch.ops.hpu.cast_from_fp8(rows, self._scale, self._wide)
+        return x.to(self._dtype)
 
 
 FLOATS = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}

@@ -144,8 +144,3 @@ def concatenate(parts: list[QuantizedWeight]) -> QuantizedWeight | None:
         torch.cat([part.scales for part in parts]),
         torch.cat(mins) if mins else None,
     )
-
-
-def nonzero(scales: Tensor) -> Tensor:
-    """`scales` usable as divisors: 0, the scale of groups of equal values, becomes 1."""
-    return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -8,17 +8,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from config.checkpoint.weight_maps.shard import Shard
 from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.model.model_config import BLOCKS, ModelConfig
 from config.model.quantization.inc import INC, read_quant_config
-from config.startup_checks import chosen_quantization
+from config.model.quantization.registry import SCHEMES_AT_LOAD
+from config.startup_checks import check_format_at_load, chosen_quantization
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.layers.mla import PagedLatentAttention
 from hpu.layers.moe import Experts
-from hpu.quantization.base import LinearMethod, ModelPatcher, QuantizationScheme
+from hpu.quantization.at_load import AtLoadScheme
+from hpu.quantization.base import (
+    ExpertsShards,
+    LinearMethod,
+    LinearShards,
+    ModelPatcher,
+    QuantizationScheme,
+)
 from hpu.quantization.gguf import GgufBlocks
 from hpu.quantization.inc import IncCompressor, IncScheme
 from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
@@ -31,51 +38,38 @@ logger = logging.getLogger(__name__)
 class _WithoutExperts:
     """Base of the schemes that quantize after loading: experts are not quantized."""
 
-    def moe_method(
-        self,
-        w13: list[Shard],
-        w2: list[Shard],
-        hidden_size: int,
-        inner_size: int,
-        activation: str,
-    ) -> None:
+    def moe_method(self, experts: ExpertsShards) -> None:
         return
 
 
 class Int8(_WithoutExperts):
-    """8 bits in all linear layers."""
+    """Quantizes all linear layers to 8 bits."""
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
+    def linear_method(self, weight: LinearShards) -> LinearMethod:
         return WeightOnlyLinearMethod(quantize_int8)
 
 
 class Int4(_WithoutExperts):
-    """4 bits, except 8 bits in the head and in layers whose inputs are not a multiple of
-    GROUP_SIZE."""
+    """Quantizes to 4 bits; the head, and layers whose inputs are not a multiple of GROUP_SIZE, to 8
+    bits."""
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
-        if is_head or in_features % GROUP_SIZE:
+    def linear_method(self, weight: LinearShards) -> LinearMethod:
+        if weight.is_head or weight.in_features % GROUP_SIZE:
             return WeightOnlyLinearMethod(quantize_int8)
         return WeightOnlyLinearMethod(quantize_int4)
 
 
 class _Gguf(_WithoutExperts):
-    """The bits of the GGUF file."""
+    """Uses the quantized blocks of the GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self._blocks = GgufBlocks(path)
 
-    def linear_method(
-        self, shards: list[Shard], in_features: int, *, is_head: bool
-    ) -> LinearMethod:
-        def blocks_of(weight: Tensor) -> QuantizedWeight | None:
-            blocks = self._blocks.weight(shards)
+    def linear_method(self, weight: LinearShards) -> LinearMethod:
+        def blocks_of(plain: Tensor) -> QuantizedWeight | None:
+            blocks = self._blocks.weight(weight.shards)
             # A rank with a padded vocabulary shard has more rows than the file.
-            is_whole = blocks is not None and blocks.values.shape == weight.shape
+            is_whole = blocks is not None and blocks.values.shape == plain.shape
             return blocks if is_whole else None
 
         return WeightOnlyLinearMethod(blocks_of)
@@ -90,7 +84,7 @@ SCHEMES: dict[str, Callable[[EngineConfig], QuantizationScheme]] = {
 
 def select_quantization(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     make_method: MakeMethod,
@@ -98,10 +92,10 @@ def select_quantization(
 ) -> QuantizationScheme | None:
     """Scheme of the checkpoint, with the methods from `make_method` and `make_moe_method`, or the
     scheme that `config.quantization` names; None: no quantization. Raises ConfigError if they
-    contradict each other, or if the device cannot multiply weights quantized after loading, which
-    need bfloat16 activations on a CPU."""
-    name = chosen_quantization(config.quantization, facts)
-    if facts.is_quantized and (name is None or facts.quantization is not None):
+    contradict each other, or if the device cannot multiply weights quantized while loading: int8,
+    int4 and gguf need bfloat16 activations on a CPU."""
+    name = chosen_quantization(config.quantization, model_config)
+    if model_config.is_quantized and (name is None or model_config.quantization is not None):
         return CheckpointScheme(make_method, make_moe_method)
     if name is None:
         return None
@@ -112,6 +106,17 @@ def select_quantization(
                 f"{str(dtype).removeprefix('torch.')} on {device.type}"
             )
         return IncScheme()
+    if name in SCHEMES_AT_LOAD:
+        check_format_at_load(name, model_config, device.type)
+        if device.type != "hpu":
+            logger.warning(
+                "Quantization: %s on %s rounds the weights and keeps them in %s: memory and time "
+                "are as without quantization",
+                name,
+                device.type,
+                str(dtype).removeprefix("torch."),
+            )
+        return AtLoadScheme(name, make_method, make_moe_method)
     if device.type != "cpu" or dtype != torch.bfloat16:
         raise ConfigError(
             f"quantization is {name}: it needs bfloat16 on a CPU, and this is "
@@ -122,16 +127,17 @@ def select_quantization(
 
 def select_patcher(config: EngineConfig, group: ProcessGroup) -> ModelPatcher | None:
     """Patcher of the loaded model, on a rank of the tensor-parallel `group`; None if no patcher is
-    configured. Raises ConfigError."""
+    configured. Raises ConfigError if Intel Neural Compressor is missing or its configuration is
+    invalid."""
     if config.quantization != INC:
         return None
     return IncCompressor(read_quant_config(config.quant_config), group)
 
 
 def process_weights(model: nn.Module, quantization: str | None) -> int:
-    """Let the method of each linear layer and of the experts convert the loaded weights, and let
-    latent attention build the matrices that its decodes absorb. Returns the bytes of the quantized
-    weights, which are not parameters of `model`."""
+    """Run `process_weights` of each linear layer, of the experts, and of latent attention, which
+    builds its absorbed matrices. Returns the bytes of the quantized weights, which are not
+    parameters of `model`."""
     start = time.perf_counter()
     num_bytes = num_kept = num_unquantized = 0
     for layer in model.modules():

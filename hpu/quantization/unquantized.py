@@ -26,6 +26,14 @@ class UnquantizedLinearMethod:
 UNQUANTIZED = UnquantizedLinearMethod()
 
 
+class HostLinearMethod(UnquantizedLinearMethod):
+    """LinearMethod that loads the weight into host memory, where it is quantized."""
+
+    def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
+        empty = torch.empty(out_features, in_features, dtype=layer.dtype)
+        layer.weight = nn.Parameter(empty, requires_grad=False)
+
+
 class UnquantizedMoEMethod:
     """MoEMethod that keeps the weights as loaded. Sums over experts are float32."""
 
@@ -67,11 +75,12 @@ def weights_of(layer: ExpertsLayer, index: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Each expert multiplies only the tokens that chose it. The host reads the number of tokens."""
+    """Each expert runs only on the tokens that are routed to it. The host reads the number of
+    tokens."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     order = ids.flatten().argsort(stable=True)
     num_experts = layer.num_experts
-    # Tokens that chose experts of other ranks sort last.
+    # Tokens that are routed to experts of other ranks sort last.
     counts = ids.flatten().bincount(minlength=num_experts).tolist()[:num_experts]
     order = order[: sum(counts)]
     tokens, weights = order // ids.shape[1], weights.flatten()[order].unsqueeze(-1)
@@ -86,14 +95,37 @@ def _apply_to_chosen(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: 
 
 
 def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Each expert multiplies all tokens, so that no shape depends on the routing. Slow; for devices
+    """Each expert runs on all tokens, so that no shape depends on the routing. Slow; for devices
     whose backend has no kernel for experts."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for index in range(layer.num_experts):
-        scale = (weights * (ids == index)).sum(-1, keepdim=True)
-        # Not addcmul: the vendor's compile back end takes it out of a compiled graph.
-        out = out + _expert(layer, index, hidden) * scale
+        is_chosen = ids == index
+        scale = (weights * is_chosen).sum(-1, keepdim=True)
+        # Not addcmul: the vendor's compile back end excludes it from compiled graphs.
+        out = out + of_chosen(_expert(layer, index, hidden) * scale, is_chosen)
     return out
 
 
+def of_chosen(product: Tensor, is_chosen: Tensor) -> Tensor:
+    """The output `product` (T, hidden) of an expert for the tokens that are routed to it (any of
+    `is_chosen` (T, experts per token)), else 0. Not multiplied by 0: the expert may overflow for
+    other tokens."""
+    return torch.where(is_chosen.any(-1, keepdim=True), product, 0)
+
+
 UNQUANTIZED_MOE = UnquantizedMoEMethod()
+
+
+class HostMoEMethod(UnquantizedMoEMethod):
+    """MoEMethod that loads the weights of stacked experts into host memory, like
+    HostLinearMethod."""
+
+    def create_weights(
+        self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
+    ) -> None:
+        def empty(rows: int, columns: int) -> nn.Parameter:
+            weight = torch.empty(num_experts, rows, columns, dtype=layer.dtype)
+            return nn.Parameter(weight, requires_grad=False)
+
+        layer.w13_weight = empty(2 * inner_size, hidden_size)
+        layer.w2_weight = empty(hidden_size, inner_size)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hpu.model_loader.quantized_weights import nonzero
 from hpu.quantization.base import LinearLayer
-from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight, nonzero
+from hpu.quantization.quantized_weight import GROUP_SIZE, QuantizedWeight
 from hpu.quantization.unquantized import UNQUANTIZED
 
 Quantize = Callable[[Tensor], QuantizedWeight | None]
@@ -50,7 +51,7 @@ def quantize_int4(weight: Tensor) -> QuantizedWeight:
     GROUP_SIZE."""
     out, size = weight.shape
     if size % GROUP_SIZE:
-        raise ValueError(f"in is {size}, it must be a multiple of {GROUP_SIZE}")
+        raise ValueError(f"in_features is {size}, it must be a multiple of {GROUP_SIZE}")
     groups = weight.float().view(out, size // GROUP_SIZE, GROUP_SIZE)
     low, high = groups.aminmax(dim=-1)
     scales, mins = ((high - low) / 15).half(), low.half()

@@ -1,4 +1,2 @@
-"""Launches: batch state, input buffers, graph cache, KV cache, async output.
-
-For generation and for pooling; sampling and warm-up have folders of their own.
-"""
+"""Launches: batch state, input buffers, graph cache, KV cache and async output, for generation and
+for pooling. Sampling and warm-up have their own folders."""

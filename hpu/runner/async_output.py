@@ -1,4 +1,5 @@
-"""AsyncStepOutput: a step's results on their way to the host, and its deferred launches."""
+"""AsyncStepOutput: results of a step while they are copied to the host, and its deferred
+launches."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,8 @@ from hpu.spec_decode.drafts import Drafts
 
 @dataclass(frozen=True, slots=True)
 class AsyncPromptLogprobs:
-    """Prompt log-probabilities of a request's chunk: either `slices` of (number of real
-    positions, tensors) or `rows` of the launch's packed result."""
+    """Prompt log-probabilities of a request's chunk: either `slices` of (number of real positions,
+    tensors), or `rows` of the launch's packed result."""
 
     req_index: int
     k: int
@@ -31,7 +32,7 @@ class AsyncPromptLogprobs:
     rows: slice | None = None
 
     def to_message(self, packed: TopLogprobs | None) -> Logprobs:
-        """Convert to the wire message. `packed`: all rows of the launch's packed result; required
+        """Convert to a protocol message. `packed`: the launch's unpacked result, which is required
         if `rows` is set."""
         if self.rows is not None:
             assert packed is not None, "rows of a packed result"
@@ -53,11 +54,11 @@ class AsyncVectors:
     pooled: Tensor | None = None
     per_token: Tensor | None = None
     requested: list[tuple[int, int]] = field(default_factory=list)
-    """Per text: number of per-token vectors (0: one pooled vector) and dimensions of each vector
-    (0: all)."""
+    """For each text: number of per-token vectors (0: one pooled vector), and number of dimensions
+    of each vector (0: all)."""
 
     def to_messages(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield (number of vectors, bytes) per text; -1 and no bytes if a value is not finite. See
+        """Yield (number of vectors, bytes) for each text; (-1, empty) if a value is not finite. See
         StepResult.vectors."""
         for row, (count, dimensions) in enumerate(self.requested):
             vectors = self.per_token if count else self.pooled
@@ -81,8 +82,8 @@ class AsyncLaunchOutput:
 
     req_indices: list[int]
     num_logprobs: list[int]
-    """Log-probabilities returned per token, see RequestSampling.num_logprobs; -1 for no
-    log-probabilities."""
+    """Number of log-probabilities per token, see RequestSampling.num_logprobs; -1: none
+    requested."""
     start: Event
     end: Event | None = None
     tokens: Tensor | None = None
@@ -90,40 +91,41 @@ class AsyncLaunchOutput:
     packed: Tensor | None = None
     """Output of `pack` on the host."""
     all_tokens: Tensor | None = None
-    """(ranks, len(tokens)) on the host: tokens sampled by every tensor-parallel rank, if they are
-    compared. (ranks, requests, width) if `accepted` is set."""
+    """(ranks, len(tokens)) on the host: tokens sampled by every tensor-parallel rank, if the ranks
+    are compared. (ranks, requests, width) if `accepted` is set."""
     prompt_logprobs: list[AsyncPromptLogprobs] = field(default_factory=list)
     vectors: AsyncVectors | None = None
     launch: Launch | None = None
-    """The plan's launch; None in a warm-up."""
+    """Launch of the plan; None in a warm-up."""
     token_counts: list[int] = field(default_factory=list)
-    """Tokens per request, with speculation; empty: one token each."""
+    """Tokens per request, with speculation; empty if each request has one token."""
     next_drafts: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Drafts for the next decode: (index into `req_indices`, tokens), see StepResult.drafts."""
+    """Drafts for the next decode: (index into `req_indices`, tokens). See StepResult.drafts."""
     accepted: Tensor | None = None
     """(at least len(req_indices), 1 + width) on the host, with device speculation: number of
-    verified drafts, accepted tokens, NO_TOKEN padding. Read in `to_result`."""
+    verified drafts, then accepted tokens, padded with NO_TOKEN. Read in `to_result`."""
     num_next_drafts: int = 0
-    """Further columns of `accepted`: drafts of the next decode, NO_TOKEN if there is no draft."""
+    """Number of additional columns of `accepted`: drafts for the next decode, padded with
+    NO_TOKEN."""
     drafting_next: list[int] = field(default_factory=list)
     """Indices into `req_indices` of the requests whose next drafts are read from these columns."""
     draft_counts: list[int] = field(default_factory=list)
     """Verified drafts per request, from the first column of `accepted`."""
     slot_generations: list[int] = field(default_factory=list)
-    """Generation counter of each sampling request's index when the launch began, with device
+    """Generation counter of each sampling request's slot at the start of the launch, with device
     speculation."""
     fill_span_s: tuple[float, float] = (0.0, 0.0)
     """Start and end of filling the inputs on the host (perf_counter)."""
     pinned: tuple[Tensor, ...] = ()
-    """Host tensors of the sampler's uploads; kept until the launch is done."""
+    """Host tensors of the sampler's uploads, kept alive until the launch is done."""
     forward_end: Event | None = None
     """End of the forward pass on the device, if sampling was deferred."""
     sampling_start: Event | None = None
     """Start of the deferred sampling."""
 
     def device_spans(self) -> list[tuple[Event, Event]]:
-        """(start, end) events of the device's work for a finished launch: two spans if sampling was
-        deferred, no spans in a warm-up."""
+        """(start, end) events of a finished launch on the device: two spans if sampling was
+        deferred, none in a warm-up."""
         if self.end is None:
             return []
         if self.forward_end is None or self.sampling_start is None:
@@ -135,10 +137,10 @@ class PromptTargets(NamedTuple):
     """Prompt positions of a request in a launch that need log-probabilities."""
 
     first: int
-    """Index of the request's first token in the flattened (B * Q)."""
+    """Index of the request's first token in the flattened (B * Q) tokens."""
     req_index: int
     k: int
-    """Number of most likely tokens per position."""
+    """Number of most likely tokens returned per position."""
     tokens: Tokens
     """Prompt tokens that follow the request's first positions in this launch."""
 
@@ -149,7 +151,8 @@ class ForwardOutput:
 
     inputs: InputBuffers
     hidden: Tensor
-    """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; the next launch may overwrite it."""
+    """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; may be overwritten by the next
+    launch."""
     argmax: Tensor | None
     """(B,) greedy tokens (fewer without padding), if all requests are greedy."""
     logits: Tensor | None
@@ -165,15 +168,15 @@ class ForwardOutput:
     """With `rows`: whether the launch also drafts for the next decode of its requests and returns
     these drafts to the host."""
     num_generated: Integers | None = None
-    """With `rows`: lower bound of each request's number of generated tokens (decodes in flight
-    yield at least one token)."""
+    """With `rows`: lower bound of each request's number of generated tokens (a decode in flight
+    yields at least one token)."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class AsyncStepOutput:
-    """Results of all launches of a plan. Tensors may be read once `deferred` is empty and `end`
-    is done."""
+    """Results of all launches of a plan. Tensors may be read once `deferred` is empty and `end` is
+    done."""
 
     step: int
     host_s: float
@@ -184,10 +187,10 @@ class AsyncStepOutput:
     deferred: list[tuple[int, Launch]] = field(default_factory=list)
     """(index in the plan, launch) of launches that sample once their bitmasks arrive."""
     deferred_forward: ForwardOutput | None = None
-    """Forward pass of the first deferred launch."""
+    """Output of the forward pass of the first deferred launch."""
     end: Event | None = None
     pinned: list[Tensor] = field(default_factory=list)
-    """Host tensors of uploads; kept until the step is done."""
+    """Host tensors of uploads, kept alive until the step is done."""
 
     def wait(self) -> None:
         """Wait until the device has finished the step."""
@@ -257,13 +260,13 @@ class AsyncStepOutput:
 
     @property
     def req_indices(self) -> list[int]:
-        """The sampling requests, in the order of StepResult.token_counts."""
+        """Sampling requests, in the order of StepResult.token_counts."""
         indices = [index for launch in self.launches for index in launch.req_indices]
         return list(dict.fromkeys(indices)) if self.decode_steps > 1 else indices
 
     def _join_rounds(self, result: StepResult) -> None:
-        """Put the tokens of each request together; they are in the order of the launches, a token
-        for each request of a launch."""
+        """Group the tokens by request. Before, they are in launch order, with a token for each
+        request of a launch."""
         places: dict[int, list[int]] = {}
         indices = itertools.chain.from_iterable(launch.req_indices for launch in self.launches)
         for place, req_index in enumerate(indices):
@@ -283,7 +286,7 @@ def _tokens_of(row: list[int]) -> list[int]:
 
 
 def _logprobs(top: TopLogprobs, start: int, end: int, k: int) -> Logprobs:
-    """Message for positions start .. end - 1, with at most `k` most likely tokens."""
+    """Message for positions [start, end), with at most `k` most likely tokens."""
     k = min(k, top.k)
     return Logprobs(
         k=k,

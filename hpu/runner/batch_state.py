@@ -20,7 +20,8 @@ class BatchState:
 
     The keys and values of a request's first `num_computed_tokens` of `num_tokens` tokens are in its
     blocks. Filling a launch advances both counts before the device has finished, so that the next
-    plan can follow: a sampled token counts immediately, although only the device knows its value.
+    plan can follow: a sampled token is counted immediately, although only the device knows its
+    value.
 
     Raises RuntimeError with the two numbers if a plan is inconsistent with the state (an engine
     bug).
@@ -35,8 +36,8 @@ class BatchState:
         *,
         contiguous: bool = False,
     ) -> None:
-        """`contiguous`: block i of a decode over N blocks is at entry i of its block list, for
-        reading the cache as a single slice; requests of a decode may not share a block."""
+        """`contiguous`: a decode reads the cache as a single slice, so entry i of its block list is
+        block i; requests of a decode must not share a block."""
         self.max_num_reqs = max_num_reqs
         self.block_size = block_size
         self.pad_block = pad_block
@@ -50,14 +51,14 @@ class BatchState:
         self._tokens = np.zeros((max_num_reqs, max_model_len), np.uint32)
         self._is_live = np.zeros(max_num_reqs, np.bool_)
         self.num_logprobs = np.full(max_num_reqs, -1, np.int64)
-        """(max_num_reqs,): see RequestSampling.num_logprobs; -1: no log-probabilities."""
+        """(max_num_reqs,): see RequestSampling.num_logprobs; -1: none requested."""
         self.num_prompt_logprobs = np.full(max_num_reqs, -1, np.int64)
         self._lora_slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._pad_slots = pad_block * block_size + np.arange(block_size)
 
     def follower(self) -> "BatchState":
-        """A view of this state with its own `num_computed_tokens`, for a drafter. Requests, tokens
-        and blocks are shared; change them only through this state."""
+        """View of this state with its own `num_computed_tokens`, for a drafter. Requests, tokens
+        and blocks are shared; change them only through the original state."""
         other = copy.copy(self)
         other._num_computed_tokens = np.zeros_like(self._num_computed_tokens)
         return other
@@ -74,7 +75,7 @@ class BatchState:
         self.num_prompt_logprobs[req_index] = -1
 
     def add_request(self, new: NewRequest) -> Tokens:
-        """Add a request at a free index. Returns its tokens (uint32), a view of the state."""
+        """Add a request at a free index. Returns its tokens (uint32) as a view of the state."""
         req_index = new.req_index
         tokens = np.frombuffer(new.tokens, np.dtype("<u4"))
         if not 0 <= req_index < self.max_num_reqs or self._is_live[req_index]:
@@ -133,7 +134,7 @@ class BatchState:
         indices = self._check_live(launch)
         counts: Integers = np.asarray(launch.query_lens, np.int64)
         (rows, query), batch = out.tokens.shape, len(out.query_lens)
-        # Several sequences in one row share its length and its context blocks.
+        # Sequences that are concatenated in one row share its length and its context blocks.
         is_merged = batch > rows
         join = np.sum if is_merged else np.max
         blocks = out.block_list.shape[1]
@@ -171,6 +172,10 @@ class BatchState:
             out.slot_mapping[:] = self._slot_mapping(indices[:, None], positions)
         else:
             self._fill_padded(indices, counts, positions, out)
+        # Pad a prompt's context with its own first block, not with the pad block. The pad block may
+        # contain NaN, written by the padding of a prompt with a non-finite token, and attention
+        # with weight 0 would yield 0 * NaN.
+        out.block_list[:n] = self._block_tables[indices, :1]
         width = min(blocks, self._block_tables.shape[1])
         is_context = np.arange(width) < context_blocks[:, None]
         out.block_list[:n, :width][is_context] = self._block_tables[indices, :width][is_context]
@@ -213,7 +218,7 @@ class BatchState:
         out.slot_mapping[n:] = pads[n:]
 
     def fill_decode(self, launch: Launch, out: DecodeArrays) -> None:
-        """Write a decode's inputs and advance its requests; all of them sample."""
+        """Write a decode's inputs and advance its requests. All requests sample."""
         indices = self._check_live(launch)
         n = len(indices)
         positions = self._num_computed_tokens[indices]
@@ -236,7 +241,7 @@ class BatchState:
 
     def fill_rows(self, launch: Launch, counts: list[int], out: DecodeArrays) -> None:
         """Write the inputs of a decode with `counts[i]` rows for request i: its last token, then
-        its drafts. Advances no request."""
+        its drafts. Does not advance the requests."""
         indices = self._check_live(launch)
         requests, offsets = _ragged_indices(np.asarray(counts))
         rows = indices[requests]
@@ -254,12 +259,13 @@ class BatchState:
         lookback: int,
         out: DraftArrays,
     ) -> None:
-        """Write the inputs of a decode whose rows are computed on the device. Advances no request.
+        """Write the inputs of a decode whose rows are computed on the device. Does not advance the
+        requests.
 
         Args:
-            num_pending: (requests,) decodes in flight per request, whose accepted tokens the host
-                does not have yet.
-            lookback: positions before the last token that a drafter recomputes.
+            num_pending: (requests,) decodes in flight per request, whose accepted tokens are not
+                on the host yet.
+            lookback: number of positions before the last token that a drafter recomputes.
         """
         indices = self._check_live(launch)
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
@@ -289,7 +295,7 @@ class BatchState:
             out.last_tokens[:n] = self._tokens[indices[:, None], columns]
 
     def fill_no_drafts(self, out: DraftArrays) -> None:
-        """Write padding only."""
+        """Fill all arrays with padding."""
         out.req_indices[:] = self.max_num_reqs
         out.limits[:] = out.lows[:] = out.first_blocks[:] = out.block_starts[:] = 0
         out.may_draft[:] = out.block_groups[:] = -1
@@ -305,26 +311,26 @@ class BatchState:
 
     def advance_decode(self, req_index: int, count: int) -> None:
         """Advance a request by the `count` tokens that a decode of `fill_drafts` accepted,
-        including the sampled token after the last accepted draft."""
+        including the token sampled after the last accepted draft."""
         self._num_computed_tokens[req_index] += count
         self._num_tokens[req_index] += count
 
     def num_row_blocks(self, req_indices: list[int], counts: list[int]) -> int:
-        """Total KV blocks read by the rows of `fill_rows`."""
+        """Total number of KV blocks that the rows of `fill_rows` read."""
         indices = np.asarray(req_indices, np.int64)
         requests, offsets = _ragged_indices(np.asarray(counts))
         positions = self._num_computed_tokens[indices[requests]] + offsets
         return int((positions // self.block_size + 1).sum())
 
     def draft_capacity(self, req_index: int) -> int:
-        """Draft tokens that fit into the request's blocks and context, with room left for the input
-        token of the next decode."""
+        """Number of draft tokens that fit into the request's blocks and context, with room for the
+        input token of the next decode."""
         room = min(int(self._num_blocks[req_index]) * self.block_size, self._tokens.shape[1])
         return room - int(self._num_computed_tokens[req_index]) - 2
 
     def tokens(self, req_index: int) -> Tokens:
-        """Tokens of a request (uint32), a view. Sampled tokens are valid only if `set_last_token`
-        and `append_tokens` are called."""
+        """Tokens of a request (uint32), as a view. Sampled tokens are valid only if the caller uses
+        `set_last_token` and `append_tokens`."""
         return self._tokens[req_index, : self._num_tokens[req_index]]
 
     def set_last_token(self, req_index: int, token: int) -> None:
@@ -334,7 +340,7 @@ class BatchState:
             self._tokens[req_index, last] = max(token, 0)
 
     def append_tokens(self, req_index: int, tokens: list[int]) -> None:
-        """Append the tokens of a decode of `fill_rows`: the accepted drafts and the sampled token
+        """Append the tokens of a decode of `fill_rows`: the accepted drafts and the token sampled
         after them."""
         start = int(self._num_tokens[req_index])
         room = max(self._tokens.shape[1] - start, 0)
@@ -343,8 +349,7 @@ class BatchState:
         self._num_tokens[req_index] += len(tokens)
 
     def set_sampled(self, req_index: int, num_tokens: int, last_tokens: Tokens) -> None:
-        """Set a request's token count and newest tokens; all tokens but the last one count as
-        computed.
+        """Set a request's token count and newest tokens; all tokens but the last count as computed.
 
         `last_tokens`: right-aligned; columns before the first token are ignored.
         """
@@ -369,11 +374,14 @@ class BatchState:
         if n > batch or num_blocks > total:
             raise RuntimeError(f"{n} requests over {num_blocks} blocks do not fit {launch.bucket}")
 
-        # Entry of each block: the block number itself if contiguous, else consecutive.
+        # Entry of each block in the block list: the block number if contiguous, else consecutive.
         entries = blocks if self.contiguous else slice(num_blocks)
         lasts = blocks[ends - 1] if self.contiguous else ends - 1
         if self.contiguous or num_blocks < total:
-            out.block_list[:] = self.pad_block
+            # Devices without a sequence id for padding assign it to the first sequence, with weight
+            # 0. Pad with the first sequence's own block: the pad block may contain NaN (see
+            # fill_prefill).
+            out.block_list[:] = self._block_tables[indices[0], 0]
             out.block_groups[:] = -1
             out.block_starts[:] = 0
             out.block_usage[:] = 1
@@ -382,8 +390,9 @@ class BatchState:
         out.block_groups[entries] = groups
         if self.contiguous and np.count_nonzero(out.block_groups >= 0) < len(blocks):
             raise RuntimeError(
-                f"requests {launch.req_indices} hold {len(blocks)} blocks, "
-                f"{np.count_nonzero(out.block_groups >= 0)} different ones: a slice shows each once"
+                f"requests {launch.req_indices} hold {len(blocks)} blocks, and "
+                f"{np.count_nonzero(out.block_groups >= 0)} of them differ: a slice of the cache "
+                "has no shared blocks"
             )
         out.block_starts[entries] = columns * self.block_size
         out.block_usage[entries] = self.block_size
@@ -408,7 +417,7 @@ class BatchState:
             out.lora_slots[: len(slots)] = slots
 
     def fill_dummy(self, out: PrefillArrays | DecodeArrays | DraftArrays) -> None:
-        """Write inputs of a full batch whose blocks are all the pad block, for a warm-up."""
+        """Write the inputs of a full batch that uses only the pad block, for a warm-up."""
         if isinstance(out, DraftArrays):
             self.fill_no_drafts(out)
             return
@@ -441,7 +450,7 @@ class BatchState:
         if out.rope_positions is not None:
             out.rope_positions[:] = out.positions
         if out.cross_tiles is not None and out.cross_spans is not None:
-            # Each token attends to all tile entries, padding included; every entry is tile 0.
+            # Each token attends to all tile entries, including padding; every entry is tile 0.
             out.cross_tiles[:] = 0
             out.cross_spans[0], out.cross_spans[1] = 0, out.cross_tiles.shape[1]
         out.block_list[:] = self.pad_block
@@ -454,8 +463,8 @@ class BatchState:
         return self._tokens[req_index, start + 1 : max(end, start + 1)]
 
     def num_computed_tokens(self, req_index: int) -> int:
-        """Tokens of the request whose keys and values are in its blocks, or will be after the
-        launches in flight."""
+        """Number of the request's tokens whose keys and values are in its blocks, or will be after
+        the launches in flight."""
         return int(self._num_computed_tokens[req_index])
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
@@ -463,11 +472,11 @@ class BatchState:
         self._num_computed_tokens[req_index] = count
 
     def block_table(self, req_index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-        """Block table of a request, in token order; a view."""
+        """Block table of a request, in token order, as a view."""
         return self._block_tables[req_index, : self._num_blocks[req_index]]
 
     def exclusive_blocks(self, req_index: int) -> list[int]:
-        """Blocks of a request that no other live request uses (a shared prefix is excluded)."""
+        """Blocks that only this request uses among the live requests (excludes a shared prefix)."""
         others = np.flatnonzero(self._is_live)
         others = others[others != req_index]
         tables = [self._block_tables[other, : self._num_blocks[other]] for other in others]
@@ -508,8 +517,8 @@ class BatchState:
         lasts: Integers,
         out: PrefillArrays,
     ) -> list[int]:
-        """Advance a prefill's requests and write its sampling requests. `lasts`: index of each
-        request's last token in the flattened tokens."""
+        """Advance a prefill's requests, write its sampling requests and return their indices.
+        `lasts`: index of each request's last token in the flattened tokens."""
         self._num_computed_tokens[indices] += counts
         samples = np.asarray(launch.samples, np.bool_)
         sampling = indices[samples]
@@ -526,7 +535,7 @@ class BatchState:
 
 
 def _ragged_indices(counts: Integers) -> tuple[Integers, Integers]:
-    """Ragged indices: for counts 2, 3 the group of each item (0 0 1 1 1) and its index in the group
-    (0 1 0 1 2)."""
+    """Group index and index within the group of each item of ragged groups: for counts 2, 3 the
+    groups are 0 0 1 1 1, and the indices 0 1 0 1 2."""
     groups = np.repeat(np.arange(len(counts)), counts)
     return groups, np.arange(len(groups)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -7,8 +7,8 @@ from hpu.backends.base import Backend, Event
 
 
 class BlockLists:
-    """`count` device lists of `size` block numbers each. Two host sets alternate, so that filling
-    does not wait for the last upload."""
+    """`count` lists of `size` block numbers each, in device memory. Two host buffers alternate, so
+    that filling does not wait for the previous upload."""
 
     def __init__(self, size: int, count: int, backend: Backend) -> None:
         self._size = size
@@ -19,8 +19,8 @@ class BlockLists:
         self._flat = backend.zeros((count * size,), backend.index_dtype)
 
     def upload(self, *lists: list[int], pad_block: int) -> tuple[Tensor, ...]:
-        """Upload the lists, each padded with `pad_block` to (size,). Launch their users before the
-        next call, which overwrites them."""
+        """Upload the lists, each padded with `pad_block` to (size,). The next call overwrites the
+        returned tensors: launch the work that reads them before."""
         index, self._next_set = self._next_set, self._next_set ^ 1
         read_event = self._read_events[index]
         if read_event is not None:

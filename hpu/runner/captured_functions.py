@@ -1,5 +1,5 @@
-"""CapturedFunctions: graphs of functions other than the model's forward pass, in the same memory
-budget."""
+"""CapturedFunctions: graphs of functions other than the model's forward pass, within the memory
+budget of GraphCache."""
 
 import gc
 import logging
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 
 
 class CapturedFunctions:
-    """Graphs by key. A graph is captured at the first launch that needs it, in a warm-up or if
+    """Graphs by key. A graph is captured at the first launch that needs it, during warm-up or if
     `graphs` captures on demand, and only if the model's bucket has a graph."""
 
     def __init__(
         self, backend: Backend, graphs: GraphCache, agreement: Agreement, what: str
     ) -> None:
-        """`agreement`: among the ranks that run the functions. `what`: purpose of the functions,
-        for log lines."""
+        """`agreement`: of the ranks that run the functions. `what`: description of the functions in
+        log lines."""
         self._agreement = agreement
         self._backend = backend
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
-        """None: the device's compiler rejected the function."""
+        """Graph by key; None if the device's compiler rejected the function."""
         self._is_full = False
 
     def find(
@@ -71,7 +71,9 @@ class CapturedFunctions:
                 logger.warning("%s runs without a graph for %s: %s", self._what, key, error)
             elif self._backend.is_out_of_memory(error):
                 self._is_full = True
-                logger.warning("No memory is left for graphs of %s: it runs without", self._what)
+                logger.warning(
+                    "No memory is left for graphs of %s: it runs without graphs", self._what
+                )
             else:
                 raise
             # Free the memory of the failed capture.

@@ -32,7 +32,7 @@ class Counters:
         return self._totals.get(name, 0)
 
     def take_changed(self) -> dict[str, float]:
-        """New totals of the counters that changed since the last call."""
+        """Take the totals of the counters that changed since the last call."""
         changed = {name: self._totals[name] for name in self._changed}
         self._changed.clear()
         return changed

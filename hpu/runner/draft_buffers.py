@@ -12,7 +12,8 @@ from hpu.spec_decode.device import DraftInputs, VerifyBatch
 
 
 class DraftArrays(NamedTuple):
-    """Host arrays of a decode; the first fields have the names and shapes of DraftInputs."""
+    """Host arrays of a decode; the fields without defaults have the names and shapes of
+    DraftInputs."""
 
     req_indices: Array
     limits: Array
@@ -36,8 +37,8 @@ class DraftArrays(NamedTuple):
 
 
 class DraftBuffers(InputBuffers):
-    """Inputs of a decode with `width` rows per request. The model's inputs (`graph_inputs`) are
-    written on the device; `draft_inputs` are uploaded."""
+    """Input buffers of a decode with `width` rows per request. The model's inputs (`graph_inputs`)
+    are written on the device; `draft_inputs` are uploaded."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class DraftBuffers(InputBuffers):
         """Allocate the buffers.
 
         Args:
-            window: number of blocks that a request's next tokens may be in.
+            window: number of blocks that can contain a request's next tokens.
             has_adapters: whether rows have LoRA slots.
             hidden_buffers: see InputBuffers.
             learns: whether tokens sampled by another pipeline stage are uploaded.

@@ -1,4 +1,4 @@
-"""GraphCache: one captured forward pass per bucket, replayed on the bucket's input buffers.
+"""GraphCache: a captured forward pass per bucket, replayed on the bucket's input buffers.
 
 hpu/warmup decides the order of captures.
 """
@@ -26,18 +26,18 @@ Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 def _forward_flat(forward: Forward, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
-    """Run `forward` on tensors shaped like `inputs.graph_inputs`. A module-level function: a graph
-    with a reference to its cache would live until the garbage collector runs."""
+    """Run `forward` on tensors shaped like `inputs.graph_inputs`. A module-level function, because
+    a graph with a reference to its cache would live until the garbage collector runs."""
     split = inputs.split(*tensors)
     return forward(split.tokens, split.context)
 
 
 class GraphCache:
-    """Runs `forward` in a bucket: replays the bucket's graph, or calls the function if it has no
+    """Runs `forward` in a bucket: replays the bucket's graph, or calls `forward` if there is no
     graph.
 
-    Nothing is captured unless `captures` is set. Only static inputs may be captured, because a
-    graph may read the same tensors in every replay.
+    Captures only if `captures` is set. Only static inputs may be captured, because a graph may read
+    the same tensors in every replay.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GraphCache:
         """Create an empty cache.
 
         Args:
-            agreement: among the ranks, whose graphs contain the same collectives.
+            agreement: of the ranks, whose graphs contain the same collectives.
             runs_once: disables capture while serving, because a capture runs `forward` once more.
                 Set if `forward` advances states or overwrites ring entries, or for a pipeline
                 stage, whose capture would wait for a stage that waits for this launch.
@@ -77,7 +77,7 @@ class GraphCache:
         self.uncompilable: set[Bucket] = set()
         """Buckets whose graph the device's compiler rejected; they run without a graph."""
         self._seen: set[Bucket] = set()
-        """Buckets that have run; bounded by the shapes of the engine's bucket table."""
+        """Buckets that have run; limited by the shapes of the engine's bucket table."""
 
     def has_graph(self, bucket: Bucket) -> bool:
         """Whether the bucket has a graph."""
@@ -85,7 +85,7 @@ class GraphCache:
 
     def run(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int] = ()) -> Tensor:
         """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
-        `req_indices`: for log lines."""
+        `req_indices`: requests to name in log lines."""
         graph = self._graphs.get(inputs.bucket)
         if graph is not None:
             hidden: Tensor = graph.replay(*inputs.graph_inputs)
@@ -98,7 +98,7 @@ class GraphCache:
 
     def capture(self, inputs: BaseInputBuffers[Any]) -> int | None:
         """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
-        bucket is `uncompilable`; in this case no graph is added on any rank."""
+        bucket is `uncompilable`; then no rank keeps a graph."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
@@ -140,26 +140,27 @@ class GraphCache:
         return graph
 
     def _run_plain(self, inputs: BaseInputBuffers[Any]) -> Tensor:
-        """Run without a graph. If other buckets are captured, run exactly the captured function, so
-        that a lazy device compiles it once."""
+        """Run without a graph. If buckets are captured, run exactly the function that is captured,
+        so that a lazy device compiles it only once."""
         if self.captures:
             return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
         return self._forward(inputs.tokens, inputs.context)
 
     def _run_first(self, inputs: BaseInputBuffers[Any], req_indices: Sequence[int]) -> Tensor:
-        """First run of a bucket without a graph."""
+        """Run a bucket without a graph for the first time; may capture it."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":
             self._warn(inputs.bucket, req_indices)
         may_capture = self.captures and self.on_demand and inputs.is_static
         may_capture = may_capture and not self._runs_once
-        # Data-parallel engines that step together may have captured different samplers.
+        # Agree first: data-parallel engines that step together may have captured different
+        # samplers.
         if may_capture and self.agreement.all_true(self.bytes < self.budget_bytes):
             if self.capture(inputs) is not None:
                 return self.run(inputs)
             if inputs.bucket not in self.uncompilable:
                 self.on_demand = False
-                logger.warning("No memory is left for graphs: further buckets run without one")
+                logger.warning("No memory is left for graphs: further buckets run without graphs")
         start = time.perf_counter()
         hidden = self._run_plain(inputs)
         # Without captures, hpu/profiling/diagnostics.py counts the runtime's compilations.

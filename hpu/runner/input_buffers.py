@@ -1,4 +1,5 @@
-"""Input buffers of a bucket: one flat integer tensor per launch, double-buffered."""
+"""Input buffers of a bucket: a flat integer tensor per launch, in alternating sets, so that an
+upload does not wait for the previous launch."""
 
 import itertools
 import math
@@ -21,7 +22,7 @@ A = TypeVar("A")
 Buffers = TypeVar("Buffers", bound="BaseInputBuffers[Any]")
 
 MAX_DYNAMIC = 16
-"""Maximum number of buffers for shapes that were not prepared (LRU)."""
+"""Maximum number of buffers for shapes that were not prepared; evicted in LRU order."""
 
 
 class PrefillArrays(NamedTuple):
@@ -40,13 +41,13 @@ class PrefillArrays(NamedTuple):
     block_list: Array
     """(B, C)"""
     last_token_indices: Array
-    """(B,): index of each sampling request's last token in the flattened (B * Q)."""
+    """(B,): index of each sampling request's last token in the flattened (B * Q) tokens."""
     req_indices: Array
-    """(B,): the sampling requests."""
+    """(B,): indices of the sampling requests."""
     state_indices: Array | None = None
-    """(B,): all requests, for a model with states or rings."""
+    """(B,): indices of all requests, for a model with states or rings."""
     lora_slots: Array | None = None
-    """(B,), or (B, Q) with several sequences per row, if adapters are served."""
+    """(B,), or (B, Q) with several sequences per row; if adapters are served."""
     image_rows: Array | None = None
     """(B, Q), for a model that takes images."""
     image_ids: Array | None = None
@@ -97,16 +98,16 @@ def _shapes(bucket: Bucket, prompts_per_row: int, names_requests: bool) -> list[
 
 
 class ImageFields(NamedTuple):
-    """Image arrays that a model reads."""
+    """Selects the image arrays that a model reads."""
 
     rows: bool = False
     ids: bool = False
     rope_positions: bool = False
     num_tiles: int = 0
-    """Tiles per request, for cross-attention to images."""
+    """Number of tiles per request, for cross-attention to images; 0 without."""
 
     def shapes(self, bucket: Bucket) -> dict[str, tuple[int, ...]]:
-        """Array shapes in the bucket, by array name."""
+        """Shapes of the selected arrays in the bucket, by array name."""
         phase, batch, query, _ = bucket
         wide = (batch, query)
         tiles = {"cross_tiles": (batch, self.num_tiles), "cross_spans": (2, *wide)}
@@ -125,7 +126,7 @@ NO_IMAGES = ImageFields()
 def _with_options(
     make: Callable[..., PrefillArrays | DecodeArrays], names: tuple[str, ...], *arrays: Array
 ) -> PrefillArrays | DecodeArrays:
-    """Call `make` with the arrays; the last arrays are passed by `names`."""
+    """Call `make` with the arrays; the last arrays are passed as keyword arguments `names`."""
     count = len(arrays) - len(names)
     return make(*arrays[:count], **dict(zip(names, arrays[count:], strict=True)))
 
@@ -151,41 +152,42 @@ class HiddenBuffers:
 
 
 class LaunchTensors(NamedTuple):
-    """Device tensors of a launch, views of its flat inputs."""
+    """Device tensors of a launch, as views of its flat inputs."""
 
     tokens: Tensor
     """(B, Q); on pipeline stages after the first, the hidden states (B, Q, hidden)."""
     context: AttentionInputs
     rest: tuple[Tensor, ...]
-    """Tensors that are read after the forward pass."""
+    """Tensors that are read only after the forward pass."""
 
 
 class _InputSet(Generic[A]):
-    """Memory of a launch: a contiguous tensor each on host and device, so that a single copy
-    uploads it."""
+    """Memory of a launch's inputs: a contiguous tensor on the host and on the device, so that a
+    single copy uploads all inputs."""
 
     def __init__(self, host: Tensor, device: Tensor, arrays: A, tensors: LaunchTensors) -> None:
         self.host = host
         self.device = device
-        """`host` itself if the device shares the host's memory."""
+        """Same tensor as `host` if the device shares the host's memory."""
         self.arrays = arrays
         self.tensors = tensors
         self.read_event: Event | None = None
-        """Done once the device has read `host`."""
+        """Event that is done once the device has read `host`."""
 
 
 class BaseInputBuffers(Generic[A]):
-    """Inputs of a bucket. Call order: `host_arrays()`, write, `upload()`, launch. The tensors
-    belong to the last upload.
+    """Inputs of a bucket. Call order: `host_arrays()`, write the arrays, `upload()`, launch. Its
+    tensors come from the last upload.
 
-    `make` names the host arrays of `shapes`; a subclass names the device tensors (`_name`).
+    `make` creates the named host arrays from arrays of `shapes`; a subclass names the device
+    tensors (`_name`).
 
-    Prepared inputs have `num_sets` alternating sets of host memory, and as many sets of device
-    memory if `rebinds_inputs` is true: there, a copy into memory that a launch reads waits for the
+    Prepared inputs have `num_sets` alternating sets of host memory. If `rebinds_inputs` is true,
+    they have as many sets of device memory: a copy into memory that a launch reads waits for the
     launch, so with a single set a bucket that runs in every step could upload only between
     launches.
 
-    A graph's inputs are the flat tensors, not views: the Gaudi bridge matches graph inputs by
+    A graph's inputs are the flat tensors, not views. The Gaudi bridge matches graph inputs by
     tensor identity, and the base of a view is not the view, so a replay would read the base of the
     capture (HabanaAI/gaudi-pytorch-bridge, habana_lazy/lazy_executor.cpp, saveInputsAndOutputs).
     The captured function creates the views (`split`).
@@ -203,14 +205,13 @@ class BaseInputBuffers(Generic[A]):
     ) -> None:
         self.bucket = bucket
         self.is_static = is_static
-        """Whether the buffers are never dropped, so that a graph may read them."""
+        """Whether the buffers are permanent, so that a graph may read them."""
         self._backend = backend
         self._shapes = shapes
         self._sizes = [math.prod(shape) for shape in shapes]
         self._make = make
         self._own = self._own_tensors()
-        # A shape that was not prepared may never recur: its further sets are created when they are
-        # used.
+        # A shape that was not prepared may never recur, so its further sets are created on demand.
         self._num_sets = num_sets
         self._sets: list[_InputSet[A]] = []
         self._sets.append(self._make_set())
@@ -231,27 +232,27 @@ class BaseInputBuffers(Generic[A]):
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:
-        """Flat tensor of the last upload, then the tensors written on the device: the arguments of
-        `split`, with the same shapes in every launch."""
+        """Flat tensor of the last upload, followed by the tensors written on the device: the
+        arguments of `split`, with the same shapes in every launch."""
         return (self._current.device, *self._own)
 
     def capture_inputs(self) -> tuple[Tensor, ...]:
         """Inputs for a graph capture. If replays may read other tensors, the flat tensor is a
-        private copy: the runtime copies the inputs of each replay into the captured tensors, which
-        must not alias the target of an upload."""
+        private copy: the runtime copies each replay's inputs to the captured tensors, which must
+        not alias the target of an upload."""
         if not self._backend.rebinds_inputs:
             return self.graph_inputs
         return (self._current.device.clone(), *self._own)
 
     def split(self, flat: Tensor, *own: Tensor) -> LaunchTensors:
-        """Split `graph_inputs` into named tensors."""
+        """Named tensors of `graph_inputs`."""
         pieces = torch.split(flat, self._sizes)
         views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         return self._name(views, *own)
 
     def host_arrays(self) -> A:
-        """The next host set, ready to write. Waits only if the bucket's launch `num_sets` before
-        has not read its inputs yet."""
+        """The next host set to write to. Waits only if the device has not yet read the inputs of
+        the bucket's launch `num_sets` launches ago."""
         if self._next_set == len(self._sets):
             self._sets.append(self._make_set())
         chosen = self._sets[self._next_set]
@@ -260,8 +261,8 @@ class BaseInputBuffers(Generic[A]):
         return chosen.arrays
 
     def upload(self) -> None:
-        """Start the copy to the device, in launch order. A device that shares the host's memory has
-        finished all launches by now: it needs neither a copy nor a second set."""
+        """Start the copy to the device, in launch order. No-op on a device that shares the host's
+        memory: it has finished all launches, and needs neither a copy nor a second set."""
         if self._backend.shares_host_memory:
             return
         self._current = chosen = self._sets[self._next_set]
@@ -274,7 +275,7 @@ class BaseInputBuffers(Generic[A]):
         return ()
 
     def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
-        """Name the device tensors: `views` with `shapes`, in order, then the tensors of
+        """Name the device tensors: `views` with `shapes`, in order, followed by the tensors of
         `_own_tensors`."""
         raise NotImplementedError
 
@@ -296,7 +297,7 @@ class BaseInputBuffers(Generic[A]):
 
 
 class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
-    """Inputs of a launch over a KV cache."""
+    """Inputs of a launch that uses a KV cache."""
 
     def __init__(
         self,
@@ -316,15 +317,15 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
         """Create the buffers.
 
         Args:
-            prompts_per_row: a prefill has up to this many sequences S per row; its (B,) arrays have
-                B * S entries.
+            prompts_per_row: maximum number S of sequences per row of a prefill; its (B,) arrays
+                have B * S entries.
             names_requests: pass each sequence's request index to the model, for layers with a state
                 or a ring.
             hidden_buffers: source of the received hidden states, which replace tokens as the
                 model's input.
             has_adapters: add the LoRA slot of each sequence.
             image_fields: image arrays that the model reads.
-            decode_sets: alternating sets of a decode's memory: one for each launch in flight.
+            decode_sets: number of alternating sets of a decode's memory; one per launch in flight.
             shapes, make: set by a subclass.
         """
         self._names_requests = names_requests
@@ -339,7 +340,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
             options["lora_slots"] = (batch, query) if is_merged else (batch,)
         options |= image_fields.shapes(bucket)
         self._options = tuple(options)
-        """Names of the optional arrays, which follow the arrays of every model."""
+        """Names of the optional arrays, which follow the arrays that all models read."""
         if options:
             shapes += options.values()
             make = partial(_with_options, make, self._options)
@@ -348,12 +349,13 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
     @property
     def last_token_indices(self) -> Tensor | None:
-        """(B,): a prefill's sampling tokens as indices in flattened (B * Q); None for a decode."""
+        """(B,): indices of a prefill's sampling tokens in the flattened (B * Q) tokens; None for a
+        decode."""
         return self._current.tensors.rest[1] if self.bucket[0] == PREFILL else None
 
     @property
     def req_indices(self) -> Tensor:
-        """(B,): the sampling requests."""
+        """(B,): indices of the sampling requests."""
         return self._current.tensors.rest[0]
 
     def _own_tensors(self) -> tuple[Tensor, ...]:
@@ -384,7 +386,7 @@ class InputBuffers(BaseInputBuffers[PrefillArrays | DecodeArrays]):
 
 class InputBufferPool(Generic[Buffers]):
     """Input buffers by bucket: permanent for prepared buckets, an LRU cache for other buckets.
-    `make`: a subclass of BaseInputBuffers."""
+    `make`: subclass of BaseInputBuffers, or a function that creates one."""
 
     def __init__(self, backend: Backend, make: Callable[..., Buffers]) -> None:
         self._backend = backend
@@ -393,7 +395,7 @@ class InputBufferPool(Generic[Buffers]):
         self._dynamic: OrderedDict[Bucket, Buffers] = OrderedDict()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Create the bucket's buffers, which are never dropped."""
+        """Create the bucket's permanent buffers."""
         if bucket not in self._prepared:
             self._prepared[bucket] = self._make(bucket, self._backend, is_static=True)
 

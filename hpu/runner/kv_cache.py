@@ -19,16 +19,17 @@ from hpu.runner.block_lists import BlockLists
 logger = logging.getLogger(__name__)
 
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Batch sizes of block moves, padded up: the sizes of the vendor's defragmenter."""
+"""Batch sizes of block moves, which are padded up; equal to the vendor's defragmenter."""
 
 SCRUB_SIZE = 16
-"""Batch size of block scrubs, padded up: every other size would be another compiled shape."""
+"""Batch size of block scrubs, which are padded up, since every other size would compile another
+shape."""
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as a single slice from block 0: if configured, or if the
-    backend prefers it. Never with shared blocks: prefix caching (which models with states lack) or
-    speculation, where rows of a request share blocks."""
+    """Whether decodes read the cache as a single slice from block 0: if configured, or if the back
+    end prefers it. Never if blocks are shared, by prefix caching (which models with states lack) or
+    by speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
     if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:
@@ -37,16 +38,16 @@ def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bo
 
 
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a block over all layers, with the flags of its tokens."""
+    """Bytes of a block in all layers, including the flags of its tokens."""
     return sum(_layer_bytes(model, block_size, dtype)) + _flag_bytes(model, block_size)
 
 
 def cache_sizes(model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int) -> CacheSizes:
-    """Bytes of a block, and of `num_rings` rings, at least 1."""
+    """Bytes of a block, and of `num_rings` (at least 1) sliding-window rings."""
     sees_all = [window is None for window in model.cache_windows()]
     blocks = _layer_bytes(model, block_size, dtype)
     full_block = sum(itertools.compress(blocks, sees_all))
-    # With rings, full-attention layers have the same size as without.
+    # The sizes of full-attention layers do not depend on rings, so the difference is the rings.
     with_rings = sum(_layer_bytes(model, block_size, dtype, num_rings))
     sizes = CacheSizes(sum(blocks), full_block, rings=with_rings - full_block)
     return sizes.with_further(_flag_bytes(model, block_size))
@@ -60,15 +61,16 @@ def _flag_bytes(model: CausalLM, block_size: int) -> int:
 def _layer_bytes(
     model: CausalLM, block_size: int, dtype: torch.dtype, num_rings: int = 0
 ) -> list[int]:
-    """Bytes per layer: of a block, or of the rings if `num_rings` is set and the layer has a
+    """Bytes per layer: of a block, or of all rings if `num_rings` is set and the layer has a
     window."""
     layers = model.cache_shapes(1, block_size, num_rings)
     return [sum(map(math.prod, shapes)) * dtype.itemsize for shapes in layers]
 
 
 class KVCache:
-    """`num_blocks` KV blocks, and the pad block after them (number `num_blocks`). With `num_rings`,
-    layers with a sliding window have a ring per request index instead; the last ring is padding."""
+    """`num_blocks` KV blocks, followed by the pad block (number `num_blocks`). With `num_rings`,
+    layers with a sliding window have a ring per request index instead; the last ring is for
+    padding."""
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class KVCache:
         num_rings: int = 0,
         clean: Callable[[Tensor], Tensor] = zero_non_finite,
     ) -> None:
-        """`dtype`: element type of the caches. `clean`: returns cache rows with non-finite values
-        replaced by zero."""
+        """`dtype`: element type of the caches. `clean`: replaces non-finite values in cache rows by
+        zero."""
         self._clean = clean
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -95,7 +97,7 @@ class KVCache:
         self._paged: list[Tensor] = []
         """Caches indexed by block."""
         self._rings: list[tuple[int, Tensor]] = []
-        """(blocks of a ring, cache) of layers with rings."""
+        """(blocks per ring, cache) of layers with rings."""
         for window, caches in zip(model.cache_windows(), self._layers, strict=True):
             if num_rings and window is not None:
                 size = ring_blocks(window, block_size)
@@ -103,7 +105,7 @@ class KVCache:
             else:
                 self._paged += caches
         self._flags: list[Tensor] = []
-        """Flag of each token slot for NonFiniteGuard."""
+        """Flags of all token slots for NonFiniteGuard."""
         if model.non_finite_guard is not None:
             self._flags.append(backend.zeros(((num_blocks + 1) * block_size,), model.dtype))
             model.non_finite_guard.bind(self._flags[0], block_size)
@@ -119,7 +121,7 @@ class KVCache:
 
     @property
     def paged(self) -> list[Tensor]:
-        """All tensors that are indexed by block, (blocks * block_size, ...) each."""
+        """All tensors indexed by block, (blocks * block_size, ...) each."""
         return [*self._paged, *self._flags]
 
     def close(self) -> None:
@@ -137,9 +139,10 @@ class KVCache:
         self._moves.clear()
 
     def warm_moves(self) -> None:
-        """Compile `move_blocks` in every size. If memory is insufficient for a large size, smaller
-        sizes are used."""
-        # A move fills free blocks below the number of blocks in use from as many blocks above it.
+        """Compile `move_blocks` in every size. If memory is insufficient for a large size, only
+        smaller sizes are used."""
+        # At most half of the blocks move: a used block above position num_used moves to a free
+        # block below it (see BlockPool.compact).
         most = max(self.num_blocks // 2, 1)
         sizes = [size for size in MOVE_SIZES if size // 2 < most] or [MOVE_SIZES[0]]
         for size in sizes:
@@ -159,8 +162,9 @@ class KVCache:
         )
 
     def move_blocks(self, sources: list[int], targets: list[int]) -> None:
-        """Copy block sources[i] to targets[i]; sources and targets are disjoint. Call `warm_moves`
-        first. Sources are zeroed, so that non-finite values do not reach the next request."""
+        """Copy block sources[i] to targets[i]; sources and targets must be disjoint. Call
+        `warm_moves` first. The sources are zeroed, so that non-finite values cannot reach the next
+        request."""
         most = max(self._moves)
         for start in range(0, len(sources), most):
             part = slice(start, start + most)
@@ -174,8 +178,8 @@ class KVCache:
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))
-            # One recipe per cache: all caches have equal shapes, so all recipes share one workspace
-            # size.
+            # One recipe per cache: all caches have equal shapes, so the recipes need equal
+            # workspaces.
             self._backend.mark_step()
 
     def warm_scrub(self) -> None:
@@ -188,7 +192,7 @@ class KVCache:
         """Replace non-finite values in `blocks` by zero.
 
         Attention gives unused slots the weight zero, and 0 * NaN would leak into the next request
-        that gets the blocks.
+        that uses the blocks.
         """
         self._scrub(self._paged, blocks, self.num_blocks)
 
@@ -208,6 +212,6 @@ class KVCache:
                 self._backend.mark_step()
 
     def _slots(self, blocks: Tensor) -> Tensor:
-        """(n * block_size,): slots of `blocks` (n,). Caches are written by slot because a lazy
+        """(n * block_size,): slots of `blocks` (n,). Caches are written by slot, because a lazy
         device copies the whole cache when a view of it is written."""
         return (blocks.unsqueeze(1) * self.block_size + self._offsets).view(-1)

@@ -1,4 +1,4 @@
-"""Piecewise forward pass: each part begins with a layer whose weights are in host memory."""
+"""Piecewise forward pass: each part starts with a layer whose weights are in host memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,14 +34,13 @@ def _next_flat(
 
 
 class PiecewiseForward:
-    """Piecewise forward pass of a model. The weights of `ring` layers are copied to the device one
-    part ahead of the launches that read them. Each part may be a graph; copies run between parts.
-    """
+    """Piecewise forward pass of a model. While a part runs, the weights of the next offloaded layer
+    are copied to the device. Each part may be a graph; copies run between parts."""
 
     def __init__(
         self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend
     ) -> None:
-        """The first layer must be in the ring."""
+        """`ring`: the offloaded layers, which must include the first layer."""
         self._ring = ring
         self._backend = backend
         ends = [*ring.indices[1:], num_layers]
@@ -50,7 +49,7 @@ class PiecewiseForward:
         ]
 
     def __call__(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Hidden states of `tokens`, see Model.__call__."""
+        """Hidden states of `tokens`. See Model.__call__."""
 
         def compute(number: int, hidden: Tensor | None) -> Tensor:
             found = self._parts[number](tokens if hidden is None else hidden, inputs)
@@ -90,7 +89,7 @@ class PiecewiseForward:
 
 
 class PartedGraph:
-    """Graphs of all parts, replayed in order."""
+    """Graphs of all parts, which are replayed in order."""
 
     def __init__(self, forward: PiecewiseForward, graphs: Sequence[Graph]) -> None:
         self._forward = forward

@@ -24,11 +24,11 @@ class PoolingArrays(NamedTuple):
     PoolingInputs."""
 
     tokens: Array
-    """(B, Q), also `positions` and `types`."""
+    """(B, Q), like `positions` and `types`."""
     positions: Array
     types: Array
     lengths: Array
-    """(B,), also the fields below."""
+    """(B,), like all fields below."""
     skipped: Array
     firsts: Array
     lasts: Array
@@ -100,7 +100,7 @@ def _clear(out: PoolingArrays) -> None:
 
 
 def fill_dummy(out: PoolingArrays) -> None:
-    """Write inputs of texts that fill the bucket, for a warm-up."""
+    """Write the inputs of texts that fill the bucket, for a warm-up."""
     batch, query = out.tokens.shape
     _clear(out)
     # Positions stay 0: some position tables are shorter than the bucket.
@@ -128,7 +128,7 @@ class PoolingRunner(StepRunner):
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """A single setting, because nothing is sampled."""
+        """A single setting, since a pooling model does not sample."""
         return (GREEDY,)
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
@@ -143,7 +143,7 @@ class PoolingRunner(StepRunner):
         return not self._pooler.config.has_head
 
     def _apply(self, plan: StepPlan) -> None:
-        """Nothing to do: there is no state."""
+        """No-op: a pooling runner has no state between plans."""
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         for launch in plan.launches:
@@ -181,9 +181,9 @@ class PoolingRunner(StepRunner):
         pooled: bool,
         per_token: bool,
     ) -> AsyncVectors:
-        """Run the uploaded inputs, and start the copies of the requested vectors."""
+        """Run the uploaded inputs, and start copying the requested vectors to the host."""
         hidden = self._graphs.run(inputs, text_indices)
-        # On a lazy device, a recipe ends here and after each kind of vectors.
+        # On a lazy device, a recipe ends here and after each kind of vector.
         self._backend.mark_step()
         done = AsyncVectors()
         if pooled:

@@ -17,28 +17,28 @@ from hpu.sampling.sampler import Sampler
 
 
 class SamplerGraph(NamedTuple):
-    """Graph that samples the decodes of a batch width."""
+    """Graph that samples the decodes of one batch width."""
 
     graph: Graph
     stages: Stages
 
     def run(self, hidden: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a decode. Returns (B,) tokens (see SamplerOutput) and (B, 1) input tokens of the
-        next decode, both valid until the next run. `hidden`: (B, 1, hidden); `params`: from
+        """Sample a decode. Returns tokens (B,) (see SamplerOutput) and input tokens (B, 1) of the
+        next decode, both valid until the next run. `hidden`: (B, 1, hidden). `params`: from
         Sampler.begin_fused."""
-        # The runtime copies an input that a graph does not read.
+        # Pass no unused input: the runtime would copy it.
         inputs = (hidden, params) if self.stages.draw else (hidden,)
         tokens, following = self.graph.replay(*inputs)
         return tokens, following
 
 
 class SamplerGraphs:
-    """A graph per batch width and set of stages that `Sampler.whole` supports, in the memory
-    reserved for graphs.
+    """A graph for each batch width and each set of stages that `Sampler.whole` supports, in the
+    memory reserved for graphs.
 
     Captured only on a device whose graphs read the inputs of each replay, and used only by decodes
-    with a graph of their own: their hidden states all have one memory layout, which is part of the
-    runtime's key.
+    whose forward pass has a graph: their hidden states all have one memory layout, which is part of
+    the runtime's key.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SamplerGraphs:
         graphs: GraphCache,
         agreement: Agreement,
     ) -> None:
-        """`agreement`: among the ranks that sample."""
+        """`agreement`: of the ranks that sample."""
         self._model = model
         self._sampler = sampler
         self._backend = backend
@@ -57,8 +57,8 @@ class SamplerGraphs:
         self._captured = CapturedFunctions(backend, graphs, agreement, "sampling")
 
     def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
-        """Graph that samples these requests of a launch with output `hidden`; None if there is no
-        graph."""
+        """Graph that samples these requests of a launch whose output is `hidden`; None if there is
+        none."""
         if bucket[0] != DECODE or not self._backend.rebinds_inputs:
             return None
         stages = self._sampler.fusable_stages(req_indices)
@@ -66,7 +66,7 @@ class SamplerGraphs:
             return None
         width = bucket[1]
         if stages not in self._functions:
-            self._functions[stages] = _whole(
+            self._functions[stages] = _sampling_function(
                 self._model, self._sampler.whole(stages), self._backend.index_dtype
             )
 
@@ -79,11 +79,11 @@ class SamplerGraphs:
         return None if graph is None else SamplerGraph(graph, stages)
 
 
-def _whole(
+def _sampling_function(
     model: CausalLM, tokens_of: Callable[..., Tensor], index_dtype: torch.dtype
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Build the function to capture: hidden states (B, 1, hidden), and parameters if it draws, to
-    the outputs of SamplerGraph.run."""
+    """Build the function to capture. It maps hidden states (B, 1, hidden), and parameters if it
+    draws, to the outputs of SamplerGraph.run."""
 
     def sample(hidden: Tensor, *params: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -91,7 +91,7 @@ def _whole(
         if tokens is None:
             tokens = tokens_of(model.logits(hidden), *params)
         tokens = tokens.to(index_dtype)
-        # A planned step may already read a token of -1 (non-finite logits).
+        # Clamped: a planned step may already read a token of -1 (non-finite logits).
         return tokens, tokens.clamp(min=0).unsqueeze(1)
 
     return sample

@@ -10,10 +10,10 @@ def state_bytes(model: CausalLM, num_states: int) -> int:
 
 
 class RequestStates:
-    """States of `num_requests` request indices, and the pad state after them.
+    """States of `num_requests` request indices, followed by a state for padding.
 
-    A request keeps its state index while it lives. States are never cleared: the first prefill of a
-    request, also after a preemption, reads zero in place of the previous request's state. Steps of
+    A request keeps its state index while it runs. States are never cleared: the first prefill of a
+    request, also after a preemption, uses zero instead of the previous request's state. Steps of
     the previous request that are still in flight run earlier on the device.
     """
 

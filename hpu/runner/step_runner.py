@@ -1,25 +1,55 @@
-"""StepRunner: base class of the runners, from step plans to step results."""
+"""StepRunner: base class of the runners, which turn step plans into step results."""
 
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from hpu.backends.base import Backend
-from hpu.lora.manager import LoRAManager
-from hpu.protocol import Bucket, RequestSampling, StepPlan, StepResult
+from hpu.lora.manager import Adapters
+from hpu.protocol import (
+    BlocksFetched,
+    Bucket,
+    FetchBlocks,
+    OffloadFacts,
+    RequestSampling,
+    StepPlan,
+    StepResult,
+)
 from hpu.runner.async_output import AsyncStepOutput
 
 
-class Offload(Protocol):
-    """KV block offloading: copies blocks to the host and back."""
+class Offload:
+    """KV block offloading: copies blocks to the host and back. This base class does nothing."""
+
+    def __init__(self) -> None:
+        self.on_fetched: Callable[[], None] = lambda: None
+        """Called on another thread when `take_fetched` has a new result."""
+
+    def start(self, pad_block: int) -> OffloadFacts | None:
+        """Prepare the copies; returns the capacities, or None without offloading."""
+        return None
 
     def apply(self, plan: StepPlan) -> None:
         """Launch the copies of a plan, before its launches."""
-        ...
 
     def land(self, step: int) -> list[int]:
-        """Complete the copies of all steps up to `step`, which the device has finished. Returns
+        """Finish the copies of all steps up to `step`, which the device has completed. Returns
         StepResult.corrupt_loads."""
-        ...
+        return []
+
+    def fetch(self, message: FetchBlocks) -> None:
+        """Start to read blocks from files to host memory; `take_fetched` returns the result."""
+        raise AssertionError("no KV blocks are kept outside the device")
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        """Results of `fetch` since the last call; does not wait."""
+        return []
+
+    def drop_files(self, hashes: list[bytes]) -> None:
+        """Delete the files of blocks."""
+        raise AssertionError("no KV blocks are kept outside the device")
+
+    def close(self) -> None:
+        """Finish pending copies."""
 
 
 class StepRunner:
@@ -28,19 +58,15 @@ class StepRunner:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.lora: LoRAManager | None = None
-        """Set if adapters are served."""
-        self.offload: Offload | None = None
-        """Set if KV blocks are offloaded."""
+        self.lora = Adapters()
+        self.offload = Offload()
         self.decode_width = 1
-        """Tokens that a decode samples per request."""
+        """Maximum number of tokens that a decode samples per request."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
-        """Apply a plan's changes and launch it; does not wait for the device."""
+        """Apply a plan's changes and launch it. Does not wait for the device."""
         start = time.perf_counter()
-        if plan.lora_slots:
-            assert self.lora is not None, "a plan with adapters for a worker without any"
-            self.lora.activate(plan.lora_slots, plan.lora_adapters)
+        self.lora.activate(plan.lora_slots, plan.lora_adapters)
         self._apply(plan)
         output = AsyncStepOutput(plan.step, host_s=time.perf_counter() - start)
         output.decode_steps = plan.decode_steps
@@ -48,12 +74,11 @@ class StepRunner:
         return output
 
     def collect(self, output: AsyncStepOutput) -> StepResult:
-        """Result of a submitted plan that the device has finished."""
+        """Build the result of a submitted plan that the device has finished."""
         start = time.perf_counter()
         result = output.to_result()
         self._on_result(output, result)
-        if self.offload is not None:
-            result.corrupt_loads = self.offload.land(output.step)
+        result.corrupt_loads = self.offload.land(output.step)
         result.host_s = output.host_s + time.perf_counter() - start
         return result
 
@@ -64,21 +89,21 @@ class StepRunner:
 
     @property
     def is_compilable(self) -> bool:
-        """Whether `warm_up` may run where launches are compiled and not executed: whether the host
-        needs no result of a launch for the next one."""
+        """Whether `warm_up` may run in a mode that compiles launches without executing them. False
+        if a launch needs results of an earlier launch on the host."""
         return True
 
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
         """Subset of `warmup_settings` that a warm-up repeats once in each batch width of captured
-        decodes: the settings that a graph may sample, and a setting that no graph samples, if any.
-        """
+        decodes: the settings that a graph may sample, and one setting that no graph samples, if
+        any."""
         return self.warmup_settings[:1]
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
         """Run a bucket once on dummy inputs and sample with each of `samplings` (a subset of
-        `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt
-        log-probabilities after the first sampling. Waits for the device."""
+        `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt log-probabilities
+        after the first sampling. Waits for the device."""
         raise NotImplementedError
 
     def _apply(self, plan: StepPlan) -> None:
@@ -89,4 +114,4 @@ class StepRunner:
         raise NotImplementedError
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
-        """Hook for a complete result."""
+        """Hook that is called with each complete result."""

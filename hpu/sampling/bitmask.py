@@ -1,4 +1,4 @@
-"""Grammar bitmasks: one bit per request and token, set if the token is allowed next."""
+"""Grammar bitmasks: a bit per request and token, which is set if the token is allowed next."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ from hpu.protocol import TOKENS_PER_WORD
 
 
 class GrammarBitmasks:
-    """Latest bitmask of `max_num_reqs` requests on the host, as words of TOKENS_PER_WORD bits. All
+    """Latest bitmasks of `max_num_reqs` requests on the host, as words of TOKENS_PER_WORD bits. All
     bits are set for a request without a bitmask."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
@@ -25,12 +25,13 @@ class GrammarBitmasks:
         self._words[req_indices] = words
 
     def write(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[np.int32]) -> None:
-        """Fill `out` (B, num_words). All bits are set in padding rows."""
+        """Fill `out` (B, num_words). Padding rows get all bits set."""
         out[: len(req_indices)] = self._words[req_indices]
         out[len(req_indices) :] = -1
 
     def set_drafted(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
-        """Store the bitmasks of a request and of its first draft positions: (count, num_words)."""
+        """Store the bitmasks (count, num_words) for a request's next token and after its first
+        drafts."""
         self._drafted[req_index] = words
 
     def write_drafted(
@@ -40,7 +41,8 @@ class GrammarBitmasks:
         limits: npt.NDArray[np.int32],
     ) -> None:
         """Fill `out` (rows per request * B, num_words), whose row j * B + i is the bitmask of
-        request i after j drafts, and `limits` (B,): the largest number of drafts with a bitmask."""
+        request i after j drafts. Fill `limits` (B,) with the largest number of drafts that has a
+        bitmask."""
         batch = len(limits)
         width = len(out) // batch
         out[:] = -1

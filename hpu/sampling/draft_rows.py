@@ -1,8 +1,8 @@
 """Sampler inputs of a decode with drafts, with static shapes.
 
 Row j * B + i has the logits after the first j drafts of request i. It is sampled as if these drafts
-were accepted, with the matching random number and token counts. The number of tokens that the host
-does not have yet is a device tensor: uploaded values are valid for any such number.
+were accepted, with the matching random number and token counts. The number of tokens that are not
+yet on the host is a device tensor: the uploaded values are valid for any such number.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ NO_TOKEN = -2
 
 
 class DraftRows:
-    """Compiled functions for launches with `width` rows per request. B: requests, R: rows, V:
-    vocabulary."""
+    """Compiled functions for launches with `width` rows per request. B: requests, R = width * B:
+    rows, V: vocabulary."""
 
     def __init__(self, backend: Backend, width: int, num_randoms: int, neutral: int) -> None:
         """`num_randoms`: random numbers uploaded per request. `neutral`: index of the neutral row
@@ -34,16 +34,18 @@ class DraftRows:
 
         compiled = backend.compiled
         self.expanded: Callable[..., tuple[Tensor, TableRows]] = compiled(expanded)
-        """Expands uploaded columns of B requests to rows. `ahead` (B,): tokens of each request that
-        the host does not have yet. Returns params (len(Params) * R,) and table rows of (R,) each;
-        `counts` and `last_tokens` index the outputs of `counts_before` and `last_before`."""
+        """Expands the uploaded columns of B requests to R rows. `ahead` (B,): number of each
+        request's tokens that are not yet on the host. Returns params (len(Params) * R,) and table
+        rows of (R,) each; `counts` and `last_tokens` index the outputs of `counts_before` and
+        `last_before`."""
         self.counts_before: Callable[..., Tensor] = compiled(_counts_before)
-        """Counts table, its rows (B,) and drafts (B, width - 1) to counts (R, V)."""
+        """Maps the counts table, its rows (B,) and drafts (B, width - 1) to counts (R, V)."""
         self.last_before: Callable[..., Tensor] = compiled(_last_before)
-        """Last-tokens table, its rows (B,) and drafts (B, width - 1) to last tokens (R, N)."""
+        """Maps the last-tokens table, its rows (B,) and drafts (B, width - 1) to last tokens (R,
+        N)."""
         self.counts_after: Callable[..., Tensor] = compiled(_counts_after)
-        """Counts table, its rows (B,) and accepted tokens (B, width) padded with NO_TOKEN to the
-        new contents of these rows."""
+        """Maps the counts table, its rows (B,) and accepted tokens (B, width), padded with
+        NO_TOKEN, to the new contents of these rows."""
         self.last_after: Callable[..., Tensor] = compiled(_last_after)
 
 
@@ -62,7 +64,7 @@ def _expanded(
     offsets = (ahead.clamp(min=0) + offsets).clamp(max=num_randoms - 1)
     random = randoms.view(num_randoms, -1).gather(0, offsets.long())
     others = params.view(len(Params._fields), -1)[1:].repeat(1, width)
-    # No range of a size that the compiler may trace as a symbol.
+    # Not torch.arange: the compiler may trace its size as a symbol.
     every = torch.ones_like(offsets).reshape(-1).cumsum(0, dtype=ahead.dtype) - 1
     is_banned = (offsets < num_banned).reshape(-1)
     tiled = TableRows(

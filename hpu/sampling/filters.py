@@ -1,10 +1,11 @@
-"""Argmax, the filters min_p, top_k and top_p as thresholds on weights, and the draw by inverse CDF.
+"""Argmax, the filters min_p, top_k and top_p as thresholds on weights, and sampling by inverse CDF.
 
-Weights are rows of non-negative numbers, not necessarily of sum 1. A row's result depends only on
-this row, bit for bit: sums over a row go through fixed chunks, because a reduction may split a
+Weights are rows of non-negative numbers, whose sum need not be 1. A row's result depends only on
+this row, bit for bit: sums over a row are computed in fixed chunks, because a reduction may split a
 single row among threads but not several rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -17,28 +18,33 @@ TINY = 2.0**-100
 
 CHUNK = 256
 PIECE_BYTES = 1 << 19
-"""Bytes of scores that fit a core's cache, because `argmax` reads them twice."""
+"""Bytes of scores per pass; `argmax` reads them twice, so they must fit in a core's cache."""
 _INTEGERS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
     torch.float32: (torch.int32, 0x7F800000),
 }
-"""Integer type of equal width, and the bits of infinity."""
+"""Integer type of equal width, and the bit pattern of infinity."""
 _JUST_BELOW_ONE = 1.0 - 2.0**-24
 MAX_SORTED = 4096
-"""Tokens sorted in the first attempt to find a nucleus."""
+"""Number of tokens sorted in the first attempt to find a nucleus."""
+
+Ties = Callable[[Tensor, Tensor, int], Tensor]
+"""Maps weights (B, V), `top_k` (B, 1) and a size that is at least every top_k to weights (B, V). A
+top_k of 0 keeps all tokens of its row."""
 
 
 class Argmax(NamedTuple):
-    """(B, 1) largest score of each row, and (B, 1) int64 first token with this score."""
+    """Largest score (B, 1) of each row, and the first token (B, 1) int64 with this score."""
 
     values: Tensor
     tokens: Tensor
 
 
 def argmax(scores: Tensor) -> Argmax:
-    """Argmax of scores (B, V), NaN included, equal to torch's `max`. On a CPU the bits are compared
-    as integers, which order positive floats correctly; numpy vectorizes this, indices included."""
+    """Argmax of scores (B, V), equal to torch's `max`, also for NaN. On a CPU the bits are compared
+    as integers, whose order is correct for positive floats; numpy vectorizes this, including the
+    indices."""
     if scores.device.type != "cpu":
         return first_argmax(scores)
     if scores.dtype not in _INTEGERS:
@@ -49,9 +55,9 @@ def argmax(scores: Tensor) -> Argmax:
     rows, vocab_size = signed.shape
     tokens = np.empty(rows, np.int64)
     most = np.empty(rows, bits.dtype)
-    rows_a_piece = max(1, PIECE_BYTES // (vocab_size * signed.itemsize))
-    for start in range(0, rows, rows_a_piece):
-        piece = slice(start, start + rows_a_piece)
+    rows_per_pass = max(1, PIECE_BYTES // (vocab_size * signed.itemsize))
+    for start in range(0, rows, rows_per_pass):
+        piece = slice(start, start + rows_per_pass)
         signed[piece].argmax(axis=1, out=tokens[piece])
         np.maximum.reduce(bits[piece], axis=1, out=most[piece])
     best = signed[np.arange(rows), tokens]
@@ -69,8 +75,8 @@ def argmax(scores: Tensor) -> Argmax:
 
 
 def first_argmax(scores: Tensor) -> Argmax:
-    """Lowest token with the largest score of scores (B, V), independent of the device's handling of
-    ties and NaN. The value of a row with a NaN is infinity."""
+    """Lowest token with the largest score of scores (B, V), independent of how the device handles
+    ties and NaN. The value of a row with NaN is infinity."""
     last = scores.shape[1] - 1
     scores = torch.where(scores.isnan(), float("inf"), scores)
     values = scores.amax(dim=-1, keepdim=True)
@@ -80,39 +86,37 @@ def first_argmax(scores: Tensor) -> Argmax:
 
 
 def min_p_threshold(weights: Tensor, top: Tensor, min_p: Tensor) -> Tensor:
-    """(B, 1) smallest weight that `min_p` (B, 1) keeps; `top` (B, 1): the most likely token."""
+    """(B, 1) smallest weight that `min_p` (B, 1) keeps. `top` (B, 1): most likely token."""
     return weights.gather(1, top) * min_p
 
 
 def top_values(weights: Tensor, size: int) -> Tensor:
-    """(B, size) largest weights of each row in descending order; unspecified for rows with NaN. On
+    """(B, size) largest weights of each row, in descending order; unspecified for rows with NaN. On
     a CPU numpy's vectorized partition is 2 to 20 times as fast as `topk`."""
     if weights.device.type != "cpu":
         return weights.topk(size, dim=-1).values
-    # Negated: partition is slow on many equal numbers, such as zeros.
+    # Negated: partition is slow if many numbers are equal, such as zeros.
     largest = np.partition(-weights.numpy(), size - 1, axis=1)[:, :size]
     largest.sort(axis=1)
     return torch.from_numpy(-largest)
 
 
 def top_k_by_sort(weights: Tensor, top_k: Tensor, largest_k: int) -> Tensor:
-    """(B, 1) weight of the k-th most likely token; 0 if `top_k` (B, 1) is 0.
-
-    Tokens that tie with the k-th are kept too.
-    """
+    """(B, 1) weight of the k-th most likely token; 0 if `top_k` (B, 1) is 0. As a threshold, it
+    also keeps all tokens that tie with the k-th."""
     largest = top_values(weights, largest_k)
     kth = largest.gather(1, (top_k - 1).clamp(min=0))
     return kth * (top_k > 0)
 
 
 def cut(weights: Tensor, threshold: Tensor) -> Tensor:
-    """Set weights below their row's `threshold` (B, 1) to 0 and scale the kept weights to at least
+    """Set weights below their row's `threshold` (B, 1) to 0, and scale the kept weights to at least
     1.
 
-    A threshold of 0 cuts at TINY, which is negligible beside a softmax's largest weight. Dividing
-    first allows a scalar threshold for all rows, which is several times faster than a comparison
-    and a select. A weight equal to the threshold gives exactly 1, a smaller weight at most 1 -
-    2**-24, so the cut is exact.
+    A threshold of 0 cuts at TINY, which is negligible relative to a softmax's largest weight.
+    Dividing first allows a scalar threshold for all rows, which is several times faster than a
+    comparison and a select. A weight equal to the threshold gives exactly 1, a smaller weight at
+    most 1 - 2**-24, so the cut is exact.
     """
     scaled = weights / threshold.clamp(min=TINY)
     return torch.threshold_(scaled, _JUST_BELOW_ONE, 0.0)
@@ -133,16 +137,16 @@ def totals(weights: Tensor, sum_dtype: torch.dtype) -> Tensor:
 
 def top_values_threshold(largest: Tensor, top_k: Tensor) -> Tensor:
     """(B, 1) weight of the k-th most likely token, at least TINY. `largest` (B, N): largest weights
-    in descending order; `top_k` (B, 1) float32: at most N, 0 gives TINY."""
+    in descending order. `top_k` (B, 1) float32: at most N; 0 gives TINY."""
     kth = largest.gather(1, (top_k - 1).clamp(min=0).long())
     return torch.where(top_k > 0, kth.clamp(min=TINY), TINY)
 
 
 def nucleus(largest: Tensor, mass: Tensor) -> Tensor:
     """(B, 1) largest threshold whose kept weights sum to at least `mass` (B, 1); the smallest of
-    `largest` if their sum is below `mass`. `largest` (B, N): largest weights in descending order.
+    `largest` if its sum is below `mass`. `largest` (B, N): largest weights in descending order.
 
-    Sums chunks first, then tokens in the chunk that reaches the mass, like `draw`.
+    Like `draw`, sums chunks first, then the tokens of the chunk that reaches the mass.
     """
     blocks = chunked(largest)
     chunk_sums = blocks.sum(-1).to(mass.dtype)
@@ -156,16 +160,14 @@ def nucleus(largest: Tensor, mass: Tensor) -> Tensor:
 
 
 def _count_below(sums: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) int64 number of ascending `sums` (B, N) below `target` (B, 1), at most N - 1."""
+    """(B, 1) int64: number of ascending `sums` (B, N) below `target` (B, 1), at most N - 1."""
     below = (sums < target).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
     return below.clamp(max=sums.shape[1] - 1).long()
 
 
 def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
-    """Result of `nucleus` for unsorted `weights`, for the CPU, where a host sync costs nothing.
-
-    Sorts only the top of each row, and the whole row if the top does not reach the mass.
-    """
+    """Same result as `nucleus` for unsorted `weights`; for the CPU, where a host sync is free.
+    Sorts only the largest weights of each row, and the whole row if these do not reach the mass."""
     rows, vocab_size = weights.shape
     threshold = torch.empty((rows, 1), dtype=weights.dtype, device=weights.device)
     unfinished = torch.arange(rows, device=weights.device)
@@ -183,8 +185,8 @@ def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, sums: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) first index of positive weight whose running sum exceeds `target`; the last index of
-    positive weight if, due to rounding, no sum exceeds it."""
+    """(B, 1) first index of a positive weight whose running sum exceeds `target`; the last index of
+    a positive weight if rounding keeps all sums below it."""
     size = weights.shape[1]
     index = torch.arange(size, device=weights.device)
     positive = weights > 0
@@ -194,10 +196,10 @@ def _first_above(weights: Tensor, sums: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, random: Tensor) -> Tensor:
-    """(B,) int64 tokens drawn in proportion to `weights` (B, V); `random` (B, 1) is in (0, 1).
+    """(B,) int64 tokens sampled in proportion to `weights` (B, V). `random` (B, 1) is in (0, 1).
 
-    Draws a chunk of the vocabulary, then a token in it: running sums stay short, so float32 is
-    accurate enough even for 150,000 tokens. A token of weight 0 is never drawn.
+    Samples a chunk of the vocabulary, then a token in it: running sums stay short, so float32 is
+    accurate enough even for 150,000 tokens. A token of weight 0 is never sampled.
     """
     blocks = chunked(weights)
     chunk_sums = blocks.sum(-1).to(random.dtype)
@@ -209,3 +211,28 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
     inside = inside.to(random.dtype)
     token = _first_above(inside, inside.cumsum(-1), target - before)
     return (chunk * CHUNK + token).squeeze(1)
+
+
+def keep_ties(weights: Tensor, top_k: Tensor, size: int) -> Tensor:
+    """Keep all weights: the threshold keeps every weight that equals the k-th."""
+    return weights
+
+
+def cut_ties(weights: Tensor, top_k: Tensor, size: int) -> Tensor:
+    """Keep the weights of exactly `top_k` tokens, and set the others to 0. Among tokens that tie
+    with the k-th, the device's sort chooses. The weight of the other tied tokens becomes 0, so that
+    thresholding at the k-th weight removes nothing else."""
+    if size == weights.shape[1]:
+        largest, tokens = weights.sort(dim=-1, descending=True)
+    else:
+        largest, tokens = weights.topk(size, dim=-1)
+    ranks = torch.arange(size, dtype=torch.int32, device=weights.device)
+    first = torch.where(ranks < top_k, largest, 0.0)
+    exact = torch.zeros_like(weights).scatter(1, tokens, first)
+    return torch.where(top_k > 0, exact, weights)
+
+
+def ties_of(*, keeps: bool) -> Ties:
+    """Handling of tokens that tie with the k-th token of `top_k`: keep all (`keeps`), or exactly
+    k."""
+    return keep_ties if keeps else cut_ties

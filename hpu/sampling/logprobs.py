@@ -11,21 +11,22 @@ from hpu.sampling.filters import first_argmax
 from hpu.sampling.params import Params
 
 MAX_PACKED = 1 << 24
-"""Integers below this (tokens and ranks) are exact in float32."""
+"""Limit below which integers (tokens and ranks) are exact in float32."""
 
 
 class LogprobsMode(NamedTuple):
-    """Values reported for sampled tokens; prompt tokens always have raw log-probabilities."""
+    """Kind of values reported for sampled tokens; prompt tokens always have raw
+    log-probabilities."""
 
     is_processed: bool = False
-    """True: after masks, bias and penalties, and for a drawn token also after temperature, min_p,
-    top_k and top_p, which set tokens to -inf. False: raw logits."""
+    """True: values after masks, bias and penalties, and for a drawn token also after temperature,
+    min_p, top_k and top_p, which set tokens to -inf. False: raw logits."""
     is_logits: bool = False
-    """Report logits instead of log-probabilities."""
+    """Whether to report logits instead of log-probabilities."""
 
     @classmethod
     def named(cls, name: str) -> "LogprobsMode":
-        """Mode for a name of config.engine.LOGPROBS_MODES."""
+        """Mode with this name of config.engine.LOGPROBS_MODES."""
         stage, kind = name.split("_")
         return cls(stage == "processed", kind == "logits")
 
@@ -34,14 +35,15 @@ RAW = LogprobsMode()
 
 
 class TopLogprobs(NamedTuple):
-    """M positions: the chosen token first, then the k most likely tokens in descending order."""
+    """Results of M positions: the chosen token first, then the k most likely tokens in descending
+    order."""
 
     ids: Tensor
     """(M, k + 1) int32"""
     values: Tensor
-    """(M, k + 1) float32: log-softmax of the logits, or the logits themselves"""
+    """(M, k + 1) float32: log-softmax of the logits, or the logits themselves."""
     ranks: Tensor
-    """(M,) int32: 1 for the most likely token; tokens that tie share the better rank"""
+    """(M,) int32: 1 for the most likely token; tied tokens have the same rank."""
 
     @property
     def k(self) -> int:
@@ -51,7 +53,7 @@ class TopLogprobs(NamedTuple):
 
 def pack(tokens: Tensor, top: TopLogprobs | None, k: int) -> Tensor:
     """Pack `tokens` (M,) and the ids, values and ranks of `top` (at most `k` tokens) into (M, 2k +
-    4) float32, padded with zeros. A single tensor needs a single copy to the host. Values are
+    4) float32, padded with zeros, so that a single copy brings them to the host. Values are
     converted, not reinterpreted, because not every device can reinterpret bits."""
     token = tokens.unsqueeze(1).float()
     if top is None:
@@ -61,14 +63,14 @@ def pack(tokens: Tensor, top: TopLogprobs | None, k: int) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, TopLogprobs]:
-    """(M,) int32 tokens and the log-probabilities of a `pack` output, on the host."""
+    """Tokens (M,) int32 and log-probabilities of an output of `pack`, on the host."""
     ids, values = packed[:, 1:-1].tensor_split(2, dim=1)
     ranks = packed[:, -1].int()
     return packed[:, 0].int(), TopLogprobs(ids.int(), values, ranks)
 
 
 def _most_likely(logits: Tensor, k: int) -> Tensor:
-    """(M, k) ids in descending order of logits. The lowest token that ties for the maximum comes
+    """(M, k) ids in descending order of logits. The lowest token among ties for the maximum comes
     first, as in argmax; `topk` alone does not guarantee this."""
     # At least MAX_LOGPROBS: the choice of `topk` among ties may depend on its k, and the result
     # must not depend on other requests in the batch.
@@ -114,6 +116,6 @@ def processed_logits(scores: Tensor, weights: Tensor, params: Params) -> Tensor:
     """
     zero = torch.zeros((), dtype=torch.float32, device=scores.device)
     has_cut = (params.min_p > 0) | (params.top_k > 0.5) | (params.top_p < 1)
-    # Added, so that NaN is preserved.
+    # Added instead of selected, so that NaN is preserved.
     cut_off = torch.where(has_cut & (weights <= 0), float("-inf"), zero)
     return torch.where(params.greedy > 0.5, scores, scores / params.temperature + cut_off)

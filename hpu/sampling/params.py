@@ -10,9 +10,9 @@ from hpu.protocol import RequestSampling
 from hpu.sampling.rng import uniforms
 
 FEW_WORDS = 16
-"""Maximum bad words of a request in the smaller bad-word table."""
+"""Maximum number of a request's bad words in the smaller bad-word table."""
 FEW_PREFIX = 4
-"""Maximum tokens before the last token of each of these words."""
+"""Maximum number of tokens before the last token of a bad word in the smaller table."""
 
 FEW_TOP_K = 128
 """Largest top_k for which compiled devices use `topk`, which is faster there than a sort of the
@@ -23,28 +23,27 @@ _MIN_TEMPERATURE = 1e-30
 
 
 class Stages(NamedTuple):
-    """Sampler stages that run for a launch."""
+    """Sampler stages that a launch needs."""
 
     draw: bool = False
-    """Some request is not greedy."""
+    """Any request is not greedy."""
     temperature: bool = False
     min_p: bool = False
     top_k: bool = False
     top_p: bool = False
     sort: bool = False
-    """With static shapes: some request has a top_k above FEW_TOP_K, or top_p without top_k."""
+    """Any request has a top_k above FEW_TOP_K, or top_p without top_k (static shapes only)."""
     bias: bool = False
-    """Some request has a row in the bias table: allowed_token_ids or, with static shapes,
+    """Any request has a row in the bias table, for allowed_token_ids or, with static shapes,
     logit_bias."""
     banned: bool = False
-    """Some request has fewer than min_tokens tokens."""
+    """Any request has fewer than min_tokens tokens."""
     logit_bias: bool = False
-    """Some request has logit_bias without a row in the bias table (exact shapes only)."""
+    """Any request has logit_bias without a row in the bias table (exact shapes only)."""
     counts: bool = False
-    """Some request has a penalty."""
+    """Any request has a penalty."""
     few_words: bool = False
-    """Some request has bad words that fit the smaller table; `many_words`: bad words that do not
-    fit."""
+    """Any request has bad words that fit the smaller table; `many_words`: bad words that do not."""
     many_words: bool = False
     logprobs: bool = False
     grammar: bool = False
@@ -60,8 +59,8 @@ class Stages(NamedTuple):
         return self.few_words or self.many_words
 
     def merged(self) -> "Stages":
-        """Merge stages, for devices that compile each combination: merged stages run together or in
-        every draw."""
+        """Merge stages, for devices that compile each combination: merged stages run together, or
+        in every draw."""
         tables, filters = self.tables, self.top_k or self.top_p
         return self._replace(
             temperature=self.draw,
@@ -75,10 +74,10 @@ class Stages(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Columns of float32 parameters; the defaults leave the logits unchanged."""
+    """Columns of float32 parameters. The defaults leave the logits unchanged."""
 
     random: Any = 0.5
-    """This step's random number in the open interval (0, 1); the first column."""
+    """Random number of this step in the open interval (0, 1); must be the first column."""
     greedy: Any = 1.0
     """1 for greedy requests, else 0."""
     temperature: Any = 1.0
@@ -93,7 +92,7 @@ class Params(NamedTuple):
 
 class TableRows(NamedTuple):
     """Columns of row numbers in the device tables: req_index if the request uses the table, else
-    the neutral row."""
+    the index of the neutral row."""
 
     bias: Any
     banned: Any
@@ -112,16 +111,16 @@ _TABLE_STAGES = [_STAGE[name] for name in TableRows._fields if name in _STAGE]
 
 
 class SamplingColumns:
-    """Sampling parameters of `max_num_reqs` requests by req_index. Entry `max_num_reqs` is padding
-    and keeps the defaults."""
+    """Sampling parameters of `max_num_reqs` requests by req_index. Entry `max_num_reqs` is for
+    padding and keeps the defaults."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, *, static_shapes: bool) -> None:
         self._max_num_reqs = max_num_reqs
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
         self._logit_bias: dict[int, TokenValues] = {}
-        """logit_bias by req_index, if it has no table row; `_end_tokens`: end tokens banned before
-        min_tokens, for exact shapes."""
+        """logit_bias of requests without a table row, by req_index. `_end_tokens`: end tokens
+        banned before min_tokens, for exact shapes."""
         self._end_tokens: dict[int, TokenValues] = {}
         self._stages = np.zeros((len(Stages._fields), max_num_reqs + 1), dtype=np.bool_)
         self._params = np.empty((len(Params._fields), max_num_reqs + 1), dtype=np.float32)
@@ -131,12 +130,12 @@ class SamplingColumns:
         self._min_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._num_logprobs = np.full(max_num_reqs, -1, dtype=np.int64)
         self._words = np.zeros((2, max_num_reqs), dtype=np.int64)
-        """Number of bad words, and length of the longest."""
+        """Number of bad words, and length of the longest bad word."""
         self._not_argmax: set[int] = set()
-        """Requests that need any stage."""
+        """Requests that need any stage, so that the argmax is not sufficient."""
 
     def add_request(self, req_index: int, sampling: RequestSampling, num_generated: int) -> Stages:
-        """Store the parameters of a request that already has `num_generated` generated tokens.
+        """Store the parameters of a request that has already generated `num_generated` tokens.
         Returns the stages that it needs now or later."""
         greedy = is_greedy(sampling, self._vocab_size)
         top_k = sampling.top_k if 0 < sampling.top_k < self._vocab_size else 0
@@ -199,7 +198,7 @@ class SamplingColumns:
         return self._static_shapes and (top_k > FEW_TOP_K or (top_k == 0 and top_p < 1))
 
     def remove_request(self, req_index: int) -> None:
-        """Reset the entry to the defaults."""
+        """Reset a request's entry to the defaults."""
         self._stages[:, req_index] = False
         self._params[:, req_index] = _DEFAULTS
         self._min_tokens[req_index] = 0
@@ -225,7 +224,7 @@ class SamplingColumns:
         out[:, count:] = self._params[:, -1:]
 
     def write_random(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Fill `out` (B,) with this step's random number of each request; padding gets 0.5."""
+        """Fill `out` (B,) with this step's random number of each request. Padding gets 0.5."""
         seeds, counts = self._seeds[req_indices], self._num_generated[req_indices]
         out[: len(req_indices)] = uniforms(seeds, counts, out.dtype)
         out[len(req_indices) :] = _DEFAULTS.random
@@ -237,7 +236,7 @@ class SamplingColumns:
         out: npt.NDArray[Any],
     ) -> None:
         """Fill `out` (N, B) with the random numbers of N consecutive tokens per request, starting
-        after `num_generated` (len(req_indices),) tokens; padding gets 0.5."""
+        after `num_generated` (len(req_indices),) tokens. Padding gets 0.5."""
         for offset, row in enumerate(out):
             numbers = uniforms(self._seeds[req_indices], num_generated + offset, out.dtype)
             row[: len(req_indices)] = numbers
@@ -249,8 +248,8 @@ class SamplingColumns:
         num_generated: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Fill `out` (B,) with the number of tokens left until min_tokens after `num_generated`
-        tokens."""
+        """Fill `out` (B,) with the number of tokens that remain until min_tokens after
+        `num_generated` tokens."""
         out[:] = 0
         out[: len(req_indices)] = np.maximum(self._min_tokens[req_indices] - num_generated, 0)
 
@@ -260,12 +259,12 @@ class SamplingColumns:
         uses = self._stages[_TABLE_STAGES][:, req_indices]
         out[:] = self._max_num_reqs
         out[: len(tables), : len(req_indices)] = np.where(uses, req_indices, self._max_num_reqs)
-        # The neutral row has the largest index.
+        # minimum selects the row in use: the neutral row has the largest index.
         np.minimum(tables[-2], tables[-1], out=last_tokens)
 
     def token_biases(self, req_indices: npt.NDArray[np.int64]) -> TokenValues:
-        """Values to add to single logits, for exact shapes: positions in the flattened (B, V)
-        scores, and values. Call `stages` for these requests first."""
+        """Values to add to individual logits, for exact shapes: (positions in the flattened (B, V)
+        scores, values). Call `stages` for these requests first."""
         found = []
         for stage, biases in (("logit_bias", self._logit_bias), ("banned", self._end_tokens)):
             for row in np.flatnonzero(self._stages[_STAGE[stage], req_indices]).tolist():
@@ -279,7 +278,7 @@ class SamplingColumns:
         self._num_generated[req_indices] += count
 
     def num_generated(self, req_indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """(len(req_indices),): generated tokens counted so far."""
+        """(len(req_indices),): number of generated tokens counted so far."""
         return self._num_generated[req_indices]
 
     def has_grammar(self, req_index: int) -> bool:
@@ -319,7 +318,7 @@ def has_penalties(sampling: RequestSampling) -> bool:
 
 
 def longest_bad_word(sampling: RequestSampling) -> int:
-    """Tokens of the longest bad word; 0 without bad words."""
+    """Number of tokens of the longest bad word; 0 without bad words."""
     return max((len(word) for word in sampling.bad_words), default=0)
 
 

@@ -1,6 +1,6 @@
-"""Counter-based random numbers on the host, a function of (seed, number of generated tokens).
+"""Counter-based random numbers on the host, as a function of (seed, number of generated tokens).
 
-A request's stream is therefore independent of the batch and of preemptions.
+A request's random stream is therefore independent of the batch and of preemptions.
 """
 
 from typing import Any
@@ -26,10 +26,10 @@ def uniforms(
     counts: npt.NDArray[np.int64],
     dtype: npt.DTypeLike = np.float64,
 ) -> npt.NDArray[Any]:
-    """(B,) numbers in the open interval (0, 1) for each (seed, count). float64 has 52 random bits,
+    """(B,) numbers in the open interval (0, 1), one per (seed, count). float64 has 52 random bits,
     float32 has 23."""
-    # The seed is mixed before the counter is added: otherwise close seeds, or seeds a golden step
-    # apart, would give shifted copies of a sequence.
+    # Mix the seed before adding the counter. Otherwise close seeds, or seeds that differ by
+    # _GOLDEN, would give shifted copies of the same sequence.
     bits = _mix(_mix(seeds + _GOLDEN) + (counts.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     num_bits = 52 if np.dtype(dtype) == np.float64 else 23
     units = (bits >> np.uint64(64 - num_bits)).astype(np.float64)

@@ -1,8 +1,8 @@
-"""The sampler: from logits to tokens on the device.
+"""The sampler: from logits to tokens, on the device.
 
 Stages, in this order: log-probabilities of the raw logits (last in a processed mode); grammar
 bitmasks; bad words; logit bias, allowed tokens, min_tokens; penalties; temperature; min_p; top_k;
-top_p; the draw. A stage changes no bit of a request that does not use it. Nothing here waits for
+top_p; the draw. A stage changes no bit for a request that does not use it. Nothing here waits for
 the device.
 """
 
@@ -37,7 +37,7 @@ DRAWN = RequestSampling(top_k=2, top_p=0.5)
 UNFILTERED = RequestSampling()
 SORTED = RequestSampling(top_p=0.5)
 WHOLE_SETTINGS = (GREEDY, UNFILTERED, DRAWN, SORTED)
-"""Settings that cover all launches supported by `Sampler.whole`."""
+"""Settings that cover all kinds of launches supported by `Sampler.whole`."""
 ALL_STAGES = RequestSampling(
     temperature=0.5,
     top_k=2,
@@ -51,37 +51,37 @@ ALL_STAGES = RequestSampling(
     num_logprobs=MAX_LOGPROBS,
     masked=True,
 )
-"""Needs every stage except the larger table of bad words."""
+"""Setting that needs every stage except the larger table of bad words."""
 MANY_WORDS = RequestSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2),))
 
 
 class SamplerOutput(NamedTuple):
-    """Tokens sampled by a launch, on the device; entries beyond the real requests are padding."""
+    """Tokens sampled by a launch, on the device. Entries beyond the real requests are padding."""
 
     tokens: Tensor
     """(B,) of the index type; -1 if the largest score is non-finite: NaN or infinity in the logits,
-    or every token banned"""
+    or all tokens banned."""
     logprobs: TopLogprobs | None
-    """B positions; None if no request needs log-probabilities. k is at least the largest requested
-    number."""
+    """Log-probabilities of B positions; None if no request needs them. k is at least the largest
+    requested number."""
     pinned: tuple[Tensor, ...] = ()
-    """Host tensors of uploads; kept until the launch is done."""
+    """Host tensors of uploads, to be kept until the launch is done."""
 
 
 class DraftedOutput(NamedTuple):
     """Output of `Sampler.sample_drafts`."""
 
     sampled: SamplerOutput
-    """Samples of all rows."""
+    """Samples of all rows, including rows after rejected drafts."""
     append: Callable[[Tensor], None]
-    """Callback for the accepted tokens (B, 1 + K)."""
+    """Call it with the accepted tokens (B, 1 + K), to append them to the tables."""
     limits: Tensor | None
-    """(B,): drafts of each request that may be accepted, because later drafts have no bitmask; None
-    without a grammar."""
+    """(B,): maximum number of drafts of each request that may be accepted, because later drafts
+    have no bitmask; None without a grammar."""
 
 
 class Sampler:
-    """Sampling state of `max_num_reqs` requests, and the sampling function. Not thread-safe.
+    """Sampling state of `max_num_reqs` requests, and the sampling functions. Not thread-safe.
 
     With `static_shapes`, for devices that compile, each stage has a fixed sequence of operations
     and fixed shapes per batch width, and is compiled or becomes a recipe; the requests determine
@@ -98,33 +98,35 @@ class Sampler:
         static_shapes: bool,
         sum_dtype: torch.dtype | None = None,
         num_sets: int = 2,
+        ties: filters.Ties = filters.keep_ties,
     ) -> None:
         """`sum_dtype`: type of sums over a row; None: float64 if it is cheap. `num_sets`: number of
-        launches in flight."""
+        launches in flight. `ties`: handling of tokens that tie with the k-th token of top_k."""
         self._backend = backend
+        self._ties = ties
         self._num_sets = num_sets
         self._mode = mode
         self._static_shapes = static_shapes
         if sum_dtype is None:
-            # Devices with 32-bit indices have no 64-bit accumulation either.
+            # Devices with 32-bit indices have no 64-bit accumulation, either.
             is_wide = not static_shapes and backend.index_dtype == torch.int64
             sum_dtype = torch.float64 if is_wide else torch.float32
         self._sum_dtype = sum_dtype
-        self._static = StaticStages(backend, mode) if static_shapes else None
+        self._static = StaticStages(backend, mode, ties) if static_shapes else None
         self._columns = SamplingColumns(max_num_reqs, vocab_size, static_shapes=static_shapes)
         self._tables = SamplingTables(backend, max_num_reqs, vocab_size, preallocates=static_shapes)
         self._bitmasks = GrammarBitmasks(max_num_reqs, vocab_size)
         self._inputs_by_width: dict[int, _LaunchInputs] = {}
         self._words_by_width: dict[int, _Columns] = {}
         self._pinned: list[Tensor] = []
-        """Host tensors uploaded for new requests; the next launch takes them."""
+        """Host tensors uploaded for new requests; passed on to the next launch."""
         self._bits = _word_bits(backend)
         self._max_num_reqs = max_num_reqs
         self._draft_rows: DraftRows | None = None
         self._draft_columns: dict[int, tuple[_Columns, _Columns]] = {}
-        """(random numbers, tokens left until min_tokens) by batch width."""
+        """(random numbers, remaining tokens until min_tokens) by batch width."""
         self._draft_limits: dict[int, _Columns] = {}
-        """Largest number of drafts with a bitmask, by batch width."""
+        """Largest number of drafts that has a bitmask, by batch width."""
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
@@ -136,8 +138,8 @@ class Sampler:
 
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
-        """Settings of all launches that a single captured function samples, and a setting that
-        needs several functions."""
+        """See StepRunner.captured_settings. With static shapes: WHOLE_SETTINGS, whose launches are
+        sampled by a single captured function, and a setting that needs several functions."""
         return (*WHOLE_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
 
     def add_request(
@@ -147,7 +149,7 @@ class Sampler:
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
-        """Set the state of a request. `tokens` beyond the prompt were generated before a
+        """Set the state of a new request. `tokens` after the prompt were generated before a
         preemption."""
         prompt, generated = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         stages = self._columns.add_request(req_index, sampling, len(generated))
@@ -159,8 +161,8 @@ class Sampler:
         self._columns.remove_request(req_index)
 
     def set_bitmasks(self, req_indices: list[int], words: npt.NDArray[np.int32]) -> None:
-        """Set the allowed next tokens of requests with a grammar: words (len(req_indices), W), one
-        bit per token. A bitmask is valid until the next bitmask; before the first, every token is
+        """Set the allowed next tokens of requests with a grammar: words (len(req_indices), W), a
+        bit per token. A bitmask is valid until the next bitmask; before the first, all tokens are
         allowed."""
         self._bitmasks.set(req_indices, words)
 
@@ -169,15 +171,15 @@ class Sampler:
         `sample_drafts`, with up to `max_inflight_steps` steps in flight. Static shapes only."""
         if self._draft_rows is not None:
             return
-        # Each launch in flight, including this launch, may accept all drafts.
+        # Each launch in flight, including the current launch, may accept all drafts.
         num_randoms = max_drafts * max_inflight_steps + 1
         self._draft_rows = DraftRows(
             self._backend, 1 + max_drafts, num_randoms, neutral=self._max_num_reqs
         )
 
     def set_draft_bitmasks(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
-        """Set a request's next bitmask and the bitmasks after its first drafts, for
-        `sample_drafts`: (1 + drafts, W)."""
+        """Set the bitmasks (1 + drafts, W) for a request's next token and after its first drafts,
+        for `sample_drafts`."""
         self._bitmasks.set_drafted(req_index, words)
 
     def has_grammar(self, req_index: int) -> bool:
@@ -185,7 +187,7 @@ class Sampler:
         return self._columns.has_grammar(req_index)
 
     def num_generated(self, req_indices: list[int]) -> npt.NDArray[np.int64]:
-        """(len(req_indices),): generated tokens counted so far."""
+        """(len(req_indices),): number of generated tokens counted so far."""
         return self._columns.num_generated(np.array(req_indices, dtype=np.int64))
 
     def advance(self, req_index: int, count: int) -> None:
@@ -200,8 +202,9 @@ class Sampler:
         ahead: Tensor,
         num_generated: npt.NDArray[np.int64],
     ) -> "DraftedOutput":
-        """Sample all rows of `logits` (R, V), ordered as in hpu/sampling/draft_rows.py, each row as
-        if the drafts before it were accepted. Counts no tokens; call `advance` afterwards.
+        """Sample all rows of `logits` (R, V), ordered as in hpu/sampling/draft_rows.py; each row is
+        sampled as if the drafts before it were accepted. Counts no tokens; call `advance`
+        afterwards.
 
         Args:
             drafts: (B, K).
@@ -250,8 +253,8 @@ class Sampler:
     def _upload_draft_bitmasks(
         self, indices: npt.NDArray[np.int64], width: int, pinned: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Upload the bitmasks of all rows of a launch of `width` requests, and the largest number
-        of drafts of each request with a bitmask."""
+        """Upload the bitmasks of all rows of a launch of `width` requests, and for each request the
+        largest number of drafts that has a bitmask."""
         assert self._draft_rows is not None
         words = self._grammar_words(width * self._draft_rows.width)
         limits = self._draft_limits.get(width)
@@ -270,7 +273,7 @@ class Sampler:
         width: int,
         pinned: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Upload random numbers, and the number of tokens left until min_tokens."""
+        """Upload random numbers, and the number of tokens that remain until min_tokens."""
         assert self._draft_rows is not None
         columns = self._draft_columns.get(width)
         if columns is None:
@@ -293,7 +296,7 @@ class Sampler:
         return not self._static_shapes and self._columns.all_plain_greedy(req_indices)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`, see
+        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`; see
         SamplerOutput.tokens. Counts no tokens."""
         if self._static is not None:
             return self._static.greedy(logits)
@@ -307,7 +310,7 @@ class Sampler:
         """Sample a token per request from the first rows of `logits` (B, V); the remaining rows are
         padding.
 
-        Counts a generated token per request. `logits` is not modified.
+        Counts a generated token per request. Does not modify `logits`.
         """
         indices = np.array(req_indices, dtype=np.int64)
         launch = self._begin(indices, self._stages(req_indices, indices), logits.shape[0])
@@ -316,7 +319,8 @@ class Sampler:
         return self._sample_exact(logits, launch)
 
     def fusable_stages(self, req_indices: list[int]) -> Stages | None:
-        """Stages of a launch that `whole` can sample in a single function; None if impossible."""
+        """Stages of a launch that the fused function of `whole` can sample; None if the launch
+        needs several functions."""
         if self._static is None:
             return None
         if self._columns.all_plain_greedy(req_indices):
@@ -325,8 +329,8 @@ class Sampler:
         return None if self._static.whole(stages) is None else stages
 
     def whole(self, stages: Stages) -> TokensOf:
-        """The whole sampler for a launch with these stages, as a pure function: (B, V) logits, and
-        the parameters of `begin_fused` if it draws, to (B,) tokens (see SamplerOutput)."""
+        """Fused sampler for a launch with these stages, as a pure function: maps logits (B, V), and
+        the parameters of `begin_fused` if it draws, to tokens (B,) (see SamplerOutput)."""
         assert self._static is not None, "shapes follow the requests"
         function = self._static.whole(stages)
         assert function is not None, f"no function samples {stages}"
@@ -337,14 +341,14 @@ class Sampler:
         return self.whole(_NO_STAGES)(logits)
 
     def params(self, width: int) -> Tensor:
-        """Parameters on the device for launches of `width`."""
+        """Device tensor of the parameters for launches of batch `width`."""
         return self._inputs(width).param_columns.device
 
     def begin_fused(
         self, req_indices: list[int], stages: Stages, width: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Upload the parameters of a launch that `whole` samples. Returns `params` and the host
-        tensors to keep. Counts a generated token per request."""
+        """Upload the parameters of a launch that the function of `whole` samples. Returns `params`
+        and the host tensors to keep. Counts a generated token per request."""
         launch = self._begin(np.array(req_indices, dtype=np.int64), stages, width)
         self._columns.advance(launch.indices)
         return self.params(width), tuple(launch.pinned)
@@ -357,7 +361,7 @@ class Sampler:
         self, logits: Tensor, launch: "_Launch", static: StaticStages
     ) -> SamplerOutput:
         indices, stages, inputs, pinned = launch
-        # The pending operations belong to the bucket, not to the first stage.
+        # Pending operations are part of the bucket's recipe, not of the first stage's.
         self._backend.mark_step()
         rows, params = inputs.table_rows, inputs.param_columns.device
         words = self._grammar_words(len(logits)).device if stages.grammar else None
@@ -378,10 +382,10 @@ class Sampler:
         static: StaticStages,
     ) -> tuple[Tensor, TopLogprobs | None]:
         """(B,) tokens of `logits` (B, V), and their log-probabilities. `rows` of `tables`, `params`
-        and `bitmasks` are per row of `logits`."""
+        and `bitmasks` have an entry for each row of `logits`."""
         scores, weights = logits, None
         if any(stages._replace(logprobs=False)):
-            # A separate stage, so that all later stages have float32 inputs.
+            # Convert in a separate stage, so that all later stages have float32 inputs.
             scores = static.to_float(logits)
         if bitmasks is not None:
             scores = static.with_grammar(scores, bitmasks, self._bits)
@@ -410,8 +414,8 @@ class Sampler:
     def _append_static(
         self, tokens: Tensor, rows: TableRows, stages: Stages, static: StaticStages
     ) -> None:
-        """Append the tokens to the tables. Compiled functions compute only the new rows:
-        torch.compile would copy a table that is changed in place."""
+        """Append the tokens to the tables. The compiled functions compute only the new rows:
+        torch.compile would copy a table that is modified in place."""
         if stages.counts:
             counts = self._tables["counts"]
             counts.index_copy_(0, rows.counts, static.counted(counts, rows.counts, tokens))
@@ -457,7 +461,8 @@ class Sampler:
         words = self._words_by_width.get(width)
         if words is None:
             if not self._static_shapes:
-                # Widths are unbounded, and bitmasks for every width would take too much memory.
+                # Exact shapes have unbounded widths, and keeping bitmasks for each would take too
+                # much memory.
                 self._words_by_width.clear()
             words = _Columns(self._backend, width, self._bitmasks.num_words, torch.int32)
             self._words_by_width[width] = words
@@ -489,8 +494,8 @@ class Sampler:
     def _token_biases(
         self, indices: npt.NDArray[np.int64], stages: Stages, pinned: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """(N,) positions in the flattened scores and (N,) values to add there: much less work with
-        exact shapes than a table row per request."""
+        """Positions (N,) in the flattened scores, and values (N,) to add there. With exact shapes,
+        this is much less work than a table row per request."""
         if not (stages.logit_bias or stages.banned):
             return None
         positions, values = map(torch.from_numpy, self._columns.token_biases(indices))
@@ -510,7 +515,7 @@ class Sampler:
         stages: Stages,
         token_biases: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """(B, V) scores after every stage that works on logits; temperature comes later.
+        """(B, V) scores after every stage before the temperature.
 
         Masks add -inf instead of overwriting, so that NaN stays NaN.
         """
@@ -550,13 +555,13 @@ class Sampler:
         indices: npt.NDArray[np.int64],
         stages: Stages,
     ) -> tuple[Tensor, Tensor | None]:
-        """(B,) tokens: drawn for random requests, the argmax for greedy requests; and the weights
+        """Tokens (B,): drawn for random requests, the argmax for greedy requests; and the weights
         (B, V) of the draw if log-probabilities are processed, else None to free memory."""
         params = inputs.params
         best = filters.argmax(scores)
         if stages.temperature:
             # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never
-            # infinity. Softmax also subtracts it, so a temperature of 1 changes no bit.
+            # infinity. Softmax subtracts it anyway, so a temperature of 1 changes no bit.
             scores = (scores - best.values).div_(params.temperature)
         weights = torch.softmax(scores, dim=-1)
         threshold = None
@@ -566,16 +571,18 @@ class Sampler:
         greedy = params.greedy > 0.5
         if stages.top_k:
             largest_k = self._columns.max_top_k(indices)
-            kth = filters.top_k_by_sort(weights, params.top_k.long(), largest_k)
+            top_k = params.top_k.long()
+            weights = self._ties(weights, top_k, largest_k)
+            kth = filters.top_k_by_sort(weights, top_k, largest_k)
             threshold = kth if threshold is None else torch.maximum(threshold, kth)
         if stages.top_p:
             least = filters.TINY
             if threshold is not None:
-                # Kept weights are at least 1 from here on: a threshold of 1 changes nothing.
+                # Kept weights are now at least 1, so a threshold of 1 removes nothing.
                 weights, least = filters.cut(weights, threshold), 1.0
             has_top_p = params.top_p < 1
             mass = filters.totals(weights, self._sum_dtype) * params.top_p * has_top_p
-            # If the argmax is the whole nucleus, tokens that tie with it are not drawn.
+            # If the argmax alone is the nucleus, tokens that tie with it are not drawn.
             greedy = greedy | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
             nucleus = torch.where(has_top_p, self._nucleus(weights, mass), 0.0)
             threshold = nucleus.clamp(min=least)
@@ -595,10 +602,10 @@ class Sampler:
         return finite_tokens(chosen, self._backend.index_dtype)
 
     def _append(self, tokens: Tensor, rows: TableRows, stages: Stages) -> None:
-        """Append the tokens to the tables; a token of -1 adds nothing to the counts."""
+        """Append the tokens to the tables; a token of -1 is not counted."""
         if stages.counts:
             counts = self._tables["counts"]
-            # Adds 0 for requests without counts: the neutral row stays neutral.
+            # Add 0 for requests without counts, so that the neutral row stays neutral.
             increments = ((tokens >= 0) & (rows.counts < len(counts) - 1)).float()
             counts.index_put_((rows.counts, tokens.clamp(min=0)), increments, accumulate=True)
         if stages.words:
@@ -615,14 +622,14 @@ class Sampler:
 
 
 class _Columns:
-    """A (count, width) device buffer, uploaded in one piece."""
+    """A (count, width) device buffer that is uploaded with a single copy."""
 
     def __init__(
         self, backend: Backend, count: int, width: int, dtype: torch.dtype, num_sets: int = 2
     ) -> None:
         self._backend = backend
         self._shape = (count, width)
-        # Alternating buffers if an upload would wait for the launch that reads its target.
+        # Alternate between buffers if an upload would wait for the launch that reads its target.
         num_sets = num_sets if backend.rebinds_inputs else 1
         self._sets = [backend.zeros((count * width,), dtype) for _ in range(num_sets)]
         self._columns = [torch.split(column_set, width) for column_set in self._sets]
@@ -630,12 +637,12 @@ class _Columns:
 
     @property
     def device(self) -> Tensor:
-        """(count * width,): the tensor of the last upload."""
+        """(count * width,): device tensor of the last upload."""
         return self._sets[-1]
 
     @property
     def columns(self) -> tuple[Tensor, ...]:
-        """Each column (width,) of `device`."""
+        """Columns (width,) of `device`."""
         return self._columns[-1]
 
     def host(self) -> npt.NDArray[Any]:
@@ -646,7 +653,7 @@ class _Columns:
         return self._host.numpy().reshape(self._shape)
 
     def upload(self, pinned: list[Tensor]) -> None:
-        """Copy to the device; appends the host tensor of the copy to `pinned`."""
+        """Copy to the device, and append the host tensor of the copy to `pinned`."""
         if not self._backend.shares_host_memory:
             self._sets.append(self._sets.pop(0))
             self._columns.append(self._columns.pop(0))
@@ -655,54 +662,54 @@ class _Columns:
 
 
 class _LaunchInputs:
-    """Device columns for a batch width, created on first use."""
+    """Device columns for a batch width."""
 
     def __init__(self, backend: Backend, width: int, sum_dtype: torch.dtype, num_sets: int) -> None:
         self.param_columns = _Columns(backend, len(Params._fields), width, torch.float32, num_sets)
         self.params = Params(*(column.unsqueeze(1) for column in self.param_columns.columns))
-        """Each (B, 1) float32; not with static shapes."""
+        """Columns of (B, 1) float32; unused with static shapes."""
         self.row_columns = _Columns(
             backend, len(TableRows._fields), width, backend.index_dtype, num_sets
         )
         self.random_columns: _Columns | None = None
         self.random: Tensor = self.params.random
-        """(B, 1) of the type that weights are summed in; not with static shapes."""
+        """(B, 1) of the type in which weights are summed; unused with static shapes."""
         if sum_dtype != torch.float32:
             self.random_columns = _Columns(backend, 1, width, sum_dtype, num_sets)
             self.random = self.random_columns.device.unsqueeze(1)
 
     @property
     def table_rows(self) -> TableRows:
-        """Each (B,) of the index type."""
+        """Columns (B,) of the index type."""
         return TableRows(*self.row_columns.columns)
 
 
 class _Launch(NamedTuple):
-    """A launch to sample; the upload of its stages' inputs has started."""
+    """A launch to sample. The upload of its inputs has started."""
 
     indices: npt.NDArray[np.int64]
     stages: Stages
     inputs: _LaunchInputs
     pinned: list[Tensor]
-    """Host tensors of the uploads."""
+    """Host tensors of the uploads, to be kept until the launch is done."""
 
 
 _NO_STAGES = Stages()
 
 
 def _word_bits(backend: Backend) -> Tensor:
-    """(TOKENS_PER_WORD,) int32: each bit of a word, lowest first. Avoids shifts on the device,
+    """(TOKENS_PER_WORD,) int32 with one bit set each, lowest first. Avoids shifts on the device,
     because words are signed."""
     bits = backend.zeros((TOKENS_PER_WORD,), torch.int32)
     host = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
     host.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
     backend.upload(bits, host)
     backend.mark_step()
-    # The upload reads `host`.
+    # The upload still reads `host`.
     backend.synchronize()
     return bits
 
 
 def _writable(scores: Tensor, logits: Tensor) -> Tensor:
-    """A copy of `scores` if they are still the caller's logits."""
+    """Copy of `scores` if they are the caller's logits, else `scores`."""
     return scores.clone() if scores is logits else scores

@@ -1,7 +1,7 @@
 """Sampler stages with static shapes, as pure functions of tensors: each may be compiled, captured
 or run as a recipe.
 
-Nothing is changed in place: a captured graph without tensor cache may free such an intermediate.
+Nothing is modified in place: a captured graph without tensor cache may free such an intermediate.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,16 @@ DRAWS = tuple(
     Stages(draw=True, top_k=is_filtered, sort=sort).merged()
     for is_filtered, sort in ((False, False), (True, False), (True, True))
 )
-"""Draws with different operations: without a filter, with `topk`, with a sort."""
+"""Variants of the draw with different operations: without a filter, with `topk`, with a sort."""
 
 
 class StaticStages:
-    """Every stage as a compiled function of `backend`. B: batch width, V: vocabulary; `params`:
+    """Sampler stages as compiled functions of `backend`. B: batch width, V: vocabulary. `params`:
     (len(Params) * B,) float32, the concatenated columns of Params."""
 
-    def __init__(self, backend: Backend, mode: LogprobsMode) -> None:
+    def __init__(
+        self, backend: Backend, mode: LogprobsMode, ties: filters.Ties = filters.keep_ties
+    ) -> None:
         index_dtype = backend.index_dtype
         is_processed, is_logits = mode
 
@@ -38,8 +40,8 @@ class StaticStages:
             return finite_tokens(filters.first_argmax(scores), index_dtype)
 
         def drawn(scores: Tensor, params: Tensor, num_sorted: int) -> Drawn:
-            tokens, weights = draw(scores, params, num_sorted)
-            # Unused weights would take memory and time as an output.
+            tokens, weights = draw(scores, params, num_sorted, ties)
+            # Returning unused weights would take memory and time.
             return finite_tokens(tokens, index_dtype), weights if is_processed else None
 
         def draw_all(scores: Tensor, params: Tensor) -> Drawn:
@@ -60,7 +62,8 @@ class StaticStages:
         self.without_bad_words: Callable[..., Tensor] = compiled(_without_bad_words)
         self.with_tables: Callable[..., Tensor] = compiled(_with_tables)
         self.greedy: Callable[[Tensor], Tensor] = compiled(greedy)
-        """(B, V) to (B,) tokens of the index type; -1 if the largest score is non-finite."""
+        """Maps (B, V) scores to (B,) tokens of the index type; -1 if the largest score is
+        non-finite."""
         self.processed: Callable[..., Tensor] = compiled(_processed)
         self.counted: Callable[..., Tensor] = compiled(_counted)
         self.appended: Callable[..., Tensor] = compiled(_appended)
@@ -78,9 +81,9 @@ class StaticStages:
         return self._draws[_draw_stages(stages)](scores, params)
 
     def whole(self, stages: Stages) -> TokensOf | None:
-        """The whole sampler as a pure, uncompiled function: logits, and params if `stages` draw, to
-        tokens. None if `stages` need more. Few combinations are supported, because each is captured
-        for every width."""
+        """Fused sampler as a pure, uncompiled function: maps logits, and params if `stages` draw,
+        to tokens. None if no function covers `stages`. Few combinations are supported, because each
+        is captured for every width."""
         return self._whole.get(stages)
 
 
@@ -97,8 +100,8 @@ def minus_inf(banned: Tensor) -> Tensor:
 
 
 def bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, W) last token of each of `words` (B, W, L + 1), and -inf where it would complete the word
-    after `last_tokens` (B, N >= L), else 0."""
+    """(B, W) last token of each of `words` (B, W, L + 1), and (B, W) values to add to its score:
+    -inf if the token would complete the word after `last_tokens` (B, N >= L), else 0."""
     prefixes, ends = words[:, :, :-1], words[:, :, -1]
     recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
     completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
@@ -116,7 +119,7 @@ def penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
 
 
 def split_params(params: Tensor) -> Params:
-    """Each column as (B, 1)."""
+    """Columns of `params`, each as (B, 1)."""
     width = params.shape[0] // len(Params._fields)
     return Params(*(column.unsqueeze(1) for column in torch.split(params, width)))
 
@@ -129,7 +132,7 @@ def _tokens_of(function: Callable[[Tensor, Tensor], Drawn]) -> TokensOf:
 
 
 def _draw_stages(stages: Stages) -> Stages:
-    """The matching element of DRAWS."""
+    """The element of DRAWS that covers `stages`."""
     return Stages(draw=True, top_k=stages.top_k, top_p=stages.top_p, sort=stages.sort).merged()
 
 
@@ -157,30 +160,33 @@ def _with_tables(
     return penalized(scores, counts.index_select(0, rows.counts), split_params(params))
 
 
-def draw(scores: Tensor, flat_params: Tensor, num_sorted: int) -> tuple[filters.Argmax, Tensor]:
-    """Draw by `scores` (B, V). Returns the largest scores with the drawn tokens, and weights (B,
-    V).
+def draw(
+    scores: Tensor, flat_params: Tensor, num_sorted: int, ties: filters.Ties = filters.keep_ties
+) -> tuple[filters.Argmax, Tensor]:
+    """Draw by `scores` (B, V). Returns (largest scores, drawn tokens) and weights (B, V).
 
     Args:
         num_sorted: number of weights to sort for top_k and top_p, at least the number of tokens
             that any request's filters keep, apart from ties; 0: no top_k and top_p.
+        ties: handling of tokens that tie with the k-th token of top_k.
     """
     params = split_params(flat_params)
     best = filters.first_argmax(scores)
     # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never infinity.
-    # Softmax also subtracts it, so a temperature of 1 changes no bit.
+    # Softmax subtracts it anyway, so a temperature of 1 changes no bit.
     weights = torch.softmax((scores - best.values) / params.temperature, dim=-1)
     threshold = filters.min_p_threshold(weights, best.tokens, params.min_p)
     threshold = threshold.clamp(min=filters.TINY)
     is_best = params.greedy > 0.5
     if num_sorted:
+        weights = ties(weights, params.top_k, num_sorted)
         largest = _largest(weights, num_sorted)
         kth = filters.top_values_threshold(largest, params.top_k)
         threshold = torch.maximum(threshold, kth)
         has_top_p = params.top_p < 1
         total = filters.totals(_kept(weights, threshold), weights.dtype)
         mass = total * params.top_p * has_top_p
-        # If the argmax is the whole nucleus, tokens that tie with it are not drawn.
+        # If the argmax alone is the nucleus, tokens that tie with it are not drawn.
         is_best = is_best | ((weights.gather(1, best.tokens) >= mass) & has_top_p)
         nucleus = filters.nucleus(_kept(largest, threshold), mass)
         threshold = torch.maximum(threshold, torch.where(has_top_p, nucleus, 0.0))
@@ -198,8 +204,8 @@ def _largest(weights: Tensor, size: int) -> Tensor:
 
 
 def _kept(weights: Tensor, threshold: Tensor) -> Tensor:
-    """0 below the row's threshold; NaN is preserved. Compares instead of dividing, because a device
-    may round a quotient."""
+    """Set weights below the row's threshold to 0, and preserve NaN. Compares instead of dividing,
+    because a device may round a quotient."""
     return torch.where(weights < threshold, 0.0, weights)
 
 
@@ -208,7 +214,7 @@ def _processed(scores: Tensor, weights: Tensor, params: Tensor) -> Tensor:
 
 
 def _counted(counts: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of the counts table after adding `tokens`; -1 adds nothing."""
+    """Rows of the counts table after counting `tokens`; -1 is not counted."""
     every = torch.arange(counts.shape[1], device=tokens.device, dtype=tokens.dtype)
     return counts.index_select(0, rows) + (every == tokens.unsqueeze(1))
 

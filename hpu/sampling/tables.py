@@ -20,7 +20,8 @@ from hpu.protocol import RequestSampling
 from hpu.sampling.params import FEW_PREFIX, FEW_WORDS, Stages, biases_of
 
 NUM_LAST_TOKENS = MAX_BAD_WORD_TOKENS - 1
-"""Last tokens stored per request: the maximum number before the end of a bad word."""
+"""Number of last tokens stored per request: the maximum number before the last token of a bad
+word."""
 
 
 class _Shape(NamedTuple):
@@ -52,7 +53,7 @@ class _Table:
         self._index = backend.zeros((1,), backend.index_dtype)
 
     def write(self, req_index: int, values: npt.NDArray[Any]) -> list[Tensor]:
-        """Set a row, after the work launched so far. Returns the host tensors to keep."""
+        """Set a row, in order with the work launched so far. Returns the host tensors to keep."""
         host = self._backend.host_tensor(self._size, self.tensor.dtype)
         host.numpy()[:] = values.reshape(-1)
         index = self._backend.host_tensor(1, self._backend.index_dtype)
@@ -61,7 +62,7 @@ class _Table:
         self._backend.upload(self._index, index)
         # The index is a tensor: a constant would make each row a different operation.
         self.tensor.index_copy_(0, self._index, self._row)
-        # A separate recipe, shared by all requests however many a step adds.
+        # A separate recipe, so that its shape does not depend on how many requests a step adds.
         self._backend.mark_step()
         return [host, index]
 
@@ -98,7 +99,7 @@ class SamplingTables:
         return self._tables[name].tensor
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """All allocated tables by name."""
+        """(name, tensor) of all allocated tables."""
         return [(name, table.tensor) for name, table in self._tables.items()]
 
     def _table(self, name: str) -> _Table:

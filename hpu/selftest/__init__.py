@@ -1,3 +1,2 @@
-"""Self-test of a card: assumptions about the vendor's runtime as small programs, which run on it.
-Not here: processes, the stored result, and the choice of settings (engine/selftest).
-"""
+"""Self-test of a card: small programs that test assumptions about the vendor's runtime. Processes,
+the stored result, and the selection of settings are in engine/selftest."""

@@ -1,5 +1,6 @@
-"""Checks of the self-test, which are found by their files, and the orders for a process that runs
-checks. A check is an assumption about a card as a small program, with settings that avoid it."""
+"""Checks of the self-test, which are discovered by their files, and the orders for a process that
+runs checks. A check tests an assumption about a card with a small program, and lists settings that
+work without the assumption."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ from config.execution import EmulatorSettings
 from hpu.gaudi_devices import (
     GENERATIONS,
     VENDOR_PACKAGE,
-    Generation,
+    CardGeneration,
     has_kernel,
     max_experts,
     release_of,
@@ -29,52 +30,54 @@ if TYPE_CHECKING:
 
 CHECKS_FOLDER = Path(__file__).parent / "checks"
 HOLDS, FAILS, HANGS, UNKNOWN = "holds", "fails", "hangs", "unknown"
-"""Outcomes of a check."""
+"""Possible outcomes of a check."""
 LAZY, COMPILE = "lazy", "compile"
-"""Modes of the runtime in which a check runs: PT_HPU_LAZY_MODE 1 and 0."""
+"""Modes of the runtime in which a check runs: PT_HPU_LAZY_MODE=1 and 0."""
 
 
 class NotApplicable(Exception):
-    """The assumption does not concern this card, release or build of torch."""
+    """The assumption does not apply to this card, release or build of torch."""
 
 
 class Fallback(NamedTuple):
     """Values of a setting that avoid a wrong assumption, best first."""
 
     setting: str
-    """A flag without dashes, or a variable of the vendor's runtime."""
+    """Name of a flag, without dashes, or of a variable of the vendor's runtime."""
     values: tuple[str, ...]
-    """Values as the help shows them; `on` and `off` for a switch."""
+    """Values in the form of the help text; `on` and `off` for a switch."""
 
 
 class Comparison(NamedTuple):
-    """A value that the card computed, and the value computed on the CPU: tensors, or numbers."""
+    """A value that the card computed, and the same value computed on the CPU: tensors or
+    numbers."""
 
     what: str
     found: object
     expected: object
     tolerance: float = 1e-3
-    """Largest difference relative to the expected value, or to 1 where that is smaller. Integers
-    must be equal."""
+    """Maximum difference relative to the expected value, or to 1 if that is larger. Integers must
+    be equal."""
 
 
 Program = Callable[["Card"], Iterable[Comparison]]
-"""Yields comparisons, each evaluated before the program continues. Raises NotApplicable."""
+"""Yields comparisons; each is evaluated before the program continues. Raises NotApplicable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An assumption about a card, and what to set if it is wrong."""
+    """An assumption about a card, the program that tests it, and the settings to use if it is
+    wrong."""
 
     name: str
     assumption: str
     source: str
-    """Where the assumption comes from."""
+    """Where the assumption comes from, such as a repository or the vendor's documentation."""
     program: Program
     fallbacks: tuple[Fallback, ...]
     mode: str = LAZY
     needs: tuple[str, ...] = ()
-    """Checks that must hold before this check says anything."""
+    """Checks that must hold, otherwise this check is not meaningful."""
     is_quick: bool = False
     """Whether the quick part includes the check."""
     limit_s: float = 30.0
@@ -82,7 +85,7 @@ class Check:
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """Sizes of a model, with which the fused kernels are checked."""
+    """Sizes of a model, used to check the fused kernels."""
 
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -93,11 +96,12 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a process of the self-test runs, and on which card."""
+    """The checks that a process of the self-test runs, and the card."""
 
     device: str
     software: str = ""
-    """Version of the vendor's runtime; the emulator's for an emulated card."""
+    """Version of the vendor's runtime; for an emulated card, the version of the emulator's
+    settings."""
     emulator: EmulatorSettings = EmulatorSettings()
     shape: ModelShape = ModelShape()
     names: tuple[str, ...] = ()
@@ -105,25 +109,25 @@ class Orders(msgspec.Struct, frozen=True):
     rank: int = 0
     num_ranks: int = 1
     folder: str = ""
-    """Temporary folder: for compiled recipes, and in which ranks meet."""
+    """Temporary folder for compiled recipes and for the rendezvous of the ranks."""
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """The process begins a check; `name` is empty before the first check, while the card is
-    opened."""
+    """The process has started a check; `name` is empty while it opens the card, before the first
+    check."""
 
     name: str
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The process has ended a check. `name` is empty if the card could not be opened."""
+    """The process has finished a check; `name` is empty if the card could not be opened."""
 
     name: str
     status: str
     detail: str
     seconds: float = 0.0
     left_allocations: int = 0
-    """Allocations of the card's memory that the check left in use."""
+    """Allocations of device memory that the check left in use."""
 
 
 Report = Began | Ended
@@ -131,8 +135,8 @@ Report = Began | Ended
 
 @cache
 def all_checks() -> Mapping[str, Check]:
-    """Every check by its name, each after the checks that it needs. A file of the folder of checks
-    adds those in its CHECKS."""
+    """All checks by name, each after the checks that it needs. A file in the folder of checks lists
+    its checks in CHECKS."""
     found: dict[str, Check] = {}
     for module in iter_modules([str(CHECKS_FOLDER)], f"{__package__}.checks."):
         for check in import_module(module.name).CHECKS:
@@ -144,7 +148,7 @@ def all_checks() -> Mapping[str, Check]:
 
 
 class Card:
-    """The vendor's interface in this process, and torch. Creating it loads the runtime, which
+    """The vendor's interface in this process, and torch. Creating a Card loads the runtime, which
     acquires the card at the first operation."""
 
     def __init__(
@@ -163,7 +167,7 @@ class Card:
         self.recipe_folder = recipe_folder
         self._release = release_of(software)
         self.mark: Callable[[], None] = core.mark_step
-        """Ends the recipe and launches it; without effect outside of lazy mode."""
+        """Ends the recipe and launches it; no effect outside of lazy mode."""
 
     def module(self, name: str) -> ModuleType:
         """A module of the vendor's package."""
@@ -174,8 +178,8 @@ class Card:
         return self.module("hpex.kernels")
 
     @property
-    def generation(self) -> Generation:
-        """The generation of the card. Raises NotApplicable for an unknown generation."""
+    def generation(self) -> CardGeneration:
+        """Generation of the card. Raises NotApplicable if it is unknown."""
         return GENERATIONS[self._generation_name()]
 
     def _generation_name(self) -> str:
@@ -187,33 +191,34 @@ class Card:
         return names[found]
 
     def need_kernel(self, kernel: str) -> None:
-        """Raise NotApplicable where the release has no such kernel on this card."""
+        """Raise NotApplicable if this kernel is not known on this card with the installed
+        release."""
         name = self._generation_name()
         if not has_kernel(kernel, name, self._release):
             raise NotApplicable(f"{kernel} is not known on {name} with this release")
 
     @property
     def max_experts(self) -> int | None:
-        """Largest number of experts in a call of mixture_of_experts; None: no known limit."""
+        """Maximum number of experts in a call of mixture_of_experts; None: no known limit."""
         return max_experts(self._release)
 
     def values(self, *shape: int, seed: int = 0) -> "Tensor":
-        """Multiples of 1/8 between -2 and 2 on the CPU, float32: exact in every float dtype, and
-        exactly summed in float32."""
+        """Random multiples of 1/8 between -2 and 2 on the CPU, float32: exact in every float dtype,
+        and their sums are exact in float32."""
         generator = self.torch.Generator().manual_seed(seed)
         found: Tensor = self.torch.randint(-16, 17, shape, generator=generator) / 8
         return found
 
     def unequal(self, *shape: int, seed: int = 0) -> "Tensor":
-        """Different multiples of 1/8 on the CPU in a random order, a third of them negative, for
-        programs that assume nothing of the order of ties."""
+        """Distinct multiples of 1/8 on the CPU in a random order, a third of them negative, for
+        programs that must not depend on the order of ties."""
         count = math.prod(shape)
         generator = self.torch.Generator().manual_seed(seed)
         order: Tensor = self.torch.randperm(count, generator=generator)
         return (order.view(shape) - count // 3) / 8
 
     def put(self, tensor: "Tensor") -> "Tensor":
-        """A copy on the card."""
+        """Copy of `tensor` on the card."""
         return tensor.to("hpu")
 
     def synchronize(self) -> None:
@@ -224,7 +229,8 @@ class Card:
     def graph(
         self, function: "Callable[..., object]", *, keeps_tensors: bool = False
     ) -> "Callable[..., Tensor]":
-        """Captured `function`: without the tensor cache, as a server captures by default."""
+        """Capture `function` on its first call, and replay it. `keeps_tensors`: with the tensor
+        cache, which a server does not use by default."""
         graphed: Callable[..., Tensor] = self.hpu.wrap_in_hpu_graph_func(
             function, disable_tensor_cache=not keeps_tensors
         )
@@ -238,11 +244,11 @@ class Card:
         return replay
 
     def num_fallbacks(self) -> int:
-        """Number of operations that ran on the host; 0 without this metric."""
+        """Number of operations that fell back to the host; 0 if the runtime does not count them."""
         metric = self.metrics.metric_global("cpu_fallback")
         return int(dict(metric.stats()).get("TotalNumber", 0)) if metric else 0
 
     def free_bytes(self) -> int:
-        """Free memory of the card, after all work is done."""
+        """Free device memory in bytes, after all work is done."""
         self.synchronize()
         return int(self.hpu.mem_get_info()[0])

@@ -32,7 +32,8 @@ MAX_DETAIL = 500
 
 
 def run(orders: Orders, environment: MutableMapping[str, str]) -> Iterator[Report]:
-    """Run the checks of `orders`. `environment`: the variables of an emulated card's runtime."""
+    """Run the checks of `orders`. `environment`: variables in which an emulated card's runtime is
+    configured."""
     yield Began("")
     with ExitStack() as stack:
         try:
@@ -44,7 +45,7 @@ def run(orders: Orders, environment: MutableMapping[str, str]) -> Iterator[Repor
         except Exception as error:
             yield Ended("", UNKNOWN, _text(error))
             return
-        # Garbage is collected after each check: what exists by now is not looked at again.
+        # Garbage is collected after each check, so exclude existing objects to keep this fast.
         gc.collect()
         gc.freeze()
         for name in orders.names:
@@ -64,7 +65,7 @@ def _emulated(orders: Orders) -> EmulatorConfig:
 
 
 def _open(orders: Orders) -> Card:
-    """Load the runtime, join the other ranks, and acquire the card."""
+    """Load the runtime, join the other ranks' process group, and acquire the card."""
     card = Card(orders.software, orders.rank, f"{orders.folder}/recipes", orders.shape)
     if orders.num_ranks > 1:
         hccl = card.module("distributed.hccl")
@@ -83,7 +84,7 @@ def _open(orders: Orders) -> Card:
 
 
 def run_check(check: Check, card: Card) -> Ended:
-    """Run the program of `check` and compare what it yields."""
+    """Run the program of `check` and compare the values that it yields."""
     start = time.monotonic()
     before = _num_allocations(card)
     try:
@@ -94,11 +95,11 @@ def run_check(check: Check, card: Card) -> Ended:
     except NotApplicable as error:
         status, detail = UNKNOWN, str(error)
     except Exception as error:
-        # Without the traceback, whose frames hold tensors.
+        # Drop the traceback, whose frames hold tensors.
         error.with_traceback(None)
         status, detail = FAILS, _text(error)
     if check.mode == COMPILE:
-        # Compiled code keeps the tensors of its function.
+        # Compiled code keeps references to the tensors of its function.
         torch.compiler.reset()
     gc.collect()
     left = _num_allocations(card) - before
@@ -117,7 +118,7 @@ def _first_difference(check: Check, card: Card) -> str:
 
 
 def _difference(comparison: Comparison) -> str:
-    """How the found value differs from the expected value; empty if it does not."""
+    """Difference between the found and the expected value; empty if they agree."""
     found, expected = comparison.found, comparison.expected
     if not (isinstance(found, Tensor) and isinstance(expected, Tensor)):
         return "" if found == expected else f"{found}, expected {expected}"
@@ -129,7 +130,7 @@ def _difference(comparison: Comparison) -> str:
     else:
         on_host, expected = on_host.float(), expected.float()
         allowed = comparison.tolerance * expected.abs().clamp_min(1)
-        # A NaN differs from everything but a NaN.
+        # NaN agrees only with NaN.
         wrong = ~((on_host - expected).abs() <= allowed) & (on_host != expected)
         wrong &= ~(on_host.isnan() & expected.isnan())
     if not bool(wrong.any()):
@@ -142,6 +143,6 @@ def _difference(comparison: Comparison) -> str:
 
 
 def _num_allocations(card: Card) -> int:
-    """Allocations in use. Bytes would include the workspace, which grows and never shrinks."""
+    """Number of active allocations. Bytes would include the workspace, which never shrinks."""
     card.synchronize()
     return int(card.hpu.memory_stats()["ActiveAllocs"])

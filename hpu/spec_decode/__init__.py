@@ -1,5 +1,5 @@
 """Speculative decoding in the worker: proposers of draft tokens, the number of drafts, and their
 verification.
 
-Does not plan steps (engine/scheduling) or run models (hpu/runner).
+Steps are planned in engine/scheduling, models are run in hpu/runner.
 """

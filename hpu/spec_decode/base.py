@@ -1,4 +1,4 @@
-"""Proposer: protocol of the drafters that run beside host-side speculation."""
+"""Proposer: protocol of the drafters for speculation on the host."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -16,21 +16,21 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     confidence: int = 0
-    """Match length: known tokens before the drafts that agree with the text that the drafts were
-    taken from. Longer matches are accepted more often. 0: unknown."""
+    """Match length: number of known tokens before the drafts that match the text from which the
+    drafts come. Longer matches are accepted more often. 0: unknown."""
 
 
 NOTHING = Proposal([])
 
 
 class DraftingCosts(NamedTuple):
-    """Cost of running a drafter model."""
+    """Cost of running a draft model."""
 
     launches: LaunchCosts
-    """Time of a drafter launch by its number of rows. A launch gives one draft token per request.
-    """
+    """Time of a drafter launch by its number of rows. A launch yields a draft token per request."""
     num_pending: Callable[[int, int], int]
-    """(req_index, number of known tokens) -> rows of the request in the drafter's first launch."""
+    """Maps (req_index, number of known tokens) to the request's rows in the drafter's first
+    launch."""
 
 
 class Proposer(Protocol):
@@ -38,23 +38,23 @@ class Proposer(Protocol):
     drafts."""
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
-        """A request starts at `req_index` with `tokens`. `is_private`: its output must not become
-        a source of drafts for other requests."""
+        """Register a request that starts at `req_index` with `tokens`. `is_private`: its output
+        must not be a source of drafts for other requests."""
         ...
 
     def remove_request(self, req_index: int) -> None:
-        """The request ends or is preempted."""
+        """Handle a request that has ended or is preempted."""
         ...
 
     def propose(
         self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
     ) -> list[Proposal]:
-        """Propose at most `limits[i]` tokens to follow `histories[i]`, which holds all known tokens
-        of request `req_indices[i]`; the last known token is not computed yet. Returns fewer or no
-        tokens where no continuation is likely."""
+        """Propose at most `limits[i]` tokens to follow `histories[i]`, which contains all known
+        tokens of request `req_indices[i]`; its last token is not computed yet. Returns fewer or no
+        tokens if no continuation is likely."""
         ...
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
-        """Measure the cost of drafting for up to `max_num_seqs` requests. None: drafting costs
-        nothing compared with a launch. Called after the warm-up, on all ranks at once."""
+        """Measure the cost of drafting for up to `max_num_seqs` requests; None if drafting is cheap
+        compared with a launch. Called after the warm-up, on all ranks at once."""
         ...

@@ -1,9 +1,9 @@
-"""Speculative decoding on a device with its own memory: tokens, drafts and accepted lengths stay
-there.
+"""Speculative decoding on a device with its own memory, where tokens, drafts and accepted lengths
+stay.
 
 The host plans a launch before it knows how many drafts of the previous launch were accepted. It
 uploads inputs that are valid for any number of accepted drafts: all blocks of a request, and the
-few blocks that its next tokens may be written to. Tensor operations of static shapes then search
+few blocks to which its next tokens may be written. Tensor operations of static shapes then search
 for drafts in the known tokens, compute positions and slots, and accept drafts. Every request has
 one row for its last token and `max_drafts` rows for drafts; row j of request i is row j * B + i of
 the launch.
@@ -30,19 +30,19 @@ class DraftInputs(NamedTuple):
     """Inputs that the host uploads for a decode of batch B over N blocks."""
 
     req_indices: Tensor
-    """(B,): request index; the scratch index for padding."""
+    """(B,): request indices; the scratch index for padding."""
     limits: Tensor
     """(B,): number of tokens that fit into the allocated blocks and the context."""
     may_draft: Tensor
-    """(B,): 1; -1 for padding."""
+    """(B,): 1 for requests, -1 for padding."""
     lows: Tensor
-    """(B,): minimum position of the last known token."""
+    """(B,): lower bound of the position of the last known token."""
     first_blocks: Tensor
     """(B,): index of the first block of `windows` in the request's block table."""
     windows: Tensor
-    """(B, W): blocks that the request's next tokens may be written to."""
+    """(B, W): blocks to which the request's next tokens may be written."""
     block_list: Tensor
-    """(N,): all blocks of the first request, then all blocks of the second request, ..."""
+    """(N,): all blocks of the first request, followed by all blocks of the second request, etc."""
     block_groups: Tensor
     """(N,): batch index of the request that owns the block; -1 for padding."""
     block_starts: Tensor
@@ -52,7 +52,7 @@ class DraftInputs(NamedTuple):
 
 
 class DraftBatch(NamedTuple):
-    """Inputs of a launch with W rows per request and the blocks that the rows read: M = W * B rows
+    """Inputs of a launch with W rows per request, and the blocks that the rows read: M = W * B rows
     and W * N blocks."""
 
     tokens: Tensor
@@ -90,34 +90,34 @@ class VerifyBatch(NamedTuple):
     last_positions: Tensor
     """(B,): position of the last known token."""
     ahead: Tensor
-    """(B,): number of known tokens that the host did not know when it planned the launch."""
+    """(B,): number of known tokens that were not on the host when the launch was planned."""
 
 
 class DeviceDrafter(Protocol):
-    """Model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Its position
-    i reads token i + `shift`."""
+    """Draft model or head that drafts on the device (hpu/runner/drafting/device_drafter.py). Its
+    position i reads token i + `shift`."""
 
     shift: int
     num_rows: int
-    """Rows of each request in the drafter's first launch. The launch recomputes the last positions,
-    which may be missing or computed from other hidden states."""
+    """Rows per request in the drafter's first launch, which recomputes the last positions: these
+    may be missing, or computed from other hidden states."""
     max_model_len: int
 
     def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
-        """Set the function that reads known tokens: DeviceSpeculation.prompt_tokens."""
+        """Set the function that reads known tokens, DeviceSpeculation.prompt_tokens."""
         ...
 
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
-        """Return (B, K) drafts that follow the rows of `first`. `follow` maps drafts (B,) to the
-        inputs of the next launch, which has one row per request."""
+        """Return the drafts (B, K) that follow the rows of `first`. `follow` maps drafts (B,) to
+        the inputs of the next launch, which has one row per request."""
         ...
 
 
 class DeviceSpeculation:
     """Speculation state of `max_num_reqs` requests on the device: known tokens, drafts, and
-    acceptance of drafts."""
+    verification of drafts."""
 
     def __init__(
         self,
@@ -138,10 +138,11 @@ class DeviceSpeculation:
         self.width = 1 + method.max_drafts
         """Rows per request."""
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
-        """Distance from the last known token back to the first position that a launch computes."""
+        """Distance from the last known token back to the first position that a drafter's launch
+        computes."""
         self._drafter = drafter
         self.num_next_drafts = method.max_drafts
-        """Number of draft columns that follow the accepted tokens."""
+        """Number of draft columns after the accepted tokens in the result of `draft_next`."""
         self.plans_drafts = plans_drafts
         self.counts = counts
         self._backend = backend
@@ -156,9 +157,9 @@ class DeviceSpeculation:
             for count in (max_model_len, max_model_len, 1, 1)
         ]
         self._private: set[int] = set()
-        """Requests whose outputs the search does not keep."""
+        """Requests whose outputs the search must not keep."""
         self._host: list[Tensor] = []
-        """Host tensors of pending uploads, until `take_host_tensors`."""
+        """Host tensors of pending uploads, kept until `take_host_tensors`."""
         places = _Places(block_size, pad_block)
         compiled = backend.compiled
         self._search = search
@@ -175,13 +176,13 @@ class DeviceSpeculation:
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
         self._learn = backend.compiled(_Learn(max_model_len, self._scratch))
         self._limit = backend.compiled(_limit)
-        # Keep the zeros out of the recipe that each new request runs.
+        # Keep the zero fills out of the recipe that runs for each new request.
         backend.mark_step()
         self.add_request(self._scratch, np.zeros(1, np.uint32))
         self.remove_request(self._scratch)
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
-        """Upload the tokens of a request. `is_private`: the search does not keep its output."""
+        """Upload the tokens of a new request. `is_private`: the search must not keep its output."""
         if is_private:
             self._private.add(req_index)
         self._write_request(req_index, tokens)
@@ -190,7 +191,7 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
     def remove_request(self, req_index: int) -> None:
-        """The request has ended or is preempted."""
+        """Handle a request that has ended or is preempted."""
         is_private = req_index in self._private
         self._private.discard(req_index)
         if is_private or not self._search.remembers:
@@ -204,13 +205,12 @@ class DeviceSpeculation:
         self._backend.mark_step()
 
     def prompt_tokens(self, inputs: PrefillAttentionInputs, shift: int) -> Tensor:
-        """(B, Q) known tokens `shift` positions after the tokens of a prefill, whose
-        `state_indices` hold the request indices; an arbitrary token where no such token is known.
-        """
+        """(B, Q) known tokens at `shift` positions after the tokens of a prefill, whose
+        `state_indices` are the request indices; arbitrary where no token is known."""
         positions, requests = inputs.positions, inputs.state_indices
         assert requests is not None, "the launch names its requests"
         if len(requests) > len(positions):
-            # Several sequences packed into one batch row.
+            # Several sequences are concatenated in one row.
             tokens = torch.arange(positions.shape[1], device=positions.device)
             ends = inputs.query_lens.cumsum(0)
             owners = (tokens.unsqueeze(1) >= ends).sum(-1).clamp(max=len(requests) - 1)
@@ -221,15 +221,15 @@ class DeviceSpeculation:
         return self._history.index_select(0, index.reshape(-1)).view(positions.shape)
 
     def take_host_tensors(self) -> list[Tensor]:
-        """Take the host tensors of uploads since the last call; the caller keeps them until the
-        device is done."""
+        """Take the host tensors of the uploads since the last call. The caller keeps them alive
+        until the device is done."""
         taken, self._host = self._host, []
         return taken
 
     @property
     def drafts_at_either_end(self) -> bool:
-        """Whether drafts can be made either at the start of a launch or at the end of the
-        previous launch."""
+        """Whether a launch can draft either at its start, for itself, or at its end, for the next
+        launch."""
         return self._drafter is not None and not self.plans_drafts
 
     def plan(self, req_indices: Tensor, drafts: Tensor) -> None:
@@ -241,9 +241,9 @@ class DeviceSpeculation:
     def prepare(
         self, inputs: DraftInputs, bucket: Bucket, *, from_next_drafts: bool
     ) -> VerifyBatch:
-        """Inputs of a launch in `bucket`. With `from_next_drafts` it verifies the drafts that the
-        end of the previous launch made; otherwise a drafter drafts now. A search ignores the
-        flag, because it finds the same drafts again."""
+        """Inputs of a launch in `bucket`. With `from_next_drafts`, it verifies the drafts made at
+        the end of the previous launch; otherwise a drafter drafts now. Without a drafter the flag
+        is ignored, because a search finds the same drafts again."""
         rows: VerifyBatch
         if self._drafter is None or from_next_drafts:
             searched = self._search.tensors
@@ -255,8 +255,8 @@ class DeviceSpeculation:
     def _draft(
         self, drafter: DeviceDrafter, inputs: DraftInputs, bucket: Bucket
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Run the drafter: (newest tokens, drafts, num_drafts, last positions), the first arguments
-        of `_Verified`."""
+        """Run the drafter. Returns (newest tokens, drafts, num_drafts, last positions), the first
+        arguments of `_Verified`."""
         first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
         position, left = last - drafter.shift, num_drafts
         self._backend.mark_step()
@@ -275,15 +275,15 @@ class DeviceSpeculation:
         self._write(*self._learn(req_indices, num_tokens, last_tokens), req_indices)
 
     def append(self, req_indices: Tensor, tokens: Tensor) -> None:
-        """Append a sampled token to each request: `tokens` (B,); -1 is stored as 0."""
+        """Append a sampled token to each request. `tokens` (B,): a token of -1 is stored as 0."""
         self._write(*self._append(self._num_tokens, req_indices, tokens), req_indices)
 
     def accept(
         self, rows: VerifyBatch, sampled: Tensor, req_indices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Accept drafts that agree with the `sampled` (R,) tokens, and append the accepted tokens
-        to the requests. Returns (B, 2 + max_drafts): the number of drafts, then the accepted
-        tokens, padded with NO_TOKEN; and the same tensor without the first column."""
+        """Accept drafts that match the `sampled` (R,) tokens, and append the accepted tokens to the
+        requests. Returns (B, 2 + max_drafts), the number of drafts followed by the accepted tokens,
+        padded with NO_TOKEN; and the same tensor without the first column."""
         accepted: Tensor
         tokens: Tensor
         accepted, tokens, index, values, lengths = self._accept(
@@ -297,9 +297,9 @@ class DeviceSpeculation:
         return rows._replace(num_drafts=self._limit(rows.num_drafts, limits))
 
     def draft_next(self, accepted: Tensor, inputs: DraftInputs, bucket: Bucket) -> Tensor:
-        """Make the drafts of the next launch. Returns the first result of `accept`, followed by
-        drafts (B, `num_next_drafts`), padded with NO_TOKEN; `prepare` will verify these drafts.
-        `inputs`: inputs of the launch in `bucket` that accepted the tokens."""
+        """Draft for the next launch. Returns the first result of `accept`, followed by the drafts
+        (B, `num_next_drafts`), padded with NO_TOKEN, which the next `prepare` can verify. `inputs`:
+        inputs of the launch in `bucket` that accepted the tokens."""
         next_drafts: Tensor
         if self._drafter is None:
             next_drafts, drafts, lengths = self._draft_next(
@@ -330,12 +330,13 @@ class DeviceSpeculation:
         values, at, length, request = self._uploaded
         self._history.index_copy_(0, at, values)
         self._num_tokens.index_copy_(0, request, length)
-        # Separate recipe: it stays the same however many requests a step adds.
+        # A separate recipe, so that it does not depend on how many requests a step adds.
         self._backend.mark_step()
 
 
 def lookback(shift: int, num_rows: int) -> int:
-    """Distance from the last known token back to the first of `num_rows` positions."""
+    """Distance from the last known token back to the first of the drafter's `num_rows`
+    positions."""
     return num_rows - 1 + shift
 
 
@@ -349,7 +350,8 @@ class _Places:
     def rows(
         self, given: DraftInputs, tokens: Tensor, positions: Tensor, is_valid: Tensor
     ) -> DraftBatch:
-        """Inputs for `tokens` at `positions`, both (W, B); padding where `is_valid` is false."""
+        """Launch inputs for `tokens` at `positions`, both (W, B); padding where `is_valid` is
+        false."""
         width, batch = positions.shape
         positions = torch.where(is_valid, positions, 0)
         pads = given.pad_slots.view(-1, batch)[:width]
@@ -380,14 +382,14 @@ class _Places:
 
 
 def _num_drafts(given: DraftInputs, last: Tensor, most: Tensor) -> Tensor:
-    """(B,) number of drafts that fit, at most `most`; -1 for padding."""
+    """(B,): number of drafts that fit, at most `most`; -1 for padding."""
     room = torch.minimum((given.limits - last - 2).clamp(min=0), most)
     found = torch.where(given.may_draft > 0, room, 0)
     return torch.where(given.may_draft < 0, -1, found)
 
 
 class _Verified:
-    """Maps drafts to the inputs of the launch that verifies the drafts."""
+    """Maps drafts to the inputs of the launch that verifies them."""
 
     __name__ = "verified"
 
@@ -407,8 +409,8 @@ class _Verified:
 
 
 class _Prepare:
-    """Maps known tokens and uploaded inputs to the inputs of a launch; searches the known tokens
-    for drafts."""
+    """Maps known tokens and uploaded inputs to the inputs of a launch, with drafts found by
+    searching the known tokens."""
 
     __name__ = "prepare"
 
@@ -418,7 +420,7 @@ class _Prepare:
         self._verified = _Verified(places)
 
     def __call__(self, history: Tensor, num_tokens: Tensor, *inputs: Tensor) -> VerifyBatch:
-        """`inputs`: the fields of DraftInputs, then the tensors of the search."""
+        """`inputs`: the fields of DraftInputs, followed by the tensors of the search."""
         inputs, searched = inputs[: len(DraftInputs._fields)], inputs[len(DraftInputs._fields) :]
         given = DraftInputs(*inputs)
         last = num_tokens.index_select(0, given.req_indices) - 1
@@ -460,7 +462,7 @@ class _Begin:
         tokens = known.gather(1, ends.t().clamp(0, self._max_len - 1).long())
         positions = ends - self._shift
         is_valid = (positions >= 0) & (positions < self._drafter_len) & (num_drafts >= 0)
-        # Positions after accepted drafts may have no block yet.
+        # Positions after accepted drafts may not have a block yet.
         is_valid = is_valid & (positions < given.limits)
         read = self._places.rows(given, tokens.t(), positions, is_valid)
         return read, last, tokens[:, -1:].clone(), num_drafts
@@ -477,10 +479,10 @@ class _Follow:
     def __call__(
         self, position: Tensor, left: Tensor, drafts: Tensor, *inputs: Tensor
     ) -> tuple[DraftBatch, Tensor, Tensor]:
-        """`position` (B,): positions of the previous launch; `left` (B,): drafts that were left to
-        make then. Returns the launch inputs and both values for this launch."""
+        """`position` (B,): positions of the previous launch. `left` (B,): number of drafts that
+        remained then. Returns the launch inputs, and the updated `position` and `left`."""
         position, left = position + 1, left - 1
-        # Without drafts left to make, nothing reads the output of the row.
+        # If no drafts remain, the output of the row is unused.
         is_valid = (left > 0).unsqueeze(0)
         read = self._places.rows(
             DraftInputs(*inputs), drafts.unsqueeze(0), position.unsqueeze(0), is_valid
@@ -489,8 +491,8 @@ class _Follow:
 
 
 class _Accept:
-    """Compares sampled tokens with drafts: gives the accepted tokens, and the updates of the known
-    tokens."""
+    """Compares sampled tokens with drafts. Returns the accepted tokens, and the updates of the
+    known tokens."""
 
     __name__ = "accept"
 
@@ -544,8 +546,8 @@ def _next_drafts(
 
 
 class _DraftNext:
-    """Searches for the next drafts. Returns the accepted tokens followed by the drafts, the
-    drafts, and the number of known tokens before the drafts (B,)."""
+    """Searches for the next drafts. Returns the accepted tokens followed by the drafts, the drafts,
+    and the number of known tokens before the drafts (B,)."""
 
     __name__ = "draft_next"
 

@@ -1,5 +1,5 @@
-"""TextSearch: drafts from texts on a device with its own memory, by tensor operations of static
-shapes; and NgramSearch, the search of the method ngram."""
+"""TextSearch: drafts found in known tokens on a device with its own memory, by tensor operations of
+static shapes. NgramSearch: the search of the method ngram."""
 
 from typing import Protocol
 
@@ -12,42 +12,42 @@ from hpu.sampling.draft_rows import NO_TOKEN
 
 
 class TextSearch(Protocol):
-    """Proposes drafts from the known tokens of requests and from state of its own."""
+    """Proposes drafts from the known tokens of requests and from its own state."""
 
     remembers: bool
     """Whether the search keeps tokens of requests that have ended."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """State that a call reads, besides the known tokens."""
+        """State that a call reads in addition to the known tokens."""
         ...
 
     def __call__(
         self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns (B, max_drafts) drafts and (B,) the number of drafts. `known` (B, L): tokens of
-        the requests (B,); `last` (B,): index of the last known token. Runs inside compiled
-        functions: it has no side effects."""
+        """Return drafts (B, max_drafts) and the number of drafts (B,). `known` (B, L): tokens of
+        the requests `req_indices` (B,). `last` (B,): index of the last known token. Must have no
+        side effects: it runs inside compiled functions."""
         ...
 
     def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
-        """A request (1,) starts with (1,) known tokens."""
+        """Register a request (1,) that starts with `num_tokens` (1,) known tokens."""
         ...
 
     def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
-        """A request (1,) ends. `history` (requests * L,) and `num_tokens` (requests,): known tokens
-        of all requests."""
+        """Handle the end of a request (1,). `history` (requests * L,) and `num_tokens` (requests,):
+        known tokens of all requests."""
         ...
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        """Return these drafts (B, max_drafts), padded with NO_TOKEN, as long as the requests (B,)
-        have `num_tokens` (B,) known tokens."""
+        """Make calls return these drafts (B, max_drafts), padded with NO_TOKEN, as long as the
+        requests (B,) have `num_tokens` (B,) known tokens."""
         ...
 
 
 class NgramSearch:
-    """N-gram drafting on the device. Differs from hpu/spec_decode/ngram.py: it compares at most
-    `lookup_max` tokens and takes the most recent of the longest matches. Keeps no state."""
+    """N-gram drafting on the device. Unlike hpu/spec_decode/ngram.py, it compares at most
+    `lookup_max` tokens and uses the most recent of the longest matches. Stateless."""
 
     remembers = False
     tensors: tuple[Tensor, ...] = ()
@@ -68,13 +68,13 @@ class NgramSearch:
         return
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        # Nothing to keep: the next search finds the same drafts again.
+        # No-op: the next search finds the same drafts again.
         return
 
 
 class KeptDrafts:
-    """Drafts that a drafter on this pipeline stage or on the last stage made. Does not search.
-    Drafts are valid only after the same number of known tokens."""
+    """Stores the drafts of a drafter on this or the last pipeline stage; does not search. Drafts
+    are valid only after the same number of known tokens."""
 
     remembers = False
 
@@ -85,7 +85,7 @@ class KeptDrafts:
         self._max_drafts = max_drafts
         self._drafts = zeros((max_num_reqs + 1) * max_drafts)
         self._lengths = zeros(max_num_reqs + 1)
-        """Number of known tokens before the stored drafts, by request."""
+        """Number of known tokens before the stored drafts, by request index."""
         self._none = zeros(1)
 
     @property
@@ -114,16 +114,16 @@ class KeptDrafts:
     def find(
         self, last: Tensor, req_indices: Tensor, drafts: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(B, max_drafts) stored drafts, padded with NO_TOKEN, and (B,) whether they are valid
-        after `last`."""
+        """Stored drafts (B, max_drafts), padded with NO_TOKEN, and whether they are valid after
+        `last` (B,)."""
         stored = drafts.view(-1, self._max_drafts).index_select(0, req_indices)
         return stored, lengths.index_select(0, req_indices) == last + 1
 
 
 def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:
-    """N-gram lookup: (B, max_drafts) tokens that followed the most recent occurrence of the longest
-    n-gram of at most `lookup_max` tokens, and (B,) whether an n-gram of at least `lookup_min`
-    tokens was found. `known` (B, L): tokens; `last` (B,): index of the last token."""
+    """N-gram lookup. Returns (B, max_drafts) tokens that followed the most recent occurrence of the
+    longest n-gram of at most `lookup_max` tokens, and (B,) whether an n-gram of at least
+    `lookup_min` tokens was found. `known` (B, L): tokens. `last` (B,): index of the last token."""
     length = known.shape[1]
     index = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
     end = last.unsqueeze(1)
@@ -138,13 +138,13 @@ def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tens
         size = size + agrees.to(size.dtype)
     longest = size.amax(dim=1, keepdim=True)
     is_found = longest >= method.lookup_min
-    # Most recent match of the greatest length.
+    # The most recent of the longest matches.
     found = torch.where(size == longest, index, -1).amax(dim=1, keepdim=True)
     period = end - found
     offset = torch.ones_like(found)
     drafts = []
     for _ in range(method.max_drafts):
         drafts.append(known.gather(1, (found + offset).clamp(0, length - 1).long()))
-        # Past the last token, the continuation repeats itself.
+        # A continuation that reaches the last token repeats itself.
         offset = torch.where(offset >= period, 1, offset + 1)
     return torch.cat(drafts, dim=1), is_found.squeeze(1)

@@ -1,7 +1,7 @@
 """SuffixSearch: suffix drafting (suffix.py) on a device with its own memory, by tensor operations
 of static shapes.
 
-A ring of tokens on the device holds the outputs of requests that have ended. An output is copied
+A ring of tokens on the device contains the outputs of requests that have ended. An output is copied
 into the ring from the known tokens on the device, because only the device knows its length at that
 time. The host version counts the continuations of all longest matches; the device version counts
 only the latest MAX_MATCHES.
@@ -35,22 +35,22 @@ class SuffixSearch:
         self._limits = limits = method.suffix
         self._max_drafts = method.max_drafts
         self._max_len = max_model_len
-        # One extra output: an output that does not fit at the end of the ring leaves a gap there.
+        # One more output: an output that does not fit at the end of the ring leaves a gap there.
         num_outputs = limits.max_cached_requests + 1 if limits.max_cached_requests else 0
         self._size = min(MAX_OUTPUT_TOKENS, num_outputs * (max_model_len + 1))
-        """Tokens of the ring; 0: the search covers only the request's own text."""
+        """Size of the ring in tokens; 0: the search covers only the request's own tokens."""
 
         def zeros(count: int) -> Tensor:
             return backend.zeros((count,), backend.index_dtype)
 
-        # Extra last element: write target of padding.
+        # The additional last element is the write target of padding.
         self._outputs = zeros(self._size + 1)
         self._writers = zeros(self._size + 1)
         """Output number of each ring token, starting at 1; 0: unused."""
         self._ring = zeros(2)
-        """Write position of the next output, and number of outputs so far."""
+        """(write position of the next output, number of outputs so far)."""
         self._prompt_lens = zeros(max_num_reqs + 1)
-        # Drafts are kept: another request may end before the next launch and change the ring.
+        # Keep drafts: another request may end before the next launch and change the ring.
         self._kept = KeptDrafts(backend, max_num_reqs=max_num_reqs, max_drafts=self._max_drafts)
         self._remember = backend.compiled(_Remember(self._size, max_model_len))
         backend.mark_step()
@@ -95,7 +95,7 @@ class SuffixSearch:
             is_kept = (writers > 0) & (writers > first)
             text = torch.where(is_kept, outputs, NO_TOKEN)[: self._size].unsqueeze(0)
             others = self._follow(text.expand(len(known), -1), text >= 0, recent)
-            # On a tie, the request's own text wins.
+            # On a tie, the request's own tokens win.
             is_better = others[2] > score + ROUNDING
             drafts = torch.where(is_better.unsqueeze(1), others[0], drafts)
             count = torch.where(is_better, others[1], count)
@@ -108,8 +108,8 @@ class SuffixSearch:
         self, text: Tensor, is_end: Tensor, recent: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Continue the longest matches of the `recent` tokens (B, depth) in `text` (B, T); a match
-        may end where `is_end`. Returns (B, max_drafts) drafts, (B,) the number of drafts, and (B,)
-        the expected number of accepted drafts."""
+        may end where `is_end` is true. Returns drafts (B, max_drafts), the number of drafts (B,),
+        and the expected number of accepted drafts (B,)."""
         limits, width = self._limits, text.shape[1]
         agrees, size = is_end, torch.zeros_like(text)
         for depth in range(min(limits.max_depth - 1, width)):
@@ -138,7 +138,7 @@ class SuffixSearch:
             counts = (is_same & is_alive.unsqueeze(1)).sum(2, dtype=torch.float32)
             counts = torch.where(is_alive, counts, 0.0)
             frequent, total = counts.amax(dim=1), is_alive.sum(1, dtype=torch.float32)
-            # Lowest token id among equally frequent tokens, as on the host.
+            # Lowest token id among the most frequent tokens, like on the host.
             is_frequent = is_alive & (counts == frequent.unsqueeze(1))
             token = torch.where(is_frequent, tokens, torch.iinfo(torch.int32).max).amin(dim=1)
             probability = probability * frequent / total.clamp(min=1.0)
@@ -169,7 +169,8 @@ class _Remember:
         ring: Tensor,
         req_index: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(L + 1,) ring indices, tokens and output numbers, and the new `ring` state."""
+        """Returns ring indices, tokens and output numbers, (L + 1,) each, and the new `ring`
+        state."""
         length = self._max_len
         known = history.view(-1, length).index_select(0, req_index).squeeze(0)
         end = num_tokens.index_select(0, req_index).clamp(max=length)
@@ -182,7 +183,7 @@ class _Remember:
         # NO_TOKEN terminates each output.
         tokens = torch.where(offsets < count, tokens, NO_TOKEN)
         begin, number = ring[0], ring[1] + 1
-        # Outputs are not split at the end of the ring: matches do not wrap around.
+        # An output is not split at the end of the ring, since matches do not wrap around.
         begin = torch.where(begin + count + 1 > self._size, 0, begin)
         is_written = is_output & (offsets <= count)
         index = torch.where(is_written, begin + offsets, self._size)

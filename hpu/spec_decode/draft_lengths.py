@@ -1,8 +1,8 @@
 """DraftLengths: chooses how many drafts of each request a launch verifies.
 
-A draft costs an additional row of the launch, and yields a token if it and all drafts before it
-are accepted. The best number of drafts therefore depends on the acceptance rates, and on the
-cost of an additional row.
+A draft costs an additional row of the launch, and yields a token only if it and all drafts before
+it are accepted. The best number of drafts therefore depends on the acceptance rates and on the cost
+of an additional row.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from hpu.spec_decode.base import DraftingCosts, Proposal
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 NUM_LEVELS = 7
-"""Levels of match length (Proposal.confidence): 0, 1, 2-3, 4-7, 8-15, 16-31, 32 and more tokens
-that agreed."""
+"""Number of levels of match length (Proposal.confidence): 0, 1, 2-3, 4-7, 8-15, 16-31, and 32 or
+more matching tokens."""
 DECAY = 0.9
 """Factor by which each new draft reduces the weight of older drafts in an acceptance rate."""
 FIRST_RATES = (0.5, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9)
@@ -21,32 +21,33 @@ FIRST_WEIGHT = 2.0
 """Weight of the initial rate, in drafts."""
 SHARED_DECAY = 0.98
 MIN_PAUSE, MAX_PAUSE = 16, 256
-"""Minimum and maximum pause, in launches without drafts, of a request whose drafts were not worth
-their cost. After the pause the request tries a draft again. Each failed trial doubles the pause."""
+"""Minimum and maximum pause, in launches without drafts, of a request whose drafts did not pay off.
+After the pause, the request tries a draft again. Each failed trial doubles the pause."""
 MIN_GAIN = 1.01
-"""Minimum expected speedup in tokens per second at which drafts are verified; covers errors of the
-cost and acceptance estimates."""
+"""Minimum expected speedup in tokens per second for verifying drafts; covers errors in the cost and
+acceptance estimates."""
 
 
 TRY_SHARE = 0.005
-"""Share of the time that trials may take."""
+"""Maximum share of the time that trials take."""
 LEAST_TRY = 0.2
 """Minimum assumed cost of the first trial in a launch, as a share of the launch time. One more row
-may cost this much (a tile of a matrix unit), whatever was measured. A disturbed measurement would
-otherwise make trials free and put trials into every launch (0.83 of the tokens per second without
-drafts)."""
+may cost this much (a tile of a matrix unit) even if less was measured. A disturbed measurement
+would otherwise make trials free and add trials to every launch, which gave 0.83 times the tokens
+per second without drafts."""
 MAX_SAVED = 200
-"""Cap on the saved trial time, in launches."""
+"""Maximum saved time for trials, in launches."""
 MAX_STEADY_ROWS = 8
-"""Maximum rows of a request in a drafter's first launch that are charged in full, because every
-launch has that many. A request with more rows has a prompt that the drafter has not computed."""
+"""Maximum rows of a request in a drafter's first launch that are charged in full, because each
+launch repeats them. A request with more rows has a prompt that the drafter has not computed; its
+cost is spread over CATCH_UP_LAUNCHES."""
 CATCH_UP_LAUNCHES = 32
-"""Launches over which the cost of computing such a prompt is spread."""
+"""Number of launches over which the cost of computing a prompt is spread."""
 
 
 class AcceptanceRates:
     """Acceptance rate of drafts by level, among drafts whose predecessors were accepted. Older
-    drafts weigh less."""
+    drafts have less weight."""
 
     def __init__(self, rates: Sequence[float], weight: float, decay: float) -> None:
         self._decay = decay
@@ -71,16 +72,16 @@ class _State:
         self.rates = AcceptanceRates(rates, FIRST_WEIGHT, DECAY)
         self.pause = MIN_PAUSE
         self.wait = 0
-        """Launches until the next trial; 0 while drafts are worth their cost."""
+        """Number of launches until the next trial; 0 while drafts pay off."""
         self.is_trying = False
         self.levels: list[int] = []
         """Levels of the drafts in the current launch."""
 
 
 class DraftLengths:
-    """Chooses the number of drafts per request and launch from statistics of the live requests. A
-    new request starts with the rates of all earlier requests. All ranks that see the same tokens
-    choose the same numbers. `costs` None: all drafts are verified."""
+    """Chooses the number of drafts per request and launch from statistics of the running requests.
+    A new request starts with the rates of all earlier requests. All ranks that see the same tokens
+    choose the same numbers. If `costs` is None, all drafts are verified."""
 
     def __init__(self, max_drafts: int, costs: LaunchCosts | None) -> None:
         self._max_drafts = max_drafts
@@ -90,28 +91,28 @@ class DraftLengths:
         self._shared = AcceptanceRates(FIRST_RATES, FIRST_WEIGHT, SHARED_DECAY)
         self._states: dict[int, _State] = {}
         self._saved_s = 0.0
-        """Saved time for trials, in seconds."""
+        """Time saved for trials, in seconds."""
         self._has_try = False
         """Whether the current launch has a trial."""
 
     def begin_launch(self, num_requests: int) -> None:
-        """Called once per launch, before `wanted`."""
+        """Start a launch. Call it once per launch, before `wanted`."""
         self._has_try = False
         if self.costs is not None:
             share = TRY_SHARE * self.costs.seconds(num_requests)
             self._saved_s = min(self._saved_s + share, MAX_SAVED * share)
 
     def add_request(self, req_index: int) -> None:
-        """A request starts."""
+        """Register a request that starts."""
         self._states[req_index] = _State([self._shared[level] for level in range(NUM_LEVELS)])
 
     def remove_request(self, req_index: int) -> None:
-        """A request ends."""
+        """Remove a request that has ended."""
         self._states.pop(req_index, None)
 
     def wanted(self, req_index: int) -> int:
-        """Maximum drafts to propose for the request in this launch: 0 during a pause, 1 for a
-        trial."""
+        """Maximum number of drafts to propose for the request in this launch: 0 during a pause, 1
+        for a trial."""
         state = self._states[req_index]
         if self.costs is None or state.wait == 0:
             return 1 if state.is_trying else self._max_drafts
@@ -126,9 +127,9 @@ class DraftLengths:
         limits: Sequence[int],
         num_tokens: Sequence[int],
     ) -> list[int]:
-        """Number of drafts to propose for each of `req_indices`, at most `limits`, by the cost of
-        drafting and verifying in a launch of `num_requests`. `num_tokens`: known tokens of each
-        request."""
+        """Number of drafts to propose for each of `req_indices`, at most `limits`, given the cost
+        of drafting and verifying in a launch of `num_requests`. `num_tokens`: number of known
+        tokens of each request."""
         costs, drafting = self.costs, self.drafting
         planned = list(limits)
         if costs is None or drafting is None:
@@ -186,7 +187,7 @@ class DraftLengths:
         return chosen
 
     def _may_try(self, count: int, num_chosen: int, states: Sequence[_State]) -> bool:
-        """Spend saved time on `count` more drafts; False if not enough time is saved."""
+        """Spend saved time on `count` more drafts; returns False if not enough time is saved."""
         needed = self._try_s(count, len(states) + num_chosen, len(states))
         if not count or needed > self._saved_s:
             return False
@@ -195,7 +196,7 @@ class DraftLengths:
         return True
 
     def _try_s(self, count: int, rows: int, num_requests: int) -> float:
-        """Seconds that `count` trial drafts add to a launch of `rows`."""
+        """Seconds that `count` trial drafts add to a launch of `rows` rows."""
         assert self.costs is not None
         needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
         if self._has_try:
@@ -230,8 +231,8 @@ def _num_worth_drafting(
     costs: LaunchCosts,
     drafting: DraftingCosts,
 ) -> int:
-    """`_num_worth` for drafts (-gain, position, index into `pending`) of a drafter that runs one
-    launch per draft position."""
+    """Same as `_num_worth` for a drafter that runs one launch per draft position; `gains`: (-gain,
+    position, index into `pending`) of each draft."""
     tokens, drafted_s = float(num_requests), 0.0
     fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
     num_worth = 0
@@ -254,7 +255,8 @@ def _num_worth_drafting(
 
 
 def _num_worth(gains: Sequence[tuple[float, int]], num_requests: int, costs: LaunchCosts) -> int:
-    """Number of drafts, most likely first, that maximizes tokens per second."""
+    """Number of drafts that maximizes tokens per second. `gains`: (-gain, request) of each draft,
+    most likely first."""
     tokens = float(num_requests)
     fastest = MIN_GAIN * tokens / costs.seconds(num_requests)
     num_worth = 0

@@ -1,9 +1,9 @@
 """DraftModelProposer: the most likely tokens of a smaller draft model.
 
-The drafter has a KV cache of its own, with the same block ids as the target, and runs only when
-drafts are requested. It may lag behind the target by a prompt, by a prefix that the target found in
-its cache, or by the tokens of launches without drafts; it computes the missing tokens first.
-Rejected drafts are removed by reducing the length.
+The drafter has its own KV cache, with the same block ids as the target, and runs only when drafts
+are requested. It may lag behind the target by a prompt, by a prefix that the target found in its
+cache, or by the tokens of launches without drafts; it computes the missing tokens first. Rejected
+drafts are removed by reducing the length.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 MAX_ROWS = 8
-"""Maximum tokens of a request in the first launch; more tokens are computed by a prefill before it.
-"""
+"""Maximum number of tokens of a request in the first launch; a prefill computes further tokens
+before."""
 
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Runs a draft model over the blocks of the live requests
+    """Runs a draft model over the blocks of the running requests
     (hpu/runner/drafting/draft_runner.py)."""
 
     block_size: int
     max_model_len: int
-    """Maximum tokens of a request that the drafter supports."""
+    """Maximum number of tokens of a request that the drafter supports."""
 
     def block_table(self, req_index: int) -> npt.NDArray[np.int32]:
         """Block ids of a request."""
         ...
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
-        """Set the position at which the next launch of a request begins."""
+        """Set the position at which a request's next launch starts."""
         ...
 
     def prefill(self, req_index: int, count: int) -> None:
@@ -49,10 +49,10 @@ class DraftLauncher(Protocol):
         *,
         is_first: bool,
     ) -> list[int]:
-        """Compute the next `counts[i]` tokens of each request; `tokens` holds the tokens of all
-        requests, concatenated. Returns the most likely next token of each request, -1 where its
-        logits are not finite. `is_first`: the tokens are known tokens; otherwise each token is the
-        result of the last launch for the request."""
+        """Compute the next `counts[i]` tokens of each request. `tokens`: the tokens of all
+        requests, concatenated. Returns the most likely next token of each request, -1 if its logits
+        are not finite. `is_first`: the tokens are known tokens; otherwise each token is the result
+        of the last launch for its request."""
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
@@ -61,24 +61,24 @@ class DraftLauncher(Protocol):
 
 
 class _State:
-    """Tokens of a request that the drafter has computed."""
+    """Progress of the drafter in a request."""
 
     __slots__ = ("length", "processed", "seed", "tags")
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        """Seed of the tags."""
+        """Parent hash of the first tag."""
         self.length = 0
-        """Known tokens whose keys and values are in the blocks."""
+        """Number of known tokens whose keys and values are in the blocks."""
         self.processed: list[int] = []
-        """Drafts after `length` whose keys and values are in the blocks, too."""
+        """Drafts after `length` whose keys and values are also in the blocks."""
         self.tags: list[int] = []
-        """Tags of the full blocks, up to `length`."""
+        """Tags of the full blocks before `length`."""
 
 
 class DraftModelProposer:
-    """Drafts with a model. Records which tokens each block holds, so that keys and values that were
-    computed for another request, or before a preemption, are reused."""
+    """Drafts with a model. Records which tokens each block contains, so that keys and values that
+    were computed for another request, or before a preemption, are reused."""
 
     def __init__(self, launcher: DraftLauncher, *, reads_hidden: bool = False) -> None:
         """`reads_hidden`: position i of the drafter reads token i + 1 and the target's hidden
@@ -90,12 +90,12 @@ class DraftModelProposer:
         self._reads_hidden = reads_hidden
         self._states: dict[int, _State] = {}
         self._tags: dict[int, int] = {}
-        """Tag of each block that the drafter has filled: the hash of all tokens up to the end of
-        the block."""
+        """Tag of each block that the drafter has filled: hash of all tokens up to the end of the
+        block."""
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         state = self._states[req_index] = _State(int(tokens[0]) if self._reads_hidden else 0)
-        # The last token is always computed, for its logits.
+        # The last token is always recomputed, because its logits are needed.
         self._find_cached(req_index, state, self._text(tokens)[:-1])
 
     def remove_request(self, req_index: int) -> None:
@@ -145,11 +145,12 @@ class DraftModelProposer:
         return max(1, num_tokens - state.length - len(state.processed))
 
     def _text(self, history: Tokens) -> Tokens:
-        """Tokens by drafter position."""
+        """Tokens in the order of the drafter's positions."""
         return history[1:] if self._reads_hidden else history
 
     def _catch_up(self, req_index: int, history: Tokens) -> int:
-        """Compute all but the last tokens of `history`; returns the number of computed tokens."""
+        """Compute all but the last tokens of `history`, if more than MAX_ROWS are missing. Returns
+        the number of computed tokens."""
         state, launcher = self._states[req_index], self._launcher
         last = len(history) - 1
         start = min(state.length, last)
@@ -158,7 +159,7 @@ class DraftModelProposer:
                 break
             start += 1
         if len(history) - start > MAX_ROWS:
-            # Another request may have computed the same blocks since.
+            # Another request may have computed the same blocks in the meantime.
             state.length = start
             self._find_cached(req_index, state, history[:-1])
             start = state.length
@@ -179,13 +180,13 @@ class DraftModelProposer:
         for number in range(len(state.tags), num_blocks):
             state.tags.append(self._tag(state, history, number))
             self._tags[int(blocks[number])] = state.tags[number]
-        # These blocks are partly overwritten: their old tags are invalid.
+        # These blocks are partly overwritten, so their old tags are invalid.
         end = len(history) + len(drafts)
         for block in blocks[num_blocks : -(-end // size)].tolist():
             self._tags.pop(block, None)
 
     def _find_cached(self, req_index: int, state: _State, tokens: Tokens) -> None:
-        """Extend `state` by blocks that already hold the next tokens of `tokens`."""
+        """Extend `state` by blocks that already contain the next tokens of `tokens`."""
         size = self._launcher.block_size
         blocks = self._launcher.block_table(req_index)
         number = len(state.tags)
@@ -198,7 +199,7 @@ class DraftModelProposer:
             state.length = max(state.length, number * size)
 
     def _tag(self, state: _State, tokens: Tokens, number: int) -> int:
-        """Tag of block `number`, chained to the tag of the block before it."""
+        """Tag of block `number`, chained to the tag of the previous block."""
         size = self._launcher.block_size
         own = tokens[number * size : (number + 1) * size].tobytes()
         return hash((state.tags[number - 1] if number else state.seed, own))

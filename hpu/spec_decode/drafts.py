@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 
 class Drafts(NamedTuple):
-    """Requests of a decode and their drafts. Each request has one row for its last token and one
-    row per draft."""
+    """Requests of a decode and their drafts. A request has one row for its last token and one row
+    per draft."""
 
     req_indices: list[int]
     tokens: list[list[int]]

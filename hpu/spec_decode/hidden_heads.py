@@ -1,5 +1,5 @@
-"""HiddenHeadProposer: drafts of a head that reads a single hidden state of the target, without a
-KV cache of its own."""
+"""HiddenHeadProposer: drafts of a head that reads a single hidden state of the target and has no KV
+cache."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -20,16 +20,16 @@ class HeadLauncher(Protocol):
         count: int,
     ) -> list[list[int]]:
         """`count` drafts per request after `tokens`, from the target's hidden states at
-        `positions`; -1 where logits are not finite."""
+        `positions`; -1 if logits are not finite."""
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """Measure the time of a draft, by the number of requests."""
+        """Measure the time of drafting by the number of requests."""
         ...
 
 
 class HiddenHeadProposer:
-    """Drafts with a head. Keeps no state: the target's hidden states are cached with its blocks."""
+    """Drafts with a head. Stateless: the target's hidden states are cached with its blocks."""
 
     def __init__(self, launcher: HeadLauncher) -> None:
         self._launcher = launcher
@@ -44,17 +44,17 @@ class HiddenHeadProposer:
         self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
     ) -> list[Proposal]:
         proposals = [Proposal([]) for _ in req_indices]
-        asked = [i for i, limit in enumerate(limits) if limit > 0]
-        if not asked:
+        requested = [i for i, limit in enumerate(limits) if limit > 0]
+        if not requested:
             return proposals
         found = self._launcher.drafts(
-            [req_indices[i] for i in asked],
+            [req_indices[i] for i in requested],
             # The last known token is not computed yet.
-            [len(histories[i]) - 2 for i in asked],
-            [int(histories[i][-1]) for i in asked],
+            [len(histories[i]) - 2 for i in requested],
+            [int(histories[i][-1]) for i in requested],
             max(limits),
         )
-        for i, tokens in zip(asked, found, strict=True):
+        for i, tokens in zip(requested, found, strict=True):
             tokens = tokens[: limits[i]]
             end = tokens.index(-1) if -1 in tokens else len(tokens)
             proposals[i] = Proposal(tokens[:end])

@@ -9,19 +9,20 @@ from hpu.distributed.agreement import ALONE, Agreement
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 """Row counts that are measured; times between them are interpolated. One row more than a full tile
-of a matrix unit may add a fifth to the launch (AMX: 14.6 ms for 32, 17.4 ms for 33)."""
+of a matrix unit may add a fifth to the launch time (AMX: 14.6 ms for 32 rows, 17.4 ms for 33)."""
 REPEATS = 8
 BUDGET_S = 3.0
 
 
 class LaunchCosts:
-    """Seconds of a launch by its number of rows: interpolated between measurements, never
+    """Seconds of a launch by its number of rows, interpolated between measurements and never
     decreasing."""
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """`rows`: ascending, at least one element."""
         self._rows = list(rows)
-        # Disturbances only lengthen a measurement: a launch takes no longer than a larger launch.
+        # Disturbances only lengthen a measurement, and a launch takes no longer than a larger
+        # launch.
         least = list(itertools.accumulate(reversed(seconds), min))
         self._seconds = least[::-1]
         self._memo: dict[int, float] = {}
@@ -42,7 +43,7 @@ class LaunchCosts:
         return seconds[index] + slope * (num_rows - rows[index])
 
     def encoded(self) -> bytes:
-        """Bytes for `decoded`: all ranks use the costs that the first rank measured."""
+        """Encode the costs for `decoded`: all ranks use the costs that the first rank measured."""
         pairs = zip(self._rows, self._seconds, strict=True)
         return " ".join(f"{rows}:{seconds!r}" for rows, seconds in pairs).encode()
 
@@ -59,22 +60,22 @@ def measure(
     budget_s: float = BUDGET_S,
 ) -> LaunchCosts:
     """Measure launches: call `launch(rows)`, which returns when the launch is done, for ascending
-    row counts up to `max_rows`, and repeat until `budget_s` has passed. The fastest call for each
-    count is used. All ranks of `agreement` make the same calls and get the result of the first
-    rank."""
+    row counts up to `max_rows`, and repeat until `budget_s` seconds have passed. Uses the fastest
+    call of each row count. All ranks of `agreement` make the same calls and get the result of the
+    first rank."""
     end_s = time.perf_counter() + budget_s
     fastest: dict[int, float] = {}
     counts = [*(count for count in ROWS if count < max_rows), max_rows]
-    # Alternate between the row counts, so that a disturbance of the machine does not hit all calls
-    # for one count.
+    # Alternate between the row counts, so that a disturbance of the machine does not affect all
+    # calls of one row count.
     for turn in range(REPEATS + 1):
         for count in counts:
             start = time.perf_counter()
             launch(count)
             seconds = time.perf_counter() - start
-            # The first calls allocate memory and are dropped.
+            # The first calls allocate memory and are ignored.
             fastest[count] = min(seconds, fastest.get(count, seconds)) if turn > 1 else seconds
-            # Two points are enough to extrapolate.
+            # If the time is over within the first turn, the larger launches are extrapolated.
             if turn == 0 and count > 1 and not agreement.all_true(time.perf_counter() < end_s):
                 counts = list(fastest)
                 break

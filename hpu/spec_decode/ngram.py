@@ -7,13 +7,14 @@ import numpy as np
 from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 
 MAX_MATCH = 32
-"""Longest match that is distinguished: occurrences are compared over up to this many tokens."""
+"""Number of tokens over which occurrences are compared, at most; longer matches are not
+distinguished."""
 
 
 class NgramProposer:
-    """Finds an earlier occurrence of the last known tokens, of at least `shortest` tokens, and
-    proposes the tokens that followed it. The longest match wins, up to max(`longest`, MAX_MATCH)
-    tokens; among matches of equal length the most recent wins. Keeps no state."""
+    """Finds an earlier occurrence of at least the last `shortest` known tokens, and proposes the
+    tokens that followed it. The longest match wins, up to max(`longest`, MAX_MATCH) tokens; among
+    matches of equal length, the most recent wins. Stateless."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest = longest
@@ -39,12 +40,12 @@ class NgramProposer:
 
 
 def lookup(history: Tokens, longest: int, shortest: int, limit: int) -> Proposal:
-    """At most `limit` tokens that followed the most recent occurrence of the longest n-gram that
-    ends `history`. A continuation that reaches the end of `history` repeats itself."""
+    """At most `limit` tokens that followed the most recent occurrence of the longest n-gram at the
+    end of `history`. A continuation that reaches the end of `history` repeats itself."""
     last = len(history) - 1
     if limit < 1 or last < shortest:
         return NOTHING
-    # Occurrences of the last token, narrowed token by token to the longest matches.
+    # Start with all occurrences of the last token, and extend them to the longest matches.
     ends = np.flatnonzero(history[:last] == history[last])
     size = 1
     while len(ends) and size < min(longest, last):

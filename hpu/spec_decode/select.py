@@ -1,4 +1,4 @@
-"""Selection of the proposer for a speculation method."""
+"""Selects the proposer of a speculation method."""
 
 from collections.abc import Callable, Mapping
 
@@ -53,6 +53,5 @@ PROPOSERS: Mapping[str, Callable[[SpeculationMethod, object], Proposer]] = {
 
 
 def select_proposer(method: SpeculationMethod, launcher: object = None) -> Proposer:
-    """Proposer for `method`. `launcher`: runs the draft model or head that the method loads, if
-    any."""
+    """Proposer for `method`. `launcher`: runs the method's draft model or head, if any."""
     return PROPOSERS[method.method](method, launcher)

@@ -1,5 +1,5 @@
-"""Speculation: drafts for a decode, and verification of drafts by the target's logits, on a device
-that shares memory with the host. The host knows all tokens of earlier launches.
+"""Speculation: drafts for a decode, and verification of drafts with the target's logits, on a
+device that shares memory with the host, so that the host knows all tokens of earlier launches.
 
 A draft is accepted if the sampler draws the same token at its position. This keeps the target's
 distribution: each token is drawn with the random number of its position, so a seed gives the same
@@ -29,14 +29,14 @@ Bitmasks = npt.NDArray[np.int32]
 
 
 class Histories(Protocol):
-    """Known tokens of the live requests (hpu/runner/batch_state.py)."""
+    """Known tokens of the running requests (hpu/runner/batch_state.py)."""
 
     def tokens(self, req_index: int) -> Tokens:
         """All known tokens of a request."""
         ...
 
     def draft_capacity(self, req_index: int) -> int:
-        """Maximum draft tokens that fit into the request's blocks and context."""
+        """Maximum number of draft tokens that fit into the request's blocks and context."""
         ...
 
 
@@ -44,14 +44,14 @@ class Verified(NamedTuple):
     """Tokens that a launch accepted."""
 
     tokens: list[list[int]]
-    """Accepted drafts of each request and the token after them; -1 where logits were not finite."""
+    """For each request, the accepted drafts and the token after them; -1 if logits were not
+    finite."""
     logprobs: TopLogprobs | None
-    """Log-probabilities of all tokens, request by request; None: no request asked for
-    log-probabilities."""
+    """Log-probabilities of all tokens, sorted by request; None if no request needs them."""
 
 
 class Speculation:
-    """Drafts tokens, and verifies the drafts with the sampler that all decodes use."""
+    """Proposes drafts, and verifies them with the sampler that all decodes use."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Speculation:
         drafts_all_ahead: bool = False,
     ) -> None:
         """`drafts_all_ahead`: choose the drafts of all requests ahead of their decode, not only of
-        requests with a grammar; the plan of the decode sends the drafts back."""
+        requests with a grammar. The plan of the decode then contains the drafts."""
         self._drafts_all_ahead = drafts_all_ahead
         self._proposer = proposer
         self._histories = histories
@@ -72,22 +72,21 @@ class Speculation:
         self._counts = counts
         self.lengths = lengths
         self._masked: set[int] = set()
-        """Requests with a grammar, by index."""
+        """Indices of requests with a grammar."""
         self._next_drafts: dict[int, Proposal] = {}
-        """Drafts that the engine was told to expect in the next decode, by request with a grammar.
-        """
+        """Drafts that the engine expects in the next decode, by request with a grammar."""
         self._bitmasks: dict[int, Bitmasks] = {}
-        """Grammar bitmasks of the running launch, (1 + drafts that the grammar allows, W), by
+        """Grammar bitmasks of the current launch, (1 + drafts that the grammar allows, W), by
         request."""
 
     def measure(self, costs: LaunchCosts, max_num_seqs: int) -> None:
-        """Set `costs` of decodes, and measure the cost of drafting for up to `max_num_seqs`
-        requests: from now on the number of drafts adapts to both. Called on all ranks at once."""
+        """Set the `costs` of decodes, and measure the cost of drafting for up to `max_num_seqs`
+        requests. Afterwards, the number of drafts adapts to both. Called on all ranks at once."""
         self.lengths.costs = costs
         self.lengths.drafting = self._proposer.measure(max_num_seqs)
 
     def add_request(self, new: NewRequest) -> None:
-        """A request starts, new or after a preemption."""
+        """Register a request that starts, new or after a preemption."""
         self.lengths.add_request(new.req_index)
         tokens = self._histories.tokens(new.req_index)
         self._proposer.add_request(new.req_index, tokens, is_private=new.is_private)
@@ -95,7 +94,7 @@ class Speculation:
             self._masked.add(new.req_index)
 
     def remove_request(self, req_index: int) -> None:
-        """The request has ended or is preempted."""
+        """Handle a request that has ended or is preempted."""
         self._proposer.remove_request(req_index)
         self.lengths.remove_request(req_index)
         self._masked.discard(req_index)
@@ -109,18 +108,18 @@ class Speculation:
 
     def draft_next(self, req_indices: Sequence[int]) -> list[tuple[int, list[int]]]:
         """Choose the drafts of the next decode now, for requests with a grammar (with
-        `drafts_all_ahead` for all requests), after the tokens of the launch were appended to their
-        histories. Returns (index in `req_indices`, drafts). The next decode of these requests
-        verifies exactly these drafts, so that the engine can compute bitmasks meanwhile, and inform
-        other pipeline stages."""
+        `drafts_all_ahead`, for all requests). Call it once the tokens of the launch are appended to
+        the histories. Returns (index in `req_indices`, drafts) pairs. The next decode of these
+        requests verifies exactly these drafts, so that the engine can already compute bitmasks and
+        inform other pipeline stages."""
         if self._drafts_all_ahead:
             self.lengths.begin_launch(len(req_indices))
-            asked = list(req_indices)
+            candidates = list(req_indices)
         elif self._masked.isdisjoint(req_indices):
             return []
         else:
-            asked = [req_index for req_index in req_indices if req_index in self._masked]
-        found = self._propose(asked, len(req_indices))
+            candidates = [req_index for req_index in req_indices if req_index in self._masked]
+        found = self._propose(candidates, len(req_indices))
         proposals = [found.get(req_index, NOTHING) for req_index in req_indices]
         counts = self.lengths.choose(req_indices, proposals)
         next_drafts = []
@@ -133,7 +132,7 @@ class Speculation:
         return next_drafts
 
     def draft(self, launch: Launch) -> Drafts:
-        """Drafts that a decode verifies."""
+        """Choose the drafts that the decode `launch` verifies."""
         req_indices = launch.req_indices
         self.lengths.begin_launch(len(req_indices))
         free = [index for index in req_indices if index not in self._masked]
@@ -146,24 +145,24 @@ class Speculation:
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
 
     def _propose(self, req_indices: Sequence[int], num_requests: int) -> dict[int, Proposal]:
-        """Proposals for the requests that want drafts, in a launch of `num_requests`."""
+        """Proposals for the requests that should draft in a launch of `num_requests`."""
         state, lengths = self._histories, self.lengths
-        asked, limits = [], []
+        drafting, limits = [], []
         for req_index in req_indices:
             wanted = lengths.wanted(req_index)
             limit = min(wanted, state.draft_capacity(req_index)) if wanted else 0
             if limit > 0:
-                asked.append(req_index)
+                drafting.append(req_index)
                 limits.append(limit)
-        if not asked:
+        if not drafting:
             return {}
-        histories = [state.tokens(req_index) for req_index in asked]
-        limits = lengths.plan(num_requests, asked, limits, list(map(len, histories)))
-        return dict(zip(asked, self._proposer.propose(asked, histories, limits), strict=True))
+        histories = [state.tokens(req_index) for req_index in drafting]
+        limits = lengths.plan(num_requests, drafting, limits, list(map(len, histories)))
+        return dict(zip(drafting, self._proposer.propose(drafting, histories, limits), strict=True))
 
     def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:
-        """Accepted tokens of a launch with `drafts`. `chosen` (rows,): the most likely tokens,
-        given if all requests are greedy; otherwise `logits` (rows, V) are sampled."""
+        """Accepted tokens of a launch with `drafts`. `chosen` (rows,): most likely tokens, given if
+        all requests are greedy; otherwise `logits` (rows, V) are sampled."""
         logprobs = None
         if chosen is None:
             assert logits is not None
@@ -178,8 +177,8 @@ class Speculation:
         return Verified(accepted, logprobs)
 
     def _sample(self, drafts: Drafts, logits: Tensor) -> tuple[list[list[int]], TopLogprobs | None]:
-        """Sample position by position, only requests whose drafts so far were accepted, so that
-        penalties and random numbers depend on accepted tokens alone."""
+        """Sample position by position, and only requests whose drafts so far were accepted, so that
+        penalties and random numbers depend only on accepted tokens."""
         counts = drafts.counts
         starts = np.cumsum([0, *counts[:-1]])
         accepted: list[list[int]] = [[] for _ in counts]
@@ -206,7 +205,7 @@ class Speculation:
         return accepted, _in_order(parts, len(counts))
 
     def _set_bitmasks_at(self, position: int, req_indices: Sequence[int]) -> None:
-        """Set the bitmasks for `position` of the launch for requests with a grammar."""
+        """Set the bitmasks of requests with a grammar for `position` of the launch."""
         masked = self._masked.intersection(req_indices) if position else ()
         if masked:
             rows = [self._bitmasks[req_index][position] for req_index in masked]
@@ -225,7 +224,7 @@ class Speculation:
 
 
 def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
-    """Drafts that agree with `chosen`, the token of each row, and the token that follows."""
+    """Drafts that match `chosen`, the sampled token of each row, followed by the next token."""
     accepted = []
     start = 0
     for tokens in drafts.tokens:

@@ -1,8 +1,8 @@
 """SuffixProposer: suffix decoding (https://arxiv.org/abs/2411.04975) with vLLM's settings. Proposes
-the most frequent continuation of the last tokens, in the request or in earlier outputs.
+the most frequent continuation of the last tokens in the request's own tokens or in earlier outputs.
 
-A linear search over the texts replaces the suffix tree: it finds the same matches in a tenth of a
-millisecond, and its memory is the size of the tokens.
+A linear search over the tokens replaces the suffix tree: it finds the same matches in a tenth of a
+millisecond, and needs no memory besides the tokens.
 """
 
 from collections import deque
@@ -14,30 +14,30 @@ import numpy.typing as npt
 from hpu.spec_decode.base import DraftingCosts, Proposal, Tokens
 
 MAX_OUTPUT_TOKENS = 1 << 18
-"""Maximum tokens of all stored outputs together."""
+"""Maximum total number of tokens of the stored outputs."""
 NO_TOKEN = np.uint32(2**32 - 1)
 """Separator of outputs."""
 OVERLAP = 8
-"""Last tokens of a prompt that are stored before its output."""
+"""Number of last prompt tokens that are stored in front of an output."""
 ROUNDING = 1e-5
 """Tolerance for comparing products and sums of probabilities."""
 
 
 class Outputs:
-    """Outputs of up to `max_requests` ended requests, at most `max_tokens` tokens together. The
-    oldest outputs are dropped first."""
+    """Outputs of up to `max_requests` ended requests, with at most `max_tokens` tokens in total.
+    The oldest outputs are dropped first."""
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_OUTPUT_TOKENS) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        # Twice the size, so that tokens are rarely moved.
+        # Twice the size, so that tokens rarely have to be moved.
         self._buffer = np.full(2 * max_tokens, NO_TOKEN, np.uint32)
         self._sizes: deque[int] = deque()
         self._start = self._end = 0
 
     @property
     def tokens(self) -> Tokens:
-        """All outputs, each followed by NO_TOKEN."""
+        """Tokens of all outputs, each followed by NO_TOKEN."""
         return self._buffer[self._start : self._end]
 
     def add(self, output: Tokens) -> None:
@@ -58,8 +58,8 @@ class Outputs:
 
 
 class SuffixProposer:
-    """Follows the longest match of the last tokens, in the request and in earlier outputs, while
-    the most likely continuation is likely enough."""
+    """Drafts the continuation of the longest match of the last tokens, in the request's own tokens
+    and in earlier outputs, while it is likely enough."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class SuffixProposer:
         max_spec_factor: float,
         min_token_prob: float,
     ) -> None:
-        """The arguments are fields of SuffixLimits."""
+        """See SuffixLimits for the arguments."""
         self._max_depth = max_depth
         self._max_factor = max_spec_factor
         self._min_prob = min_token_prob
         self._known: dict[int, tuple[int, Tokens]] = {}
-        """Number of prompt tokens and all known tokens, by request."""
+        """(number of prompt tokens, all known tokens) by request."""
         self._private: set[int] = set()
-        """Requests whose outputs are not kept."""
+        """Requests whose outputs are not stored."""
         self._outputs = Outputs(max_cached_requests)
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
@@ -97,7 +97,7 @@ class SuffixProposer:
         proposals = []
         for req_index, history, limit in zip(req_indices, histories, limits, strict=True):
             self._known[req_index] = self._known[req_index][0], history
-            # On a tie, the request's own text wins.
+            # On a tie, the request's own tokens win.
             own, own_score = self._follow(history, history, limit)
             other, score = self._follow(self._outputs.tokens, history, limit)
             proposals.append(other if score > own_score + ROUNDING else own)
@@ -120,7 +120,8 @@ class SuffixProposer:
             counts[tokens == NO_TOKEN] = 0
             if not len(counts) or not counts.max():
                 break
-            # Lowest token id among equally frequent tokens, so that all ranks draft the same.
+            # Lowest token id among the most frequent tokens, so that all ranks draft the same
+            # tokens.
             token = tokens[counts.argmax()]
             probability *= float(counts.max() / counts.sum())
             if probability < self._min_prob - ROUNDING:
@@ -132,8 +133,8 @@ class SuffixProposer:
 
 
 def _matches(text: Tokens, history: Tokens, longest: int) -> tuple[npt.NDArray[np.int64], int]:
-    """End positions in `text` of the longest matches of the end of `history`, at most `longest`
-    tokens, and the length of the matches."""
+    """End positions in `text` of the longest matches of the end of `history`, limited to `longest`
+    tokens, and the length of these matches."""
     last = len(history) - 1
     # The last token of the text has no continuation.
     ends: npt.NDArray[np.int64] = np.flatnonzero(text[:-1] == history[last])

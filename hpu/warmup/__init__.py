@@ -1,1 +1,1 @@
-"""Warm-up: order of buckets, graph capture and log lines."""
+"""Warm-up: bucket order, graph capture budget and log lines."""

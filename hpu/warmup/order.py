@@ -1,5 +1,5 @@
 """Order of buckets for warm-up and graph capture, and the memory budget of captures. Pure
-functions of their arguments."""
+functions."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from hpu.protocol import DECODE, PREFILL, Bucket
 CAPTURE_ORDERS = ("min_tokens", "max_bs")
 
 USED_SHARE = 0.25
-"""Without known traffic: share of a phase's buckets, most used first, warmed up before the first
-request."""
+"""Without known traffic: share of a phase's buckets that is warmed up before the first request,
+most used buckets first."""
 
 TRAFFIC_SHARE = 0.98
 """With known traffic: share of a phase's launches whose buckets are warmed up before the first
@@ -23,21 +23,22 @@ request."""
 
 
 def largest_first(buckets: list[Bucket], block_size: int) -> list[Bucket]:
-    """Prompts before decodes, each by falling cost, so that buckets that do not fit fail early."""
+    """Sort prompts before decodes, each by descending cost, so that buckets that do not fit fail
+    early."""
     return sorted(buckets, key=lambda b: (b[0] == DECODE, -_cost(b, block_size), b))
 
 
 def by_use(
     table: BucketTable, buckets: Sequence[Bucket], traffic: list[Lengths] | None
 ) -> list[Bucket]:
-    """`buckets` in the order in which `traffic` (None: the general traffic) needs them: by their
-    share of all launches, the largest first, then the cheapest first."""
+    """Sort `buckets` by their share of the launches of `traffic` (None: the general traffic),
+    largest share first; ties by ascending cost."""
     shares, size = _shares(table, traffic), table.limits.block_size
     return sorted(buckets, key=lambda b: (-shares.get(b, 0.0), _cost(b, size), b))
 
 
 def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, float]:
-    """Share of all launches of each bucket."""
+    """Share of each bucket in all launches."""
     limits = table.limits
     launches = launches_of(traffic, limits) if traffic else general_launches(limits)
     return {use.bucket: use.share for use in padding_of(launches, table.buckets, limits)}
@@ -46,10 +47,10 @@ def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, f
 def split_buckets(
     table: BucketTable, buckets: list[Bucket], traffic: list[Lengths] | None
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """Split `buckets` into buckets warmed up before the first request and buckets warmed up between
-    requests, both sorted by use, most used first.
+    """Split `buckets` into (buckets to warm up before the first request, buckets to warm up while
+    idle), both sorted by use, most used first.
 
-    The first part holds the buckets that serve most of `traffic` (None: a quarter of each phase,
+    The first part contains the buckets that serve most of `traffic` (None: a quarter of each phase,
     the buckets that serve most of the general traffic) and the largest buckets, so that every
     launch fits a warmed-up bucket.
     """
@@ -65,7 +66,8 @@ def split_buckets(
 
 
 def _serving(buckets: list[Bucket], shares: dict[Bucket, float]) -> list[Bucket]:
-    """The first of `buckets`, sorted by use, that together serve TRAFFIC_SHARE of the launches."""
+    """Shortest prefix of `buckets`, sorted by use, that together serve TRAFFIC_SHARE of the
+    launches."""
     remaining = TRAFFIC_SHARE * sum(shares[bucket] for bucket in buckets)
     serving = []
     for bucket in buckets:
@@ -82,8 +84,8 @@ def _cost(bucket: Bucket, block_size: int) -> int:
 
 
 def _cover(buckets: list[Bucket]) -> list[Bucket]:
-    """The largest buckets, into which every launch fits. Prompts need only batch 1: prompts without
-    a bucket for a wider batch are launched separately."""
+    """The largest buckets, so that every launch fits one of them. Prompts need only batch 1:
+    prompts without a bucket for a larger batch are launched separately."""
     decodes = [b for b in buckets if b[0] == DECODE]
     prompts = [b for b in buckets if b[0] == PREFILL]
     alone = [b for b in prompts if b[1] == 1] or prompts
@@ -91,7 +93,7 @@ def _cover(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def _largest(buckets: list[Bucket]) -> list[Bucket]:
-    """The buckets that do not fit into a larger bucket."""
+    """Buckets that do not fit into another bucket."""
 
     def fits(bucket: Bucket, other: Bucket) -> bool:
         return bucket != other and all(a <= b for a, b in zip(bucket, other, strict=True))
@@ -100,8 +102,8 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
 
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
-    """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by falling
-    batch, then by length. Ties are ordered by shape."""
+    """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by descending
+    batch, then by length. Ties are sorted by shape."""
     if strategy not in CAPTURE_ORDERS:
         raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
 
@@ -113,7 +115,8 @@ def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> 
 
 
 def _length(bucket: Bucket, block_size: int) -> int:
-    """Tokens of a prompt bucket, cached context included; blocks of a decode bucket."""
+    """Number of tokens of a prompt bucket, including cached context; number of blocks of a decode
+    bucket."""
     phase, _, query, blocks = bucket
     return query + blocks * block_size if phase == PREFILL else blocks
 
@@ -130,7 +133,7 @@ class CaptureBudget:
     """Decides before each capture of a phase whether the graph fits the remaining memory.
 
     A graph is expected to take as many bytes per token as the graphs before it; the first graph
-    only needs a budget above zero. The other phase can take over the remaining bytes.
+    only needs a budget above zero. The other phase can use the remaining bytes.
     """
 
     def __init__(self, budget_bytes: int, block_size: int) -> None:
@@ -146,7 +149,7 @@ class CaptureBudget:
         return self.remaining_bytes > 0 and expected <= self.remaining_bytes
 
     def record(self, bucket: Bucket, taken_bytes: int) -> None:
-        """Count a capture of `taken_bytes`."""
+        """Record a capture that took `taken_bytes`."""
         self._tokens += bucket[1] * _length(bucket, self._block_size)
         self._bytes += taken_bytes
         self.remaining_bytes -= taken_bytes

@@ -17,8 +17,9 @@ MAX_LISTED = 12
 
 
 def log_buckets(table: BucketTable, config: BucketConfig, configured: BucketConfig) -> None:
-    """Log the dimensions and buckets of `table`, made with `config`; without padding, the ranges of
-    `configured` that have no effect. The lines have the form of vLLM's Gaudi plug-in."""
+    """Log the dimensions and buckets of `table`, made with `config`. Without padding, log only
+    the ranges of `configured` that have no effect. The lines have the format of vLLM's Gaudi
+    plug-in."""
     if table.is_exact:
         if ignored := configured.ignored_ranges(config.strategy):
             logger.info("%s have no effect: launches are not padded", ", ".join(ignored))
@@ -45,7 +46,7 @@ def log_unused(count: int) -> None:
     """Log the number of buckets that no launch can use."""
     if count:
         logger.info(
-            "%d buckets are not prepared: they hold more blocks than their rows can, at this "
+            "%d buckets are not prepared: they have more blocks than their rows can use at this "
             "--max-model-len",
             count,
         )
@@ -75,7 +76,7 @@ def log_step(bucket: Bucket, number: int, total: int, free_bytes: int, *, graph:
 
 
 def log_graph_memory(graph_bytes: float, shares: dict[int, float], free: int, ratio: float) -> None:
-    """Log how the memory for graphs is split between phases."""
+    """Log how the memory for graphs is split between the phases."""
     logger.info(
         "Using %s/%s of free device memory for HPUGraphs, %s for prompt and %s for decode "
         "(VLLM_GRAPH_PROMPT_RATIO=%g)",
@@ -89,7 +90,8 @@ def log_graph_memory(graph_bytes: float, shares: dict[int, float], free: int, ra
 
 
 def log_finished(count: int, seconds: float, taken: int, memory: str) -> None:
-    """Log the end of a warm-up of `count` buckets, which took bytes of `memory`, such as device."""
+    """Log the end of a warm-up of `count` buckets that allocated `taken` bytes. `memory`: kind of
+    memory, "device" or "host"."""
     logger.info(
         "Warmup finished in %.0f secs, allocated %s of %s memory: %d buckets",
         seconds,
@@ -127,8 +129,8 @@ def log_graphs(phase: int, captured: list[Bucket], total: int, taken: int, secon
 def log_not_captured(
     phase: int, not_captured: list[Bucket], warmup: WarmupConfig, *, full: bool
 ) -> None:
-    """Log buckets without a graph and the settings that would help. `full`: the device's memory is
-    used up, not only the share for graphs."""
+    """Log the buckets without a graph, and the settings that would help. `full`: the device's
+    memory is used up, not only the share for graphs."""
     reserve = f"raise --graph-reserved-mem (now {warmup.graph_memory_fraction:g})"
     if full:
         reserve = "lower --gpu-memory-utilization, which leaves more to graphs and launches"
@@ -147,16 +149,16 @@ def log_not_captured(
 
 
 def log_uncompilable(bucket: Bucket, error: Exception) -> None:
-    """Log a bucket that the device's compiler refuses."""
+    """Log a bucket that the device's compiler rejects."""
     logger.error("Bucket %s is left out, it cannot be compiled: %s", bucket, error)
 
 
 def log_too_large(bucket: Bucket) -> None:
-    """Log a bucket that does not fit into the memory that weights and KV cache leave."""
+    """Log a bucket that does not fit into the memory left by weights and KV cache."""
     logger.warning(
         "The %s bucket %s does not fit into the device's memory and is not used. To keep it, lower "
-        "--gpu-memory-utilization, or the number of KV blocks where it was given; to do without, "
-        "lower %s",
+        "--gpu-memory-utilization, or the number of KV blocks if it is set; to run without the "
+        "bucket, lower %s",
         phase_name(bucket[0]),
         bucket[1:],
         "--max-num-batched-tokens" if bucket[0] == PREFILL else "--max-num-seqs",

@@ -1,4 +1,5 @@
-"""Warm-up: runs every bucket and sampler stage and captures graphs, before or between requests."""
+"""Warm-up: runs every bucket and sampler stage and captures graphs, before the first request or
+while idle."""
 
 import logging
 import math
@@ -35,7 +36,7 @@ from hpu.warmup.order import (
 logger = logging.getLogger(__name__)
 
 FIRST_QUERY = 16
-"""Tokens of the single prefill that warms up an exact table."""
+"""Number of tokens of the prefill that warms up an exact table."""
 
 Progress = Callable[[WarmupProgress], None]
 
@@ -64,7 +65,7 @@ class Warmup:
         backend: Backend,
         config: WarmupConfig,
         block_size: int,
-        diagnostics: Diagnostics | None = None,
+        diagnostics: Diagnostics,
         agreement: Agreement = ALONE,
     ) -> None:
         self._runner = runner
@@ -83,25 +84,25 @@ class Warmup:
         self._announce: Callable[[Bucket], None] = lambda bucket: None
         """Called before each bucket if there are several ranks."""
         self._full: set[int] = set()
-        """Phases in which a capture filled the device's memory."""
+        """Phases in which a capture ran out of device memory."""
         self._widths: set[tuple[int, int]] = set()
-        """Values of `_width` for which every kind of sampling has run."""
+        """Values of `_width` for which every kind of sampling has been warmed up."""
         self._captured_widths: set[int] = set()
         """Batch sizes of captured decodes."""
         self._use_rank: dict[Bucket, int] = {}
-        """Position of each bucket in the order of use; 0 is the most used."""
+        """Position of each bucket in the order of use; 0 is the most used bucket."""
         self._background: deque[Bucket] = deque()
         self._left_out: list[Bucket] = []
-        """Background buckets without a graph."""
+        """Buckets warmed up in the background that have no graph."""
         self._pads = False
         """Whether launches are padded to buckets; False for an exact table."""
         self._prompt_width: int | None = None
-        """Sequences of every prefill, if prompts are merged into a row; None: the bucket's
-        batch."""
+        """Number of sequences of every prefill, if prompts are merged into a row; None: the
+        bucket's batch."""
 
     @property
     def num_deferred(self) -> int:
-        """Buckets that `prepare_next` has yet to prepare."""
+        """Number of buckets that `prepare_next` has yet to prepare."""
         return len(self._background)
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
@@ -126,20 +127,46 @@ class Warmup:
                 len(first),
                 len(later),
             )
-        usable = self._run(first, on_progress, table.phases)
+        self._pads = bool(first)
+        if mode == "compile" and self._compile_alone(first, on_progress):
+            usable = first
+        else:
+            usable = self._run(first, on_progress, table.phases)
         self._start_serving()
         return usable
 
+    def _compile_alone(self, buckets: list[Bucket], on_progress: Progress) -> bool:
+        """Compile every bucket, and run only what is compiled or captured separately: the largest
+        launch of each phase, the sampling of each width, and graphs. Returns False if the device
+        cannot compile without running."""
+        order = largest_first(buckets, self._block_size)
+        samplings = self._samplings_by_width(order)
+        num_samplings = sum(len(kinds) for _, kinds in samplings)
+        num_graphs = len(buckets) if self._graphs.captures else 0
+        progress = _Progress(len(order) + num_samplings + num_graphs, on_progress)
+        self._announce = progress.begin
+        if not self._compile_all(order, progress):
+            logger.warning(
+                "Warm-up: --warmup is compile, and this device compiles only what it runs: each "
+                "bucket runs (--warmup full)"
+            )
+            return False
+        self._sample_all(samplings, progress)
+        if num_graphs:
+            self._capture_all(buckets, progress)
+        progress.finish()
+        return True
+
     def _rank_by_use(self, order: list[Bucket]) -> None:
-        """Use `order` for captures, on all ranks as on the first, whose shares may round
-        differently."""
+        """Set the order of captures on all ranks to the first rank's `order`: the shares of other
+        ranks may be rounded differently."""
         raw = self._agreement.of_first(msgspec.msgpack.encode(order))
         agreed = msgspec.msgpack.decode(raw, type=list[Bucket])
         self._use_rank = {bucket: rank for rank, bucket in enumerate(agreed)}
 
     def prepare_next(self) -> list[Bucket]:
-        """Prepare the next background bucket; no step may be in flight. Returns the bucket in a
-        list, or an empty list when the bucket does not fit."""
+        """Prepare the next background bucket. No step may be in flight. Returns a list with the
+        bucket, or an empty list when the bucket does not fit."""
         bucket = self._background.popleft()
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
@@ -151,7 +178,7 @@ class Warmup:
 
     @property
     def _compiles(self) -> bool:
-        """Whether each bucket has compiled recipes or a graph."""
+        """Whether buckets have compiled recipes or graphs."""
         return self._graphs.captures or self._backend.compiles
 
     def _skip(self, buckets: list[Bucket]) -> list[Bucket]:
@@ -169,7 +196,8 @@ class Warmup:
         return buckets
 
     def _start_serving(self) -> None:
-        """Count later compilations as serving; end the back end's warm-up if no bucket is left."""
+        """Count further compilations as serving, and end the back end's warm-up if no bucket is
+        left."""
         self._graphs.stage = "serving"
         if not self._background:
             self._backend.end_warmup()
@@ -177,9 +205,8 @@ class Warmup:
     def _run(
         self, buckets: list[Bucket], on_progress: Progress, phases: tuple[int, ...]
     ) -> list[Bucket]:
-        """Prepare `buckets`, or a small launch per phase if there are no buckets (exact table)."""
+        """Prepare `buckets`. Without buckets (exact table), run a small launch per phase."""
         start, free = time.perf_counter(), self._backend.memory()[0]
-        self._pads = bool(buckets)
         order = largest_first(buckets or _small_launches(phases), self._block_size)
         samplings = self._samplings_by_width(order)
         num_graphs = len(buckets) if self._graphs.captures else 0
@@ -199,7 +226,7 @@ class Warmup:
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
-        """Run, sample and capture `bucket`. False when it does not fit."""
+        """Run, sample and capture `bucket`. Returns False when it does not fit."""
         if not self._run_once(bucket, GREEDY):
             return False
         if self._width(bucket) not in self._widths:
@@ -210,20 +237,21 @@ class Warmup:
 
     @property
     def _compiles_first(self) -> bool:
-        """Whether buckets are compiled before they run."""
+        """Whether buckets are compiled before they are run."""
         backend = self._backend
         is_on = self._config.compile_only and self._pads and backend.compiles
         return is_on and self._runner.is_compilable
 
-    def _compile_all(self, order: list[Bucket], progress: "_Progress") -> None:
-        """Compile `order` without executing it, where the device can. The largest bucket of each
-        phase runs before: what the first launch of a phase creates once must be executed. An error
-        ends this pass, since the failing bucket is not known; the next pass finds it."""
+    def _compile_all(self, order: list[Bucket], progress: "_Progress") -> bool:
+        """Compile `order` without executing it, if the device supports this. The largest bucket of
+        each phase is executed first: its launch creates tensors that must not contain garbage. An
+        error ends this pass, since the failing bucket is not known; the next pass finds it. Returns
+        whether all buckets are compiled."""
         if not self._compiles_first:
-            return
+            return False
         largest = {bucket[0]: bucket for bucket in reversed(order)}
         for bucket in order:
-            # Buffers that are created inside would hold garbage.
+            # Buffers created inside `compile_only` would contain garbage.
             self._prepare_inputs(bucket)
         for bucket in sorted(largest.values()):
             self._run_once(bucket, GREEDY)
@@ -234,9 +262,11 @@ class Warmup:
         if fits:
             seconds = time.perf_counter() - start
             logger.info("Warm-up: %d buckets compiled in %.1f s", len(order), seconds)
+        return fits
 
     def _compile_each(self, order: list[Bucket], progress: "_Progress") -> bool:
-        """Compile `order` inside `Backend.compile_only`. False after an error on any rank."""
+        """Compile `order` inside `Backend.compile_only`. Returns False after an error on any
+        rank."""
         for bucket in order:
             try:
                 self._runner.warm_up(bucket, GREEDY, prompts=True)
@@ -278,7 +308,7 @@ class Warmup:
                 raise ConfigError(
                     f"0 of {counts[phase]} {name} buckets fit into the device's memory and can be "
                     "compiled (the log names each): lower "
-                    "--gpu-memory-utilization, the number of KV blocks where it was given, or "
+                    "--gpu-memory-utilization, the number of KV blocks if it is set, or "
                     f"{flag}"
                 )
         return usable
@@ -293,8 +323,8 @@ class Warmup:
                 rows = math.prod(self._width(bucket))
                 raise ConfigError(
                     f"sampling of {rows} rows does not fit into the device's memory: lower "
-                    "--max-num-seqs, --gpu-memory-utilization, or the number of KV "
-                    "blocks where it was given"
+                    "--max-num-seqs, --gpu-memory-utilization, or the number of KV blocks if it is "
+                    "set"
                 )
             self._widths.add(self._width(bucket))
             if progress is not None:
@@ -302,8 +332,8 @@ class Warmup:
                     progress.step()
 
     def _width(self, bucket: Bucket) -> tuple[int, int]:
-        """(rows sampled per request, number of requests) of a launch in `bucket`. Launches with
-        equal widths run the same sampling operations."""
+        """(rows sampled per request, number of requests) of a launch in `bucket`. Launches of equal
+        width run the same sampling operations."""
         if bucket[0] == PREFILL:
             return 1, self._prompt_width or bucket[1]
         return self._runner.decode_width, bucket[1]
@@ -311,8 +341,8 @@ class Warmup:
     def _samplings_by_width(
         self, buckets: list[Bucket]
     ) -> list[tuple[Bucket, tuple[RequestSampling, ...]]]:
-        """(smallest bucket, kinds of sampling) for each width, the widest first. GREEDY is left
-        out: the first run of each bucket uses it."""
+        """(smallest bucket, kinds of sampling) for each width, the largest width first. Excludes
+        GREEDY, which the first run of each bucket uses."""
         kinds = tuple(settings for settings in self._runner.warmup_settings if settings != GREEDY)
         if not kinds:
             return []
@@ -321,8 +351,8 @@ class Warmup:
 
     def _capture_all(self, buckets: list[Bucket], progress: "_Progress") -> None:
         """Capture prompts within their share, decodes within their share and the rest of the
-        prompts' share, then the remaining prompts within the memory that decodes left. Each phase
-        is captured in its configured order."""
+        prompts' share, then the remaining prompts within the memory left by decodes. Each phase is
+        captured in its configured order."""
         config = self._config
         report.log_graph_memory(
             self._graphs.budget_bytes,
@@ -367,8 +397,8 @@ class Warmup:
     def _capture(
         self, order: list[Bucket], progress: "_Progress | None", *, is_pooled: bool
     ) -> tuple[list[Bucket], list[Bucket]]:
-        """Capture `order`; returns (captured, left out). Buckets that cannot be compiled are in
-        neither list."""
+        """Capture `order`. Returns (captured buckets, buckets without memory for a graph). Buckets
+        that cannot be compiled are in neither list."""
         captured: list[Bucket] = []
         left_out: list[Bucket] = []
         for number, bucket in enumerate(order, start=1):
@@ -397,22 +427,23 @@ class Warmup:
         return captured, left_out
 
     def _run_graph(self, bucket: Bucket) -> bool:
-        """Replay a new graph once: the first replay is slower. The first decode of a batch size
-        also captures the sampler, within the same budget. False when memory is full."""
+        """Replay a new graph once, since the first replay is slower. The first decode of a batch
+        size also captures the sampler, within the same budget. Returns False when memory is
+        full."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
             settings = self._runner.captured_settings
         before = self._graphs.bytes
         fits = all(self._run_once(bucket, sampling) for sampling in settings)
-        # Only the ranks of the last pipeline stage sample.
+        # Only the ranks of the last pipeline stage sample: use the largest value.
         taken = self._agreement.largest(self._graphs.bytes - before)
         self._budgets[bucket[0]].remaining_bytes -= taken
         return fits
 
     def _fits_budget(self, bucket: Bucket, is_pooled: bool) -> bool:
-        """Whether the budget of the phase holds a graph of `bucket`. With `is_pooled`, a budget
-        that is too small first takes over the rest of the other phase's budget."""
+        """Whether a graph of `bucket` fits the budget of its phase. With `is_pooled`, a budget that
+        is too small first takes over the rest of the other phase's budget."""
         budget = self._budgets[bucket[0]]
         if budget.fits(bucket) or not is_pooled:
             return budget.fits(bucket)
@@ -422,10 +453,10 @@ class Warmup:
         return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
-        """Run `bucket` once for `samplings`. False when memory is full or the device's compiler
-        refuses the bucket, on any rank; the failing rank logs the reason."""
+        """Run `bucket` once for each of `samplings`. Returns False when memory is full or the
+        device's compiler rejects the bucket, on any rank; the failing rank logs the reason."""
         if not self._agreement.is_alone:
-            # A rank may wait forever for a rank that prepares another bucket.
+            # Log the bucket: a rank may block forever if another rank prepares a different bucket.
             self._announce(bucket)
         return self._agreement.all_true(self._try_once(bucket, samplings))
 
@@ -442,8 +473,7 @@ class Warmup:
             else:
                 raise
             return False
-        if self._diagnostics is not None:
-            self._diagnostics.warmed_up(bucket[0])
+        self._diagnostics.warmed_up(bucket[0])
         return True
 
 
@@ -459,7 +489,7 @@ class _Progress:
         on_progress(WarmupProgress("warmup", 0, total))
 
     def begin(self, bucket: Bucket) -> None:
-        """Report the bucket that is prepared next."""
+        """Report the bucket that is going to be prepared."""
         name = f"{phase_name(bucket[0])} bucket {bucket[1:]}"
         self._on_progress(
             WarmupProgress("warmup", self._done, self._total, self._left_s, bucket=name)
@@ -468,8 +498,8 @@ class _Progress:
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
         # The largest buckets come first, so this estimate is an upper bound.
-        a_step_s = (time.perf_counter() - self._start_s) / self._done
-        self._left_s = a_step_s * (self._total - self._done)
+        step_s = (time.perf_counter() - self._start_s) / self._done
+        self._left_s = step_s * (self._total - self._done)
         self._on_progress(WarmupProgress("warmup", self._done, self._total, self._left_s))
 
     def finish(self) -> None:

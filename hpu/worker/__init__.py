@@ -1,1 +1,1 @@
-"""One device's life: build, load, profile run, warm up, step, sleep; and its memory budget."""
+"""Worker of a device: build, load, profile run, warm-up, steps, sleep; and its memory budget."""

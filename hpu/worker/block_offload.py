@@ -1,10 +1,9 @@
-"""BlockOffload: a worker's offloaded KV blocks, in host memory and in files."""
+"""BlockOffload: KV blocks that a worker has offloaded to host memory and files."""
 
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from hpu.protocol import (
     Ranks,
     StepPlan,
 )
+from hpu.runner.step_runner import Offload
 from hpu.worker.load import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,14 @@ logger = logging.getLogger(__name__)
 MEASURED_COPIES = 3
 
 
-class BlockOffload:
+class BlockOffload(Offload):
     """Copies KV blocks as step plans request, and reads and writes block files in the
     background."""
 
     def __init__(self, loaded: LoadedModel, caches: list[Tensor], ranks: Ranks) -> None:
         """`caches`: all tensors indexed by block. Raises ConfigError if the memory or the folder
         cannot be used. Collective: all ranks of the model call it together."""
+        super().__init__()
         config, backend, agreement = loaded.config.offload, loaded.backend, loaded.agreement
         num_devices = ranks.world_size
         layout = layout_of(caches, loaded.block_size)
@@ -58,8 +59,8 @@ class BlockOffload:
         if self._num_slots < MIN_SLOTS:
             raise ConfigError(
                 f"--kv-offloading-size and --swap-space give {config.host_bytes(num_devices)} "
-                f"bytes for each device, which hold {self._num_slots} KV blocks of {slot_bytes} "
-                f"bytes: give {MIN_SLOTS * slot_bytes} or more"
+                f"bytes for each device, enough for {self._num_slots} KV blocks of {slot_bytes} "
+                f"bytes: set them to {MIN_SLOTS * slot_bytes} or more"
             )
         if needed > free:
             raise ConfigError(
@@ -74,14 +75,12 @@ class BlockOffload:
         self._agreement = agreement
         self._memory = HostBlocks(pool)
         self._corrupt: dict[int, list[int]] = {}
-        """StepResult.corrupt_loads by step, if not empty."""
+        """Non-empty StepResult.corrupt_loads, by step."""
         self._num_filled = 0
-        """Number of leading slots that may hold data: the engine uses the lowest slots first."""
+        """Number of leading slots that may contain data: the engine uses the lowest slots first."""
         self._deletes_files = config.kv_offloading_delete_files
         self._max_files = 0
         self._files: BlockFiles | None = None
-        self.on_fetched: Callable[[], None] = lambda: None
-        """Called on another thread when `take_fetched` has a new result."""
         if config.kv_offloading_dir is not None:
             file_bytes = slot_bytes + HEADER_BYTES
             self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
@@ -104,8 +103,8 @@ class BlockOffload:
         )
 
     def start(self, pad_block: int) -> OffloadFacts:
-        """Compile and measure the copies, and agree with the other ranks on capacities and stored
-        blocks."""
+        """Compile and measure the copies, and agree with the other ranks on the capacities and the
+        stored blocks."""
         self._copies.warm_up()
         times = []
         for _ in range(MEASURED_COPIES):
@@ -142,7 +141,6 @@ class BlockOffload:
         return found
 
     def apply(self, plan: StepPlan) -> None:
-        """Launch the copies of a plan, before its launches."""
         if plan.stored_blocks:
             self._num_filled = max(self._num_filled, max(plan.stored_slots) + 1)
             self._copies.store(plan.step, plan.stored_blocks, plan.stored_slots, plan.stored_hashes)
@@ -157,13 +155,10 @@ class BlockOffload:
             self._copies.load(plan.loaded_slots, plan.loaded_blocks)
 
     def land(self, step: int) -> list[int]:
-        """Complete the copies of all steps up to `step`, which the device has finished. Returns
-        StepResult.corrupt_loads."""
         self._copies.land(step)
         return self._corrupt.pop(step, [])
 
     def fetch(self, message: FetchBlocks) -> None:
-        """Start to read blocks from files to host memory; `take_fetched` returns the result."""
         assert self._files is not None, "blocks are read, and there are no files"
         self._num_filled = max(self._num_filled, max(message.slots) + 1)
         self._copies.settle(message.slots)
@@ -177,18 +172,18 @@ class BlockOffload:
         self._files.drop(hashes)
 
     def close(self) -> None:
-        """Finish pending copies and clear the used memory, so that prompts are not left in freed
+        """Finish pending copies and clear the used memory, so that no prompts remain in freed
         pages. Files are kept, unless configured to be deleted."""
         self._copies.close()
         if self._files is not None:
             self._files.close(deletes=self._deletes_files)
-        # Only filled slots: the system allocates pages at the first write to a slot.
+        # Clear only filled slots: the system allocates pages at the first write to a slot.
         self._memory.rows[: self._num_filled].fill(0)
         self._num_filled = 0
 
 
 def check_offload(loaded: LoadedModel) -> None:
-    """Raise ConfigError for a model whose blocks cannot leave the device."""
+    """Raise ConfigError for a model whose blocks cannot be offloaded."""
     if not loaded.config.offload.is_on:
         return
     name = "--kv-offloading-size" if loaded.config.offload.kv_offloading_size else "--swap-space"
@@ -199,7 +194,7 @@ def check_offload(loaded: LoadedModel) -> None:
         )
     if loaded.has_states:
         raise ConfigError(
-            f"{name} is set, and {what} has layers with a state, which KV blocks do not hold: "
+            f"{name} is set, and {what} has recurrent layers, whose states are not in KV blocks: "
             "leave it out"
         )
 
@@ -207,9 +202,9 @@ def check_offload(loaded: LoadedModel) -> None:
 def _acquire_folder(
     loaded: LoadedModel, widths: tuple[int, ...], ranks: Ranks, parent: Path
 ) -> tuple[Path, int]:
-    """This rank's file folder, and its lock. The folder name is a digest of everything that block
-    contents depend on besides the block's hash, and a number: engines of a server do not share
-    files, and each takes the first free number."""
+    """Folder for this rank's files, and its lock. The folder name is a digest of everything that
+    determines block contents besides the block's hash, and a number: engines of a server do not
+    share files, and each uses the first free number."""
     text = json.dumps(_identity(loaded, widths), sort_keys=True, default=str)
     name = f"kv-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     remove_others(parent, name)
@@ -225,9 +220,9 @@ def _acquire_folder(
 
 
 def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]:
-    config, facts = loaded.config, asdict(loaded.facts)
-    # json would write the object with its address.
-    facts["fields"] = loaded.facts.fields.raw
+    config, facts = loaded.config, asdict(loaded.model_config)
+    # The raw fields, because json would write the object with its address.
+    facts["fields"] = loaded.model_config.fields.raw
     del facts["path"], facts["generation_defaults"]
     return {
         "version": VERSION,
@@ -253,7 +248,8 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
 
 
 def _weights(model: str, load_format: str) -> list[object]:
-    """Name, size and modification time of each file, to detect other weights in this folder."""
+    """Name, size and modification time of each weight file, to detect changed weights in this
+    folder."""
     path = Path(model)
     if load_format == DUMMY:
         return [load_format]
@@ -269,7 +265,7 @@ def _stamp(path: str | None) -> object:
 
 
 def _scales(loaded: LoadedModel) -> str:
-    """Digest of the KV-cache scales of all layers, which may be calculated."""
+    """Digest of the KV-cache scales of all layers, which may have been calculated."""
     digest = hashlib.sha256()
     for module in loaded.modules:
         for submodule in module.modules():

@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_hold_more
+from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.model_loader.size_estimate import (
@@ -22,7 +23,7 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.images import Images
+from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images
 from hpu.offload.sizes import staging_bytes
 from hpu.protocol import SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
@@ -38,19 +39,19 @@ from hpu.runner.input_buffers import (
     InputBuffers,
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
-from hpu.runner.model_runner import ModelRunner
+from hpu.runner.model_runner import RunnerParts
 from hpu.runner.piecewise_forward import PiecewiseForward
 from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
 from hpu.runner.states import RequestStates, state_bytes
-from hpu.runner.step_runner import StepRunner
+from hpu.runner.step_runner import Offload, StepRunner
+from hpu.sampling.filters import ties_of
 from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.speculation import Speculation
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
     keeping_hidden,
     make_draft_caches,
-    make_speculations,
+    make_model_runner,
     with_draft_buffers,
 )
 from hpu.worker.load import LoadedModel
@@ -58,6 +59,7 @@ from hpu.worker.memory import (
     FreeMemory,
     KVCacheDemand,
     MemorySplit,
+    host_rule,
     kv_budget,
     plan_memory,
     split_memory,
@@ -71,7 +73,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """A runner and the components that warm-up and sleep use."""
+    """A runner, and the components that warm-up and sleep use."""
 
     runner: StepRunner
     graphs: GraphCache
@@ -80,37 +82,53 @@ class Components:
     """None for a pooling model."""
     states: RequestStates | None = None
     """None for a model without recurrent states."""
-    speculation: Speculation | None = None
-    images: Images | None = None
-    """None for a text-only model."""
+    images: ImageFeature = TEXT_ONLY
     draft_caches: tuple[KVCache | HiddenCache, ...] = ()
     """Caches of the draft model or head."""
-    offload: BlockOffload | None = None
-    """None: no KV offloading."""
+    offload: Offload = field(default_factory=Offload)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of KV caches and states."""
+        """Total bytes of KV caches and states."""
         caches = (self.cache, self.states, *self.draft_caches)
         return sum(0 if cache is None else cache.bytes for cache in caches)
 
+    @property
+    def capacity(self) -> tuple[int | None, int | None]:
+        """Numbers of KV blocks and rings; None without a KV cache."""
+        return (None, None) if self.cache is None else (self.cache.num_blocks, self.cache.num_rings)
+
+    def compile_copies(self, backend: Backend, *, contiguous: bool) -> None:
+        """Compile what runs beside launches: scrubs and moves of blocks, and the image encoder.
+        `contiguous`: decodes read the cache as a single slice."""
+        if self.cache is not None and backend.compiles:
+            self.cache.warm_scrub()
+        self.images.warm_up(self.graphs.add_bytes)
+        if self.cache is not None and contiguous:
+            self.cache.warm_moves()
+
+    def start_prefaulting(self) -> None:
+        """Start to pre-fault memory of the cache."""
+        if self.cache is not None and self.cache.pages_ahead is not None:
+            self.cache.pages_ahead.start()
+
     def end_threads(self) -> None:
         """End the threads of the offload and of the cache."""
-        if self.offload is not None:
-            self.offload.close()
+        self.offload.close()
         if self.cache is not None and self.cache.pages_ahead is not None:
             self.cache.pages_ahead.close()
 
     def close(self) -> None:
-        """Free caches and states."""
+        """Free the memory of caches and states, and stop the threads."""
         self.end_threads()
-        for part in (self.cache, self.states, self.images, *self.draft_caches):
+        self.images.close()
+        for part in (self.cache, self.states, *self.draft_caches):
             if part is not None:
                 part.close()
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks without the pad block; 0 without a KV cache."""
+        """Number of KV blocks without the pad block; 0 without a KV cache."""
         return 0 if self.cache is None else self.cache.num_blocks
 
 
@@ -122,7 +140,7 @@ def build(
     num_rings: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Components:
-    """Build everything up to the warm-up. Raises ConfigError if it does not fit.
+    """Build all components up to the warm-up. Raises ConfigError if they do not fit.
 
     Args:
         num_blocks: KV blocks; None: as configured, as in the last start with these settings, or as
@@ -153,7 +171,7 @@ def build(
     )
     if not loaded.backend.shares_host_memory and isinstance(loaded.model, CausalLM):
         log_taken("Initializing cache engine", before, loaded.backend)
-    # More blocks may be configured than the split plans for.
+    # The configured number of blocks may exceed the planned number.
     left = max(0, loaded.backend.memory()[0] - memory.reserve)
     budget = min(components.graphs.budget_bytes, left)
     components.graphs.budget_bytes = loaded.agreement.least(budget)
@@ -186,11 +204,11 @@ def check_speculation(loaded: LoadedModel) -> None:
             f"--speculative-config names the method {method.method}, and {what} is served for "
             "pooling, which generates no tokens"
         )
-    check_target(method, loaded.facts)
+    check_target(method, loaded.model_config)
     if loaded.prompt_vocab_size:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and prompts of {what} have "
-            "tokens of images, which are behind the vocabulary and would be drafted"
+            "image tokens, whose ids are above the vocabulary and would be drafted"
         )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
@@ -200,25 +218,26 @@ def check_speculation(loaded: LoadedModel) -> None:
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
-    """The sampler, or None for a pooling model. Shapes are static if a new shape would be compiled.
-    Has an additional request index for the runner."""
+    """Create the sampler; None for a pooling model. Shapes are static if other shapes would have to
+    be compiled. Includes the runner's reserved request index."""
     if loaded.pooler is not None:
         return None
     backend = loaded.backend
     return Sampler(
         loaded.config.scheduler.max_num_seqs + 1,
-        loaded.facts.vocab_size,
+        loaded.model_config.vocab_size,
         backend,
         LogprobsMode.named(loaded.config.logprobs_mode),
         static_shapes=loaded.pads and (loaded.captures or backend.compiles),
         num_sets=_num_launches(loaded),
+        ties=ties_of(keeps=loaded.config.handle_topk_duplicates),
     )
 
 
 def _num_launches(loaded: LoadedModel) -> int:
-    """Decodes of a request in flight: uploading the inputs of a plan's decodes waits for none of
-    the plan before."""
-    return 2 * loaded.config.scheduler.num_scheduler_steps
+    """Number of decodes whose inputs are kept: all decodes of two plans, so that an upload never
+    waits for a decode of the previous plan."""
+    return 2 * loaded.config.decodes_per_step
 
 
 def make_runner(
@@ -230,21 +249,21 @@ def make_runner(
     captures: bool,
     graph_bytes: int,
 ) -> Components:
-    """A runner over a KV cache of `num_blocks` (no cache for a pooling model). The last request
-    index is reserved for the runner."""
+    """Create a runner over a KV cache of `num_blocks` (no cache for a pooling model). The last
+    request index is reserved for the runner."""
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
     stage = loaded.link.stage
     names_requests = loaded.has_states or loaded.num_rings > 0
     draft_caches = make_draft_caches(loaded, num_blocks)
     images = _make_images(loaded, counters, captures=captures)
-    forward: Forward = body if images is None else images.merged(body)
+    forward: Forward = images.merged(body)
     if loaded.weight_ring is not None:
         assert isinstance(body, Decoder), "other models keep their weights on the device"
         forward = PiecewiseForward(body, len(body.layers), loaded.weight_ring, backend)
     forward = keeping_hidden(loaded, draft_caches, forward)
     graphs = GraphCache(
-        forward if loaded.lora is None else loaded.lora.forward_of(forward),
+        loaded.lora.forward_of(forward),
         backend,
         counters,
         captures=captures,
@@ -253,7 +272,7 @@ def make_runner(
         agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
-        make_texts = partial(PoolingInputBuffers, has_adapters=loaded.lora is not None)
+        make_texts = partial(PoolingInputBuffers, has_adapters=loaded.lora.is_on)
         texts = InputBufferPool(backend, make_texts)
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
         pooling_runner.lora = loaded.lora
@@ -270,7 +289,7 @@ def make_runner(
         prompts_per_row=loaded.prompts_per_row,
         names_requests=names_requests,
         hidden_buffers=hidden_buffers,
-        has_adapters=loaded.lora is not None,
+        has_adapters=loaded.lora.is_on,
         image_fields=_image_fields(loaded),
         decode_sets=_num_launches(loaded),
     )
@@ -282,57 +301,51 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
-    speculations = make_speculations(
-        loaded, draft_caches, batch_state, sampler, graphs, counters.add
-    )
-    runner = ModelRunner(
-        model,
-        backend,
-        batch_state,
-        sampler,
-        cache,
-        graphs,
-        buffers,
-        vocab_size=loaded.facts.vocab_size,
+    parts = RunnerParts(
+        model=model,
+        backend=backend,
+        batch_state=batch_state,
+        sampler=sampler,
+        cache=cache,
+        graphs=graphs,
+        input_buffers=buffers,
+        vocab_size=loaded.model_config.vocab_size,
         pads=loaded.pads,
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
-        speculation=speculations.on_host,
-        device_speculation=speculations.on_device,
-        device_drafter=speculations.drafter,
-        hidden_cache=speculations.hidden_cache,
         images=images,
     )
+    runner = make_model_runner(loaded, parts, draft_caches, counters.add)
     runner.lora = loaded.lora
     caches = () if draft_caches is None else draft_caches.all
-    return Components(runner, graphs, buffers, cache, states, speculations.on_host, images, caches)
+    return Components(runner, graphs, buffers, cache, states, images, caches)
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:
-    """Maximum image embeddings in the cache, or tiles for cross-attention; 0 for a text-only
-    model."""
-    vision = loaded.facts.vision
+    """Maximum number of image embeddings in the cache, or of tiles for cross-attention; 0 for a
+    text-only model."""
+    vision = loaded.model_config.vision
     if vision is None or loaded.pooler is not None:
         return 0
     if vision.cross is not None:
         images = loaded.config.cache.cross_attention_images
         return cross_cache_tiles(vision.cross, images, loaded.config.scheduler.max_num_seqs)
-    return encoder_cache_rows(loaded.max_model_len, loaded.config.scheduler.token_budget())
+    return encoder_cache_rows(loaded.max_model_len, loaded.token_budget)
 
 
 def num_request_tiles(loaded: LoadedModel) -> int:
-    """Maximum tiles of a request's images, for cross-attention; else 0."""
-    vision = loaded.facts.vision
+    """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
+    vision = loaded.model_config.vision
     if vision is None or vision.cross is None or loaded.pooler is not None:
         return 0
     return loaded.config.cache.cross_attention_images * vision.cross.tiles_per_image
 
 
-def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> Images | None:
-    facts, model = loaded.facts.vision, loaded.model
+def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> ImageFeature:
+    facts, model = loaded.model_config.vision, loaded.model
     if facts is None or not isinstance(model, CausalLM):
-        return None
+        return TEXT_ONLY
     return Images(
         facts,
         model,
@@ -348,7 +361,7 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
 
 
 def _image_fields(loaded: LoadedModel) -> ImageFields:
-    facts = loaded.facts.vision
+    facts = loaded.model_config.vision
     if facts is None:
         return NO_IMAGES
     return ImageFields(
@@ -373,18 +386,18 @@ def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
 
 
 def _num_requests(loaded: LoadedModel) -> int:
-    """Request indices of the engine, and the runner's reserved index."""
+    """Number of request indices, including the runner's reserved index."""
     return loaded.config.scheduler.max_num_seqs + 1
 
 
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
-    """Free memory after loading, and the peak of the largest launches over at most `profile_blocks`
-    blocks: measured with a cache of a single block, or estimated if the back end does not report
-    memory."""
+    """Free memory after loading, without the fixed buffers (_fixed_bytes), and the memory peak of
+    the largest launches over at most `profile_blocks` blocks. The peak is measured with a cache of
+    a single block, or estimated if the back end does not report memory."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
-        # Without blocks and graphs, nothing is reserved.
+        # Without blocks and graphs, no memory is reserved.
         return FreeMemory(backend.memory()[0], 0, is_measured=False)
     if backend.peak_memory() is None or not loaded.pads:
         reserve = 0 if is_pooling else _estimated_activations(loaded)
@@ -395,9 +408,8 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
         loaded, sampler, Counters(), num_blocks=1, captures=False, graph_bytes=0
     )
     reserve = measure_launches(components.runner, backend, buckets)
-    if components.images is not None:
-        images = components.images
-        reserve = max(reserve, measure_peak(lambda: images.warm_up(_ignore), backend))
+    images = components.images
+    reserve = max(reserve, measure_peak(lambda: images.warm_up(_ignore), backend))
     del components
     gc.collect()
     log_taken(
@@ -411,7 +423,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
 
 
 def _ignore(num_bytes: int) -> None:
-    """A measurement captures no graphs."""
+    """No-op: a measurement captures no graphs."""
 
 
 def _state_bytes(loaded: LoadedModel) -> int:
@@ -421,7 +433,7 @@ def _state_bytes(loaded: LoadedModel) -> int:
 
 
 def _sizes(loaded: LoadedModel) -> CacheSizes:
-    """Cache sizes with a ring per request index and for padding."""
+    """Cache sizes, with a ring per request index and a ring for padding."""
     assert isinstance(loaded.model, CausalLM), "a pooling model has no KV cache"
     num_rings = _num_requests(loaded) + 1
     sizes = cache_sizes(loaded.model, loaded.block_size, loaded.kv_cache_dtype, num_rings)
@@ -436,8 +448,8 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:
-    """Bytes that are independent of the number of blocks: states, rings, image embeddings and
-    offload staging."""
+    """Bytes that do not depend on the number of blocks: states, rings, image embeddings and offload
+    staging."""
     embeddings = 0
     if loaded.tower is not None:
         embeddings = (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded)
@@ -450,16 +462,16 @@ def _fixed_bytes(loaded: LoadedModel) -> int:
 
 def _image_row_bytes(loaded: LoadedModel) -> int:
     """Bytes of a row of `num_cache_rows`."""
-    facts, width = loaded.facts, loaded.dtype.itemsize
-    assert facts.vision is not None
-    if facts.vision.cross is not None:
-        return cross_tile_bytes(facts, num_cards=loaded.groups.tensor.size, width=width)
-    return facts.hidden_size * facts.vision.embeddings_per_row * width
+    model_config, width = loaded.model_config, loaded.dtype.itemsize
+    assert model_config.vision is not None
+    if model_config.vision.cross is not None:
+        return cross_tile_bytes(model_config, num_cards=loaded.groups.tensor.size, width=width)
+    return model_config.hidden_size * model_config.vision.embeddings_per_row * width
 
 
 def _choose_rings(loaded: LoadedModel) -> int:
-    """Number of rings per sliding-window layer (see LoadedModel.num_rings); logs the reason
-    if it is 0."""
+    """Number of rings per sliding-window layer (see LoadedModel.num_rings). Logs the reason if it
+    is 0."""
     config, model, backend = loaded.config, loaded.model, loaded.backend
     if not isinstance(model, CausalLM):
         return 0
@@ -475,7 +487,8 @@ def _choose_rings(loaded: LoadedModel) -> int:
     if loaded.link.stage.size > 1:
         logger.info(
             "Window caches: layers with a window cache the whole context, since a pipeline stage "
-            "may have none of them, and all stages must hold the same number of requests"
+            "may have no layer with a window, and all stages must have room for the same number "
+            "of requests"
         )
         return 0
     sizes, demand = _sizes(loaded), _demand(loaded)
@@ -486,7 +499,10 @@ def _choose_rings(loaded: LoadedModel) -> int:
         shares_host_memory=backend.shares_host_memory,
         graph_memory_fraction=_graph_memory_fraction(loaded),
     )
-    wanted = config.cache.num_blocks or demand.max_num_seqs * demand.context_blocks
+    wanted = demand.max_num_seqs * demand.context_blocks
+    if backend.shares_host_memory:
+        wanted = demand.host_blocks
+    wanted = config.cache.num_blocks or wanted
     holds_more = loaded.agreement.all_true(rings_hold_more(sizes, available, wanted))
     if holds_more and not loaded.prefix_caching:
         return _num_requests(loaded) + 1
@@ -505,7 +521,8 @@ def _choose_rings(loaded: LoadedModel) -> int:
 
 
 def _max_blocks(loaded: LoadedModel) -> int:
-    """KV blocks that fit the free memory beside states and rings; 0 for a pooling model."""
+    """Number of KV blocks that fit into the free memory, after states and rings; 0 for a pooling
+    model."""
     if loaded.pooler is not None:
         return 0
     free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
@@ -515,8 +532,8 @@ def _max_blocks(loaded: LoadedModel) -> int:
 def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
     if loaded.pooler is not None:
         return largest_buckets(loaded.bucket_table(0), 0)
-    # With contiguous reads, a decode uses a slice, not a copy, and the profile cache has a single
-    # block.
+    # With contiguous reads, a decode reads a slice instead of a copy, and the profile cache has a
+    # single block.
     return largest_buckets(loaded.bucket_table(max_blocks), 1 if loaded.contiguous else max_blocks)
 
 
@@ -525,13 +542,13 @@ def _estimated_activations(loaded: LoadedModel) -> int:
     sizes = {
         "num_cards": loaded.groups.tensor.size,
         "width": loaded.dtype.itemsize,
-        "num_tokens": scheduler.token_budget(),
+        "num_tokens": loaded.token_budget,
     }
     num_logit_rows = scheduler.max_num_seqs * loaded.config.speculation.max_tokens_per_step()
     return activation_bytes(
-        loaded.facts, **sizes, num_logit_rows=num_logit_rows
+        loaded.model_config, **sizes, num_logit_rows=num_logit_rows
     ) + cross_activation_bytes(
-        loaded.facts,
+        loaded.model_config,
         **sizes,
         num_seqs=scheduler.max_num_seqs,
         num_prompts=scheduler.prefill_batch(),
@@ -580,7 +597,7 @@ def _split(
     split = _agreed(split, loaded)
     if not backend.shares_host_memory:
         _log_memory(split, loaded.config, memory, demand, loaded.groups.host.size)
-    _log_cache(split, cache, demand, loaded.kv_cache_format)
+    _log_cache(split, cache, demand, loaded.kv_cache_format, on_host=backend.shares_host_memory)
     if loaded.num_rings:
         saved = (split.num_blocks + 1) * (sizes.block - sizes.full_block) - sizes.rings
         logger.info(
@@ -606,11 +623,11 @@ def _split(
 
 
 def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
-    """The split that fits on all ranks."""
+    """The split that fits on all ranks: the minimum of each size."""
     count = loaded.agreement.least(split.num_blocks)
     if count < split.num_blocks:
         logger.info(
-            "KV cache: %d blocks, as on the rank with the least memory; this one could hold %d",
+            "KV cache: %d blocks, as on the rank with the least memory; this rank could hold %d",
             count,
             split.num_blocks,
         )
@@ -659,8 +676,8 @@ def _log_memory(
     demand: KVCacheDemand,
     num_devices: int,
 ) -> None:
-    """Log the memory split of a device with its own memory. `num_devices` of the model share the
-    host memory for KV blocks."""
+    """Log the memory split of a device with its own memory. `num_devices`: number of the model's
+    devices that share the host memory for KV blocks."""
     kv_bytes = (split.num_blocks + 1) * demand.block_bytes
     free = max(0, memory.free - memory.reserve)
     host_blocks = config.offload.host_bytes(num_devices) // demand.block_bytes
@@ -693,11 +710,16 @@ def _log_memory(
 
 
 def _log_cache(
-    split: MemorySplit, cache: CacheConfig, demand: KVCacheDemand, format: KVCacheFormat | None
+    split: MemorySplit,
+    cache: CacheConfig,
+    demand: KVCacheDemand,
+    format: KVCacheFormat | None,
+    *,
+    on_host: bool,
 ) -> None:
-    """Log size and capacity of the KV cache."""
+    """Log size and capacity of the KV cache, and the rule of a host's default size."""
     logger.info(
-        "KV cache: %d blocks of %d tokens%s%s, %s: %.1f sequences of %d tokens at once",
+        "KV cache: %d blocks of %d tokens%s%s, %s: %.1f sequences of %d tokens at once%s",
         split.num_blocks,
         demand.block_size,
         "" if format is None else f" in {format.name}",
@@ -705,4 +727,5 @@ def _log_cache(
         bytes_text((split.num_blocks + 1) * demand.block_bytes),
         split.num_blocks / demand.context_blocks,
         demand.max_model_len,
+        host_rule(cache, demand) if on_host else "",
     )

@@ -1,5 +1,5 @@
 """CardPlan: whether a model fits a card's memory, and settings that would make it fit. Pure
-arithmetic."""
+functions."""
 
 import itertools
 import math
@@ -36,9 +36,9 @@ from hpu.worker.memory import MemoryPlan, num_blocks, plan_memory
 from hpu.worker.offload_plan import OffloadTiers, offload_tiers
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
-"""Tensor-parallel sizes on a machine of eight cards."""
+"""Tensor-parallel sizes to propose for a machine of eight cards."""
 PIPELINE_PARALLEL_SIZES = (2, 3, 4)
-"""Numbers of eight-card machines to propose."""
+"""Numbers of machines (of eight cards each) to propose."""
 
 NO_OFFLOAD = OffloadConfig()
 
@@ -53,19 +53,19 @@ def no_adapters(at: ShardRank, stage: Stage) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardDemand:
-    """The model's settings and the cards."""
+    """Settings of the model, and the cards."""
 
     device: str
     num_cards: int
-    """Cards that each layer is divided among (tensor parallelism)."""
+    """Number of cards among which each layer is divided (tensor parallelism)."""
     num_stages: int = 1
-    """Pipeline stages of `num_cards` cards each."""
+    """Number of pipeline stages, each of `num_cards` cards."""
     num_engines: int = 1
-    """Engines of `num_cards` cards each that share experts."""
+    """Number of engines that share experts, each of `num_cards` cards."""
     width: int
-    """Bytes of a weight or an activation."""
+    """Bytes per weight or activation."""
     kv_width: int
-    """Bytes of an element of the KV cache."""
+    """Bytes per element of the KV cache."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -81,21 +81,21 @@ class CardDemand:
     card_bytes: int | None = None
     """Memory of a card; None: the generation's default."""
     cross_images: int = 1
-    """Maximum images of a request, for cross-attention."""
+    """Maximum number of images per request, for cross-attention."""
     max_prefill_batch: int = 1
-    """Maximum prompts in a launch."""
+    """Maximum number of prompts in a launch."""
     prefix_caching: bool = True
     distributes_experts: bool = False
-    """Expert parallelism: whole experts on each card, instead of a part of each expert."""
+    """Expert parallelism: each card has whole experts instead of a part of each expert."""
     packs_experts: bool = False
-    """Whether experts that are stored in 4-bit floats stay so."""
+    """Whether experts that are stored in 4-bit floats stay in 4 bits."""
     max_tokens_per_step: int = 1
-    """Tokens that a decode verifies per sequence. If above 1, sliding-window layers cache the whole
-    context."""
+    """Number of tokens that a decode verifies per sequence. If above 1, sliding-window layers cache
+    the whole context."""
     drafter_sizes: Callable[[int], DrafterSizes] = no_drafter
-    """Drafter sizes per card, by number of cards."""
+    """Returns the drafter's sizes per card, given the number of cards."""
     adapter_bytes: Callable[[ShardRank, Stage], int] = no_adapters
-    """Memory of the adapter slots on a card of a stage."""
+    """Returns the memory of the adapter slots on a card of a stage."""
     offload: OffloadConfig = NO_OFFLOAD
 
 
@@ -108,10 +108,10 @@ class CardPlan:
     weight_bytes: int
     activation_bytes: int
     parts: MemoryPlan
-    """Split of the free memory after the weights and the largest launch."""
+    """Split of the memory that is free after the weights and the largest launch."""
     block_bytes: int
     num_blocks: int
-    """KV blocks without the pad block."""
+    """Number of KV blocks without the pad block."""
     state_bytes: int = 0
     """Bytes of per-sequence states."""
     ring_bytes: int = 0
@@ -119,17 +119,17 @@ class CardPlan:
     stage: Stage = WHOLE
     """Pipeline stage of these cards."""
     tiers: OffloadTiers | None = None
-    """None: no KV offloading."""
+    """None without KV offloading."""
     host_weight_bytes: int = 0
-    """Bytes of the layers in host memory that launches copy to the cards."""
+    """Bytes of the layers that are kept in host memory and copied to the cards during launches."""
     adapter_bytes: int = 0
     """Memory of the adapter slots."""
     drafter: DrafterSizes = NO_DRAFTER
-    """The drafter's part of `weight_bytes` and `block_bytes`."""
+    """The drafter's share of `weight_bytes` and `block_bytes`."""
 
     @property
     def staging_bytes(self) -> int:
-        """Staging buffer for block copies between card and host."""
+        """Bytes of the staging buffers for block copies between card and host."""
         return 0 if self.tiers is None else self.tiers.staging_bytes
 
     @property
@@ -139,7 +139,7 @@ class CardPlan:
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of a full context."""
+        """Number of blocks of a full context."""
         return math.ceil(self.demand.max_model_len / self.demand.block_size)
 
     @property
@@ -150,17 +150,20 @@ class CardPlan:
         return (self.num_blocks + 1) * self.block_bytes <= self.free_bytes
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of `num_tokens` that fit the cache, ignoring the scheduler's limits."""
+        """Number of sequences of `num_tokens` that fit the cache, ignoring the scheduler's
+        limits."""
         return self.num_blocks // math.ceil(num_tokens / self.demand.block_size)
 
 
-def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig) -> CardDemand:
-    """`demand` plus the drafter and the adapters that `config` adds to the model `facts`."""
+def with_companions(
+    demand: CardDemand, config: EngineConfig, model_config: ModelConfig
+) -> CardDemand:
+    """`demand` plus the drafter and the adapters that `config` adds to the model `model_config`."""
 
     def sizes_of_drafter(num_cards: int) -> DrafterSizes:
         return drafter_sizes(
             config,
-            facts,
+            model_config,
             num_cards=num_cards,
             width=demand.width,
             kv_width=demand.kv_width,
@@ -169,7 +172,7 @@ def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig
         )
 
     def bytes_of_adapters(at: ShardRank, stage: Stage) -> int:
-        return adapter_slot_bytes(config, facts, at=at, width=demand.width, stage=stage)
+        return adapter_slot_bytes(config, model_config, at=at, width=demand.width, stage=stage)
 
     return replace(
         demand,
@@ -179,32 +182,33 @@ def with_companions(demand: CardDemand, config: EngineConfig, facts: ModelConfig
     )
 
 
-def plan_card(facts: ModelConfig, demand: CardDemand) -> CardPlan:
+def plan_card(model_config: ModelConfig, demand: CardDemand) -> CardPlan:
     """Apply the documented memory split. With pipeline stages, returns the plan of the stage with
     the fewest blocks, since all stages have the same number of blocks. Raises ConfigError if the
     model cannot be sharded or is not supported."""
-    if demand.num_stages > 1 and facts.architecture not in ARCHITECTURES:
+    if demand.num_stages > 1 and model_config.architecture not in ARCHITECTURES:
         raise ConfigError(
-            f"{facts.path} is a {facts.architecture}, which is not built in, and "
-            f"--pipeline-parallel-size is {demand.num_stages}: use --tensor-parallel-size"
+            f"{model_config.path} is a {model_config.architecture}, which has no native "
+            f"implementation, and --pipeline-parallel-size is {demand.num_stages}: use "
+            "--tensor-parallel-size"
         )
-    check_stages(facts, demand.num_stages)
+    check_stages(model_config, demand.num_stages)
     stages = (Stage(rank, demand.num_stages) for rank in range(demand.num_stages))
-    plans = [_plan_stage(facts, demand, stage) for stage in stages]
+    plans = [_plan_stage(model_config, demand, stage) for stage in stages]
     return min(plans, key=lambda plan: (plan.fits, plan.num_blocks, plan.free_bytes))
 
 
-def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPlan:
+def _plan_stage(model_config: ModelConfig, demand: CardDemand, stage: Stage) -> CardPlan:
     distributes_experts = demand.distributes_experts and demand.num_cards * demand.num_engines > 1
     check_split(
-        facts,
+        model_config,
         demand.num_cards,
         distributes_experts=distributes_experts,
         num_engines=demand.num_engines,
     )
     card = demand.card_bytes or generation(demand.device).usable_bytes
     weights = weight_bytes(
-        facts,
+        model_config,
         num_cards=demand.num_cards,
         width=demand.width,
         length=demand.max_model_len,
@@ -218,12 +222,12 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     weights += drafter.weight_bytes
     freed = in_host = 0
     if demand.offload.cpu_offload_gb and stage.size == 1:
-        layers = layer_bytes(facts, num_cards=demand.num_cards, width=demand.width)
+        layers = layer_bytes(model_config, num_cards=demand.num_cards, width=demand.width)
         chosen = host_layers(demand.offload, layers)
         freed, in_host = freed_bytes(layers, chosen), sum(layers[index] for index in chosen)
     weights -= freed
     activations = activation_bytes(
-        facts,
+        model_config,
         num_cards=demand.num_cards,
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
@@ -231,7 +235,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         num_engines=demand.num_engines,
     )
     activations += context_bytes(
-        facts,
+        model_config,
         num_cards=demand.num_cards,
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
@@ -240,7 +244,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         slices=demand.slices,
     )
     activations += cross_activation_bytes(
-        facts,
+        model_config,
         num_cards=demand.num_cards,
         width=demand.width,
         num_tokens=demand.max_num_batched_tokens,
@@ -249,16 +253,16 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
         images_per_request=demand.cross_images,
     )
     states = state_bytes(
-        facts,
+        model_config,
         width=demand.width,
         num_seqs=demand.max_num_seqs,
         num_cards=demand.num_cards,
     )
     has_states = states > 0
-    if facts.vision is not None and stage.is_first:
-        states += _image_bytes(facts, facts.vision, demand)
+    if model_config.vision is not None and stage.is_first:
+        states += _image_bytes(model_config, model_config.vision, demand)
     sizes = kv_cache_sizes(
-        facts,
+        model_config,
         num_cards=demand.num_cards,
         width=demand.kv_width,
         block_size=demand.block_size,
@@ -267,7 +271,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     block_bytes = sizes.block
     if stage.size > 1:
         block_bytes = kv_block_bytes(
-            facts,
+            model_config,
             num_cards=demand.num_cards,
             width=demand.kv_width,
             block_size=demand.block_size,
@@ -287,7 +291,7 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     parts, rings = _parts(demand, free), 0
     kv_bytes = parts.kv if demand.kv_bytes is None else demand.kv_bytes
     context_blocks = math.ceil(demand.max_model_len / demand.block_size)
-    # A model with states caches no prefixes, and stages have no rings.
+    # A model with states has no prefix caching, and pipeline stages have no rings.
     if (
         stage.size == 1
         and demand.max_tokens_per_step == 1
@@ -313,13 +317,15 @@ def _plan_stage(facts: ModelConfig, demand: CardDemand, stage: Stage) -> CardPla
     )
 
 
-def _image_bytes(facts: ModelConfig, vision: VisionFacts, demand: CardDemand) -> int:
+def _image_bytes(model_config: ModelConfig, vision: VisionFacts, demand: CardDemand) -> int:
     """Bytes of cached image embeddings, or of cross-attention keys and values."""
     if vision.cross is not None:
         tiles = cross_cache_tiles(vision.cross, demand.cross_images, demand.max_num_seqs)
-        return tiles * cross_tile_bytes(facts, num_cards=demand.num_cards, width=demand.width)
+        return tiles * cross_tile_bytes(
+            model_config, num_cards=demand.num_cards, width=demand.width
+        )
     rows = encoder_cache_rows(demand.max_model_len, demand.max_num_batched_tokens)
-    return rows * vision.embeddings_per_row * facts.hidden_size * demand.width
+    return rows * vision.embeddings_per_row * model_config.hidden_size * demand.width
 
 
 def _parts(demand: CardDemand, free: int) -> MemoryPlan:
@@ -330,14 +336,14 @@ def _parts(demand: CardDemand, free: int) -> MemoryPlan:
     )
 
 
-def changes(facts: ModelConfig, plan: CardPlan) -> list[str]:
-    """Changes that would make the plan fit: a sentence each, with the numbers."""
-    suggestions = [*_smaller_demands(plan), *_more_memory(facts, plan)]
-    return suggestions or ["no setting here makes it fit: a smaller model would"]
+def changes(model_config: ModelConfig, plan: CardPlan) -> list[str]:
+    """Changes that would make the plan fit, each a sentence with the numbers."""
+    suggestions = [*_smaller_demands(plan), *_more_memory(model_config, plan)]
+    return suggestions or ["no setting makes it fit: use a smaller model"]
 
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
-    """Settings that would fit on these cards."""
+    """Settings that would make the model fit on these cards."""
     demand, needed = plan.demand, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:
@@ -351,7 +357,7 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
         return
     capacity = plan.num_blocks * demand.block_size
     if capacity:
-        yield f"--max-model-len {capacity}: that is what {plan.num_blocks} blocks hold"
+        yield f"--max-model-len {capacity}: the capacity of {plan.num_blocks} blocks"
     if demand.num_blocks is not None or demand.kv_bytes is not None or free <= needed:
         return
     share = math.ceil(100 * needed / (free * (1 - demand.graph_reserved))) / 100
@@ -362,37 +368,40 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
         )
     reserve = math.floor(100 * (1 - needed / (free * demand.utilization))) / 100
     if 0.01 <= reserve < demand.graph_reserved:
-        yield f"--graph-reserved-mem {reserve:g}: graphs then get {reserve:.0%} of what is usable"
+        yield f"--graph-reserved-mem {reserve:g}: graphs then have {reserve:.0%} of what is usable"
 
 
-def _more_memory(facts: ModelConfig, plan: CardPlan) -> Iterator[str]:
-    """More cards, or cards of another generation."""
+def _more_memory(model_config: ModelConfig, plan: CardPlan) -> Iterator[str]:
+    """More cards, or cards of another generation, on which the model would fit."""
     demand = replace(plan.demand, num_blocks=None, kv_bytes=None)
-    yield from itertools.islice(_more_cards(facts, demand), 1)
+    yield from itertools.islice(_more_cards(model_config, demand), 1)
     if demand.card_bytes is None:
         for name, other in GENERATIONS.items():
             larger = other.memory_bytes > generation(demand.device).memory_bytes
-            if larger and (text := _fitting(facts, replace(demand, device=name))):
+            if larger and (text := _fitting(model_config, replace(demand, device=name))):
                 yield f"--device {name}: {text}"
 
 
-def _more_cards(facts: ModelConfig, demand: CardDemand) -> Iterator[str]:
-    """More cards of a machine, then several machines of eight cards with a stage on each."""
+def _more_cards(model_config: ModelConfig, demand: CardDemand) -> Iterator[str]:
+    """More cards of a machine, then several machines of eight cards with a pipeline stage on
+    each."""
     for count in TENSOR_PARALLEL_SIZES:
-        if count > demand.num_cards and (text := _fitting(facts, replace(demand, num_cards=count))):
+        if count > demand.num_cards and (
+            text := _fitting(model_config, replace(demand, num_cards=count))
+        ):
             yield f"--tensor-parallel-size {count}: {text}"
-    # Engines that share experts have no stages.
+    # Engines that share experts cannot have pipeline stages.
     for stages in PIPELINE_PARALLEL_SIZES if demand.num_engines == 1 else ():
         more = replace(demand, num_cards=TENSOR_PARALLEL_SIZES[-1], num_stages=stages)
-        if stages > demand.num_stages and (text := _fitting(facts, more)):
+        if stages > demand.num_stages and (text := _fitting(model_config, more)):
             flags = f"--tensor-parallel-size {more.num_cards} --pipeline-parallel-size {stages}"
             yield f"{flags}, on {stages} machines: {text}"
 
 
-def _fitting(facts: ModelConfig, demand: CardDemand) -> str | None:
+def _fitting(model_config: ModelConfig, demand: CardDemand) -> str | None:
     """Summary of the plan if it fits; None if it does not fit or is invalid."""
     try:
-        plan = plan_card(facts, demand)
+        plan = plan_card(model_config, demand)
     except ConfigError:
         return None
     if not plan.fits:

@@ -1,4 +1,4 @@
-"""Memory of a drafter on each card, computed from its config.json before anything is loaded."""
+"""Memory of a drafter on each card, computed from its config.json without loading weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,11 +31,11 @@ from hpu.model_loader.size_estimate import flag_bytes, kv_block_bytes, weight_by
 
 
 class DrafterSizes(NamedTuple):
-    """Bytes on each card."""
+    """Bytes of a drafter on each card."""
 
     weight_bytes: int = 0
     block_bytes: int = 0
-    """Bytes per KV block of the target: keys and values of the drafter, and hidden states or
+    """Bytes per KV block of the target: the drafter's keys and values, and hidden states or
     flags."""
 
 
@@ -52,9 +52,9 @@ def drafter_sizes(
     block_size: int,
     max_model_len: int,
 ) -> DrafterSizes:
-    """Sizes of the drafter of --speculative-config on each of the `num_cards` of the model
+    """Sizes of the drafter of --speculative-config on each of the `num_cards` cards of the model
     `target`; zero without a drafter. The weights of a head are counted in full, because every card
-    has its projections. Raises ConfigError if the drafter does not fit the target.
+    has its projections. Raises ConfigError if the drafter does not match the target.
 
     Args:
         width, kv_width: bytes of a weight, and of a KV cache element.
@@ -72,27 +72,29 @@ def drafter_sizes(
         medusa = method.method == MEDUSA
         weight_map = medusa_weight_map(sizes) if medusa else mlp_speculator_weight_map(sizes)
         return DrafterSizes(_num_elements(weight_map) * width, hidden_bytes)
-    facts = draft_facts(config, method, folder, target)
+    model_config = draft_facts(config, method, folder, target)
     if method.method == DRAFT_MODEL:
-        weights = weight_bytes(facts, num_cards=num_cards, width=width, length=max_model_len)
+        weights = weight_bytes(model_config, num_cards=num_cards, width=width, length=max_model_len)
         beside = flag_bytes(width=width, block_size=block_size)
     else:
-        weights = _num_elements(_head_map(method, facts, target)) * width
+        weights = _num_elements(_head_map(method, model_config, target)) * width
         beside = hidden_bytes * (3 if method.method == EAGLE3 else 1)
-        facts = replace(facts, num_layers=1)
-    kv = kv_block_bytes(facts, num_cards=num_cards, width=kv_width, block_size=block_size)
+        model_config = replace(model_config, num_layers=1)
+    kv = kv_block_bytes(model_config, num_cards=num_cards, width=kv_width, block_size=block_size)
     return DrafterSizes(weights, kv + beside)
 
 
-def _head_map(method: SpeculationMethod, facts: ModelConfig, target: ModelConfig) -> WeightMap:
-    spec = decoder_spec(facts)
+def _head_map(
+    method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
+) -> WeightMap:
+    spec = decoder_spec(model_config)
     if method.method == EAGLE:
-        return eagle_weight_map(facts, spec)
+        return eagle_weight_map(model_config, spec)
     if method.method == EAGLE3:
-        vocab_size = facts.fields.count("draft_vocab_size", facts.vocab_size)
+        vocab_size = model_config.fields.count("draft_vocab_size", model_config.vocab_size)
         hidden = target.hidden_size
-        return eagle3_weight_map(facts, spec, target_hidden=hidden, draft_vocab=vocab_size)
-    return mtp_weight_map(facts, spec)
+        return eagle3_weight_map(model_config, spec, target_hidden=hidden, draft_vocab=vocab_size)
+    return mtp_weight_map(model_config, spec)
 
 
 def _num_elements(weight_map: WeightMap) -> int:
@@ -100,7 +102,7 @@ def _num_elements(weight_map: WeightMap) -> int:
 
 
 def _specs(weight_map: WeightMap) -> Iterator[WeightSpec]:
-    """Weights of a head, which owns only the last layer of the map."""
+    """Weights of a head, which has only the last layer of the map."""
     yield from weight_map.outer
     if weight_map.layers:
         yield from weight_map.layers[-1]

@@ -1,4 +1,4 @@
-"""Loads the draft model or head."""
+"""Loads the draft model or head of the configured speculation method."""
 
 import logging
 import time
@@ -35,10 +35,10 @@ def load_drafter(
     groups: ProcessGroups,
     stage: Stage = WHOLE,
 ) -> LoadedModel | None:
-    """Load this rank's part of the drafter of --speculative-config. None without a drafter, if
-    speculation will be refused for the target or the device, and on a pipeline `stage` before the
-    last (the last stage samples and has the hidden states). Raises ConfigError if the drafter does
-    not fit the target."""
+    """Load this rank's part of the drafter of --speculative-config. Returns None without a drafter,
+    if speculation will be rejected for the target or the device, and on a pipeline `stage` before
+    the last (the last stage samples and has the hidden states). Raises ConfigError if the drafter
+    does not match the target."""
     method = config.speculation.choose()
     refused = pooler is not None or not (backend.shares_host_memory or backend.compiles)
     if method is None or not method.has_drafter or refused or not stage.is_last:
@@ -46,13 +46,13 @@ def load_drafter(
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)
     if method.method == DRAFT_MODEL:
-        # Text only: images are not needed, because drafts are verified.
-        facts = replace(draft_facts(config, method, folder, target), vision=None)
-        settings = draft_config(config, method, folder, facts, target)
-        loaded = load(settings, facts, None, backend, _ignore, None, groups)
+        # Without a vision tower: drafts are verified, so the drafter need not see images.
+        model_config = replace(draft_facts(config, method, folder, target), vision=None)
+        settings = draft_config(config, method, folder, model_config, target)
+        loaded = load(settings, model_config, None, backend, _ignore, None, groups)
         return replace(loaded, draft_method=method.method)
     start = time.perf_counter()
-    # The hidden states have the target's dtype.
+    # The head uses the target's dtype, like the hidden states that it reads.
     dtype = served_dtype(config, target, None, backend, groups, stage)
     head: DraftHead | HiddenHead
     if method.method in HIDDEN_HEADS:
@@ -60,15 +60,15 @@ def load_drafter(
         head = HIDDEN_HEADS[method.method](target, sizes, dtype, backend.device)
         settings = draft_config(config, method, folder, target, target)
     else:
-        facts = draft_facts(config, method, folder, target)
-        settings = draft_config(config, method, folder, facts, target)
+        model_config = draft_facts(config, method, folder, target)
+        settings = draft_config(config, method, folder, model_config, target)
         head = build_draft_head(
             method.method,
-            facts,
+            model_config,
             target,
             dtype=dtype,
             device=backend.device,
-            max_model_len=settings.max_model_len or max_context_length(facts),
+            max_model_len=settings.max_model_len or max_context_length(model_config),
             group=groups.tensor,
         )
     if config.load_format == DUMMY:
@@ -84,7 +84,7 @@ def load_drafter(
     return LoadedModel(
         config=settings,
         backend=backend,
-        facts=head.config,
+        model_config=head.config,
         pooler=None,
         model=head,
         dtype=dtype,
@@ -98,7 +98,7 @@ def load_drafter(
 
 
 def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
-    """`target` with its drafter. Call before the target's caches are created. Raises
+    """Return `target` with its drafter. Call it before the target's caches are created. Raises
     ConfigError."""
     head = drafter.model
     if isinstance(head, DraftHead):
@@ -115,13 +115,15 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
 
 
 def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
-    """Make a pipeline stage before the last send the hidden states that an EAGLE-3 head on the last
-    stage reads. Call before graphs are captured."""
+    """Keep the hidden states that an EAGLE-3 head on the last pipeline stage reads, so that this
+    earlier stage sends them. Call it before graphs are captured."""
     config = target.config
     method = config.speculation.choose()
     if method is not None and method.method == EAGLE3 and isinstance(target.model, CausalLM):
-        facts = draft_facts(config, method, draft_folder(config, method), target.facts)
-        layers = eagle3_kept_layers(facts, target.facts.num_layers)
+        model_config = draft_facts(
+            config, method, draft_folder(config, method), target.model_config
+        )
+        layers = eagle3_kept_layers(model_config, target.model_config.num_layers)
         target.model.keep_hidden_states(layers)
     return target
 

@@ -1,4 +1,4 @@
-"""Builds the drafting and verification components: on the host, or on a device with its own
+"""Builds the drafting and verification components, for the host or for a device with its own
 memory."""
 
 from collections.abc import Callable
@@ -18,12 +18,15 @@ from hpu.quantization.kv_cache import zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.draft_buffers import DraftBuffers
-from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceDrafter
+from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceModelDrafter
+from hpu.runner.drafting.device_runner import DeviceSpeculationRunner
 from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.graph_cache import Forward, GraphCache
+from hpu.runner.drafting.host_runner import HostSpeculationRunner, PlannedDraftRunner
+from hpu.runner.graph_cache import Forward
 from hpu.runner.input_buffers import HiddenBuffers, InputBuffers
 from hpu.runner.kv_cache import KVCache
+from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
 from hpu.spec_decode.acceptance_counts import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
@@ -40,28 +43,17 @@ class DraftCaches(NamedTuple):
 
     kv: KVCache
     hidden: HiddenCache | None
-    """Hidden states of the target; None: the drafter does not read them."""
+    """Hidden states of the target; None if the drafter does not read them."""
 
     @property
     def all(self) -> tuple[KVCache | HiddenCache, ...]:
-        """The caches that exist."""
+        """Caches that are not None."""
         return (self.kv,) if self.hidden is None else (self.kv, self.hidden)
 
 
-class Speculations(NamedTuple):
-    """Speculation components of a runner: `on_host` or `on_device`, or neither without
-    speculation."""
-
-    on_host: Speculation | None = None
-    on_device: DeviceSpeculation | None = None
-    drafter: DeviceDrafter | None = None
-    hidden_cache: HiddenCache | None = None
-    """Cache that the runner fills with the target's hidden states; None: not needed, or filled by
-    the graphs (`keeping_hidden`)."""
-
-
 def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | None:
-    """Caches for the blocks of the target `loaded`; None without a draft model or head."""
+    """Create the caches of a drafter for the blocks of the target `loaded`; None without a draft
+    model or head."""
     drafter = loaded.drafter
     if drafter is None:
         return None
@@ -88,8 +80,8 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
 
 
 def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
-    """The target's `forward`, extended to store hidden states. Needed with captured graphs, because
-    a replay runs no other code."""
+    """Extend the target's `forward` to store hidden states. Needed with captured graphs, because a
+    replay runs no other code."""
     if caches is None or caches.hidden is None or loaded.backend.shares_host_memory:
         return forward
     model, cache = loaded.model, caches.hidden
@@ -110,12 +102,12 @@ def with_draft_buffers(
     sampler: Sampler,
     hidden_buffers: HiddenBuffers | None,
 ) -> Callable[..., InputBuffers]:
-    """Wrap `make`, the factory of input buffers: on a device with speculation, decodes get
-    DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states."""
+    """Wrap `make`, the factory of input buffers: on a device with its own memory and speculation,
+    decodes get DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states."""
     method = loaded.config.speculation.choose()
     if method is None or loaded.backend.shares_host_memory:
         return make
-    vision = loaded.facts.vision
+    vision = loaded.model_config.vision
     if vision is not None and vision.uses_mrope:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {loaded.config.model} has "
@@ -125,25 +117,25 @@ def with_draft_buffers(
     stage = loaded.link.stage
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
     sampler.expect_drafts(method.max_drafts, max_inflight)
-    # The previous launch may have accepted anything from no drafts to all drafts; a drafter looks
-    # back equally far.
+    # Positions that a drafter recomputes (at most `width`), and the tokens of each launch in flight
+    # (at most `width`), including this launch.
     reach = width * (max_inflight + 1)
     if method.has_drafter:
-        # It may draft after the tokens accepted by a launch when this launch ends.
+        # Drafts made at the end of a launch follow the tokens that the launch accepts.
         reach += width
     window = -(-reach // loaded.block_size) + 1
     make_decode = partial(
         DraftBuffers,
         width=width,
         window=window,
-        has_adapters=loaded.lora is not None,
+        has_adapters=loaded.lora.is_on,
         hidden_buffers=hidden_buffers,
         learns=not stage.is_last,
         plans_drafts=_plans_drafts(loaded, method),
     )
     drafter = loaded.drafter
     if drafter is not None and (isinstance(drafter.model, DraftHead) or not stage.is_first):
-        # The drafter reads the tokens of each request.
+        # The drafter needs the request indices to read the tokens of each request.
         make = partial(make, names_requests=True)
 
     def made(bucket: Bucket, *args: Any, **flags: Any) -> InputBuffers:
@@ -153,38 +145,29 @@ def with_draft_buffers(
 
 
 def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
-    """Whether a device gets its drafts with the plans. True with pipeline stages if only the last
-    stage can draft: it has the drafter, or it alone has the tokens of earlier requests."""
+    """Whether a device gets its drafts with the plans. True with pipeline stages if only the
+    last stage can draft, because only the last stage has the drafter or the outputs of earlier
+    requests."""
     reads_earlier = method.method == SUFFIX and method.suffix.max_cached_requests > 0
     return (method.has_drafter or reads_earlier) and loaded.link.stage.size > 1
 
 
-def make_speculations(
+def make_model_runner(
     loaded: LoadedModel,
+    parts: RunnerParts,
     caches: DraftCaches | None,
-    batch_state: BatchState,
-    sampler: Sampler,
-    graphs: GraphCache,
     count: Callable[[str, float], None],
-) -> Speculations:
-    """Components that make and verify drafts for the target `loaded`. `count` adds to a counter."""
+) -> ModelRunner:
+    """Create the runner of the target `loaded`, which verifies drafts if speculation is configured.
+    `count`: adds to a counter."""
     method = loaded.config.speculation.choose()
     if method is None:
-        return Speculations()
+        return ModelRunner(parts)
     counts = AcceptanceCounts(count)
-    stage = loaded.link.stage
     if loaded.backend.shares_host_memory:
-        if not stage.is_last:
-            # The plans contain the drafts to verify.
-            return Speculations()
-        runner = _draft_runner(loaded.drafter, caches, batch_state, sampler)
-        proposer = select_proposer(method, runner)
-        lengths = DraftLengths(method.max_drafts, costs=None)
-        on_host = Speculation(
-            proposer, batch_state, sampler, lengths, counts, drafts_all_ahead=stage.size > 1
-        )
-        return Speculations(on_host, hidden_cache=None if caches is None else caches.hidden)
-    drafter = _device_drafter(loaded, method, caches, sampler, graphs)
+        return _host_runner(loaded, parts, method, caches, counts)
+    batch_state, stage = parts.batch_state, loaded.link.stage
+    drafter = _device_drafter(loaded, method, caches, parts)
     plans_drafts = _plans_drafts(loaded, method)
     search: TextSearch
     if method.method == NGRAM:
@@ -200,7 +183,7 @@ def make_speculations(
         search = KeptDrafts(
             loaded.backend, max_num_reqs=batch_state.max_num_reqs, max_drafts=method.max_drafts
         )
-    on_device = DeviceSpeculation(
+    speculation = DeviceSpeculation(
         method,
         loaded.backend,
         counts,
@@ -212,7 +195,29 @@ def make_speculations(
         drafter=drafter,
         plans_drafts=plans_drafts,
     )
-    return Speculations(on_device=on_device, drafter=drafter)
+    return DeviceSpeculationRunner(parts, speculation, drafter)
+
+
+def _host_runner(
+    loaded: LoadedModel,
+    parts: RunnerParts,
+    method: SpeculationMethod,
+    caches: DraftCaches | None,
+    counts: AcceptanceCounts,
+) -> ModelRunner:
+    stage = loaded.link.stage
+    if not stage.is_last:
+        return PlannedDraftRunner(parts)
+    drafter = _draft_runner(loaded.drafter, caches, parts.batch_state, parts.sampler)
+    speculation = Speculation(
+        select_proposer(method, drafter),
+        parts.batch_state,
+        parts.sampler,
+        DraftLengths(method.max_drafts, costs=None),
+        counts,
+        drafts_all_ahead=stage.size > 1,
+    )
+    return HostSpeculationRunner(parts, speculation, None if caches is None else caches.hidden)
 
 
 def _draft_runner(
@@ -232,7 +237,7 @@ def _draft_runner(
         sampler.greedy,
         Agreement(drafter.groups.stage_host),
         max_model_len=drafter.max_model_len,
-        max_prefill_tokens=drafter.config.scheduler.token_budget(),
+        max_prefill_tokens=drafter.token_budget,
         hidden_cache=caches.hidden,
     )
 
@@ -241,21 +246,18 @@ def _device_drafter(
     loaded: LoadedModel,
     method: SpeculationMethod,
     caches: DraftCaches | None,
-    sampler: Sampler,
-    graphs: GraphCache,
-) -> DeviceDrafter | None:
+    parts: RunnerParts,
+) -> DeviceModelDrafter | None:
     drafter = loaded.drafter
     if drafter is None or caches is None:
         return None
     assert isinstance(drafter.model, CausalLM), "a drafter generates"
-    functions = CapturedFunctions(
-        loaded.backend, graphs, Agreement(loaded.groups.stage_host), "drafting"
-    )
+    functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
     return DEVICE_DRAFTERS[drafter.draft_method](
         drafter.model,
         loaded.backend,
         functions,
-        sampler.fused_greedy,
+        parts.sampler.fused_greedy,
         max_drafts=method.max_drafts,
         max_model_len=drafter.max_model_len,
         is_shorter=drafter.max_model_len < loaded.max_model_len,

@@ -1,5 +1,5 @@
-"""Calculated scales of an FP8 KV cache, from the keys and values of a prompt, after the weights are
-loaded and before anything is captured or cached."""
+"""Calculates the scales of an FP8 KV cache from the keys and values of a prompt, after the weights
+are loaded and before graphs are captured or blocks are cached."""
 
 import gc
 import logging
@@ -24,26 +24,26 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 512
-"""Maximum tokens of the prompt."""
+"""Maximum number of prompt tokens."""
 SEED = 17
 RANGES = (200.0, 100.0)
-"""Largest code after scaling, for keys and for values: vLLM's K_SCALE_CONSTANT and
-V_SCALE_CONSTANT. Values of other prompts may reach 448."""
+"""Largest scaled magnitude, for keys and for values: vLLM's K_SCALE_CONSTANT and V_SCALE_CONSTANT.
+Values of other prompts may reach 448."""
 STEPS = 16
-"""Number of candidate scales, from the smallest up to twice the smallest. FP8 is a float: a doubled
-scale has equal relative errors, and candidates in between differ in the errors of the largest
-values, which dominate."""
+"""Number of candidate scales, from the smallest scale up to twice this scale. FP8 is a float: a
+doubled scale has the same relative errors, and candidates in between differ in the errors of the
+largest values, which dominate."""
 
 
 def calculate_kv_scales(loaded: LoadedModel) -> None:
     """Set the KV cache scales of all layers that have scales, minimizing the square error.
     Collective: all ranks of the model call it together. The prompt has fixed random tokens, so that
-    a restart, and every rank, gets the same scales."""
+    all ranks and restarts get the same scales."""
     model, format = loaded.model, loaded.kv_cache_format
     assert isinstance(model, nn.Module) and format is not None and format.has_layer_scales
     layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
     start = time.perf_counter()
-    num_tokens = min(NUM_TOKENS, loaded.max_model_len - 1, loaded.config.scheduler.token_budget())
+    num_tokens = min(NUM_TOKENS, loaded.max_model_len - 1, loaded.token_budget)
     with _unquantized_cache(model):
         components = _run_prompt(replace(loaded, kv_cache_format=None), num_tokens)
         group = loaded.groups.stage_host
@@ -71,7 +71,7 @@ def calculate_kv_scales(loaded: LoadedModel) -> None:
 
 @contextmanager
 def _unquantized_cache(model: nn.Module) -> Iterator[None]:
-    """Bind caches in the model's dtype within this context."""
+    """Context in which caches have the model's dtype."""
     kept: list[tuple[nn.Module, str, object]] = []
 
     def change(module: nn.Module, name: str, value: object) -> None:
@@ -94,8 +94,8 @@ def _unquantized_cache(model: nn.Module) -> Iterator[None]:
 
 
 def _run_prompt(loaded: LoadedModel, num_tokens: int) -> Components:
-    """Run a prompt of `num_tokens` tokens; returns the components, whose caches hold its keys and
-    values."""
+    """Run a prompt of `num_tokens` tokens. Returns the components, whose caches contain its keys
+    and values."""
     num_blocks = -(-num_tokens // loaded.block_size)
     components = make_runner(
         loaded,
@@ -105,7 +105,7 @@ def _run_prompt(loaded: LoadedModel, num_tokens: int) -> Components:
         captures=False,
         graph_bytes=0,
     )
-    tokens = np.random.default_rng(SEED).integers(loaded.facts.vocab_size, size=num_tokens)
+    tokens = np.random.default_rng(SEED).integers(loaded.model_config.vocab_size, size=num_tokens)
     raw = memoryview(tokens.astype("<u4").tobytes())
     request = NewRequest(0, raw, num_tokens, 0, list(range(num_blocks)), RequestSampling())
     launch = Launch(PREFILL, (1, num_tokens, 0), [0], [num_tokens], [False])
@@ -120,10 +120,10 @@ def _of_each(
     measure: Callable[[Tensor, Tensor], Tensor],
     scales: Tensor | None = None,
 ) -> Tensor:
-    """(layers, 2, n) on the host: `measure` (n) of each layer's cached keys and values in float32,
-    with its `scales` (layers, 2, n)."""
+    """(layers, 2, n) on the host: result (n,) of `measure` for each layer's cached keys and values
+    in float32, and its `scales` (layers, 2, n)."""
     if not layers:
-        # Latents have no scales; other pipeline stages may have scales.
+        # Latents have no scales; other pipeline stages may have layers with scales.
         return torch.zeros(0, 2, 1)
     found = []
     for index, layer in enumerate(layers):

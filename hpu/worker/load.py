@@ -1,10 +1,10 @@
-"""Loads a model with its weights to the device, for generation or for pooling."""
+"""Loads a model with its weights onto the device, for generation or for pooling."""
 
 import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import nn
 from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes, weight_files
 from config.checkpoint.shapes import model_shapes, weight_map_of
-from config.engine import DUMMY, EngineConfig
+from config.engine import AT_LOAD, DUMMY, EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.lora.configured import unused_image_adapter
 from config.model.architectures import decoder_spec, is_native
@@ -24,10 +24,16 @@ from config.model.decoder_spec import IndexerSpec
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
+from config.model.quantization.inc import INC
 from config.model.rope_fields import describe_rope_conflict
 from config.model.split import indexer_of
 from config.parallel import WHOLE, Stage
-from config.startup_checks import choose_context, chosen_quantization
+from config.startup_checks import (
+    choose_context,
+    chosen_quantization,
+    facts_at_load,
+    quantizes_at_load,
+)
 from hpu.backends.base import Backend
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.bucketing.select import GAUDI_STRATEGY, POOLING_STRATEGY
@@ -35,11 +41,11 @@ from hpu.distributed.agreement import Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup, ProcessGroups
 from hpu.host import usable_memory
-from hpu.lora.manager import LoRAManager, keep_adapted_experts
+from hpu.lora.manager import Adapters, LoRAManager, keep_adapted_experts
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
-from hpu.model_loader.size_estimate import rotary_peak_bytes
+from hpu.model_loader.size_estimate import rotary_peak_bytes, weight_bytes
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import PlaceLayer
 from hpu.models.pooling import PoolingModel, load_pooling_model
@@ -63,7 +69,8 @@ from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memor
 logger = logging.getLogger(__name__)
 
 MAX_POOLING_STEP = 32
-"""Largest step between the bucket lengths of a pooling model: texts are shorter than prompts."""
+"""Maximum step between the bucket lengths of a pooling model, since texts are shorter than
+prompts."""
 
 SINGLE_GROUPS = ProcessGroups()
 
@@ -76,51 +83,55 @@ class LoadedModel:
 
     config: EngineConfig
     backend: Backend
-    facts: ModelConfig
+    model_config: ModelConfig
     pooler: PoolerConfig | None
     """Set for a pooling model, which has no KV cache and does not sample."""
     model: CausalLM | PoolingModel
     dtype: torch.dtype
     max_model_len: int
     block_size: int
-    """Tokens of a KV block; for a pooling model, the step between bucket lengths."""
+    """Tokens per KV block; for a pooling model, the step between bucket lengths."""
     weight_bytes: int
     load_s: float
     groups: ProcessGroups = SINGLE_GROUPS
     link: PipelineLink = SINGLE_STAGE
     kv_cache_format: KVCacheFormat | None = None
-    """None: keys and values are cached in `dtype`."""
+    """None if keys and values are cached in `dtype`."""
     num_rings: int = 0
-    """Rings in each sliding-window layer's cache, including a padding ring. 0: these layers cache
-    the whole context in blocks."""
+    """Number of rings in each sliding-window layer's cache, including a ring for padding. 0: these
+    layers cache the whole context in blocks."""
     patcher: ModelPatcher | None = None
     """Component that replaced modules of the model."""
-    lora: LoRAManager | None = None
-    """Set if adapters are served."""
+    lora: Adapters = field(default_factory=Adapters)
     tower: Tower | None = None
     """Set if images are encoded."""
     drafter: "LoadedModel | None" = None
-    """The draft model or head, if any."""
+    """The draft model or head, if there is one."""
     weight_ring: WeightStreamer | None = None
-    """Set if layers have their weights in host memory."""
+    """Set if the weights of some layers are in host memory."""
     draft_method: str = ""
     """Speculation method, if this is a drafter."""
 
     @property
+    def quantization(self) -> str | None:
+        """Quantization of the weights. See chosen_quantization."""
+        return chosen_quantization(self.config.quantization, self.model_config)
+
+    @property
     def kv_cache_dtype(self) -> torch.dtype:
         """Dtype of the KV cache."""
-        if self.patcher is not None and self.patcher.quantizes_cache(*self.modules):
+        if self.patcher is not None and self.patcher.quantizes_cache(self.modules[0]):
             return torch.float8_e4m3fn
         return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
 
     def finish(self) -> None:
         """Write the patcher's measurements, if any."""
         if self.patcher is not None:
-            self.patcher.finish(*self.modules)
+            self.patcher.finish(self.modules[0])
 
     @property
     def all_models(self) -> "tuple[LoadedModel, ...]":
-        """This model, and its drafter if any."""
+        """This model, and its drafter if it has one."""
         return (self,) if self.drafter is None else (self, self.drafter)
 
     @property
@@ -130,7 +141,7 @@ class LoadedModel:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """Modules that hold the weights."""
+        """Modules that contain the weights."""
         own = self.model.modules if isinstance(self.model, PoolingModel) else (self.model,)
         return own if self.tower is None else (*own, self.tower)
 
@@ -141,7 +152,7 @@ class LoadedModel:
 
     @property
     def bucket_config(self) -> BucketConfig:
-        """Bucket settings, with `auto` replaced by the device's strategy."""
+        """Bucket settings, in which `auto` is replaced by the device's strategy."""
         strategy = self.backend.default_strategy
         if self.pooler is not None and strategy == GAUDI_STRATEGY:
             strategy = POOLING_STRATEGY
@@ -161,21 +172,21 @@ class LoadedModel:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep a recurrent state of each request instead of keys and values."""
+        """Whether some layers have a recurrent state per request instead of keys and values."""
         return isinstance(self.model, CausalLM) and bool(self.model.state_specs())
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers see only the last tokens of a context."""
+        """Whether some layers have a sliding window."""
         return isinstance(self.model, CausalLM) and any(self.model.cache_windows())
 
     @property
     def prompt_vocab_size(self) -> int:
         """See WorkerReady.prompt_vocab_size."""
-        facts = self.facts
-        if facts.vision is None or facts.vision.cross is None:
+        model_config = self.model_config
+        if model_config.vision is None or model_config.vision.cross is None:
             return 0
-        return facts.vocab_size + decoder_spec(facts).num_further_embeddings
+        return model_config.vocab_size + decoder_spec(model_config).num_further_embeddings
 
     @property
     def prefix_caching(self) -> bool:
@@ -184,20 +195,31 @@ class LoadedModel:
         return self.config.cache.enable_prefix_caching and not self.has_states
 
     @property
+    def token_budget(self) -> int:
+        """Maximum number of tokens in a step."""
+        return self.config.scheduler.token_budget(
+            self.max_model_len, is_pooling=self.pooler is not None
+        )
+
+    @property
     def prompts_per_row(self) -> int:
-        """Maximum sequences concatenated in a row of a prefill."""
+        """Maximum number of sequences concatenated in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention supports such rows; other devices pad little or not at
-        # all. A scan over states takes a sequence per row, images are read by row, and an indexer
+        # all. A scan over states needs a row per sequence, images are read by row, and an indexer
         # counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
-        has_cross = self.facts.vision is not None and self.facts.vision.cross is not None
-        merges = merges and not (self.has_states or has_cross or _indexer(self.config, self.facts))
+        has_cross = (
+            self.model_config.vision is not None and self.model_config.vision.cross is not None
+        )
+        merges = merges and not (
+            self.has_states or has_cross or _indexer(self.config, self.model_config)
+        )
         return scheduler.prefill_batch() if merges and self.pooler is None else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
-        """Buckets for a KV cache of `num_blocks`; a pooling model has no cache. Collective: all
-        ranks of the model call it together."""
+        """Bucket table for a KV cache of `num_blocks`; a pooling model has no cache. Collective:
+        all ranks of the model call it together."""
         scheduler = self.config.scheduler
         if self.pooler is not None:
             limits = BucketLimits.for_pooling(
@@ -208,24 +230,25 @@ class LoadedModel:
                 block_size=self.block_size,
                 max_model_len=self.max_model_len,
                 max_num_seqs=scheduler.max_num_seqs,
-                max_num_batched_tokens=scheduler.token_budget(),
+                max_num_batched_tokens=self.token_budget,
                 max_prefill_batch=scheduler.prefill_batch(),
                 num_blocks=num_blocks,
                 prefix_caching=self.prefix_caching,
+                chunked_prefill=scheduler.enable_chunked_prefill,
                 merged_prefill=self.prompts_per_row > 1,
                 bounds_references=not (self.has_states or self.has_windows),
             )
         table = BucketTable.make(self.bucket_config, limits)
         if table.is_exact:
             return table
-        # A fit may round differently on another machine: all ranks use the first rank's buckets.
+        # Fitting may round differently on another machine: all ranks use the first rank's buckets.
         raw = self.agreement.of_first(msgspec.msgpack.encode(table.buckets))
         return BucketTable.of_buckets(msgspec.msgpack.decode(raw, type=list[Bucket]), limits)
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Loaded parts of a model, before its adapters."""
+    """Loaded parts of a model, before its adapters are loaded."""
 
     model: CausalLM | PoolingModel
     weight_bytes: int
@@ -236,7 +259,7 @@ class _Parts:
 
 def load(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     pooler: PoolerConfig | None,
     backend: Backend,
     on_progress: OnProgress,
@@ -245,37 +268,43 @@ def load(
     link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
     """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
-    ConfigError if the checkpoint, the device and the settings do not fit each other."""
-    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    ConfigError if the checkpoint, the device and the settings do not match."""
+    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
     if pooler is None:
-        facts = served_facts(facts, backend, is_native=is_built_in)
+        model_config = served_facts(model_config, backend, is_native=is_built_in)
     stage = link.stage
-    dtype = served_dtype(config, facts, pooler, backend, groups, stage)
-    max_model_len = choose_context(config, facts, pooler)
-    _log_model(config, facts, pooler, backend, dtype, max_model_len)
+    dtype = served_dtype(config, model_config, pooler, backend, groups, stage)
+    max_model_len = choose_context(config, model_config, pooler)
+    _log_model(config, model_config, pooler, backend, dtype, max_model_len)
     start, before = time.perf_counter(), memory_use(backend)
     if stage.size > 1 and (pooler is not None or not is_built_in):
-        what = "is served for pooling" if pooler is not None else "runs in the code of transformers"
+        what = (
+            "is served for pooling"
+            if pooler is not None
+            else "runs on the transformers implementation"
+        )
         raise ConfigError(
-            f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: only decoders "
-            "that are built in have stages; use --tensor-parallel-size"
+            f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: pipeline "
+            "stages require a decoder with a native implementation; use --tensor-parallel-size"
         )
     patcher = None if pooler is not None else select_patcher(config, groups.tensor)
-    weights = weights_in_host_memory(config, facts, backend, pooler, dtype, groups.tensor)
+    weights = weights_in_host_memory(config, model_config, backend, pooler, dtype, groups.tensor)
     if offloaded is None:
         width = dtype.itemsize if patcher is None else patcher.weight_width
         num_weights = _num_weights_here(
-            config, facts, dtype, groups, stage, is_built_in=is_built_in
+            config, model_config, dtype, groups, stage, is_built_in=is_built_in
         )
         on_device = num_weights * width - weights.freed_bytes
-        check_memory(facts, backend, max_model_len, on_device)
+        if is_built_in and not backend.shares_host_memory:
+            on_device -= _bytes_saved_at_load(config, model_config, dtype, groups, stage)
+        check_memory(model_config, backend, max_model_len, on_device)
     if config.load_format == DUMMY:
         logger.warning(
             "Weights: random, no files are read (--load-format dummy); the output means nothing"
         )
     loading = _Loading(
         config,
-        facts,
+        model_config,
         backend,
         dtype,
         max_model_len,
@@ -284,7 +313,7 @@ def load(
         offloaded,
         lambda done, total: on_progress(WarmupProgress("load", done, total)),
     )
-    indexer = _indexer(config, facts)
+    indexer = _indexer(config, model_config)
     default_size = indexer.block_size if indexer else backend.default_block_size
     block_size = config.cache.block_size or default_size
     if pooler is None:
@@ -292,7 +321,7 @@ def load(
     else:
         parts = loading.pooling_model(pooler)
         block_size = config.cache.block_size or min(block_size, MAX_POOLING_STEP)
-    lora = loading.adapters(parts.model) if config.lora.enable_lora else None
+    lora = loading.adapters(parts.model) if config.lora.enable_lora else Adapters()
     load_s = time.perf_counter() - start
     log_taken(
         f"Pre-loading model weights on {backend.device}",
@@ -304,7 +333,7 @@ def load(
     loaded = LoadedModel(
         config=config,
         backend=backend,
-        facts=facts,
+        model_config=model_config,
         pooler=pooler,
         model=parts.model,
         dtype=dtype,
@@ -327,10 +356,10 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """Arguments shared by the loading of generating and pooling models."""
+    """Arguments shared by the functions that load a generating or a pooling model."""
 
     config: EngineConfig
-    facts: ModelConfig
+    model_config: ModelConfig
     backend: Backend
     dtype: torch.dtype
     max_model_len: int
@@ -346,7 +375,7 @@ class _Loading:
     def decoder(
         self, patcher: ModelPatcher | None, weights: WeightsInHostMemory, block_size: int
     ) -> _Parts:
-        """Load a generating model and its vision tower. Raises ConfigError before it reads weights
+        """Load a generating model and its vision tower. Raises ConfigError, before reading weights,
         if the configured KV cache is too small for a full context."""
         config, backend = self.config, self.backend
         # A compressor patches the caches itself.
@@ -361,10 +390,12 @@ class _Loading:
         if not patcher:
             dtype = kv_cache_format.dtype if kv_cache_format else self.dtype
             self._check_kv_cache(decoder, block_size, dtype)
-        tower = build_tower(self.facts, dtype=self.dtype, device=backend.device, stage=self.stage)
+        tower = build_tower(
+            self.model_config, dtype=self.dtype, device=backend.device, stage=self.stage
+        )
         self._fill(decoder, tower)
         weight_bytes = process_weights(
-            decoder, chosen_quantization(config.quantization, self.facts)
+            decoder, chosen_quantization(config.quantization, self.model_config)
         )
         weight_bytes += _num_bytes(decoder)
         tower_bytes = 0 if tower is None else _num_bytes(tower)
@@ -383,13 +414,13 @@ class _Loading:
         if reads_contiguously(config, backend, has_states=bool(prepared.state_specs())):
             prepared.read_contiguously()
         if config.speculation.max_tokens_per_step() > 1 and backend.shares_host_memory:
-            # A rejected draft that is not finite is in the same block as the tokens before it.
+            # Non-finite KV of a rejected draft is in the same block as the tokens before the draft.
             prepared.zero_non_finite()
         return _Parts(prepared, weight_bytes + tower_bytes, kv_cache_format, tower, ring)
 
     def _check_kv_cache(self, decoder: CausalLM, block_size: int, dtype: torch.dtype) -> None:
         sizes = cache_sizes(decoder, block_size, dtype, num_rings=1)
-        # Layers with a window may get caches of their own, which are not in blocks.
+        # Sliding-window layers may get separate caches, which are not part of blocks.
         if block_bytes := sizes.full_block:
             num_seqs = self.config.scheduler.max_num_seqs
             demand = KVCacheDemand(block_size, block_bytes, self.max_model_len, num_seqs)
@@ -398,7 +429,7 @@ class _Loading:
     def pooling_model(self, pooler: PoolerConfig) -> _Parts:
         """Load a pooling model."""
         model = load_pooling_model(
-            self.facts,
+            self.model_config,
             pooler,
             dtype=self.dtype,
             device=self.backend.device,
@@ -415,10 +446,10 @@ class _Loading:
         return _Parts(model, weight_bytes)
 
     def adapters(self, model: CausalLM | PoolingModel) -> LoRAManager:
-        """LoRAManager of the loaded model, with warmed-up adapter slots."""
+        """Create the LoRAManager of the loaded model, and warm up its adapter slots."""
         lora = LoRAManager(
             self.config.lora,
-            self.facts,
+            self.model_config,
             model.body if isinstance(model, PoolingModel) else model,
             self.backend,
             self.dtype,
@@ -433,19 +464,19 @@ class _Loading:
         build: Callable[..., LoadableModel] = partial(
             build_model, stage=self.stage, place_layer=place_layer
         )
-        if not is_native(self.facts, self.config.model_impl):
+        if not is_native(self.model_config, self.config.model_impl):
             has_files = self.config.load_format != DUMMY
             build = partial(build_transformers_model, has_files=has_files)
         quantization = select_quantization(
             self.config,
-            self.facts,
+            self.model_config,
             self.dtype,
             self.backend.device,
             lambda weight: self.backend.linear_method(weight, self.dtype),
             lambda experts: self.backend.moe_method(experts, self.dtype),
         )
         return build(
-            self.facts,
+            self.model_config,
             dtype=self.dtype,
             device=self.backend.device,
             max_model_len=self.max_model_len,
@@ -455,7 +486,7 @@ class _Loading:
         )
 
     def _fill(self, decoder: LoadableModel, tower: Tower | None) -> None:
-        """Fill the weights: from host memory, with random values, or from the checkpoint."""
+        """Set the weights: from host memory, with random values, or from the checkpoint."""
         loadable = (decoder,) if tower is None else (decoder, tower)
         if self.offloaded is not None:
             restore(self.offloaded, loadable)
@@ -476,98 +507,117 @@ class _Loading:
 
     def _keep_adapted_experts(self, body: nn.Module) -> None:
         if self.config.lora.enable_lora:
-            keep_adapted_experts(self.config.lora, self.facts, body, self.config.download_dir)
+            keep_adapted_experts(
+                self.config.lora, self.model_config, body, self.config.download_dir
+            )
 
 
 def _log_image_adapter(config: EngineConfig) -> None:
     folder = unused_image_adapter(config.lora, config.model)
     if folder is not None:
         logger.warning(
-            "Images are answered without the adapter that the checkpoint has for them, %s: "
-            '--enable-lora, --max-lora-rank and --default-mm-loras \'{"image": "..."}\' apply it',
+            "The image adapter of the checkpoint, %s, is not used: set --enable-lora, "
+            '--max-lora-rank and --default-mm-loras \'{"image": "..."}\'',
             folder,
         )
 
 
 def served_dtype(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     pooler: PoolerConfig | None,
     backend: Backend,
     groups: ProcessGroups = SINGLE_GROUPS,
     stage: Stage = WHOLE,
 ) -> torch.dtype:
-    """Dtype that `load` gives the model."""
-    is_built_in = pooler is not None or is_native(facts, config.model_impl)
+    """Dtype that `load` uses for the model."""
+    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
     num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
     is_whole = is_built_in and num_expert_ranks == stage.size == 1
-    quantization = chosen_quantization(config.quantization, facts)
-    # Matrix products with weights quantized at load time run in bfloat16.
-    is_quantized = quantization is not None and facts.quantization is None and pooler is None
-    configured = "bfloat16" if is_quantized else config.dtype
-    return choose_dtype(configured, facts, backend, is_plain=pooler is None and is_whole)
+    quantization = chosen_quantization(config.quantization, model_config)
+    # Matmuls of a compressor, and with int8, int4 and gguf weights, run in bfloat16.
+    needs_bfloat16 = quantization in (*AT_LOAD, INC) and pooler is None
+    configured = "bfloat16" if needs_bfloat16 else config.dtype
+    return choose_dtype(configured, model_config, backend, is_plain=pooler is None and is_whole)
 
 
 def _num_weights_here(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     dtype: torch.dtype,
     groups: ProcessGroups,
     stage: Stage,
     *,
     is_built_in: bool,
 ) -> int:
-    """Weights on this rank, see `_num_weights`."""
-    num_weights = _num_weights(config, facts, dtype, is_built_in=is_built_in)
+    """Number of weights on this rank. See `_num_weights`."""
+    num_weights = _num_weights(config, model_config, dtype, is_built_in=is_built_in)
     if config.parallel.enable_expert_parallel and groups.expert.size > groups.tensor.size:
-        num_weights -= _num_remote_weights(facts, groups.expert.size // groups.tensor.size)
+        num_weights -= _num_remote_weights(model_config, groups.expert.size // groups.tensor.size)
     return math.ceil(num_weights / (groups.tensor.size * stage.size))
 
 
 def _num_weights(
-    config: EngineConfig, facts: ModelConfig, dtype: torch.dtype, *, is_built_in: bool
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, *, is_built_in: bool
 ) -> int:
-    """Number of weights in the checkpoint's files, or of the model without files. For quantized
-    weights, the number of `dtype` elements with equal memory. 0 for a model that is refused when
-    built."""
-    if facts.is_quantized and config.load_format != DUMMY:
-        files = weight_files(Path(facts.path))
+    """Number of weights in the checkpoint's files or, without files, of the model. For quantized
+    weights, the number of `dtype` elements with the same size. 0 for a model that is rejected when
+    it is built."""
+    if model_config.is_quantized and config.load_format != DUMMY:
+        files = weight_files(Path(model_config.path))
         return sum(file.stat().st_size for file in files) // dtype.itemsize
     if config.load_format != DUMMY:
-        stored = folder_shapes(Path(facts.path))
-        own = stored if facts.vision is not None else model_shapes(facts, stored)
+        stored = folder_shapes(Path(model_config.path))
+        own = stored if model_config.vision is not None else model_shapes(model_config, stored)
         return sum(map(math.prod, own.values()))
     if not is_built_in:
-        return transformers_facts(facts).num_parameters or 0
-    weight_map = weight_map_of(facts)
+        return transformers_facts(model_config).num_parameters or 0
+    weight_map = weight_map_of(model_config)
     return sum(spec.num_elements() for spec in weight_map.entries()) if weight_map else 0
 
 
-def _num_remote_weights(facts: ModelConfig, num_engines: int) -> int:
-    """Expert weights on the devices of other engines."""
-    moe = facts.moe
+def _bytes_saved_at_load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    groups: ProcessGroups,
+    stage: Stage,
+) -> int:
+    """Bytes that quantizing while loading saves, compared with this rank's weights in `dtype`."""
+    if not quantizes_at_load(config.quantization, model_config):
+        return 0
+    plain, quantized = (
+        weight_bytes(own, num_cards=groups.tensor.size, width=dtype.itemsize, length=0, stage=stage)
+        for own in (model_config, facts_at_load(config.quantization, model_config))
+    )
+    return plain - quantized
+
+
+def _num_remote_weights(model_config: ModelConfig, num_engines: int) -> int:
+    """Number of expert weights on the devices of other engines."""
+    moe = model_config.moe
     assert moe is not None, "only experts are distributed over engines"
-    num_layers = sum(moe.has_experts(index) for index in range(facts.num_layers))
-    num_weights = num_layers * moe.num_experts * 3 * facts.hidden_size * moe.inner_size
+    num_layers = sum(moe.has_experts(index) for index in range(model_config.num_layers))
+    num_weights = num_layers * moe.num_experts * 3 * model_config.hidden_size * moe.inner_size
     return num_weights - num_weights // num_engines
 
 
 def check_memory(
-    facts: ModelConfig,
+    model_config: ModelConfig,
     backend: Backend,
     max_model_len: int,
     weights: int,
 ) -> None:
-    """Raise ConfigError if `weights` bytes or the rotary table exceed all memory, before
-    allocation: some systems overcommit memory and kill the process later."""
+    """Raise ConfigError if `weights` bytes or the rotary table exceed the total memory. Called
+    before allocation: some systems overcommit memory and kill the process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
-            f"the weights in {facts.path} take {bytes_text(weights)}, {backend.name} has "
+            f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "
             f"{bytes_text(total)}"
         )
-    if facts.encoder is not None:
+    if model_config.encoder is not None:
         return
-    rotary, host = rotary_peak_bytes(facts, max_model_len), usable_memory()[1]
+    rotary, host = rotary_peak_bytes(model_config, max_model_len), usable_memory()[1]
     if rotary > host:
         raise ConfigError(
             f"the rotary table for {max_model_len} tokens takes {bytes_text(rotary)} to make, "
@@ -576,16 +626,16 @@ def check_memory(
 
 
 def choose_dtype(
-    configured: str, facts: ModelConfig, backend: Backend, *, is_plain: bool = True
+    configured: str, model_config: ModelConfig, backend: Backend, *, is_plain: bool = True
 ) -> torch.dtype:
-    """The configured dtype; for `auto` the device's preference (Backend.dtype_for)."""
+    """The configured dtype; for `auto`, the back end's preference (Backend.dtype_for)."""
     if configured == "auto":
-        return backend.dtype_for(facts, is_plain=is_plain)
+        return backend.dtype_for(model_config, is_plain=is_plain)
     return _dtype(configured)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype: bfloat16, not torch.bfloat16."""
+    """Short name of a dtype: bfloat16 instead of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -601,14 +651,14 @@ def _num_bytes(module: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _indexer(config: EngineConfig, facts: ModelConfig) -> IndexerSpec | None:
-    """Indexer of a model in built-in code."""
-    return indexer_of(facts) if is_native(facts, config.model_impl) else None
+def _indexer(config: EngineConfig, model_config: ModelConfig) -> IndexerSpec | None:
+    """Indexer of a built-in model, if it has one."""
+    return indexer_of(model_config) if is_native(model_config, config.model_impl) else None
 
 
 def _log_states(config: EngineConfig) -> None:
-    """Log the features that a model with states does not support."""
-    why = "the model has layers with a state"
+    """Log the features that a model with recurrent states does not support."""
+    why = "the model has recurrent layers"
     if config.cache.enable_prefix_caching:
         logger.info("Prefix caching is off: %s, which is not cached with the blocks", why)
     if config.scheduler.merged_prefill:
@@ -617,20 +667,20 @@ def _log_states(config: EngineConfig) -> None:
 
 def _log_model(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     pooler: PoolerConfig | None,
     backend: Backend,
     dtype: torch.dtype,
     max_model_len: int,
 ) -> None:
-    if lost := describe_rope_conflict(facts.fields):
+    if lost := describe_rope_conflict(model_config.fields):
         logger.warning(
-            "rope_scaling and rope_parameters in %s disagree: rope_scaling is used, as in "
-            "transformers, and has to hold all fields; without effect in rope_parameters: %s",
-            facts.fields.file,
+            "rope_scaling and rope_parameters in %s differ: rope_scaling is used, as in "
+            "transformers; ignored fields of rope_parameters: %s",
+            model_config.fields.file,
             lost,
         )
-    longest = max_context_length(facts)
+    longest = max_context_length(model_config)
     if max_model_len > longest:
         logger.warning(
             "The context of %d tokens is longer than the %d that the checkpoint was made for: "
@@ -650,6 +700,6 @@ def _log_model(
         )
     if config.max_model_len is None and max_model_len < longest:
         logger.info(
-            "The checkpoint was made for %s: --max-model-len asks for more",
-            describe_context_length(facts),
+            "The checkpoint was made for %s: set --max-model-len to use a longer context",
+            describe_context_length(model_config),
         )

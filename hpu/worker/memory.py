@@ -1,6 +1,6 @@
-"""Memory split after loading: KV blocks, graphs, a reserve.
+"""Memory split after loading: KV blocks, graphs, and a reserve.
 
-Pure arithmetic without torch, done once before anything is captured.
+Pure functions without torch, called once before anything is captured.
 """
 
 import math
@@ -10,12 +10,20 @@ from typing import NamedTuple
 from config.engine import CacheConfig
 from config.errors import ConfigError, bytes_text
 
-SHARED_MEMORY_FRACTION = 0.25
-"""Share of the host's free memory for KV blocks, on a device that uses host memory."""
+HOST_TOKENS_PER_SEQ = 2048
+"""Tokens for each of max_num_seqs sequences in the default KV cache of a device that uses host
+memory."""
+
+HOST_MEMORY_FRACTION = 0.1
+"""Share of the host's free memory that the default KV cache takes at most."""
+
+HOST_CONTEXT_FRACTION = 0.25
+"""Share of the host's free memory that the default KV cache takes at most if a single full context
+needs more than HOST_MEMORY_FRACTION."""
 
 
 class MemoryPlan(NamedTuple):
-    """Parts of the free memory, in its unit."""
+    """Parts of the free memory, all in the same unit."""
 
     usable: float
     graphs: float
@@ -25,8 +33,8 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(free: float, *, utilization: float, graph_memory_fraction: float) -> MemoryPlan:
-    """Split the free memory. `utilization`: share of the free memory, not of the card's; graphs get
-    `graph_memory_fraction` of the usable part, KV blocks the rest."""
+    """Split the free memory. `utilization`: share of the free memory (not of the card's memory).
+    Graphs get `graph_memory_fraction` of the usable part, KV blocks the rest."""
     _check_share("utilization", utilization)
     _check_share("graph_memory_fraction", graph_memory_fraction)
     usable = free * utilization
@@ -35,7 +43,7 @@ def plan_memory(free: float, *, utilization: float, graph_memory_fraction: float
 
 
 def num_blocks(kv_bytes: float, block_bytes: int) -> int:
-    """Whole blocks in `kv_bytes`, without the pad block."""
+    """Number of whole blocks in `kv_bytes`, without the pad block."""
     return max(0, int(kv_bytes // block_bytes) - 1)
 
 
@@ -48,38 +56,44 @@ class KVCacheDemand:
     max_model_len: int
     max_num_seqs: int
     window_bytes: int = 0
-    """Window caches: the configured bytes hold them beside the blocks."""
+    """Bytes of sliding-window caches, which are part of the configured bytes."""
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of a full context."""
+        """Number of blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
+    def host_blocks(self) -> int:
+        """Blocks that the default KV cache of a host holds if its memory is sufficient."""
+        tokens = min(self.max_model_len, HOST_TOKENS_PER_SEQ)
+        return max(self.context_blocks, self.max_num_seqs * math.ceil(tokens / self.block_size))
+
+    @property
     def context_bytes(self) -> int:
-        """Bytes of the blocks of a full context and of the pad block."""
+        """Bytes of the blocks of a full context and the pad block."""
         return (self.context_blocks + 1) * self.block_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Device memory after the weights were loaded, in bytes."""
+    """Device memory after the weights are loaded, in bytes."""
 
     free: int
     reserve: int
-    """Peak of the largest launch."""
+    """Memory peak of the largest launch."""
     is_measured: bool = True
-    """Whether the largest launch was run; if not, `reserve` is an estimate."""
+    """Whether the largest launch was run; otherwise `reserve` is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """KV blocks without the pad block, and the budget of graphs."""
+    """Number of KV blocks without the pad block, and the budget of graphs."""
 
     num_blocks: int
     graph_bytes: int
     usable_bytes: int = 0
-    """Graphs and KV blocks together, on a device with its own memory."""
+    """Bytes for graphs and KV blocks together, on a device with its own memory."""
 
 
 def kv_budget(
@@ -89,14 +103,14 @@ def kv_budget(
     shares_host_memory: bool,
     graph_memory_fraction: float,
 ) -> int:
-    """Bytes for the KV cache: as configured, or the remaining free memory. If a number of blocks is
-    configured, all free memory."""
+    """Bytes for the KV cache: as configured, or the planned share of the free memory. If a number
+    of blocks is configured: all free memory."""
     if cache.num_blocks is not None:
         return memory.free
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
     if shares_host_memory:
-        return int(memory.free * SHARED_MEMORY_FRACTION)
+        return int(memory.free * HOST_MEMORY_FRACTION)
     plan = plan_memory(
         max(0, memory.free - memory.reserve),
         utilization=cache.gpu_memory_utilization,
@@ -131,8 +145,7 @@ def split_memory(
     if configured := _configured(cache, demand):
         count, fix = configured
     elif num_sharing:
-        within = int(free * SHARED_MEMORY_FRACTION / num_sharing) // demand.block_bytes - 1
-        count = min(demand.max_num_seqs * demand.context_blocks, within)
+        count = _host_blocks(demand, free / num_sharing)
         fix = f"set --kv-cache-memory-bytes to {_rounded_up(demand)}"
     else:
         count = num_blocks(plan.kv, demand.block_bytes)
@@ -147,15 +160,35 @@ def split_memory(
     return MemorySplit(count, int(plan.graphs), int(plan.usable))
 
 
+def _host_blocks(demand: KVCacheDemand, free: float) -> int:
+    """Number of KV blocks by default, of a rank that shares its `free` bytes of host memory with
+    other programs."""
+    within = num_blocks(free * HOST_MEMORY_FRACTION, demand.block_bytes)
+    for_context = num_blocks(free * HOST_CONTEXT_FRACTION, demand.block_bytes)
+    return max(min(demand.host_blocks, within), min(demand.context_blocks, for_context))
+
+
+def host_rule(cache: CacheConfig, demand: KVCacheDemand) -> str:
+    """The rule of the default size of a host's KV cache, for its log line; empty if the size is
+    configured."""
+    if _configured(cache, demand):
+        return ""
+    return (
+        f" (default: {HOST_TOKENS_PER_SEQ} tokens for each of {demand.max_num_seqs} sequences, at "
+        f"most {HOST_MEMORY_FRACTION:.0%} of the free memory or one full context; "
+        "--kv-cache-memory-bytes sets the size)"
+    )
+
+
 def check_configured(cache: CacheConfig, demand: KVCacheDemand) -> None:
-    """Raise ConfigError if the configured KV cache is too small for a full context. Weights need
-    not be loaded."""
+    """Raise ConfigError if the configured KV cache is too small for a full context. Can be called
+    before the weights are loaded."""
     if configured := _configured(cache, demand):
         _check_context(configured[0], demand, configured[1])
 
 
 def _configured(cache: CacheConfig, demand: KVCacheDemand) -> tuple[int, str] | None:
-    """The configured number of KV blocks, and how to raise it; None if nothing is configured."""
+    """(configured number of KV blocks, how to raise it); None if nothing is configured."""
     if cache.num_blocks is not None:
         return cache.num_blocks, f"raise --num-gpu-blocks-override to {demand.context_blocks}"
     if cache.kv_cache_memory_bytes is not None:
@@ -178,7 +211,7 @@ def _check_context(count: int, demand: KVCacheDemand, fix: str) -> None:
 
 
 def _rounded_up(demand: KVCacheDemand) -> str:
-    """The bytes of a full context, as a value of a flag: `181M (189480960 bytes)`."""
+    """Bytes of a full context as the value of a flag: `181M (189480960 bytes)`."""
     num_bytes = demand.window_bytes + demand.context_bytes
     return f"{math.ceil(num_bytes / 2**20)}M ({num_bytes} bytes)"
 

@@ -1,5 +1,5 @@
-"""Log lines on the memory that a part of a start takes, in the form of vLLM's Gaudi fork: scripts
-of its users read them."""
+"""Log lines with the memory that each part of the start-up takes, in the format of vLLM's Gaudi
+fork, since its users' scripts parse them."""
 
 import logging
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(backend: Backend) -> MemoryUse:
-    """The memory in use now."""
+    """Memory that is currently in use."""
     free, total = backend.memory()
     host_free, host_total = usable_memory()
     return MemoryUse(total - free, total, host_total - host_free, host_total)
@@ -35,11 +35,11 @@ def log_taken(
     device_bytes: int = 0,
     seconds: float = 0.0,
 ) -> None:
-    """Log the memory that `what` took since `before`, with the memory in use now.
+    """Log the memory that `what` took since `before`, and the memory in use now.
 
     Args:
-        device_bytes: bytes that it took on the device, if more than the difference is known.
-        seconds: its duration, if it is logged.
+        device_bytes: device bytes that it took; 0: the difference of the device memory in use.
+        seconds: its duration; 0: not logged.
     """
     now = memory_use(backend)
     host_bytes = now.host_used - before.host_used

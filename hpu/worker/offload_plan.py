@@ -1,4 +1,4 @@
-"""Capacity of KV offloading (--kv-offloading-size and related flags), before anything is loaded."""
+"""Capacity of KV offloading (--kv-offloading-size and related flags), computed before loading."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,16 @@ from hpu.offload.sizes import MIN_SLOTS, staging_bytes
 
 
 class OffloadTiers(NamedTuple):
-    """Bytes per device. A block belongs to the engine: each device stores its part of every
-    block."""
+    """Bytes per device. Each device stores its part of every block of the engine."""
 
     staging_bytes: int
-    """Staging buffer on a device with its own memory."""
+    """Bytes of the staging buffers, on a device with its own memory."""
     host_bytes: int
     host_blocks: int
     file_bytes: int
     file_blocks: int
     only_preempted: bool
-    """Only blocks of preempted requests are offloaded."""
+    """Whether only blocks of preempted requests are offloaded."""
 
     @property
     def fits(self) -> bool:
@@ -27,8 +26,8 @@ class OffloadTiers(NamedTuple):
 
 
 def offload_tiers(config: OffloadConfig, block_bytes: int, num_devices: int) -> OffloadTiers | None:
-    """Offload capacity, or None without offloading. `block_bytes`: part of a block on each of the
-    `num_devices` of an engine."""
+    """Offload capacity; None without offloading. `block_bytes`: size of a block's part on each of
+    the `num_devices` devices of an engine."""
     if not config.is_on:
         return None
     host = config.host_bytes(num_devices) // block_bytes

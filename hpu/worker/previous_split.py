@@ -1,6 +1,6 @@
-"""Memory split of an earlier start, stored beside the cache of compiled recipes.
+"""Memory split of an earlier start, stored next to the cache of compiled recipes.
 
-The number of KV blocks is part of compiled shapes, and the free memory differs a little from start
+The number of KV blocks is part of compiled shapes, and the free memory varies slightly from start
 to start. A restart with the same settings, software and card reuses the earlier number, so that all
 its recipes are in the cache.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config.cache_folder import read_cached, write_cached
+from config.json_text import parse_json
 from config.loading import env
 from config.setting import settings_of
 from config.version import VERSION
@@ -22,14 +23,14 @@ from hpu.worker.load import LoadedModel
 logger = logging.getLogger(__name__)
 
 LESS, MORE = 0.01, 0.05
-"""Accepted shortfall and excess of the blocks that fit now, as shares of the earlier number.
-Unplanned memory absorbs the shortfall; a larger excess is worth new recipes."""
+"""Accepted shortfall and excess of the number of blocks that fit now, as shares of the earlier
+number. The unused margin of memory covers the shortfall; a larger excess is worth new recipes."""
 
 MAX_ENTRIES = 64
-"""Maximum stored entries; the least recently used entries are dropped."""
+"""Maximum number of stored entries; the least recently written entries are dropped."""
 
 MAX_BYTES = 1 << 20
-"""A larger file was not written by this module."""
+"""Larger files are not read: this module does not write them."""
 
 FORMAT = 1
 
@@ -57,24 +58,24 @@ UNRELATED = frozenset(
         "kv_offloading_delete_files",
     )
 )
-"""Settings that do not affect the shapes on a card, or whose effect is in the fingerprint."""
+"""Settings that do not affect shapes on a card, or whose effect is already in the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousSplit:
-    """Results of an earlier start that decided its shapes."""
+    """Results of an earlier start that determined its shapes."""
 
     num_blocks: int
-    """KV blocks without the pad block."""
+    """Number of KV blocks without the pad block."""
     graph_bytes: int
-    """Graph budget, which decides the captured buckets."""
+    """Graph budget, which determines the captured buckets."""
     profile_blocks: int
-    """Block limit of the largest launches in the profile run."""
+    """Maximum number of blocks of the largest launches in the profile run."""
 
 
 class SplitRecord:
     """Entry of a fingerprint in the file at `path`. If two processes write concurrently, an entry
-    may be lost, and its next start compiles again."""
+    may be lost; the next start then compiles again."""
 
     def __init__(self, path: Path, description: dict[str, Any]) -> None:
         self._path = path
@@ -83,12 +84,12 @@ class SplitRecord:
         self._fingerprint = hashlib.sha256(text.encode()).hexdigest()
 
     def read(self) -> PreviousSplit | None:
-        """The split of the last start; None if there is no entry."""
+        """Split of the last start; None if there is no entry."""
         found = self._entries().get(self._fingerprint)
         return None if found is None else _split_of(found)
 
     def write(self, split: PreviousSplit) -> None:
-        """Store the split by replacing the whole file. Failure to write is logged."""
+        """Store the split by atomically replacing the file. A failed write is logged."""
         entries = self._entries()
         entries.pop(self._fingerprint, None)
         entries[self._fingerprint] = {**self._versions, **dataclasses.asdict(split)}
@@ -102,7 +103,7 @@ class SplitRecord:
     def _entries(self) -> dict[str, Any]:
         """Entries by fingerprint, newest last; empty if the file is missing or invalid."""
         try:
-            content = json.loads(read_cached(self._path, MAX_BYTES))
+            content = parse_json(read_cached(self._path, MAX_BYTES))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {FORMAT}")
             entries = dict(content["entries"])
@@ -125,7 +126,7 @@ def _split_of(entry: Any) -> PreviousSplit:
 
 
 def split_record(loaded: LoadedModel) -> SplitRecord | None:
-    """The record of a loaded model; None without a persistent recipe cache."""
+    """Record of a loaded model; None without a persistent recipe cache."""
     folder = env.recipe_cache_folder(loaded.config)
     if folder is None:
         return None
@@ -133,17 +134,18 @@ def split_record(loaded: LoadedModel) -> SplitRecord | None:
 
 
 def is_near(previous: int, fitting: int) -> bool:
-    """Whether to reuse the earlier number of blocks if `fitting` blocks fit now."""
+    """Whether to reuse the earlier number of blocks `previous`, given that `fitting` blocks fit
+    now."""
     return previous * (1 - LESS) <= fitting <= previous * (1 + MORE)
 
 
 def _describe(loaded: LoadedModel) -> dict[str, Any]:
-    """Everything that decides the shapes, and the versions that affect compilation."""
+    """Everything that determines the shapes, and the versions that affect compilation."""
     backend = loaded.backend
-    facts = dataclasses.asdict(loaded.facts)
-    # json would write the object with its address.
-    facts["fields"] = loaded.facts.fields.raw
-    # Neither field affects a shape.
+    facts = dataclasses.asdict(loaded.model_config)
+    # The raw fields, because json would write the object with its address.
+    facts["fields"] = loaded.model_config.fields.raw
+    # These fields do not affect shapes.
     del facts["path"], facts["generation_defaults"]
     return {
         "version": VERSION,
@@ -163,8 +165,8 @@ def _describe(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def _related(config: Any) -> dict[str, Any]:
-    """Settings of a configuration and its nested configurations, by field, without unrelated
-    settings."""
+    """Settings of a configuration, including nested configurations, by field name; without
+    unrelated settings."""
     related: dict[str, Any] = {}
     settings = settings_of(config)
     for field in dataclasses.fields(config):

@@ -1,4 +1,4 @@
-"""Launches outside of any request: to measure the peak memory of the largest launches before the KV
+"""Launches outside of requests: to measure the peak memory of the largest launches before the KV
 cache is created, and to profile configured launches instead of serving."""
 
 import gc
@@ -18,8 +18,8 @@ from hpu.sampling.sampler import GREEDY
 
 
 def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]) -> int:
-    """Peak bytes of `buckets` with every kind of sampling, beyond the memory that stays allocated.
-    `runner` must not capture. Raises ConfigError if a bucket does not fit."""
+    """Peak memory in bytes of `buckets` with every kind of sampling, minus the memory that stays
+    allocated. `runner` must not capture. Raises ConfigError if a bucket does not fit."""
 
     def run() -> None:
         for bucket in buckets:
@@ -29,7 +29,7 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
 
 
 def measure_peak(run: Callable[[], None], backend: Backend) -> int:
-    """Peak bytes of `run`, beyond the memory that stays allocated."""
+    """Peak memory of `run` in bytes, minus the memory that stays allocated."""
     backend.reset_peak()
     run()
     peak = backend.peak_memory()
@@ -50,8 +50,8 @@ def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
 
 
 def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
-    """The most expensive prefill and the widest decode with at most `num_blocks` blocks: the
-    table's limit depends on the cache size, which is not yet decided."""
+    """The most expensive prefill, and the largest decode with at most `num_blocks` blocks: the
+    table's own limit depends on the cache size, which is not yet decided."""
     prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
     largest = max(prompts, key=lambda bucket: table.cost(PREFILL, bucket[1:]))
     limits = table.limits
@@ -62,13 +62,13 @@ def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
 
 
 def profiled_buckets(execution: ExecutionConfig, limits: BucketLimits) -> list[Bucket]:
-    """Launches configured for a profile; they may be missing in the bucket table. Raises
-    ConfigError for a launch that no plan of this server can have."""
+    """Launches configured for a profile; they need not be in the bucket table. Raises ConfigError
+    for a launch that no plan of this server can have."""
     buckets: list[Bucket] = []
     prompt, decode = execution.profiled_prompt, execution.profiled_decode
     if prompt is not None:
-        context = 0 if limits.is_pooling else limits.blocks_per_seq
-        most = (1 if limits.merged_prefill else limits.max_num_seqs, limits.max_query, context)
+        rows = 1 if limits.merged_prefill else limits.max_num_seqs
+        most = (rows, limits.max_query, limits.max_context_blocks)
         _check_profiled("profile-prompt", execution.profile_prompt, prompt, (1, 1, 0), most)
         buckets.append((PREFILL, *prompt))
     if decode is not None:
@@ -98,7 +98,7 @@ def profile_launches(
     input_buffers: InputBufferPool[Any],
     profiler: Profiler,
 ) -> str:
-    """Compile or capture `buckets` and trace the operations of an additional run of all buckets.
+    """Compile or capture `buckets`, and trace the operations of further runs of all buckets.
     Returns the path of the trace. Raises ConfigError if the trace cannot be written."""
     for bucket in buckets:
         input_buffers.prepare(bucket)

@@ -1,5 +1,5 @@
-"""Weight offloading (--cpu-offload-gb): weights in host memory that each launch copies to the
-device."""
+"""Weight offloading (--cpu-offload-gb): weights are kept in host memory, and each launch copies
+them to the device."""
 
 import logging
 from dataclasses import dataclass
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightsInHostMemory:
-    """The layers of a model whose weights are in host memory."""
+    """Selection of the layers whose weights are kept in host memory."""
 
     backend: Backend
     layers: tuple[int, ...]
     freed_bytes: int
-    """Device memory saved."""
+    """Bytes of device memory saved."""
 
     @property
     def place_layer(self) -> PlaceLayer | None:
-        """Callback for Decoder that moves offloaded layers to the host; None without offloaded
+        """Callback for Decoder that moves offloaded layers to host memory; None without offloaded
         layers."""
 
         def place(index: int, layer: nn.Module) -> None:
@@ -44,8 +44,8 @@ class WeightsInHostMemory:
         return place if self.layers else None
 
     def make_ring(self, decoder: LoadableModel) -> WeightStreamer | None:
-        """WeightStreamer of the offloaded layers of a loaded decoder; None without such layers.
-        Call it before the back end prepares the decoder."""
+        """Create the WeightStreamer of the offloaded layers of a loaded decoder; None without such
+        layers. Call it before the back end prepares the decoder."""
         if not self.layers:
             return None
         assert isinstance(decoder, Decoder), "others are refused"
@@ -64,14 +64,14 @@ class WeightsInHostMemory:
 
 def weights_in_host_memory(
     config: EngineConfig,
-    facts: ModelConfig,
+    model_config: ModelConfig,
     backend: Backend,
     pooler: PoolerConfig | None,
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> WeightsInHostMemory:
-    """Choose the offloaded layers of a model of `dtype`, divided over the tensor-parallel `group`.
-    Raises ConfigError if the model or the device does not support offloading."""
+    """Select the offloaded layers of a model of `dtype`, sharded across the tensor-parallel
+    `group`. Raises ConfigError if the model or the device does not support offloading."""
     if not config.offload.cpu_offload_gb:
         return WeightsInHostMemory(backend, (), 0)
     what = f"--cpu-offload-gb is {config.offload.cpu_offload_gb:g} and"
@@ -82,19 +82,19 @@ def weights_in_host_memory(
         )
     refusals = {
         "is served for pooling": pooler is not None,
-        "is quantized": facts.quantization is not None,
-        "takes images": facts.vision is not None,
-        "runs in the code of transformers": not is_native(facts, config.model_impl),
+        "is quantized": model_config.quantization is not None,
+        "takes images": model_config.vision is not None,
+        "runs on the transformers implementation": not is_native(model_config, config.model_impl),
     }
     for why, is_refused in refusals.items():
         if is_refused:
-            raise ConfigError(f"{what} {facts.path} {why}: its weights stay on the device")
-    spec = decoder_spec(facts)
+            raise ConfigError(f"{what} {model_config.path} {why}: its weights stay on the device")
+    spec = decoder_spec(model_config)
     if spec.mla is not None or spec.states:
         raise ConfigError(
-            f"{what} {facts.path} has latent attention or layers with a state: its weights stay on "
-            "the device"
+            f"{what} {model_config.path} has latent attention or recurrent layers: its weights "
+            "stay on the device"
         )
-    sizes = layer_bytes(facts, num_cards=group.size, width=dtype.itemsize)
+    sizes = layer_bytes(model_config, num_cards=group.size, width=dtype.itemsize)
     layers = host_layers(config.offload, sizes)
     return WeightsInHostMemory(backend, layers, freed_bytes(sizes, layers))

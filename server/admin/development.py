@@ -1,5 +1,5 @@
-"""Development routes: profiles, settings, prefix cache, sleep. They need --enable-dev-endpoints and
-API keys, see ServerConfig."""
+"""Development routes: profiling, settings, prefix cache, sleep. They need --enable-dev-endpoints
+and API keys, see ServerConfig."""
 
 import asyncio
 from functools import partial
@@ -24,7 +24,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """Development routes, which --enable-dev-endpoints serves."""
+    """Routes that --enable-dev-endpoints enables."""
     router = APIRouter(tags=["Development"])
     _add_profile(router, state)
     _add_facts(router, state)
@@ -114,7 +114,7 @@ def _add_sleep(router: APIRouter, state: AppState) -> None:
 
 
 def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
-    """The query parameter `name`; default: the first of `choices`. Raises UserError."""
+    """Value of the query parameter `name`; default: the first of `choices`. Raises UserError."""
     value = request.query_params.get(name, choices[0])
     if value not in choices:
         raise UserError(f"{name} is {value[:40]!r}, it must be {' or '.join(choices)}", param=name)
@@ -122,7 +122,7 @@ def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
 
 
 def _query_parameters(**choices: tuple[str, ...]) -> dict[str, Any]:
-    """The OpenAPI description of query parameters, each with its choices."""
+    """OpenAPI description of query parameters. `choices`: parameter name -> allowed values."""
     return {
         "parameters": [
             {"name": name, "in": "query", "schema": {"type": "string", "enum": list(values)}}

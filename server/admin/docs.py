@@ -1,16 +1,18 @@
-"""GET /docs and its files: Swagger UI without files from other hosts."""
+"""GET /docs and its files: Swagger UI that loads nothing from other hosts."""
 
+import functools
+from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import HTMLResponse, Response
 
-PAGE_FILES = {
-    "swagger-ui-bundle.js": "text/javascript",
-    "swagger-ui.css": "text/css",
-    "favicon.png": "image/png",
-}
+from server.http.auth import DOCS_FILES
+from server.http.static_files import StaticFile
+
+FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 CACHE_S = 86_400
 DARK_MODE = b"""<meta name="color-scheme" content="light dark">
 <script>
@@ -20,13 +22,13 @@ dark.addEventListener("change", follow);
 follow();
 </script>
 """
-"""Swagger UI has dark colours, but asks no browser whether to use them."""
+"""Enables the dark colours of Swagger UI in browsers that prefer them."""
 
 
 def docs_routes(title: str) -> APIRouter:
-    """The page and its files. URLs are relative, so that a reverse proxy may add a path prefix."""
+    """Routes of the page and its files. URLs are relative, so that a reverse proxy may add a path
+    prefix."""
     router = APIRouter(include_in_schema=False)
-    folder = files("fastapi_offline") / "static"
 
     @router.get("/docs")
     async def get_docs() -> Response:
@@ -39,15 +41,14 @@ def docs_routes(title: str) -> APIRouter:
         )
         return HTMLResponse(bytes(page.body).replace(b"</head>", DARK_MODE + b"</head>", 1))
 
-    def serve_file(name: str, kind: str) -> None:
-        @router.get(f"/docs/{name}")
-        async def get_file() -> Response:
-            return FileResponse(
-                str(folder / name),
-                media_type=kind,
-                headers={"Cache-Control": f"max-age={CACHE_S}"},
-            )
-
-    for name, kind in PAGE_FILES.items():
-        serve_file(name, kind)
+    for path, file in _docs_files().items():
+        router.add_route(path, file.respond, include_in_schema=False)
     return router
+
+
+@functools.cache
+def _docs_files() -> Mapping[str, StaticFile]:
+    """The files of Swagger UI, by path."""
+    folder = Path(str(files("fastapi_offline") / "static"))
+    headers = {"cache-control": f"max-age={CACHE_S}"}
+    return {f"{DOCS_FILES}{name}": StaticFile(folder / name, headers) for name in FILES}

@@ -1,30 +1,26 @@
-"""GET / and its files: the page with a chat and the server state. The page needs no API key; the
-data that it requests needs a key if the server has keys."""
+"""GET / and its files: the web page with a chat and the server state. The page needs no API key;
+the data that it requests needs a key if the server has keys."""
 
 import asyncio
 import functools
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import GaudiserveError
 from server.http.auth import PAGE_FILES
 from server.http.body import json_response
+from server.http.static_files import StaticFile
 from server.serving.state import AppState
 
-KINDS = {
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "txt": "text/plain; charset=utf-8",
-}
+SUFFIXES = (".css", ".js", ".txt")
+"""Suffixes of the files that are served beside the page."""
 HEADERS = {
-    # Trusted types: a string becomes markup only through the sanitizer's policy.
+    # Trusted Types: only the sanitizer's policy can turn a string into markup.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -32,11 +28,12 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # The page of a new server must not use the cached script of an older server.
+    # The page must not use a cached script of an earlier server version.
     "cache-control": "no-cache",
 }
 SHAPES_TIMEOUT_S = 1.0
-"""Time limit for a busy engine to report its launches; the page then shows the other data."""
+"""Time limit for an engine to report its launch shapes; without a report the page shows the other
+data."""
 
 
 def page_routes(state: AppState) -> APIRouter:
@@ -44,8 +41,8 @@ def page_routes(state: AppState) -> APIRouter:
     proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     for path, file in _page_files().items():
-        # Starlette's route: FastAPI reads the signature of each endpoint, which takes longer than
-        # everything else that a start does for the page.
+        # Starlette's route, because FastAPI inspects each endpoint's signature, which takes longer
+        # than all other start-up work for the page.
         router.add_route(path, file.respond, include_in_schema=False)
 
     @router.get("/page/state")
@@ -57,45 +54,34 @@ def page_routes(state: AppState) -> APIRouter:
     return router
 
 
-@dataclass(frozen=True, slots=True)
-class _PageFile:
-    content: bytes
-    headers: Mapping[str, str]
-
-    @classmethod
-    def of(cls, content: bytes, kind: str) -> "_PageFile":
-        tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        return cls(content, {"content-type": kind, "etag": tag, **HEADERS})
-
-    async def respond(self, request: Request) -> Response:
-        if request.headers.get("if-none-match") == self.headers["etag"]:
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.content, headers=self.headers)
-
-
 @functools.cache
-def _page_files() -> Mapping[str, _PageFile]:
-    """The page and its files by their paths."""
-    folder = files("server") / "page"
-    page = (folder / "page.html").read_bytes()
-    found = {"/": _PageFile.of(page, "text/html; charset=utf-8")}
+def _page_files() -> Mapping[str, StaticFile]:
+    """The page and its files, by path."""
+    folder = Path(str(files("server") / "page"))
+    found = {"/": StaticFile(folder / "page.html", HEADERS)}
     for file in (*folder.iterdir(), *(folder / "vendor").iterdir()):
-        kind = KINDS.get(file.name.rpartition(".")[2])
-        if kind is not None:
-            found[PAGE_FILES + file.name] = _PageFile.of(file.read_bytes(), kind)
+        if file.suffix in SUFFIXES:
+            found[PAGE_FILES + file.name] = StaticFile(file, HEADERS)
     return found
 
 
 async def _shapes(state: AppState) -> Any:
-    """StepStats.shapes of the engine; None if the engine does not respond in time."""
+    """Launch shapes of the engine (StepStats.shapes); None if it does not respond in time."""
     try:
         return await asyncio.wait_for(state.client.control("shapes"), SHAPES_TIMEOUT_S)
     except (GaudiserveError, asyncio.TimeoutError):
         return None
 
 
+def _reason(state: AppState) -> str:
+    """Why no engine runs; empty while an engine runs."""
+    if state.client.failure is not None:
+        return state.client.failure
+    return state.client.lost.message if state.client.lost is not None else ""
+
+
 def page_state(state: AppState) -> dict[str, Any]:
-    """Data of the page that this API server has without asking the engine."""
+    """Data for the page that needs no call to the engine."""
     stats, ready = state.client.stats, state.client.ready
     compiled = sum(n for name, n in stats.compilations.items() if name.endswith(".serving"))
     return {
@@ -105,6 +91,8 @@ def page_state(state: AppState) -> dict[str, Any]:
         "version": state.version,
         "status": state.status,
         "progress": state.progress if state.status == "starting" else "",
+        "reason": _reason(state),
+        "restarts": [restart._asdict() for restart in state.engine_restarts],
         "device": ready.device if ready else "",
         "dtype": ready.dtype if ready else "",
         "max_model_len": state.max_model_len,

@@ -19,7 +19,7 @@ from server.serving.state import STARTING_RETRY_S, AppState
 
 
 def admin_routes(state: AppState) -> APIRouter:
-    """The routes."""
+    """Routes for operators: probes, metrics and server status."""
     router = APIRouter(tags=["Operations"])
     pages = MetricsPages(state.metrics.page)
     get = partial(router.get, responses=ANSWERS)
@@ -77,7 +77,7 @@ def admin_routes(state: AppState) -> APIRouter:
         "/metrics",
         operation_id="metrics",
         summary="Prometheus' metrics, as OpenMetrics if requested",
-        # Otherwise OpenAPI also lists application/json.
+        # Without it, OpenAPI also lists application/json.
         response_class=PlainTextResponse,
         responses=PAGE_OF_METRICS,
     )
@@ -89,21 +89,21 @@ def admin_routes(state: AppState) -> APIRouter:
 
 
 def liveness(state: AppState) -> Response:
-    """The answer of /live."""
+    """Response of /live."""
     if state.client.failure is not None:
         return fault_of(EngineDied(state.client.failure)).response()
     return json_response({"status": "ok"})
 
 
 def _health(state: AppState) -> Response:
-    # An engine failure ends the start; its reason tells more than the progress.
+    # If the engine failed during start-up, report the failure instead of the progress.
     if state.status == "starting" and state.client.failure is None:
         return starting(state)
     return liveness(state)
 
 
 def starting(state: AppState) -> Response:
-    """The answer of /health while the server starts."""
+    """Response of /health while the server starts."""
     message = f"The server is starting: {state.progress}."
     headers = {"Retry-After": str(STARTING_RETRY_S)}
     return Fault(503, message, "server_error", headers=headers).response()

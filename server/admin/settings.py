@@ -1,5 +1,5 @@
 """Settings that /server_info shows: numbers, switches and enumerated values. Keys, paths and other
-text of the operator are never shown."""
+text from the operator are never shown."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -12,11 +12,11 @@ ENUMERATED = {
     *("mode", "on_unwarmed_shape", "prompt_order", "decode_order", "card", "generation_config"),
     *("tool_call_parser", "reasoning_parser", "log_level"),
 }
-"""Settings with enumerated text values; no other text is shown."""
+"""Settings whose text is one of a fixed set of values; no other text is shown."""
 
 
 def shown_settings(state: AppState) -> dict[str, Any]:
-    """Effective settings, with values that the engine determined at the start."""
+    """Effective settings, including values that the engine determined at start-up."""
     shown: dict[str, Any] = {"version": state.version}
     ready = state.client.ready
     if ready is not None:
@@ -34,7 +34,7 @@ def shown_settings(state: AppState) -> dict[str, Any]:
 
 
 def as_text(shown: Mapping[str, Any]) -> str:
-    """Settings as a line of name=value, in order."""
+    """Settings as comma-separated name=value pairs, in order."""
     return ", ".join(f"{name}={_text(value)}" for name, value in shown.items())
 
 

@@ -12,19 +12,19 @@ from server.openai.schema.json_schema import untyped
 from server.text.hidden_reasoning import hidden_reasoning
 
 _SEPARATOR = "\n"
-"""Separator when consecutive messages of the same role are joined."""
+"""Separator between joined messages of the same role."""
 _ROLES = ("user", "assistant", "system")
 _BILLING_HEADER = "x-anthropic-billing-header:"
-"""Start of a line of system text that is removed."""
+"""Prefix of a line that is removed from the start of system texts."""
 Part = dict[str, Any]
 """Content part of a chat message."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = False) -> ChatBody:
-    """The chat request of `body`. Raises UserError. `has_reasoning`: the server has a reasoning
-    parser; without a parser, a reasoning budget is ignored. `takes_images`: the model takes
-    images."""
+    """Convert `body` to a chat request. Raises UserError. `has_reasoning`: whether the server has a
+    reasoning parser; without a parser, a reasoning budget is ignored. `takes_images`: whether the
+    model supports images."""
     body.check()
     builder = _MessageBuilder(takes_images)
     builder.add_system(body.system)
@@ -74,8 +74,8 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:
-    """Template variables for reasoning, which is on only if requested; templates use either name.
-    Variables of the request take precedence."""
+    """Reasoning effort, and the template variables that enable reasoning: templates read either
+    `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     fields: dict[str, Any] = {
@@ -110,7 +110,7 @@ class _MessageBuilder:
         """Block types that a user message may have, besides tool results."""
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
-        """Tool names by tool_use id."""
+        """tool_use id -> tool name."""
 
     def add_system(self, system: str | list[Any] | None) -> None:
         """Add the system prompt."""
@@ -138,7 +138,8 @@ class _MessageBuilder:
             self._add_system_text(blocks)
 
     def close(self) -> bool:
-        """Finish the last message; returns whether the answer continues it."""
+        """Finish all messages. Returns whether the response continues the last message. Raises
+        UserError if the last message cannot be answered or continued."""
         last = self.messages[-1]
         if last["role"] == "assistant":
             if last.get("tool_calls"):
@@ -146,7 +147,7 @@ class _MessageBuilder:
             if not any(part["text"] for part in last["content"]):
                 self.messages.pop()
                 if last.get("reasoning") or not self.messages:
-                    raise _bad("the last message is of the assistant and has no text to go on with")
+                    raise _bad("the last message is an assistant message without text to continue")
                 last = {}
         for message in self.messages:
             parts = message["content"]
@@ -201,12 +202,12 @@ class _MessageBuilder:
         if calls:
             message.setdefault("tool_calls", []).extend(calls)
         if reasoning:
-            # `close` joins the texts: joining at each message would take quadratic time.
+            # `close` joins the texts: joining them here would take quadratic time.
             message.setdefault("reasoning", []).extend(reasoning)
 
     def _part(self, block: Any, where: str, *others: str) -> Part:
-        """Convert a text block, or an image block if the model takes images. `others`: block types
-        that are also accepted, for the error."""
+        """Convert a text block, or an image block if the model supports images. `others`: other
+        block types that are accepted here, for the error."""
         if "image" in self._taken and block["type"] == "image":
             return _image(block, where)
         return _text(block, where, (*self._taken, *others))
@@ -239,12 +240,12 @@ class _MessageBuilder:
         if not isinstance(block.get("is_error"), (bool, type(None))):
             raise _bad(wrong_field(block, "is_error", where, "true or false"))
         if block.get("is_error"):
-            # Templates have no other place for the value than the text.
+            # Templates have no field for is_error, so put it into the text.
             parts.insert(0, {"type": "text", "text": "Error: "})
         return {
             "role": "tool",
             "tool_call_id": call_id,
-            # The call may be in a part of the conversation that the client no longer sends.
+            # The client may have dropped the part of the conversation with the call.
             "name": self._tools.get(call_id),
             "content": parts or [{"type": "text", "text": ""}],
         }
@@ -256,11 +257,11 @@ class _MessageBuilder:
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    """Blocks of a content with their paths. Raises UserError for a block without a type."""
+    """Content blocks with their paths. Raises UserError for a block without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if len(content) > MAX_PARTS:
-        raise _bad(f"{where} has {len(content)} blocks, at most {MAX_PARTS} are taken")
+        raise _bad(f"{where} has {len(content)} blocks, at most {MAX_PARTS} are allowed")
     for number, block in enumerate(content):
         path = f"{where}[{number}]"
         if not isinstance(block, dict) or not isinstance(block.get("type"), str):
@@ -269,7 +270,7 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
 
 
 def _image(block: Any, where: str) -> Part:
-    """Convert an image block to a part of a chat message."""
+    """Convert an image block to a content part of a chat message."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":

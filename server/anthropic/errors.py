@@ -1,4 +1,4 @@
-"""Error bodies of the Messages API, and which routes use them."""
+"""Error bodies of the Messages API, and the routes that use them."""
 
 from typing import Any
 
@@ -27,7 +27,8 @@ _WORDS = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
 )
-"""Words of chat errors and their names in the Messages API: a request was converted to a chat."""
+"""Replacements in error messages: chat field -> Messages API field. Requests are validated after
+their conversion to chat requests."""
 
 
 def is_messages(path: str) -> bool:
@@ -46,7 +47,7 @@ def error_object(fault: Fault) -> dict[str, Any]:
 
 
 def refusal(fault: Fault, path: str) -> Response:
-    """The response with `fault` for clients of `path`."""
+    """Error response for `fault`, in the format of the API that `path` belongs to."""
     if not is_messages(path):
         return fault.response()
     return Response(

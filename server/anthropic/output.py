@@ -1,4 +1,5 @@
-"""Responses of the Messages API: message parts to content blocks, deltas to stream events."""
+"""Responses of the Messages API: converts message parts to content blocks, and deltas to stream
+events."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ Block = dict[str, Any]
 
 
 def message_of(job: ServingRequest, content: Sequence[Block] = ()) -> dict[str, Any]:
-    """An unfinished message, as in the first event of a stream."""
+    """Message object with null stop fields, as in a message_start event."""
     return {
         "id": job.id,
         "type": "message",
@@ -89,8 +90,9 @@ def _block(part: MessagePart, *, is_cut: bool, shows_reasoning: bool) -> Block:
 
 
 def _input(arguments: str, is_cut: bool) -> str:
-    """Arguments of a call as a JSON object. If they cannot be parsed: the parsed part of a call
-    that was cut; else an empty object, since partial arguments may do something else."""
+    """Arguments of a call as a JSON object. Invalid arguments of a truncated call keep the part
+    that can be parsed; other invalid arguments become an empty object, since partial arguments may
+    have another effect."""
     whole = object_of(arguments)
     if whole is not None:
         return whole
@@ -121,7 +123,7 @@ class MessageEvents:
         self._open: str | None = None
         """Type of the open block."""
         self._hidden: list[str] = []
-        """Reasoning of the open block that is not shown."""
+        """Reasoning deltas of the open block, if the reasoning is hidden from the client."""
         self._has_calls = False
         self._last = Delta(0)
 

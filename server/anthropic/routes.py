@@ -20,7 +20,7 @@ from server.serving.state import AppState
 
 
 def messages_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes of the Messages API: create a message, count tokens."""
     router = APIRouter(tags=["Anthropic"], responses=MESSAGES_ANSWERS)
 
     @router.post(
@@ -53,8 +53,8 @@ def messages_routes(state: AppState) -> APIRouter:
 
 
 async def _start(state: AppState, request: Request) -> tuple[ServingRequest, bool]:
-    """The request in the engine, which refers only to the converted body, and whether the answer
-    shows the reasoning."""
+    """Start a request. Returns the request, and whether the response shows the reasoning. The
+    request references only the converted chat body, so that the received body can be freed."""
     state.generation_pipeline()
     sent = await state.bodies.read_object(request)
     body = await parse(MessagesBody, sent)

@@ -48,13 +48,14 @@ _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether `tool` runs on other servers, such as web_search_20250305, and is ignored."""
+    """Whether `tool` is a built-in tool of other servers, such as web_search_20250305. These tools
+    are ignored."""
     return type_of(tool) not in (None, "custom")
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an earlier answer is ignored: only other servers know its type, such as
-    redacted_thinking, or its text is null."""
+    """Whether a block of an earlier response is ignored: its type is specific to other servers,
+    such as redacted_thinking, or its text is null."""
     kind = type_of(block)
     if kind == "text":
         return block.get("text") is None
@@ -62,7 +63,7 @@ def is_ignored_block(block: Any) -> bool:
 
 
 class ToolChoice(Body):
-    """Whether a tool must be used, and which."""
+    """Whether a tool must be used, and which tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -70,7 +71,7 @@ class ToolChoice(Body):
 
 
 class ThinkingChoice(Body):
-    """Whether the model is to think first."""
+    """Whether the model should reason before it answers."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = None
@@ -78,21 +79,21 @@ class ThinkingChoice(Body):
 
 
 class ContextManagement(Body):
-    """Deletions that other servers make in a prompt once it is long. This server makes no
-    deletion, like others below their threshold."""
+    """Context edits, which other servers apply once a prompt exceeds a threshold. This server
+    accepts them and never edits the prompt."""
 
     edits: Tools | None = None
 
 
 class OutputFormat(Body):
-    """The form that the text is to have."""
+    """Required format of the text."""
 
     schema_: Schema = Field(alias="schema")
     type: Literal["json_schema"] = "json_schema"
 
 
 class OutputConfig(Body):
-    """Effort and form of the output."""
+    """Effort and output format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -105,7 +106,8 @@ class RequestMetadata(Body):
 
 
 class CountBody(Body):
-    """A conversation whose tokens are to be counted: what makes the prompt."""
+    """Body of POST /v1/messages/count_tokens: the conversation and the fields that affect the
+    prompt."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -119,14 +121,14 @@ class CountBody(Body):
     }
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    model: str | None = Field(None, description="A served name; default: the first one.")
+    model: str | None = Field(None, description="A served name; default: the first served name.")
     messages: Annotated[Messages, WithJsonSchema(array(_MESSAGE, minItems=1))]
     system: Annotated[str | Blocks | None, WithJsonSchema(any_of(_CONTENT, NULL))] = None
     tools: Annotated[Tools | None, WithJsonSchema(any_of(array(_TOOL), NULL))] = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = Field(None, description="As output_config.format.")
+    output_format: OutputFormat | None = Field(None, description="Same as output_config.format.")
     context_management: ContextManagement | None = Field(
         None, description="Without effect: nothing is deleted from a prompt."
     )
@@ -149,7 +151,7 @@ class CountBody(Body):
         return ignored
 
     def check(self) -> None:
-        """Raise UserError for values that contradict each other."""
+        """Check fields against each other. Raises UserError."""
         choice, thinking = self.tool_choice, self.thinking
         if choice is not None and choice.type == "tool" and choice.name is None:
             raise UserError(
@@ -164,19 +166,19 @@ class CountBody(Body):
                 )
         if self.output_format is not None and self.form is not self.output_format:
             raise UserError(
-                "output_format and output_config.format are set, only one of them may be",
+                "output_format and output_config.format are set, only one of them may be set",
                 param="output_format",
             )
 
     @property
     def form(self) -> OutputFormat | None:
-        """Output format, from either of its two fields."""
+        """Output format from output_config.format, or from output_format."""
         config = self.output_config
         return self.output_format if config is None or config.format is None else config.format
 
 
 class MessagesBody(CountBody):
-    """A conversation to answer."""
+    """Body of POST /v1/messages: a conversation to answer."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -1,1 +1,1 @@
-"""ASGI application: the routes of all APIs inside the middleware, and their OpenAPI description."""
+"""ASGI application: the routes of all APIs behind the middleware, and their OpenAPI description."""

@@ -1,4 +1,5 @@
-"""ASGI application of an AppState: FastAPI's routes and errors inside this server's middleware."""
+"""ASGI application for an AppState: FastAPI routes and error handlers behind this server's
+middleware."""
 
 import re
 from difflib import get_close_matches
@@ -31,8 +32,10 @@ from server.http.access_log import record_of
 from server.http.errors import fault_of, user_error_from_problems
 from server.openai.chat import chat_routes
 from server.openai.completions import completion_routes
+from server.openai.generate import generate_routes
 from server.openai.lora import lora_routes
 from server.openai.models import model_routes
+from server.openai.render import render_routes
 from server.openai.responses.routes import response_routes
 from server.openai.tokenize import tokenize_routes
 from server.pooling.routes import pooling_routes
@@ -43,19 +46,15 @@ OPENAPI = "/openapi.json"
 PREFLIGHT_SECONDS = 600
 PATH_CHARACTERS_SHOWN = 100
 NEAR_PATH_RATIO = 0.8
-"""A path that is less alike to each route gets no nearest route."""
+"""Minimum similarity of an unknown path to a route for the route to be suggested."""
 OLLAMA = "/api/"
-"""Start of the paths of Ollama's API."""
+"""Path prefix of Ollama's API."""
 NOT_SERVED = (
     (re.compile(r"/v1/(audio/|realtime)"), "Audio is not served."),
-    (
-        re.compile("/inference/v1/generate"),
-        "/v1/completions takes token ids as its prompt, and returns them with return_token_ids.",
-    ),
-    (re.compile(".*/render$"), "/tokenize gives the token ids of a prompt."),
-    (re.compile(".*/derender$"), "/detokenize gives the text of token ids."),
+    (re.compile("/v1/update_models"), "A server has a single model: start a server for each."),
+    (re.compile(".*/derender$"), "/detokenize returns the text of token ids."),
 )
-"""Paths of vLLM's routes that do not exist, and what to use instead."""
+"""Path pattern of vLLM routes that do not exist here -> sentence added to the 404 message."""
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -76,7 +75,8 @@ def create_app(state: AppState) -> ASGIApp:
         routes(state)
         for routes in (
             *(chat_routes, completion_routes, response_routes, messages_routes),
-            *(pooling_routes, model_routes, tokenize_routes, admin_routes),
+            *(render_routes, generate_routes, pooling_routes, model_routes),
+            *(tokenize_routes, admin_routes),
         )
     ]
     disabled: list[tuple[APIRouter, str]] = []
@@ -92,7 +92,7 @@ def create_app(state: AppState) -> ASGIApp:
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(Exception, _leave_to_middleware)
-    # Wraps FastAPI instead of using its middleware stack, so that short requests skip FastAPI.
+    # Outside FastAPI's middleware stack, so that short requests can bypass FastAPI.
     app: ASGIApp = FastRouter(api, api.state.routes)
     app = AuthMiddleware(app, state)
     if state.config.allowed_origins:
@@ -109,7 +109,7 @@ def create_app(state: AppState) -> ASGIApp:
 
 
 def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
-    """Routes that are served with flags: the routes, the flags, whether these are set."""
+    """Tuples (router, flags that enable its routes, whether the flags are set)."""
     config = state.config
     return [
         (
@@ -145,8 +145,9 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path. It names the flag that enables the route, what serves in place of a
-    route of vLLM, the route if only `/v1` is missing, or the route with the nearest path."""
+    """404 for an unknown path. The message names the flag that enables the route, the replacement
+    for a vLLM route, the route if only `/v1` is missing, or the route with the most similar
+    path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -164,7 +165,8 @@ def _unknown_route(request: Request) -> HTTPException:
 
 
 def _flag(request: Request) -> str | None:
-    """The flag with which a route at the path of `request` would be served."""
+    """The flag that would enable a route for the path of `request`; None if there is no such
+    route."""
     if request.scope["path"] == OPENAPI:
         return "--enable-docs"
     for route, flag in request.app.state.flags:
@@ -174,7 +176,7 @@ def _flag(request: Request) -> str | None:
 
 
 def _paths(request: Request) -> list[str]:
-    """The paths of the routes that have no parameters."""
+    """Paths of the routes without path parameters."""
     paths = (route.path for route in request.app.state.routes if isinstance(route, Route))
     return sorted({path for path in paths if "{" not in path})
 
@@ -211,6 +213,6 @@ class _NoResponse(Response):
 
 
 async def _leave_to_middleware(request: Request, error: Exception) -> Response:
-    """Exception handler that sends nothing. Starlette then raises `error` again, and AuthMiddleware
-    answers it; the default handler would send plain text first."""
+    """Exception handler that sends nothing. Starlette then re-raises `error`, and AuthMiddleware
+    sends the response; the default handler would send plain text first."""
     return _NoResponse()

@@ -1,5 +1,5 @@
-"""One-line descriptions of body fields for /openapi.json and docs/api.md; a field's own description
-takes precedence."""
+"""One-line descriptions of body fields for /openapi.json and docs/api.md; a description on the
+field itself takes precedence."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,23 +31,25 @@ SHARED: Mapping[str, str] = {
     "chat_template": "Template of this request; only with `--trust-request-chat-template`.",
     "chat_template_kwargs": "Variables for the chat template; override "
     "`--default-chat-template-kwargs`.",
-    "add_special_tokens": "Whether the tokenizer adds its own, such as a BOS; default false.",
+    "add_special_tokens": "Whether the tokenizer adds special tokens, such as BOS; default false.",
     "truncate_prompt_tokens": "Keep only the last tokens of the prompt; -1: as many as fit.",
     "truncation_side": "The side that truncate_prompt_tokens cuts off; default left.",
     "prompt": f"A text or token ids, or a list of up to {MAX_PROMPTS} of either.",
     # Tools and reasoning.
     "tools": "Functions that the model may call.",
-    "tool_choice": "auto (the default with tools), none, required, or one function by its name.",
-    "parallel_tool_calls": "false: one call at most.",
-    "reasoning_effort": "For the template; also sets enable_thinking there: false for none.",
+    "tool_choice": "auto (the default with tools), none, required, a named function, or "
+    "allowed_tools.",
+    "parallel_tool_calls": "false: at most one tool call.",
+    "reasoning_effort": "Variable for the chat template; also sets enable_thinking (none: false, "
+    "others: true).",
     "include_reasoning": "false: no reasoning in the answer; default true.",
-    # How much, and where it ends.
+    # Number and length of the choices.
     "n": f"Choices for each prompt, 1 to {MAX_N}; default 1.",
     "min_tokens": "Minimum number of generated tokens, 0 to max_tokens; default 0.",
     "stop": "One stop string or several; the output does not contain them.",
     "stop_token_ids": "Tokens that end the output; their text is left out.",
-    "include_stop_str_in_output": "Keep the stop text; default false.",
-    "ignore_eos": "Continue after the end token; default false.",
+    "include_stop_str_in_output": "Whether the output contains the stop text; default false.",
+    "ignore_eos": "Whether to continue after the end token; default false.",
     # Sampling.
     "temperature": "0 to 2; 0 is greedy. Default: the model's own, or 1.",
     "top_p": "Above 0, to 1: nucleus sampling. Default: the model's, or 1.",
@@ -65,35 +67,38 @@ SHARED: Mapping[str, str] = {
     # Adapters.
     "lora_name": "Name of the adapter, by which requests choose it as their `model`.",
     "lora_path": "Folder or GGUF file of the adapter, below `--lora-dir`.",
-    "base_model_name": "Shown as the adapter's parent; default: the model.",
+    "base_model_name": "Parent of the adapter in the list of models; default: the served model.",
     "lora_int_id": _NO_EFFECT,
     # Structured output.
     "response_format": "text, json_object, json_schema or structural_tag.",
-    "structured_outputs": "One of json, json_object, regex, choice, grammar, structural_tag.",
-    **{name: f"As structured_outputs.{kind}." for name, kind in FIELDS.items()},
+    "structured_outputs": "An object with exactly one of json, json_object, regex, choice, "
+    "grammar, structural_tag.",
+    **{name: f"Same as structured_outputs.{kind}." for name, kind in FIELDS.items()},
     # The answer.
     "stream": "Server-sent events instead of a single answer; default false.",
     "stream_options": "Only with stream.",
-    "include_usage": "Send a last chunk without choices that has the usage; default: "
+    "include_usage": "Send a last chunk with the usage and without choices; default: "
     "`--enable-force-include-usage`.",
-    "continuous_usage_stats": "Every chunk has the usage so far; needs include_usage.",
+    "continuous_usage_stats": "Whether every chunk has the usage so far; needs include_usage.",
     "prompt_logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens to return for each "
     "prompt token; not with stream.",
     "echo": "Return the prompt (in a chat, the last message) before the answer; default false.",
     "skip_special_tokens": "Leave control tokens out of the text; default true.",
-    "spaces_between_special_tokens": "Only for tokenizers that add spaces there; default true.",
+    "spaces_between_special_tokens": "Whether to put spaces between special tokens, if the "
+    "tokenizer does so; default true.",
     "return_token_ids": "Also return the token ids of prompt and output; default false.",
     "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:5`; default: "
     "`--return-tokens-as-token-ids`.",
     "return_token_strs": "Also return each token as it is in the vocabulary; default false.",
     # The request itself.
-    "model": "A served name; default: the first one.",
-    "priority": "Lower is served first; other than 0 only with `--scheduling-policy priority`.",
+    "model": "A served name; default: the first served name.",
+    "priority": "Lower values are served first; values other than 0 need "
+    "`--scheduling-policy priority`.",
     "timeout": "Seconds from the request's arrival until it is ended with a 504; also the header "
     "`X-Request-Timeout`.",
     "request_id": f"Part of the answer's id: 1 to {MAX_REQUEST_ID_CHARACTERS} visible characters.",
     "cache_salt": f"Prompts with the same salt share cached blocks: 1 to {MAX_SALT_CHARACTERS} "
-    "characters, none of them @, / or \\.",
+    "characters other than @, / and \\.",
     "modalities": 'Only `["text"]`.',
     "store": _NO_EFFECT,
     "metadata": f"{_NO_EFFECT} Up to {MAX_METADATA_PAIRS} pairs; keys have up to "
@@ -106,11 +111,14 @@ SHARED: Mapping[str, str] = {
     "input": f"A text or token ids, or a list of up to {MAX_INPUTS} of either.",
     "encoding_format": "float (the default), or base64: little-endian float32.",
     "dimensions": "Length of the vectors, for models that were trained for shorter ones.",
-    "task": "null: the first of these that the model supports.",
+    "task": "What to compute; null: the first of these tasks that the model supports.",
     # Tokens.
     "tokens": "Token ids.",
+    "token_ids": "The prompt.",
+    "sampling_params": "Sampling parameters with vLLM's names; default: neutral values, and "
+    "for max_tokens the rest of the context.",
 }
-"""By field name, in all bodies."""
+"""Field name -> description, for all bodies."""
 
 OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "ChatBody": {
@@ -119,80 +127,80 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
         "logprobs.",
     },
     "CompletionBody": {
-        "add_special_tokens": "Whether a text gets the tokenizer's own; default true.",
+        "add_special_tokens": "Whether the tokenizer adds special tokens to a text; default true.",
         "logprobs": f"0 to {MAX_LOGPROBS}: number of most likely tokens per position.",
     },
     "ResponseBody": {
         "background": "Return at once and generate in the background; needs store.",
         "include": f"{WITH_LOGPROBS}; others have no effect.",
-        "input": "A text, or items. May be absent only with previous_response_id.",
+        "input": "A text or a list of items; may be absent only with previous_response_id.",
         "previous_response_id": "The response to continue.",
         "reasoning": "Reasoning options.",
         "store": "false: the response is not stored; default true.",
-        "text": "Format of the text.",
+        "text": "Output format.",
         "thinking_token_budget": "Maximum number of reasoning tokens.",
         "tools": "Functions that the model may call, also in namespaces; other tools are ignored.",
         "truncation": "auto: drop the oldest messages if the prompt is too long; default disabled.",
     },
     "ReasoningOptions": {
-        "effort": "As reasoning_effort of a chat.",
+        "effort": "Same as reasoning_effort of a chat.",
         "summary": _NO_EFFECT,
     },
     "ContextManagement": {"edits": _NO_EFFECT},
     "TextOptions": {"format": "text, json_object or json_schema."},
     "ScoreBody": {
-        "text_1": "A text, or as many as text_2 has.",
+        "text_1": "A text, or as many texts as text_2 has.",
         "text_2": "A text or several.",
-        "queries": "As text_1.",
-        "documents": "As text_2, together with queries.",
-        "items": "As text_2, together with queries.",
-        "data_1": "As text_1.",
-        "data_2": "As text_2.",
+        "queries": "Same as text_1.",
+        "documents": "Same as text_2; used together with queries.",
+        "items": "Same as text_2; used together with queries.",
+        "data_1": "Same as text_1.",
+        "data_2": "Same as text_2.",
     },
     "RerankBody": {
         "documents": "The texts to rank.",
         "query": "The text that the documents are compared with.",
     },
     "TokenizeTextBody": {
-        "add_special_tokens": "Whether the tokenizer adds its own; default true.",
+        "add_special_tokens": "Whether the tokenizer adds special tokens; default true.",
         "prompt": "The text.",
     },
     "MessagesBody": {
-        "max_tokens": "Tokens that may be generated, at least 1.",
-        "metadata": "The end user behind the request.",
+        "max_tokens": "Maximum generated tokens, at least 1.",
+        "metadata": "The id of the end user (user_id).",
         "stop_sequences": "Stop strings, which the answer does not contain; at most "
         "`--max-stop-strings`.",
     },
     "CountBody": {
-        "output_config": "effort, and format: a JSON schema for the answer.",
+        "output_config": "Reasoning effort, and output format: a JSON schema.",
         "system": "A text or text blocks, before the messages.",
         "thinking": "Whether the model reasons first, and for how many tokens.",
         "tool_choice": "auto (the default with tools), any, tool with a name, or none.",
-        "tools": "Each with name, description and input_schema.",
+        "tools": "Tools that the model may call, each with name, description and input_schema.",
     },
     "ToolChoice": {
-        "disable_parallel_tool_use": "true: one call at most.",
+        "disable_parallel_tool_use": "true: at most one tool call.",
         "name": "The tool that must be called, for type tool.",
         "type": "auto, any (some tool must be called), tool (the named tool must be called), none.",
     },
     "ThinkingChoice": {
         "budget_tokens": "Maximum reasoning tokens; for type enabled, at least 1.",
-        "display": "omitted: the reasoning is in the signature of its block only.",
+        "display": "omitted: only the block's signature contains the reasoning.",
         "type": "enabled, disabled or adaptive.",
     },
     "OutputConfig": {
-        "effort": "As reasoning_effort of a chat.",
-        "format": "Format of the text.",
+        "effort": "Same as reasoning_effort of a chat.",
+        "format": "Output format.",
     },
     "OutputFormat": {"schema": "A JSON schema.", "type": "Only json_schema."},
 }
-"""By body and field: overrides of SHARED."""
+"""Body -> field -> description that overrides SHARED."""
 _PARENTS = {"MessagesBody": "CountBody"}
-"""Bodies that inherit the overrides of another body."""
+"""Body -> body whose overrides it inherits."""
 
 
 def add_descriptions(definitions: Mapping[str, Any]) -> None:
-    """Add a description to each property of these JSON schemas that has none."""
+    """Add a description to each property of these JSON schemas that lacks one."""
     for name, definition in definitions.items():
         inherited = OVERRIDES.get(_PARENTS.get(name, name), {})
         descriptions = {**SHARED, **inherited, **OVERRIDES.get(name, {})}

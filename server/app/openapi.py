@@ -1,4 +1,4 @@
-"""OpenAPI schema. Handlers parse bodies themselves, so FastAPI does not know the body models."""
+"""OpenAPI schema. Handlers parse bodies themselves, so the schemas of the bodies are added here."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from server.openai.lora import LoadAdapterBody, UnloadAdapterBody
 from server.openai.responses.schema import ResponseBody
 from server.openai.schema.chat import ChatBody
 from server.openai.schema.completions import CompletionBody
+from server.openai.schema.generate import GenerateBody
 from server.openai.schema.tokenize import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
 from server.pooling.schema import (
     ClassifyBody,
@@ -30,7 +31,7 @@ _POOLING = (
     *(EmbeddingBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody),
     *(CohereEmbedBody, ScoreBody, RerankBody),
 )
-_TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody)
+_TOKENIZATION = (TokenizeTextBody, TokenizeChatBody, DetokenizeBody, GenerateBody)
 _ADAPTERS = (LoadAdapterBody, UnloadAdapterBody)
 _GENERATION = (ChatBody, CompletionBody, ResponseBody, MessagesBody, CountBody)
 BODIES = (*_GENERATION, *_TOKENIZATION, *_POOLING, *_ADAPTERS)
@@ -65,7 +66,7 @@ _MESSAGES_ERROR = {
 
 
 class DescribedApi(FastAPI):
-    """FastAPI with the schemas of this server's request bodies."""
+    """FastAPI whose OpenAPI schema includes this server's request bodies."""
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:

@@ -1,5 +1,5 @@
-"""Tables of docs/api.md, generated from the schemas, and of docs/tools.md, generated from the
-parsers: `python -m server.app.reference`.
+"""Generates the tables of docs/api.md from the schemas, of docs/tools.md from the parsers, and of
+docs/selftest.md from the checks: `python -m server.app.reference`.
 
 The text of the pages is written by hand. In api.md, each table is between two comments, and the
 first comment names the body. `beyond BODY`: fields that BODY also has are only listed by name.
@@ -13,22 +13,23 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from config.loading.reference import DOCS, listed, table_of, with_text
+from engine.selftest.fallbacks import table_rows
 from server.app.field_docs import add_descriptions
 from server.app.openapi import BODIES
 from server.openai.schema.generation import Body
 from server.parsers.kinds import ParserKind, distinct
 from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
-PATH, TOOLS = DOCS / "api.md", DOCS / "tools.md"
+PATH, TOOLS, SELFTEST = DOCS / "api.md", DOCS / "tools.md", DOCS / "selftest.md"
 TABLES = re.compile(
     r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
 )
 Rows = dict[str, str]
-"""Type and meaning by field: the cells of a table row after the first cell."""
+"""Field name -> the remaining cells of its table row, `type | meaning`."""
 
 
 def with_tables(page: str) -> str:
-    """Regenerate every table of the page from the code. Raises KeyError for an unknown body."""
+    """Regenerate every table of the page. Raises KeyError for an unknown body."""
     bodies = {body.__name__: body for body in BODIES}
 
     def table(found: re.Match[str]) -> str:
@@ -40,8 +41,8 @@ def with_tables(page: str) -> str:
 
 
 def _fields(body: type[Body], base: type[Body] | None) -> str:
-    """Tables of the body's own fields and of its nested objects, and lists of the fields that it
-    shares with `base` and of the fields that it refuses."""
+    """Tables of the body's own fields and its nested objects, a list of the fields that it shares
+    with `base`, and a list of the fields that it rejects."""
     own, objects = _rows_of(body)
     base_rows, base_objects = _rows_of(base) if base else ({}, {})
     shared = [name for name, row in own.items() if base_rows.get(name) == row]
@@ -59,7 +60,7 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
 
 
 def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
-    """Rows of the body without the fields that it refuses, and the rows of its nested objects."""
+    """Rows of the body without rejected fields, and rows of its nested objects."""
     _, made = models_json_schema([(body, "validation")])
     definitions: dict[str, Any] = made["$defs"]
     add_descriptions(definitions)
@@ -87,7 +88,7 @@ def _rows(definition: Mapping[str, Any]) -> Rows:
 
 
 def _table(rows: Rows) -> str:
-    """A table with one row for all fields of the same type and meaning."""
+    """A table in which fields with the same type and meaning share a row."""
     names: dict[str, list[str]] = {}
     for name, cells in rows.items():
         names.setdefault(cells, []).append(name)
@@ -96,7 +97,8 @@ def _table(rows: Rows) -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words. null is left out, since every optional field accepts it."""
+    """Short description of a JSON schema. null is omitted, since every optional field accepts
+    it."""
     if "$ref" in schema:
         return f"`{schema['$ref'].rsplit('/', 1)[1]}`"
     if "enum" in schema:
@@ -123,7 +125,7 @@ def with_parsers(page: str) -> str:
 
 
 def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) -> str:
-    """A row for each text that models write, with the names of all parsers that read it."""
+    """A row for each output format, with the names of all parsers that read it."""
     names: dict[str, list[str]] = {}
     for parser in sorted(distinct(parsers), key=lambda parser: parser.names):
         names.setdefault(parser.example, []).extend(parser.names)
@@ -131,9 +133,15 @@ def _parsers(flag: str, head: str, parsers: Mapping[str, ParserKind[object]]) ->
     return table_of((f"`--{flag}`", head), rows)
 
 
+def with_checks(page: str) -> str:
+    """selftest.md with its table regenerated."""
+    table = table_of(("check", "assumption", "fallback", "quick"), table_rows())
+    return with_text(page, f"{table}\n")
+
+
 def main() -> int:
     """Write the tables into the pages."""
-    for path, tables in ((PATH, with_tables), (TOOLS, with_parsers)):
+    for path, tables in ((PATH, with_tables), (TOOLS, with_parsers), (SELFTEST, with_checks)):
         path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

@@ -1,8 +1,6 @@
-"""Files of a batch in OpenAI's format: requests and answers, a JSON object per line.
-
-The id of an answer has the line number of its request, so that an interrupted batch continues after
-the last complete line of the output.
-"""
+"""Batch files in OpenAI's format: requests and responses, one JSON object per line. The id of a
+response contains the line number of its request, so that an interrupted batch resumes after the
+last complete line of the output."""
 
 import contextlib
 import fcntl
@@ -15,19 +13,19 @@ import msgspec
 
 from config.errors import ConfigError, value_text
 from config.json_text import json_problem, parse_json
-from server.cli.http_client import Answer
+from server.cli.http_client import HttpResponse
 
 PREFIX = "batch_req_"
 _BEGINNING = f'{{"id":"{PREFIX}'.encode()
-"""First bytes of an answer line."""
+"""First bytes of each output line."""
 POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/pooling")
-"""Paths outside of /v1/ that a batch may use."""
+"""Paths outside /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum length of an input line, the default of --max-body-bytes."""
 
 
 class BatchLine(NamedTuple):
-    """Request of an input line."""
+    """A request on an input line."""
 
     number: int
     """Line number in the file, from 1."""
@@ -38,7 +36,7 @@ class BatchLine(NamedTuple):
 
 
 class InvalidLine(NamedTuple):
-    """A line that is no request, or that repeats a custom_id."""
+    """An input line that is not a request, or that repeats a custom_id."""
 
     number: int
     custom_id: str | None
@@ -82,10 +80,10 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
     try:
         msgspec.json.encode(line)
     except UnicodeEncodeError:
-        return InvalidLine(number, None, "it has half of a surrogate pair, which is no text")
+        return InvalidLine(number, None, "it has a lone surrogate, it must be valid Unicode text")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return InvalidLine(number, None, f"custom_id is {custom_id!r}, it must be a text")
+        return InvalidLine(number, None, f"custom_id is {custom_id!r}, it must be a string")
     body, url = line.get("body"), line.get("url")
     if line.get("method", "POST") != "POST":
         problem = f"method is {line['method']!r}, it must be POST"
@@ -93,11 +91,11 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
         paths = ", ".join(POOLING_PATHS)
         problem = f"url is {url!r}, it must be a path, such as /v1/chat/completions, or {paths}"
     elif " " in url:
-        problem = f"url is {url!r}, it must be without blanks"
+        problem = f"url is {url!r}, it must have no whitespace"
     elif not isinstance(body, dict):
         problem = f"body is {value_text(body)}, it must be an object"
     elif body.get("stream"):
-        problem = "stream is true, and a batch has no streams"
+        problem = "stream is true, it must be false in a batch"
     else:
         return BatchLine(number, custom_id, url, body, len(raw))
     return InvalidLine(number, custom_id, problem)
@@ -111,14 +109,14 @@ class BatchOutput:
     """Output file of a batch, open for appending and locked against other processes."""
 
     def __init__(self, path: Path) -> None:
-        """Reads existing answers and removes a half-written last line of a killed process. Raises
-        ConfigError for a file that is no batch output or is in use."""
+        """Reads existing responses, and removes an incomplete last line that a killed process left.
+        Raises ConfigError for a file that is not a batch output or is in use."""
         self._path = path
         self._answered: dict[int, str | None] = {}
-        """custom_id of each answered line, by line number."""
+        """Line number -> custom_id of each answered line."""
         self.num_errors = 0
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"{path}: it is no regular file, which a batch could go on with")
+            raise ConfigError(f"{path}: it must be a regular file")
         try:
             self._file: IO[bytes] = path.open("ab+")
         except OSError as error:
@@ -128,7 +126,7 @@ class BatchOutput:
             self._read()
         except BlockingIOError as error:
             self._file.close()
-            raise ConfigError(f"{path}: another batch writes to it") from error
+            raise ConfigError(f"{path}: another batch is writing to this file") from error
         except ConfigError:
             self._file.close()
             raise
@@ -137,7 +135,7 @@ class BatchOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # On a full disk the flush fails again; the error was raised before.
+        # On a full disk the flush fails again, after the error has been raised.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -146,21 +144,22 @@ class BatchOutput:
         return len(self._answered)
 
     def has(self, line: BatchLine | InvalidLine) -> bool:
-        """Whether `line` has an answer. Raises ConfigError if the answer has another custom_id."""
+        """Whether `line` has a response. Raises ConfigError if the response has another
+        custom_id."""
         if line.number not in self._answered:
             return False
         answered = self._answered[line.number]
         if answered != line.custom_id:
             raise ConfigError(
-                f"{self._path} has the answer of {answered!r} for line {line.number}, which is "
+                f"{self._path} has the answer to {answered!r} for line {line.number}, which is "
                 f"{line.custom_id!r} in the input: it belongs to another batch"
             )
         return True
 
-    def write(self, line: BatchLine, answer: Answer) -> None:
-        """Append the server's answer, with any status."""
+    def write(self, line: BatchLine, answer: HttpResponse) -> None:
+        """Append the server's response, with any status."""
         try:
-            # On a single line, which the content may not be.
+            # Re-encode the body on a single line.
             body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(answer.content)))
         except (msgspec.DecodeError, RecursionError):
             body = msgspec.Raw(msgspec.json.encode(answer.content.decode(errors="replace")))
@@ -198,7 +197,7 @@ class BatchOutput:
             self._file.flush()
         except OSError as error:
             raise ConfigError(
-                f"{self._path}: {error.strerror}; the same command goes on where this one ended"
+                f"{self._path}: {error.strerror}; run the same command again to continue"
             ) from error
         self._answered[line.number] = line.custom_id
 
@@ -207,7 +206,7 @@ class BatchOutput:
         end = 0
         for raw in self._file:
             if not raw.endswith(b"\n"):
-                # A user's file may also lack the last line break: it is never cut.
+                # Do not truncate another file of the user that lacks a final line break.
                 if raw[: len(_BEGINNING)] != _BEGINNING[: len(raw)]:
                     raise _no_answer(self._path, raw)
                 break
@@ -229,7 +228,7 @@ class BatchOutput:
 
 
 def _number_of(answer_id: str) -> int:
-    """Line number in the id of an answer. Raises ValueError and AttributeError."""
+    """Line number in the id of a response. Raises ValueError and AttributeError."""
     digits = answer_id.removeprefix(PREFIX)
     # int() also accepts "7 ", "+7", "007", "1_0" and digits of other scripts.
     if not digits.isdecimal() or answer_id != f"{PREFIX}{int(digits)}":
@@ -239,5 +238,6 @@ def _number_of(answer_id: str) -> int:
 
 def _no_answer(path: Path, raw: bytes) -> ConfigError:
     return ConfigError(
-        f"{path} holds a line that is no answer of a batch: {raw[:80]!r}; name another file by -o"
+        f"{path} has a line that is not an answer of a batch: {raw[:80]!r}; name another "
+        "file with -o"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.traffic import read_traffic
 from engine.reports.bucket_plot import plot
@@ -30,7 +30,7 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 """
 
 
-def buckets_parser(action: str) -> Parser:
+def buckets_parser(action: str) -> FlagParser:
     """Parser with the flags of `show` or `fit` and the flags of `serve`."""
     parser = command_parser(
         f"gaudiserve buckets {action}",
@@ -43,17 +43,21 @@ def buckets_parser(action: str) -> Parser:
     }[action]
     group = parser.add_argument_group("This command")
     group.add_argument(
-        "--traffic", metavar="FILE", help="JSONL of lengths, a /metrics page, or a request log"
+        "--traffic",
+        metavar="FILE",
+        help="Lengths of requests: JSONL, a /metrics page, or a request log",
     )
     group.add_argument(
         "--seconds-per-graph",
         type=number(above=0),
         default=SECONDS_PER_GRAPH,
         metavar="X",
-        help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
+        help=f"Seconds of warm-up per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     if action == "show":
-        group.add_argument("--plot", metavar="FILE", help="SVG file for a picture of the buckets")
+        group.add_argument(
+            "--plot", metavar="FILE", help="SVG file to write a plot of the buckets to"
+        )
     if action == "fit":
         group.add_argument(
             "--graphs",
@@ -65,28 +69,29 @@ def buckets_parser(action: str) -> Parser:
             "--warmup-seconds",
             type=number(),
             metavar="X",
-            help="Warm-up time budget, instead of --graphs",
+            help="Maximum seconds of warm-up, instead of --graphs",
         )
         group.add_argument(
-            "--output", metavar="FILE", help="File to write; without it the table is printed"
+            "--output", metavar="FILE", help="File to write the table to [the table is printed]"
         )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run `show` or `fit`; returns the exit status. Raises ConfigError for a wrong flag or file."""
+    """Run `show` or `fit`; returns the exit status. Raises ConfigError for an invalid flag or
+    file."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
     action, *rest = argv
     if action not in ("show", "fit"):
-        raise ConfigError(f"`gaudiserve buckets {action}` is no command; show and fit are")
+        raise ConfigError(f"`gaudiserve buckets {action}` is not a command: use show or fit")
     loaded = load(rest, default_model="none", parser=buckets_parser(action))
     args = loaded.arguments
     if action == "fit":
         return _fit(args, loaded.engine)
     table = planned_table(loaded.engine)
-    # A table that was fitted to a traffic is evaluated on it by default.
+    # Evaluate a fitted table on the traffic that it was fitted to, unless another traffic is given.
     traffic_file = args.traffic or loaded.engine.buckets.traffic
     traffic = read_traffic(traffic_file) if traffic_file else None
     strategy = planned_buckets(loaded.engine).strategy
@@ -99,7 +104,7 @@ def main(argv: list[str]) -> int:
 
 def _fit(args: argparse.Namespace, engine: EngineConfig) -> int:
     if args.traffic is None:
-        raise ConfigError("`buckets fit` needs a traffic: --traffic FILE")
+        raise ConfigError("`gaudiserve buckets fit` needs --traffic FILE")
     graphs = _graphs(args, engine.buckets.num_graphs or MAX_GRAPHS)
     table = fit_buckets(engine, args.traffic, graphs)
     text = bucket_file(table, f"Fitted to {Path(args.traffic).name}, {graphs} graphs at most.")
@@ -123,11 +128,13 @@ def _graphs(args: argparse.Namespace, default: int) -> int:
     if args.warmup_seconds is None:
         return default if args.graphs is None else int(args.graphs)
     if args.graphs is not None:
-        raise ConfigError("--graphs and --warmup-seconds both set the number of graphs; give one")
+        raise ConfigError(
+            "--graphs and --warmup-seconds both set the number of graphs; set only one"
+        )
     num_graphs = args.warmup_seconds / args.seconds_per_graph
     if num_graphs < 2:
         raise ConfigError(
-            f"warmup-seconds is {args.warmup_seconds:g}, two graphs take "
-            f"{2 * args.seconds_per_graph:g}"
+            f"warmup-seconds is {args.warmup_seconds:g}, it must be at least "
+            f"{2 * args.seconds_per_graph:g}, the time of 2 graphs"
         )
     return int(num_graphs)

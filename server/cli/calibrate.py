@@ -11,7 +11,7 @@ from typing import Any
 from config import log
 from config.errors import CheckpointError, ConfigError, GaudiserveError, counted
 from config.loading.env import is_installed
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.model.kv_cache_dtype import AUTO, FP8_INC
 from config.model.quantization.inc import INC, MODULE, PACKAGE, VARIABLE
 from config.params.sampling import SamplingParams
@@ -27,19 +27,19 @@ CHECKED_SAMPLES = 4
 DESCRIPTION = """\
 Prepare a model for FP8 on Gaudi with Intel Neural Compressor (pip install neural-compressor-pt).
 
-The model answers your samples in bfloat16 while the largest numbers in front of each product are
-measured. Then it is quantized once with scales made of them. DIR gets the measures, the scales and
-two files: maxabs_measure.json and maxabs_quant.json, which is the one to serve with.
+The model answers your samples in bfloat16 while the largest inputs of each matrix multiplication
+are measured. Then the model is quantized once with scales computed from these inputs. DIR gets the
+measures, the scales, maxabs_measure.json and maxabs_quant.json, the file to serve with.
 """
 EPILOG = """\
-FILE holds samples of what users will send. A .jsonl file has one in each line: a string, or an
-object with `prompt`, `text` or `messages` (a conversation, which goes through the chat template).
-Of any other file each line is a text. A few hundred samples are enough.
+FILE holds samples of what users will send. Each line of a .jsonl file is a string, or an object
+with `prompt`, `text` or `messages` (a conversation, rendered with the chat template). Each line of
+any other file is a text. A few hundred samples are enough.
 """
 
 
-def calibrate_parser() -> Parser:
-    parser = Parser(
+def calibrate_parser() -> FlagParser:
+    parser = FlagParser(
         prog="gaudiserve calibrate",
         usage="gaudiserve calibrate MODEL --data FILE -o DIR [flags]",
         description=DESCRIPTION,
@@ -51,72 +51,77 @@ def calibrate_parser() -> Parser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Model folder or Hugging Face id, in bfloat16 or float16")
-    add("--data", required=True, metavar="FILE", help="Samples to measure with")
-    add("-o", "--output", required=True, metavar="DIR", help="Where all files go")
+    add("--data", required=True, metavar="FILE", help="File of samples")
+    add(
+        "-o", "--output", required=True, metavar="DIR", help="Folder for all files that are written"
+    )
     add(
         "-tp",
         "--tensor-parallel-size",
         type=number(int, minimum=1),
         default=1,
         metavar="N",
-        help="Cards that hold the model; the result serves on so many and on their divisors [1]",
+        help="Cards that hold the model; the result can be served on this number of cards and its "
+        "divisors [1]",
     )
     add(
         "--max-samples",
         type=number(int, minimum=1),
         default=DEFAULT_SAMPLES,
         metavar="N",
-        help=f"Samples to read, from the first on [{DEFAULT_SAMPLES}]",
+        help=f"Maximum samples, read from the start of FILE [{DEFAULT_SAMPLES}]",
     )
     add(
         "--max-tokens",
         type=number(int, minimum=2),
         default=DEFAULT_ANSWER,
         metavar="N",
-        help=f"Tokens of each answer: decodes are measured, too [{DEFAULT_ANSWER}]",
+        help=f"Tokens of each answer, since decodes are measured too [{DEFAULT_ANSWER}]",
     )
     add(
         "--max-model-len",
         type=number(int, minimum=2),
         metavar="N",
-        help="Longest sample with its answer; a longer one is an error; none: the model's limit",
+        help="Maximum tokens of a sample with its answer; a longer sample is an error [the model's "
+        "limit]",
     )
     add(
         "--kv-cache-dtype",
         choices=(FP8_INC, AUTO),
         default=AUTO,
-        help=f"{FP8_INC}: attention and the KV cache in FP8; auto: the cache in bfloat16 [auto]",
+        help=f"{FP8_INC}: attention and KV cache in FP8; auto: KV cache in bfloat16 [auto]",
     )
     add(
         "--all-modules",
         action="store_true",
-        help="Quantize all linear layers and attention; without it only the first products of MLPs "
-        "and experts, but for the last layer, by which a small model loses less than 1 %%",
+        help="Quantize all linear layers and attention; without this flag, only the first matrix "
+        "multiplications of MLPs and experts in all but the last layer, which cost a small model "
+        "the least accuracy",
     )
     add(
         "--skip",
         action="append",
         default=[],
         metavar="NAME",
-        help="Leave modules with NAME in their path as they are (lm_head); may be repeated",
+        help="Do not quantize modules with NAME in their path, such as lm_head; may be repeated",
     )
     add(
         "--scale-method",
         default="maxabs_hw",
         metavar="NAME",
-        help="The compressor's scale_method [maxabs_hw: scales that the card multiplies for free]",
+        help="The compressor's scale_method [maxabs_hw: scales without extra cost on the card]",
     )
     add(
         "--device",
         choices=("auto", "hpu", "hpu-emulator"),
         default="auto",
-        help="hpu-emulator: without a card, slow, for tests of the procedure [auto]",
+        help="Device to run on; hpu-emulator needs no card, but is slow and only for tests [auto]",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Measure, repair, unify and quantize; the last output line says how to serve. Raises
+    """Measure, repair, unify and quantize; the last output line shows the command to serve. Raises
     CheckpointError if a step fails, ConfigError for invalid flags."""
     args = calibrate_parser().parse_all(argv)
     log.setup("calibrate", log.LogConfig("error"))
@@ -160,8 +165,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace, config: Path) -> LLM:
-    """Load the model with a worker process per rank: INC keeps its measures in module globals, and
-    the Gaudi runtime uses a single card per process."""
+    """Load the model with a worker process per rank: INC keeps its measurements in module globals,
+    and the Gaudi runtime uses a single card per process."""
     flags: dict[str, Any] = {
         "device": args.device,
         "quantization": INC,
@@ -169,7 +174,7 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
         "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel_size": args.tensor_parallel_size,
         "distributed_executor_backend": "mp",
-        # No warm-up and no graphs: their launches would be measured.
+        # No warm-up and no graphs: INC would measure their launches too.
         "warmup": "skip",
         "enforce_eager": True,
     }
@@ -179,8 +184,8 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
 
 
 def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
-    """Generate an answer for each sample, with a progress bar."""
-    # ignore_eos: an early end of sequence would leave few tokens to measure.
+    """Generate a completion for each sample, with a progress bar."""
+    # Without ignore_eos, an early end would leave few tokens to measure.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     texts = [sample for sample in samples if isinstance(sample, str)]
     conversations = [sample for sample in samples if not isinstance(sample, str)]
@@ -192,7 +197,8 @@ def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
 
 @contextlib.contextmanager
 def _failures(output: str) -> Iterator[None]:
-    """Turn errors of files and devices into CheckpointError: a single sentence and exit code 1."""
+    """Convert GaudiserveError and OSError to CheckpointError: the command prints one line and exits
+    with 1."""
     try:
         yield
     except CheckpointError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from server.cli.bench.openai import first_model
@@ -23,26 +23,26 @@ from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
 
 DESCRIPTION = """\
-Chat with a model in the terminal: with MODEL, which is served here until you leave, or with that of
-a running server. Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation, /system
-TEXT begins a new one with that system prompt, /help lists the commands.
+Chat in the terminal with MODEL, which is served here until you leave, or with the model of a
+running server (--base-url). Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation,
+/system TEXT begins a new conversation with this system prompt, /help lists the commands.
 """
 PATH = "/v1/chat/completions"
 TOKENIZE_PATH = "/tokenize"
 MAX_TOKENS = 1024
-"""Default token limit of an answer: a small model may repeat itself forever."""
+"""Default token limit of a reply, because small models may repeat themselves forever."""
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 LEAVE = ("/exit", "/quit")
 HELP = "/help"
 NAMES_OF_COMMANDS = ("/clear", "/system", HELP, *LEAVE)
 COMMANDS = ", ".join(("/clear", "/system TEXT", HELP, *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
-"""The first word of a command. A message may begin with a path."""
+"""Form of a command's first word. A message can match too, such as a path /usr."""
 CLEAR_LINE = "\r\x1b[K"
 
 
-def chat_parser() -> Parser:
-    """Parser with the flags of `serve` and the flags of the conversation."""
+def chat_parser() -> FlagParser:
+    """Parser with the flags of `serve` and the flags of the chat."""
     parser = command_parser("gaudiserve chat", DESCRIPTION)
     parser.examples = (
         "gaudiserve chat",
@@ -54,23 +54,23 @@ def chat_parser() -> Parser:
         "--base-url",
         "--url",
         metavar="URL",
-        help="Talk to this running server (with --api-key), in place of one that serves MODEL here",
+        help="Use this running server (with --api-key) instead of starting a server for MODEL",
     )
-    add("--model-name", metavar="NAME", help="Model of the server; none: its first")
+    add("--model-name", metavar="NAME", help="Name of the model [the first model of the server]")
     add("--system-prompt", metavar="TEXT", help="System prompt of the conversation")
     add(
         "--max-tokens",
         metavar="N",
         type=int,
         default=MAX_TOKENS,
-        help=f"Most tokens of an answer ({MAX_TOKENS}), fewer where the context leaves fewer",
+        help=f"Maximum tokens of an answer, fewer if the context has less room [{MAX_TOKENS}]",
     )
-    add("--quick", metavar="TEXT", help="Send one message, print the answer, and leave")
+    add("--quick", metavar="TEXT", help="Send this message, print the answer, and exit")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run the conversation. Raises CommandFailed if the server cannot be reached."""
+    """Run the chat. Raises CommandFailed if the server cannot be reached."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def _quiet(loaded: Loaded) -> Any:
-    """Server settings that log only errors unless the user sets a log level."""
+    """Server settings that log only errors, unless the user set a log level."""
     if loaded.sources["log-level"][1] != DEFAULT:
         return loaded.server
     return dataclasses.replace(loaded.server, log_level="error")
@@ -94,7 +94,7 @@ def _quiet(loaded: Loaded) -> Any:
 
 def unknown_command(text: str) -> str:
     """Error for a line that looks like a command but is unknown; empty for a message. A line of
-    several words is a command if its first word is spelled like a known command."""
+    several words counts as a command if its first word is similar to a known command."""
     word, _, rest = text.partition(" ")
     if word in NAMES_OF_COMMANDS or not COMMAND.fullmatch(word):
         return ""
@@ -105,7 +105,7 @@ def unknown_command(text: str) -> str:
 
 
 class _Terminal:
-    """State of the conversation, with its input and output."""
+    """Terminal chat: the conversation and its input loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
@@ -137,7 +137,7 @@ class _Terminal:
         return 0
 
     def _turn(self) -> bool:
-        """Handle a line of the user; returns False to quit."""
+        """Handle a user turn; returns False to quit."""
         try:
             return self._take(input("> ").strip())
         except (EOFError, KeyboardInterrupt) as end:
@@ -179,11 +179,11 @@ class _Terminal:
             self._messages.append({"role": "system", "content": system_prompt})
 
     def _say(self, text: str) -> bool:
-        """Print the answer as it arrives; returns False if there is no answer."""
+        """Print the reply as it arrives; returns False if there is no reply."""
         self._messages.append({"role": "user", "content": text})
         answer: list[str] = []
         stop = asyncio.Event()
-        # KeyboardInterrupt is not used: it may be raised anywhere in the event loop.
+        # Not KeyboardInterrupt, which can be raised anywhere in the event loop.
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
             self._loop.run_until_complete(self._print_until(stop, answer))
@@ -224,13 +224,13 @@ class _Terminal:
             print(NORMAL, end="")
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
-        """--max-tokens, or the rest of the context if that is smaller."""
+        """--max-tokens, or the remaining context if it is smaller."""
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # A server of another kind, without this route.
+            # Other servers lack this route.
             return wanted
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))

@@ -3,13 +3,13 @@
 import json
 
 from config.loading.env import cache_home, environment
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.loading.sources import load
 from engine.reports.doctor import as_json, as_text, diagnose, this_machine
 from server.cli.flags import command_parser
 
 
-def doctor_parser() -> Parser:
+def doctor_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve doctor",
@@ -27,7 +27,7 @@ def doctor_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; returns 0 if a server can run, else 1. Raises ConfigError."""
+    """Print the report; returns 0 if a server can run, otherwise 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=doctor_parser())
     engine = loaded.engine
     report = diagnose(this_machine(environment()), engine, engine.cache_dir or cache_home())

@@ -1,5 +1,5 @@
-"""Parsers of command lines with the flags of a server, and the log of their notes. They know the
-names of output parsers, which config/ does not."""
+"""Command-line parsers with the flags of a server, and logging of their notes. The parsers get the
+names of output parsers and emulator faults from here, because config/ must not import them."""
 
 import logging
 from functools import partial
@@ -12,11 +12,16 @@ logger = logging.getLogger(__name__)
 
 
 def _names(attribute: str) -> list[str]:
-    # Imported here: most command lines name no parser.
+    # Imported lazily, because most command lines name no parser.
     return sorted(getattr(import_module("server.parsers.registry"), attribute).all)
 
 
-_KINDS = {
+def _faults() -> list[str]:
+    return sorted(import_module("hpu.emulator.faults").names())
+
+
+_KINDS: parser.KindNames = {
+    "emulator-faults": _faults,
     "tool-call-parser": partial(_names, "TOOL_PARSERS"),
     "reasoning-parser": partial(_names, "REASONING_PARSERS"),
 }
@@ -25,6 +30,6 @@ command_parser = partial(parser.server_parser, kinds=_KINDS, has_own_flags=True)
 
 
 def log_notes(loaded: Loaded) -> None:
-    """Log how vLLM's spellings were translated. Without a log setup, the lines go to stderr."""
+    """Log how vLLM's spellings were interpreted. Without a log setup, the lines go to stderr."""
     for note in loaded.notes:
         logger.warning("%s", note)

@@ -1,8 +1,8 @@
 """Minimal HTTP/1.1 client for a single server, over TCP, TLS or a Unix socket: JSON calls and event
 streams.
 
-A general client takes more time per event than a fast server needs to produce it. This client only
-splits bytes, so that the benchmark measures the server.
+A general-purpose client takes more time per event than a fast server needs to produce it. This
+client only splits bytes, so that a benchmark measures the server.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
 MAX_LINE_BYTES = 2**20
 MAX_ANSWER_BYTES = 2**30
-"""Maximum size of an answer that is read as a whole."""
+"""Maximum size of a response that is read into memory."""
 UNIX = "unix:"
 UNAUTHORIZED, NOT_FOUND = 401, 404
 MODELS_PATH = "/v1/models"
@@ -30,7 +30,7 @@ MODELS_PATH = "/v1/models"
 
 class HttpFailure(Exception):
     """No response, a response with a status other than 200, or a response that is not HTTP. The
-    message is a sentence for the user, with the server's address."""
+    message is for the user and includes the server's address."""
 
 
 @dataclass(slots=True)
@@ -54,8 +54,8 @@ class _ResponseHead:
         return has_known_end and self.fields.get("connection", "").lower() != "close"
 
 
-class Answer(NamedTuple):
-    """Response with any status."""
+class HttpResponse(NamedTuple):
+    """A response with any status."""
 
     status: int
     fields: Mapping[str, str]
@@ -76,7 +76,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: an HTTP or HTTPS URL, or unix: and the path of a socket."""
+        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket."""
         self._url = base_url
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
@@ -120,12 +120,15 @@ class HttpClient:
         elif status == NOT_FOUND and path == MODELS_PATH:
             text += "; correct the URL"
         if self._socket_path:
-            # The server of this command, on a socket that no user knows.
+            # The command started this server itself, on a socket that the user does not know.
             return HttpFailure(text)
         return HttpFailure(f"{self._url} answered {path} with {status}: {text}")
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """Make a call; returns any status. Raises HttpFailure without a response in HTTP."""
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> HttpResponse:
+        """Make a call; returns a response with any status. Raises HttpFailure for a failed
+        connection, and for a response that is not HTTP or is too large."""
         connection, head = await self._send(method, path, body)
         try:
             content = await self._whole(connection, head)
@@ -133,10 +136,10 @@ class HttpClient:
             connection.writer.close()
             raise
         self._release(connection, head)
-        return Answer(head.status, head.fields, content)
+        return HttpResponse(head.status, head.fields, content)
 
     async def _whole(self, connection: _Connection, head: _ResponseHead) -> bytes:
-        """All content of a response. Raises HttpFailure for more than MAX_ANSWER_BYTES."""
+        """Complete content of a response. Raises HttpFailure for more than MAX_ANSWER_BYTES."""
         pieces, num_bytes = [], 0
         async for piece in self._content(connection, head):
             pieces.append(piece)
@@ -144,13 +147,13 @@ class HttpClient:
             if num_bytes > MAX_ANSWER_BYTES:
                 raise HttpFailure(
                     f"{self._url} sent an answer of at least {num_bytes} bytes, at most "
-                    f"{MAX_ANSWER_BYTES} are read"
+                    f"{MAX_ANSWER_BYTES} are allowed"
                 )
         return b"".join(pieces)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure
-        for a status other than 200, MissingDone if there is no [DONE]."""
+        for a status other than 200, MissingDone for a stream without [DONE]."""
         connection, head = await self._send("POST", path, body)
         is_done = False
         try:
@@ -199,7 +202,7 @@ class HttpClient:
             try:
                 return connection, await self._exchange(connection, request)
             except (OSError, EOFError):
-                # The server closed the idle connection; try the next idle connection, or a new
+                # The server closed this idle connection: try the next idle connection, or a new
                 # connection.
                 connection.writer.close()
         connection = await self._connect()
@@ -270,7 +273,7 @@ class HttpClient:
             ) from None
 
     def _size(self, text: bytes, base: int) -> int:
-        """A Content-Length or the size of a chunk. Raises HttpFailure."""
+        """Parse a Content-Length or a chunk size. Raises HttpFailure."""
         try:
             size = int(text[:20], base)
         except ValueError:
@@ -284,7 +287,7 @@ class HttpClient:
 
 
 def connection_problem(url: str, host: str, error: Exception) -> str:
-    """Why no connection to `url` was made, and what to do."""
+    """Error message for a failed connection to `url`, with advice."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"the certificate of {url} is not trusted ({error.verify_message}): name the file of "
@@ -300,7 +303,7 @@ def connection_problem(url: str, host: str, error: Exception) -> str:
             f"{url} does not answer within {CONNECT_TIMEOUT_S:g} s: check its address and the "
             "firewalls on the way"
         )
-    # The event loop joins the errors of several addresses into a text.
+    # asyncio joins the errors of several addresses into a single OSError without an errno.
     is_refused = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
     if is_refused or "Connect call failed" in str(error):
         return f"no server answers at {url}: start the server, or correct the URL"
@@ -309,7 +312,7 @@ def connection_problem(url: str, host: str, error: Exception) -> str:
 
 
 def _message_of(content: bytes) -> str:
-    """The message of an error body: the field of OpenAI's format, or the beginning of the body."""
+    """The message in an error body in OpenAI's format, or else the start of the body."""
     try:
         return str(msgspec.json.decode(content)["error"]["message"])
     except (msgspec.DecodeError, LookupError, TypeError, RecursionError):

@@ -1,7 +1,5 @@
-"""Command `gaudiserve`: dispatches to the subcommands.
-
-Each subcommand imports its modules when it runs, so that `--help` and `config` start fast.
-"""
+"""The command `gaudiserve`: dispatches to the subcommands. Each subcommand imports its modules when
+it runs, so that `--help` and `config` start fast."""
 
 import itertools
 import json
@@ -24,7 +22,7 @@ from config.errors import (
 )
 from config.loading.env import disable_autoload, environment
 from config.loading.flags import FLAGS
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
@@ -36,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 BENCH_HELP = """\
 usage: gaudiserve bench serve [flags]               an OpenAI-compatible server under load
-       gaudiserve bench throughput [MODEL] [flags]  requests and tokens a second, without HTTP
-       gaudiserve bench latency [MODEL] [flags]     seconds of a batch, without HTTP
+       gaudiserve bench throughput [MODEL] [flags]  requests and tokens per second, without HTTP
+       gaudiserve bench latency [MODEL] [flags]     latency of a batch, without HTTP
 
 gaudiserve bench COMMAND --help shows the flags of a command.
 """
 HELP = f"""\
 usage: gaudiserve COMMAND ...
 
-OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for everyone else.
+OpenAI-compatible serving daemon for Intel Gaudi (HPU), with a CPU back end for other machines.
 
 commands:
   serve [MODEL]   start the server; without a model, serve the demo model
@@ -53,25 +51,25 @@ commands:
   bench serve     benchmark an OpenAI-compatible server
   bench throughput, bench latency
                   benchmark a model in this process, without HTTP
-  buckets show    print a bucketing strategy's table, and its padding for a traffic
-  buckets fit     fit a bucket table to a traffic
+  buckets show    print the bucket table of a strategy, and its padding for measured lengths
+  buckets fit     fit a bucket table to measured lengths
   plan [MODEL]    estimate the memory that a model needs on Gaudi cards, without a card
   presets [MODEL] print settings for a model on Gaudi cards, for --config
   calibrate MODEL measure a model for FP8 with Intel Neural Compressor, on Gaudi
   doctor          check whether this machine can run a server
-  selftest        check on a card what the server assumes of it
+  selftest        check the server's assumptions about a card on this card
   quantize MODEL  write a checkpoint with quantized weights
   fetch-demo      download the demo model into the cache folder
   config          print the resolved configuration and the source of each value
-  vllm-command    write a command `vllm` that is gaudiserve, for scripts that call it
+  vllm-command    write a command `vllm` that runs gaudiserve, for scripts that call vllm
 
-  Flags without a command are those of serve: gaudiserve --model MODEL.
-  gaudiserve COMMAND --help shows a command's flags, --help=WORD those with a word in their name.
+  Flags without a command are flags of serve: gaudiserve --model MODEL.
+  gaudiserve COMMAND --help shows the flags of a command, --help=WORD flags with WORD in their name.
   gaudiserve --version prints {VERSION}.
 """
 
 SERVE = """\
-Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host and --port say otherwise.
+Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host or --port is set.
 --help=WORD shows a part of this text: a group (--help=http) or flags (--help=max-num-seqs).
 """
 
@@ -82,7 +80,7 @@ TEXTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, which docs/configuration.md lists."""
+    """Run a command; returns the exit status (see docs/configuration.md)."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(HELP, end="")
@@ -95,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, end="")
             return 0
         if words[0].startswith("-"):
-            # The entry point of vLLM's images gets only flags, which charts set as arguments.
+            # Helm charts for vLLM override only the image's arguments, so the first word may be a
+            # flag of serve.
             words.insert(0, "serve")
         return _command(words[0])(words[1:])
     except (CheckpointError, CommandFailed, EngineDied) as error:
@@ -110,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of stdout has closed the pipe; the flush at interpreter exit must not fail.
+        # The reader of stdout closed the pipe: make the flush at interpreter exit succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -119,7 +118,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
     command = COMMANDS.get(name)
     if command is None:
         hint = nearest(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
-        raise ConfigError(f"{name!r} is no command{hint}")
+        raise ConfigError(f"{name!r} is not a command{hint}")
     return command
 
 
@@ -135,8 +134,8 @@ def _serve(argv: list[str]) -> int:
     loaded = load(argv, default_model=NAMES[0], parser=parser)
     if loaded.engine.executor == EXTERNAL_LAUNCHER:
         raise ConfigError(
-            f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with LLM "
-            "that torchrun starts: a server takes mp or ray"
+            f"--distributed-executor-backend is {EXTERNAL_LAUNCHER}, which is for scripts with "
+            "LLM under torchrun: use mp or ray"
         )
     server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
@@ -153,7 +152,7 @@ def _serve(argv: list[str]) -> int:
 
 def check_early(engine: EngineConfig, server: ServerConfig) -> None:
     """Raise CheckpointError for a model that does not exist, and ConfigError for a port in use,
-    before the imports of the server, which take seconds."""
+    before the slow imports of the server."""
     from config.checkpoint.model_name import check_model_name
     from server.process.listening import bind_port
 
@@ -164,7 +163,7 @@ def check_early(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def log_spellings(loaded: Loaded) -> None:
-    """Log how vLLM's spellings were translated, and which vLLM flags have no effect."""
+    """Log how vLLM's spellings were interpreted, and which vLLM flags have no effect."""
     log_notes(loaded)
     if loaded.without_effect:
         logger.info("Accepted without effect: %s", _with_reasons(loaded.without_effect))
@@ -197,7 +196,7 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    """The values in the groups of `--help`: a title, and a line per setting below it."""
+    """Settings as text, in the groups of `--help`: a title, then a line per setting."""
     rows = [
         (flag.setting.group, flag.key, flag.shown(shown[flag.key][0]), shown[flag.key][1])
         for flag in FLAGS
@@ -216,7 +215,7 @@ def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _fetch_demo(argv: list[str]) -> int:
-    parser = Parser(
+    parser = FlagParser(
         prog="gaudiserve fetch-demo",
         usage="gaudiserve fetch-demo [flags]",
         description="Download the demo model into the cache folder, and print its path.",
@@ -251,7 +250,7 @@ def _bench(argv: list[str]) -> int:
         status: int = getattr(offline, action)(rest)
         return status
     command = " ".join(("gaudiserve", "bench", *argv[:1]))
-    raise ConfigError(f"`{command}` is no command; serve, throughput and latency are")
+    raise ConfigError(f"`{command}` is not a command: use serve, throughput or latency")
 
 
 def _module(name: str, argv: list[str]) -> int:

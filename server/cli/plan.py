@@ -5,7 +5,7 @@ from functools import partial
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
@@ -15,8 +15,8 @@ from server.cli.flags import command_parser, log_notes
 DEVICES = ("gaudi2", "gaudi3")
 
 
-def plan_parser() -> Parser:
-    """Parser with the flags of `serve` and the flags of the command, which may replace them."""
+def plan_parser() -> FlagParser:
+    """Parser with the flags of `serve` and the flags of the command, which may override them."""
     parser = command_parser(
         "gaudiserve plan",
         "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
@@ -35,32 +35,33 @@ def plan_parser() -> Parser:
         "--cards",
         type=number(int, minimum=1),
         metavar="N",
-        help="Cards of an engine, as --tensor-parallel-size; `presets` chooses for a whole host",
+        help="Number of cards of an engine (sets --tensor-parallel-size); `gaudiserve presets` "
+        "plans for a whole host",
     )
     group.add_argument(
         "--card-gib",
         type=number(above=0),
         metavar="X",
-        help="Memory per card; without it that of the generation",
+        help="Memory of a card in GiB [the memory of --device]",
     )
     group.add_argument(
         "--lengths",
         metavar="N,N",
-        help="Sequence lengths to report; without it 512, 2000, 8000, 32000 and the full context",
+        help="Sequence lengths to report [512, 2000, 8000, 32000 and the full context]",
     )
     group.add_argument(
         "--seconds-per-graph",
         type=number(above=0),
         default=SECONDS_PER_GRAPH,
         metavar="X",
-        help=f"Warm-up time per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
+        help=f"Seconds of warm-up per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
     )
     group.add_argument("--json", action="store_true", help="Print JSON")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; returns 0 if it fits, else 1. Raises ConfigError."""
+    """Print the plan; returns 0 if the model fits, otherwise 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
     if num_cards := loaded.arguments.cards:
         words = [*argv, f"--tensor-parallel-size={num_cards}"]
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
         lengths=_lengths(args.lengths),
         seconds_per_graph=args.seconds_per_graph,
     )
-    facts = model_facts(
+    model_config = model_facts(
         engine.model,
         revision=engine.revision,
         cache_dir=engine.cache_dir,
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
         hf_overrides=engine.hf_overrides,
         complete=partial(with_sizes, model_impl=engine.model_impl),
     )
-    plan = make_plan(facts, engine, target)
+    plan = make_plan(model_config, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.fits else 1
 
@@ -90,6 +91,6 @@ def _lengths(text: str | None) -> tuple[int, ...]:
     words = [word.strip() for word in (text or "").split(",")] if text is not None else []
     if not all(is_count(word) for word in words):
         raise ConfigError(
-            f"--lengths is {text!r}, it must be numbers with commas between, like 2000,8000"
+            f"--lengths is {text!r}, it must be comma-separated numbers, like 2000,8000"
         )
     return tuple(int(word) for word in words)

@@ -1,4 +1,4 @@
-"""`gaudiserve presets`: flags and output; and the preset that `serve` applies by default."""
+"""`gaudiserve presets`: flags and output, and the preset that `serve` applies by default."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from config.checkpoint.facts import model_facts
 from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError, counted
 from config.loading.env import chosen_device, environment
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_text, with_sizes
@@ -21,7 +21,7 @@ from server.cli.plan import DEVICES
 logger = logging.getLogger(__name__)
 
 
-def presets_parser() -> Parser:
+def presets_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve presets",
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
-    """Model, device and settings as a file for --config, with the plan in comments."""
+    """Model, device and settings as a --config file, with the plan in comments."""
     num_engines = int(preset.settings["data-parallel-size"])
     each = "each" if num_engines > 1 else "with"
     lines = [
@@ -72,7 +72,7 @@ def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
 
 
 def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
-    facts = model_facts(
+    model_config = model_facts(
         engine.model,
         revision=engine.revision,
         cache_dir=engine.cache_dir,
@@ -81,17 +81,18 @@ def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
         complete=partial(with_sizes, model_impl=engine.model_impl),
     )
     target = Target(device=device)
-    return make_preset(facts, engine, target, num_cards, max_model_len=engine.max_model_len)
+    return make_preset(model_config, engine, target, num_cards, max_model_len=engine.max_model_len)
 
 
 def with_preset(
     loaded: Loaded, argv: Sequence[str], cards: tuple[str | None, int] | None = None
 ) -> Loaded:
-    """Add the settings of a preset to `loaded` if the device is a Gaudi and no preset setting was
-    given by flag, variable or file. Logs a line with the settings.
+    """Add the settings of a preset to `loaded` if the device is a Gaudi and no setting of the
+    preset was given by flag, variable or file. Logs a line with the settings. `cards`: generation
+    and number; None: the free cards of this machine.
 
-    `cards`: generation and number; None: the free cards of this machine. Returns `loaded` unchanged
-    if the cards or the model are unknown or the model does not fit: the start has better errors.
+    Returns `loaded` unchanged if the cards or the model are unknown, or if the model does not fit:
+    the start reports better errors.
     """
     is_given = any(loaded.sources[key][1] != DEFAULT for key in KEYS)
     if chosen_device(loaded.engine.device) != "hpu" or is_given:

@@ -17,7 +17,7 @@ from server.cli.http_client import UNIX, HttpClient, HttpFailure
 POLL_S = 0.1
 STOP_S = 10.0
 WRONG_SETTING = 2
-"""Exit status of a server that refuses a setting; it has logged the reason."""
+"""Exit status of a server that rejects a setting, after logging the reason."""
 
 
 class PrivateServerArgs(msgspec.Struct, frozen=True):
@@ -28,8 +28,8 @@ class PrivateServerArgs(msgspec.Struct, frozen=True):
 
 
 class PrivateServer:
-    """Server process on a Unix socket for a command. Starts in the constructor; accepts requests at
-    `url` after `wait_ready`."""
+    """Server process on a Unix socket for a command. The constructor starts it; after `wait_ready`
+    it accepts requests at `url`."""
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._directory = SocketDirectory()
@@ -53,17 +53,18 @@ class PrivateServer:
     async def wait_ready(
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
-        """Wait until the server is ready. `on_stage` gets the current stage of the start. Raises
-        EngineDied with the reason if the server exits, ConfigError if it refuses a setting."""
+        """Wait until the server is ready. `on_stage` is called with the current start-up stage.
+        Raises EngineDied with the reason if the server exits, ConfigError if it rejects a
+        setting."""
         while True:
             if self.exit_code is not None:
                 if self.exit_code == WRONG_SETTING:
-                    raise ConfigError("the server refuses a setting: the line above names it")
+                    raise ConfigError("the server rejected the setting that the line above names")
                 raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")
             except HttpFailure:
-                # The server does not listen yet.
+                # The server is not listening yet.
                 answer = None
             if answer is not None and answer.status == 200:
                 return

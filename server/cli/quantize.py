@@ -11,37 +11,41 @@ from config.checkpoint.resolve import resolve
 from config.checkpoint.safetensors_files import weight_files
 from config.errors import ConfigError
 from config.loading.env import is_installed
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.version import install_command
 from engine.process.child_process import die_with_parent
-from server.cli.samples import read_samples
+from server.cli.samples import Sample, read_samples
 from server.offline.llm import LLM
 from server.offline.perplexity import TEXT, WINDOW, Reading, read
 
 LIBRARY = "llmcompressor"
 
 
-class Target(NamedTuple):
-    """Quantization scheme, a value of --to."""
+class QuantizationTarget(NamedTuple):
+    """A quantization scheme, selected by --to."""
 
     scheme: str
     """Name of the scheme in compressed-tensors."""
     modifier: str
-    """Class of the modifier below llmcompressor.modifiers."""
+    """Name of the modifier class in llmcompressor.modifiers."""
     has_groups: bool
     text: str
     keeps_activations: bool = False
-    """Whether activations stay unquantized although the scheme quantizes them."""
+    """Whether activations are not quantized, although the scheme quantizes them."""
 
     calibrated: str | None = None
-    """Modifier class if samples are given, for a scheme whose `modifier` needs no samples."""
+    """Modifier class to use with samples, if `modifier` needs no samples."""
 
     keeps_last_layer: bool = False
-    """Whether the last decoder layer stays unquantized unless --all-layers is given."""
+    """Whether the last decoder layer is not quantized unless --all-layers is given."""
+
+    converts: bool = False
+    """Whether the command converts a checkpoint that is already quantized, without
+    llmcompressor."""
 
     @property
     def needs_data(self) -> bool:
-        """Whether quantized weights depend on the inputs of the layers."""
+        """Whether the quantized weights depend on layer inputs (calibration data)."""
         return self.modifier != PLAIN
 
     def modifier_of(self, *, has_data: bool) -> str:
@@ -50,7 +54,7 @@ class Target(NamedTuple):
 
 PLAIN, COMPENSATING = "quantization.QuantizationModifier", "quantization.GPTQModifier"
 TARGETS = {
-    "fp8": Target(
+    "fp8": QuantizationTarget(
         "FP8_DYNAMIC",
         PLAIN,
         False,
@@ -59,7 +63,7 @@ TARGETS = {
         calibrated=COMPENSATING,
         keeps_last_layer=True,
     ),
-    "fp8-weights": Target(
+    "fp8-weights": QuantizationTarget(
         "FP8_DYNAMIC",
         PLAIN,
         False,
@@ -67,10 +71,20 @@ TARGETS = {
         keeps_activations=True,
         calibrated=COMPENSATING,
     ),
-    "int8": Target("W8A16", PLAIN, True, "8 bits, rounded"),
-    "int4": Target("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
-    "awq": Target("W4A16_ASYM", "awq.AWQModifier", True, "4 bits, inputs rescaled (needs --data)"),
-    "gptq": Target(
+    "fp8-gaudi2": QuantizationTarget(
+        "",
+        PLAIN,
+        False,
+        "halve the weights and double the scales of an FP8 checkpoint for Gaudi 2, whose largest "
+        "FP8 value is 240",
+        converts=True,
+    ),
+    "int8": QuantizationTarget("W8A16", PLAIN, True, "8 bits, rounded"),
+    "int4": QuantizationTarget("W4A16_ASYM", PLAIN, True, "4 bits, rounded"),
+    "awq": QuantizationTarget(
+        "W4A16_ASYM", "awq.AWQModifier", True, "4 bits, inputs rescaled (needs --data)"
+    ),
+    "gptq": QuantizationTarget(
         "W4A16_ASYM",
         COMPENSATING,
         True,
@@ -79,26 +93,33 @@ TARGETS = {
 }
 
 
-def quantize_parser() -> Parser:
+def quantize_parser() -> FlagParser:
     """Parser with the flags of the command."""
-    parser = Parser(
+    parser = FlagParser(
         prog="gaudiserve quantize",
         usage="gaudiserve quantize MODEL --to KIND -o DIR [flags]",
         description="Write a checkpoint with quantized weights, in the format compressed-tensors, "
         "which gaudiserve, vLLM and transformers read, and compare its perplexity with that of the "
-        f"original. Needs {LIBRARY}: {install_command('cpu,quantize')}, in an environment of its "
-        "own.",
+        f"original. Needs {LIBRARY}: {install_command('cpu,quantize')}, in a separate environment.",
     )
     parser.examples = (
         "gaudiserve quantize demo --to int8 -o demo-int8",
         "gaudiserve quantize /data/model --to fp8 -o model-fp8 --data samples.jsonl",
         "gaudiserve quantize /data/model --to gptq -o model-gptq --data samples.jsonl",
+        "gaudiserve quantize /data/model-fp8 --to fp8-gaudi2 -o model-gaudi2",
     )
-    parser.add_argument("model", metavar="MODEL", help="Folder, .gguf file, hub id, or demo")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Model folder, .gguf file, Hugging Face id, or demo"
+    )
     kinds = "; ".join(f"{name}: {target.text}" for name, target in TARGETS.items())
     parser.add_argument("--to", choices=tuple(TARGETS), required=True, metavar="KIND", help=kinds)
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="DIR", help="New or empty folder"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="Output folder, new or empty",
     )
     parser.add_argument(
         "--data",
@@ -113,30 +134,30 @@ def quantize_parser() -> Parser:
         type=number(int, minimum=1),
         default=128,
         metavar="N",
-        help="Texts of --data to use [128]",
+        help="Maximum samples, read from the start of --data [128]",
     )
     parser.add_argument(
         "--max-length",
         type=number(int, minimum=8),
         default=2048,
         metavar="N",
-        help="Tokens of a text to use [2048]",
+        help="Maximum tokens of a sample; the rest is not used [2048]",
     )
     parser.add_argument(
         "--group-size",
         type=number(int, minimum=8),
         metavar="N",
-        help="Inputs that share a scale, not for fp8; default: the largest power of two up to 128 "
-        "that divides the inputs of all layers",
+        help="Number of inputs that share a scale, not for fp8 [the largest power of two up to 128 "
+        "that divides the inputs of all layers]",
     )
     parser.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="NAME",
-        help="Do not quantize the layers of this path: model.layers.29.mlp.down_proj, or re: and a "
-        "regular expression, re:.*layers\\.29\\..*; may be repeated; the head and routers are "
-        "never quantized",
+        help="Do not quantize the layer with this path, such as model.layers.29.mlp.down_proj, or "
+        "the layers that match a regular expression, such as re:.*layers\\.29\\..*; may be "
+        "repeated; the head and routers are never quantized",
     )
     parser.add_argument(
         "--all-layers",
@@ -147,17 +168,18 @@ def quantize_parser() -> Parser:
         "--text",
         type=Path,
         metavar="FILE",
-        help="Text for the perplexity; default: a text of about 1,700 tokens that comes with "
-        "gaudiserve",
+        help="Text for the perplexity [a text of about 1,700 tokens in gaudiserve]",
     )
     parser.add_argument(
-        "--skip-perplexity", action="store_true", help="Do not compare; saves two loads"
+        "--skip-perplexity",
+        action="store_true",
+        help="Do not compare perplexities, which needs two loads",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Quantize, compare and print; returns 0. Raises ConfigError."""
+    """Quantize, compare and print the result; returns 0. Raises ConfigError."""
     options = quantize_parser().parse_all(argv)
     target = TARGETS[options.to]
     _check_options(options, target)
@@ -167,9 +189,23 @@ def main(argv: list[str]) -> int:
     text = (options.text or TEXT).read_text(encoding="utf-8")
     run = _in_own_process
     before = None if options.skip_perplexity else run(__name__, "predictions", folder, text)
-    module = "hpu.quantization.compress"
-    run(
-        module,
+    if target.converts:
+        run("hpu.quantization.convert_fp8", "convert", folder, options.output)
+    else:
+        _compress(options, target, folder, samples, has_data=has_data)
+    if before is not None:
+        after = run(__name__, "predictions", str(options.output), text)
+        print(table(options.to, folder, str(options.output), before, after))
+    variable = "VLLM_HPU_CONVERT_TO_FP8UZ=false " if target.converts else ""
+    print(f"Serve it: {variable}gaudiserve serve {options.output}")
+    return 0
+
+
+def _compress(
+    options: Any, target: QuantizationTarget, folder: str, samples: list[Sample], *, has_data: bool
+) -> None:
+    _in_own_process(
+        "hpu.quantization.compress",
         "compress",
         folder,
         options.output,
@@ -182,20 +218,26 @@ def main(argv: list[str]) -> int:
         keeps_activations=target.keeps_activations,
         keeps_last_layer=target.keeps_last_layer and not options.all_layers,
     )
-    if before is not None:
-        after = run(__name__, "predictions", str(options.output), text)
-        print(table(options.to, folder, str(options.output), before, after))
-    print(f"Serve it: gaudiserve serve {options.output}")
-    return 0
 
 
-def _check_options(options: Any, target: Target) -> None:
+def _check_options(options: Any, target: QuantizationTarget) -> None:
     output: Path = options.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output} exists and is no empty folder")
+        raise ConfigError(
+            f"--output {output} exists and is not an empty folder: name another folder"
+        )
     for file in (options.data, options.text):
         if file is not None and not file.is_file():
-            raise ConfigError(f"{file} is no file")
+            raise ConfigError(f"{file} is not a file")
+    if target.converts:
+        for name in ("data", "group_size", "ignore", "all_layers"):
+            flag = f"--{name.replace('_', '-')}"
+            if getattr(options, name):
+                raise ConfigError(
+                    f"{flag} is set, and --to {options.to} converts a quantized checkpoint as it "
+                    f"is: leave {flag} out"
+                )
+        return
     if target.needs_data and options.data is None:
         raise ConfigError(f"--to {options.to} needs --data, a file with texts")
     if options.group_size is not None and not target.has_groups:
@@ -206,13 +248,14 @@ def _check_options(options: Any, target: Target) -> None:
         raise ConfigError(f"--all-layers is set, and --to {options.to} quantizes all layers anyway")
     if not is_installed(LIBRARY):
         raise ConfigError(
-            f"{LIBRARY} is not installed here: {install_command('cpu,quantize')}, in an "
-            "environment of its own"
+            f"{LIBRARY} is not installed here: {install_command('cpu,quantize')}, in a "
+            "separate environment"
         )
 
 
 def _in_own_process(module: str, function: str, *arguments: Any, **named: Any) -> Any:
-    """Call `function` in a new process, so that its memory is freed and its imports stay there."""
+    """Call `function` in a new process, so that its memory is freed and its modules are not
+    imported here."""
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn"), initializer=die_with_parent
     ) as pool:

@@ -1,4 +1,4 @@
-"""`gaudiserve run-batch`: flags and execution of a batch."""
+"""`gaudiserve run-batch`: flags, and execution of a batch."""
 
 import argparse
 import asyncio
@@ -8,13 +8,13 @@ from itertools import chain
 from pathlib import Path
 
 import uvloop
-from tqdm import tqdm
 
 from config import log
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.sources import Loaded, load
+from config.progress import CountBar
 from server.cli.batch_files import (
     MAX_LINE_BYTES,
     BatchLine,
@@ -23,27 +23,27 @@ from server.cli.batch_files import (
     read_lines,
 )
 from server.cli.flags import command_parser
-from server.cli.http_client import MODELS_PATH, Answer, HttpClient, HttpFailure
+from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, HttpResponse
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
 
 DESCRIPTION = """\
 Answer a file of requests in OpenAI's batch format: each line of FILE is an object with custom_id,
-method (POST), url (/v1/chat/completions, for one) and body. Each line gets one line in the output,
-in the order in which the answers come. Run the same command again after it was stopped or killed:
-what is answered stays, the rest is done.
+method (POST), url (such as /v1/chat/completions) and body. The output has a line for each request,
+in the order in which the answers arrive. After the command was stopped or killed, run it again: it
+keeps the answers of the output file and sends the other requests.
 """
 DEFAULT_CONCURRENCY = 256
 RETRY_S = 1.0
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 BUSY = 503
 MAX_SENT_BYTES = MAX_LINE_BYTES
-"""Bytes of lines without an answer after which no further line is read: the objects of a line take
-many times its size."""
+"""Maximum bytes of lines in flight before the next line is read: decoded lines take many times
+their size."""
 
 
-def batch_parser() -> Parser:
+def batch_parser() -> FlagParser:
     """Parser with the flags of `serve` and the flags of the batch."""
     parser = command_parser("gaudiserve run-batch", DESCRIPTION)
     parser.usage = "gaudiserve run-batch [MODEL] -i FILE -o FILE [flags]"
@@ -53,32 +53,33 @@ def batch_parser() -> Parser:
     )
     group = parser.add_argument_group("Batch")
     add = group.add_argument
-    add("-i", "--input-file", required=True, metavar="FILE", help="Requests, one in each line")
+    add("-i", "--input-file", required=True, metavar="FILE", help="File of requests, one per line")
     add(
         *("-o", "--output-file"),
         required=True,
         metavar="FILE",
-        help="Answers, one in each line; a request with an answer in this file is not sent again",
+        help="File for the answers, one per line; a request with an answer in this file is not "
+        "sent again",
     )
     add(
         "--base-url",
         "--url",
         metavar="URL",
-        help="Ask this running server (with --api-key), in place of one that serves MODEL here",
+        help="Use this running server (with --api-key) instead of starting a server for MODEL",
     )
     add(
         "--max-concurrent-requests",
         type=number(int, minimum=1),
         default=DEFAULT_CONCURRENCY,
         metavar="N",
-        help=f"Requests at a time [{DEFAULT_CONCURRENCY}]",
+        help=f"Maximum concurrent requests [{DEFAULT_CONCURRENCY}]",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run the batch; returns 0 once each line has an answer, errors included. Raises ConfigError
-    for files that do not fit each other, CommandFailed or EngineDied if the server is lost."""
+    """Run the batch; returns 0 once each line has a response, errors included. Raises ConfigError
+    for files that do not match, CommandFailed or EngineDied if the server is lost."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unanswered(file: Path, output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
-    """Input lines without an answer. The file is read lazily."""
+    """Input lines without a response. The file is read lazily."""
     return (line for line in read_lines(file) if not output.has(line))
 
 
@@ -115,11 +116,11 @@ async def _run(
         if server is not None:
             await server.wait_ready(client)
         else:
-            # A wrong key or URL would be the answer to every line, in the output for good.
+            # Check the key and the URL first: if wrong, every line would get a permanent error.
             await client.call("GET", MODELS_PATH)
         await _answer_all(client, chain([first], lines), output, arguments.max_concurrent_requests)
     except HttpFailure as error:
-        raise CommandFailed(f"{error}; the same command goes on where this one ended") from error
+        raise CommandFailed(f"{error}; run the same command again to continue") from error
     finally:
         await client.close()
         if server is not None:
@@ -137,9 +138,9 @@ async def _answer_all(
     output: BatchOutput,
     num_at_once: int,
 ) -> None:
-    """Send all lines, `num_at_once` at a time, and fewer while they have more than MAX_SENT_BYTES;
-    the first connection failure ends the batch."""
-    bar = tqdm(desc="requests", unit="line", disable=None)
+    """Send all lines, with at most `num_at_once` lines and about MAX_SENT_BYTES in flight; the
+    first connection failure ends the batch."""
+    bar = CountBar(desc="requests", unit="line", disable=None)
     num_sent_bytes = 0
     has_room = asyncio.Condition()
 
@@ -175,7 +176,7 @@ async def _answer_all(
             await asyncio.gather(*workers, return_exceptions=True)
 
 
-async def _ask(client: HttpClient, line: BatchLine) -> Answer:
+async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
     """Send a line, and retry while the server is overloaded."""
     while True:
         answer = await client.ask("POST", line.url, line.body)
@@ -185,7 +186,7 @@ async def _ask(client: HttpClient, line: BatchLine) -> Answer:
 
 
 def retry_s(retry_after: str) -> float:
-    """Seconds to wait by a Retry-After header."""
+    """Seconds to wait according to a Retry-After header."""
     is_number = retry_after.isascii() and retry_after.isdecimal()
     return max(MIN_RETRY_S, min(float(retry_after), MAX_RETRY_S)) if is_number else RETRY_S
 

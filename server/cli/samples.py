@@ -1,4 +1,4 @@
-"""Texts and conversations from a file, for commands that run a model on samples."""
+"""Reads texts and conversations from a file, for commands that run a model on samples."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {json_problem(error)}") from error
+        raise ConfigError(f"{where} is not JSON: {json_problem(error)}") from error
     if isinstance(value, dict):
         found = next((value[key] for key in ("messages", "prompt", "text") if key in value), None)
         is_conversation = isinstance(found, list) and all(
@@ -44,6 +44,6 @@ def _sample(path: Path, line_number: int, line: str) -> Sample:
         )
         value = found if isinstance(found, str) or (found and is_conversation) else None
     if not value or isinstance(value, (int, float)):
-        raise ConfigError(f"{where}: a string, or an object with prompt, text or messages")
+        raise ConfigError(f"{where} must be a string, or an object with prompt, text or messages")
     sample: Sample = value
     return sample

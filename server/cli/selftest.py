@@ -1,4 +1,4 @@
-"""`gaudiserve selftest`: flags and output; and the settings that `serve` takes from its result."""
+"""`gaudiserve selftest`: flags, output, and the settings that `serve` derives from the result."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
 from config.loading.env import environment
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.model.model_config import ModelConfig
 from config.whole_files import write_whole
@@ -25,12 +25,12 @@ from engine.selftest.start import (
 from server.cli.flags import command_parser
 
 
-def selftest_parser() -> Parser:
+def selftest_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve selftest",
-        "Check on a Gaudi card what this server assumes of the card and of the vendor's software.",
-        no_model="kernels are checked with sizes of no model",
+        "Check on a Gaudi card the server's assumptions about the card and the vendor's software.",
+        no_model="kernels are checked with default sizes",
     )
     parser.examples = (
         "gaudiserve selftest --quick",
@@ -38,20 +38,21 @@ def selftest_parser() -> Parser:
     )
     group = parser.add_argument_group("This command")
     group.add_argument(
-        "--quick", action="store_true", help="Only the checks that matter most, within a minute"
+        "--quick",
+        action="store_true",
+        help="Run only the most important checks, in at most a minute if no check hangs",
     )
     group.add_argument(
         "--json",
         metavar="FILE",
-        help="Write the result, the versions and the runtime's variables to FILE, without secrets: "
-        "for an issue",
+        help="Write the result, versions and runtime variables to FILE, without secrets, to attach "
+        "to an issue",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
-    """Run the checks and print a table; returns 0 if no check fails or hangs, else 1. Raises
-    ConfigError."""
+    """Run the checks and print a table; returns SelfTest.status. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=selftest_parser())
     machine = this_machine(environment())
     check_place(loaded.engine, machine)
@@ -62,32 +63,34 @@ def main(argv: list[str]) -> int:
         place_of(loaded.engine, machine, _models(loaded)),
         is_quick=loaded.arguments.quick,
         on_result=lambda result: print(row(result), flush=True),
+        on_wait=lambda what: print(f"  waiting for {what}", flush=True),
     )
     print(f"\n{found.summary}")
     for choice in choices_for(loaded, loaded, found):
         print(line(choice))
     if loaded.arguments.json:
         _write(Path(loaded.arguments.json), failure_report(found, machine))
-    return int(any(result.is_wrong for result in found.results))
+    return found.status
 
 
 def _models(loaded: Loaded) -> tuple[ModelConfig, ...]:
-    """The model that is named, whose sizes the kernels are checked with; empty if there is none."""
+    """The model given by the user, whose sizes are used to check the kernels; empty if none is
+    given."""
     engine = loaded.engine
     if loaded.sources["model"][1] == DEFAULT:
         return ()
-    facts = model_facts(
+    model_config = model_facts(
         engine.model,
         revision=engine.revision,
         cache_dir=engine.cache_dir,
         download_dir=engine.download_dir,
         hf_overrides=engine.hf_overrides,
     )
-    return (facts,)
+    return (model_config,)
 
 
 def row(result: CheckResult) -> str:
-    """The line of a check: its outcome, what it found, and what avoids a failure."""
+    """Output line of a check: status, details, and the settings that avoid a failure."""
     text = f"  {result.status:<8} {result.name:<22} {result.seconds:7.2f} s  {result.detail}"
     words = [shown(fallback.setting, fallback.values[0]) for fallback in result.fallbacks]
     if result.is_wrong:
@@ -95,9 +98,9 @@ def row(result: CheckResult) -> str:
     return text.rstrip()
 
 
-def served(loaded: Loaded, given: Loaded, parser: Parser | None = None) -> Loaded:
-    """`loaded` with the settings that the self-test of this card selects: see `with_selftest`.
-    `parser`: reads the command line of `loaded`; None: the parser of `serve`."""
+def served(loaded: Loaded, given: Loaded, parser: FlagParser | None = None) -> Loaded:
+    """`loaded` with the settings that the self-test of this card selected (see `with_selftest`).
+    `parser`: parser of the command line of `loaded`; None: the parser of `serve`."""
 
     def change(flags: Mapping[str, str]) -> Loaded:
         words = [shown(name, value) for name, value in flags.items()]

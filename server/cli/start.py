@@ -1,4 +1,4 @@
-"""Start a configured server: names, checkpoint, engines and API servers."""
+"""Starts a configured server: names, checkpoint, engines and API servers."""
 
 import dataclasses
 import logging
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Entry point of the process of a PrivateServer."""
-    # Ctrl-C in the terminal is handled by the command, not by this process.
+    """Entry point of a PrivateServer process."""
+    # The command handles Ctrl-C in the terminal, not this process.
     os.setsid()
     args = read_orders(PrivateServerArgs)
     exit_with_parent()
@@ -69,15 +69,15 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint`; raises CheckpointError for what it refuses."""
+    """Call `resolve_checkpoint`; its errors are raised as CheckpointError."""
     with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
 
 
 @contextmanager
 def _naming(model: str, folder: str) -> Iterator[None]:
-    """Errors of the block name the model as the user did, and not `folder`, where it was downloaded
-    or converted to. Files keep their path."""
+    """Make errors in the block show the model name that the user gave instead of `folder`, its
+    local copy. Paths of files are kept."""
     try:
         yield
     except ConfigError as error:
@@ -102,7 +102,7 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         keep_blocks=engine.quantization == "gguf",
         has_weights=engine.load_format != DUMMY,
         hf_overrides=engine.hf_overrides,
-        # Without a terminal, the API server logs the progress reports.
+        # Without a terminal, the API server logs the progress.
         progress=sys.stderr.isatty(),
         report=report,
         check=partial(_check_model, engine),
@@ -111,8 +111,8 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
-        # Resolve and check the tokenizer here, with progress reports and before any process starts.
-        # API servers find the tokenizer in the cache.
+        # Resolve and check the tokenizer here, where progress is reported, before any process
+        # starts. API servers find it in the cache.
         found = tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
         check_tokenizer_file(found / "tokenizer.json")
     return folder

@@ -1,5 +1,5 @@
-"""`gaudiserve vllm-command`: write a command `vllm` that runs gaudiserve, for scripts that call
-`vllm serve`, and its form `python3 -m vllm.entrypoints.openai.api_server`.
+"""`gaudiserve vllm-command`: writes a command `vllm` that runs gaudiserve, for scripts that call
+`vllm serve` or `python3 -m vllm.entrypoints.openai.api_server`.
 
 The command never hides an installed vLLM: it is not written if vLLM is installed, and it runs a
 vLLM that is installed later.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from config.errors import ConfigError
 from config.loading.env import environment, is_installed
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.version import VERSION
 from server.cli import main as gaudiserve
 from server.cli.vllm_modules import FILE, LINE
@@ -33,14 +33,14 @@ MAX_SCRIPT_BYTES = 2**10
 
 
 def main(argv: list[str]) -> int:
-    """Write the command into the folder of this environment's commands. Raises ConfigError if that
-    fails."""
-    parser = Parser(
+    """Write the command into the scripts folder of this environment. Raises ConfigError on
+    failure."""
+    parser = FlagParser(
         prog="gaudiserve vllm-command",
         usage="gaudiserve vllm-command",
-        description="Write a command `vllm` that is gaudiserve beside the command gaudiserve, "
-        "unless vLLM is installed. `python3 -m vllm.entrypoints.openai.api_server` then runs "
-        "that command.",
+        description="Write a command `vllm` that runs gaudiserve, next to the command "
+        "`gaudiserve`, unless vLLM is installed. `python3 -m vllm.entrypoints.openai.api_server` "
+        "then runs this command.",
     )
     parser.examples = ("gaudiserve vllm-command",)
     parser.parse_all(argv)
@@ -63,7 +63,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def run() -> int:
-    """The written command: vLLM if it was installed later, else gaudiserve."""
+    """Entry point of the written command: runs vLLM if it was installed later, otherwise
+    gaudiserve."""
     for path in _commands():
         os.execv(path, [str(path), *sys.argv[1:]])
     print(
@@ -74,7 +75,7 @@ def run() -> int:
 
 
 def installed(path: Path) -> str:
-    """The vLLM that `path` would hide; empty: no vLLM is installed."""
+    """The vLLM installation that a command at `path` would hide; empty if vLLM is not installed."""
     if is_installed(NAME):
         return "the package vllm"
     other = next(_commands(), path if path.exists() and not _is_ours(path) else None)

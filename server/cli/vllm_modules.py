@@ -1,8 +1,8 @@
-"""Modules of vLLM that manifests run with `python3 -m`, as commands of gaudiserve.
+"""Provides the vLLM modules that manifests run with `python3 -m`, as commands of gaudiserve.
 
-`gaudiserve vllm-command` writes LINE into the environment. Python runs it at each start: only if
-the command line names one of the modules, they exist in that process. An installed vLLM is found
-first, also if it is installed later.
+`gaudiserve vllm-command` writes LINE into the environment, and Python runs it at each start. The
+modules exist only in processes whose command line names them. An installed vLLM is found first,
+even if it is installed later.
 """
 
 import os
@@ -22,6 +22,7 @@ LINE = (
 )
 COMMANDS = {
     "vllm.entrypoints.openai.api_server": ["serve"],
+    "vllm.entrypoints.openai.mm_api_server": ["serve"],
     "vllm.entrypoints.openai.run_batch": ["run-batch"],
     "vllm.entrypoints.cli.main": [],
 }
@@ -32,13 +33,13 @@ _SOURCE = "from server.cli.vllm_modules import run\nrun({words!r})\n"
 
 
 def install() -> None:
-    """Make the modules importable in this process, after all others."""
+    """Make the modules importable in this process, with the lowest precedence."""
     sys.meta_path.append(_Modules())
 
 
 def run(words: list[str]) -> None:
-    """Replace this process by the command `vllm` with `words` before the arguments: the engine's
-    processes would import the module of a process that Python has started with -m."""
+    """Replace this process with the command `vllm`, and put `words` before the arguments. Otherwise
+    the engine processes would import the module that Python started with -m."""
     command = Path(sysconfig.get_path("scripts")) / "vllm"
     os.execv(sys.executable, [sys.executable, str(command), *words, *sys.argv[1:]])
 
@@ -49,10 +50,11 @@ class _Modules(MetaPathFinder, InspectLoader):
     ) -> ModuleSpec | None:
         if name not in PACKAGES and name not in COMMANDS:
             return None
-        # A module that a real vLLM lacks is missing: a folder named vllm has no file.
+        # If a real vLLM is imported, its missing modules stay missing. A folder named vllm is a
+        # namespace package without __file__.
         if getattr(sys.modules.get("vllm"), "__file__", None) is not None:
             return None
-        # Python has asked the earlier finders.
+        # The earlier finders did not find the module.
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         if any(finder.find_spec(name, path) for finder in later):
             return None

@@ -1,1 +1,1 @@
-"""The text pipeline: token ids in, text deltas out. Sequences, beam search, limits."""
+"""The text pipeline: prompt token ids in, text deltas out. Sequences, beam search, limits."""

@@ -1,5 +1,5 @@
-"""Answer parsing: the parsers that a server is configured with, and the reasoning, text and tool
-calls of each choice."""
+"""Parsing of generated answers: the parsers that the server is configured with, and the reasoning,
+text and tool calls of each choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +43,9 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 from server.text.tokenizer import Tokenizer
 
 PROMPT_CHARACTERS = 256
-"""Length of the prompt's end that is searched for a tag that starts reasoning."""
+"""Number of characters at the end of the prompt that are searched for a reasoning tag."""
 CLOSING_TOKENS = 64
-"""Number of final tokens that are searched first for the end tag of the reasoning."""
+"""Number of last tokens that are searched first for the reasoning end tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class ParserConfig:
     def of(
         cls, config: ServerConfig, template: str, *, generic_tools: bool = False
     ) -> "ParserConfig":
-        """The parsers of `config`; `auto` is resolved by the chat template. `generic_tools`: the
-        template does not support tools, so the model is shown the call format of
+        """The parsers in `config`, with `auto` resolved from the chat template. `generic_tools`:
+        the template does not support tools, so the model is prompted with the call format of
         GENERIC_TOOL_PARSER. Raises ConfigError for an unknown name."""
         calls, thinking = config.tool_call_parser, config.reasoning_parser
         of_template = GENERIC_TOOL_PARSER if generic_tools else tool_parser_of(template)
@@ -79,12 +79,12 @@ class ParserConfig:
         parsed."""
         if not self.auto_tool_choice:
             raise UserError(
-                "tool_choice auto is switched off by --no-enable-auto-tool-choice",
+                "tool_choice auto is disabled by --no-enable-auto-tool-choice",
                 param="tool_choice",
             )
         if self.tool_parser is None:
             raise UserError(
-                "this server cannot tell how its model writes calls; start it with "
+                "this server does not know the format of its model's tool calls: start it with "
                 "--tool-call-parser NAME, or send tool_choice none",
                 param="tools",
             )
@@ -102,9 +102,8 @@ class ParserConfig:
         finds_stray_calls: bool = False,
         max_calls: int | None,
     ) -> "ChoiceParsers | None":
-        """Parsers of answers with tool calls that `call_reader` reads and, with `has_reasoning`,
-        with the model's reasoning. None: the answer is plain text. The other arguments are
-        described in `ChoiceParsers`."""
+        """Parsers for answers with tool calls (read by `call_reader`) and, with `has_reasoning`,
+        reasoning; None if the answer is plain text. For the other arguments see `ChoiceParsers`."""
         reasoning_format = self._reasoning_format if has_reasoning else None
         if call_reader is None and reasoning_format is None:
             return None
@@ -130,9 +129,9 @@ class ParserConfig:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The reasoning that may precede the constrained part of an answer to `prompt`. None: the
-        answer has no reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not
-        disable reasoning. `is_free`: the text after the reasoning is not constrained."""
+        """The reasoning that may precede the constrained part of an answer to `prompt`; None: no
+        reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not disable reasoning.
+        `is_free`: the text after the reasoning is not constrained."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None
@@ -150,7 +149,7 @@ class ParserConfig:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """The format of the model's tool calls; None: no tool parser."""
+        """Format of the model's tool calls; None without a tool parser."""
         return TOOL_PARSERS[self.tool_parser].format if self.tool_parser else None
 
     def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
@@ -163,8 +162,8 @@ class ParserConfig:
         return REASONING_PARSERS[self.reasoning_parser].format if self.reasoning_parser else None
 
     def starts_inside(self, prompt: str, begun: str | None) -> bool:
-        """Whether the answer to `prompt` begins inside reasoning. `begun` is the text of the last
-        message if the answer continues it."""
+        """Whether the answer to `prompt` starts inside reasoning. `begun`: text of the last
+        message, if the answer continues it."""
         if self._reasoning_format is None:
             return False
         if begun is not None:
@@ -173,7 +172,7 @@ class ParserConfig:
 
 
 def forced_call_reader(name: str | None) -> ToolCallReader:
-    """Reader of grammar-constrained calls: a list of calls, or only the arguments of the function
+    """Reader for calls forced by a grammar: a list of calls, or only the arguments of the function
     `name`."""
     return CALLS_ALONE if name is None else Arguments(name)
 
@@ -197,19 +196,19 @@ class ChoiceParser:
         *,
         is_named: bool = False,
     ) -> None:
-        """`is_named`: tool_choice named the function, so finish_reason stays `stop`."""
+        """`is_named`: tool_choice names the function, so finish_reason stays `stop`."""
         self._is_named = is_named
         self._parser = parser
         self._reasoning = reasoning
         self._end_tags = end_tags
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        """All tokens; cleared when the reasoning has ended."""
+        """All tokens; cleared at the end of the reasoning."""
         self._num_reasoning: int | None = None if reasoning is not None else 0
         self._has_calls = False
 
     def parse(self, delta: Delta) -> list[ParserEvent]:
-        """The events of `delta`. The last delta also returns all buffered text."""
+        """Parser events of `delta`. The last delta also flushes all buffered text."""
         if self._num_reasoning is None:
             self._ids += delta.token_ids
         events = self._parser.feed(delta.text)
@@ -223,7 +222,7 @@ class ChoiceParser:
 
     def finish_reason(self, given: str | None) -> str | None:
         """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
-        (unless tool_choice named the function), otherwise `given`, the finish reason of its
+        (unless tool_choice names the function), otherwise `given`, the finish reason of its
         text."""
         chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
@@ -281,9 +280,10 @@ class ChoiceParsers:
         new_id: Callable[[], str],
         max_calls: int | None,
     ) -> None:
-        """`is_inside`: the answer begins inside reasoning. `keeps_whitespace`: the text after the
-        reasoning keeps its whitespace. `is_named`: see `ChoiceParser`. `finds_stray_calls`: calls
-        in the reasoning, and unmarked calls in text, are calls; no grammar covers them."""
+        """`is_inside`: the answer starts inside reasoning. `keeps_whitespace`: whitespace of the
+        text after the reasoning is kept. `is_named`: see `ChoiceParser`. `finds_stray_calls`: also
+        parse calls in the reasoning and unmarked calls in the text, because no grammar constrains
+        the calls."""
         self._readers: dict[int, ChoiceParser] = {}
         """Parsers by choice index; bounded by n."""
         self._tokenizer = tokenizer
@@ -322,19 +322,19 @@ class ChoiceParsers:
 
     @cached_property
     def marker_token_ids(self) -> frozenset[int]:
-        """Special tokens that the parsers need to see in the text."""
+        """Ids of the special tokens that the parsers need to see in the text."""
         words = [word for output_format in self._formats for word in words_of(output_format)]
         return self._tokenizer.special_ids_in(words)
 
 
 @dataclass(slots=True)
 class MessagePart:
-    """A run of reasoning or text, or a tool call."""
+    """A part of a message: reasoning, text, or a tool call."""
 
     kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
-    """Pieces of the text, or of a call's arguments. A call's joined arguments are a JSON object
-    unless the answer was cut."""
+    """Pieces of the text, or of a call's arguments. The joined arguments are a JSON object unless
+    the answer was truncated."""
     call: ToolCallStart | None = None
 
     @property
@@ -347,7 +347,7 @@ class AssistantMessage:
 
     def __init__(self) -> None:
         self.parts: list[MessagePart] = []
-        """Parts in generation order; adjacent parts differ in kind, except calls."""
+        """Parts in generation order; adjacent parts differ in kind, except for calls."""
 
     def add(self, events: list[ParserEvent]) -> None:
         """Append the next events."""
@@ -371,7 +371,7 @@ class AssistantMessage:
         return "".join(piece.text for piece in self.parts if piece.kind == kind)
 
     def to_dict(self, echo: str, *, shows_reasoning: bool) -> dict[str, Any]:
-        """The `message` object of the response. `echo`: text that precedes the generated text."""
+        """The `message` object of the response. `echo`: text before the generated text."""
         thought = self._all("reasoning")
         text = echo + self._all("text")
         calls = [(piece.call, piece.text) for piece in self.parts if piece.call is not None]
@@ -399,7 +399,7 @@ class AssistantMessage:
 
 
 def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dict[str, Any]]:
-    """The `delta` objects of `events`. Reasoning is left out without `shows_reasoning`."""
+    """The `delta` objects for `events`. Without `shows_reasoning`, reasoning is left out."""
     made: list[dict[str, Any]] = []
     for event in events:
         if isinstance(event, TextDelta):
@@ -418,6 +418,6 @@ def chat_deltas(events: list[ParserEvent], *, shows_reasoning: bool) -> list[dic
 
 
 def tool_schemas(tools: Sequence[Any]) -> Tools:
-    """The functions of checked `tools`: name to parameter schema."""
+    """Function name -> parameter schema, from validated `tools`."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}

@@ -1,7 +1,7 @@
-"""Beam search over an engine, with the rules of `generate(num_beams=...)` of transformers.
+"""Beam search on top of an engine, with the semantics of transformers' `generate(num_beams=...)`.
 
-Each step sends one request per beam, which generates one token. The prefix cache holds all but the
-last block of the beam, and the engine puts the request at the head of the queue.
+Each step sends a request per beam, which generates a single token. The prefix cache covers all but
+the last block of the beam, and the engine puts the requests at the head of the queue.
 """
 
 import time
@@ -17,7 +17,7 @@ from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.token_ids import token_array
 from engine.client.output_queue import Update
-from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.transport.messages import UNSENT, AddRequest, Finish
 from server.generation.logprobs import PositionLogprobs, PromptLogprobs
 from server.generation.outputs import Delta, Prompt, Timing
@@ -33,7 +33,7 @@ from server.generation.validation import check_comparable
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation of the prompt."""
+    """A candidate continuation of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[PositionLogprobs] = field(default_factory=list)
@@ -50,12 +50,13 @@ class Beam:
 
 
 class BeamSearch:
-    """The search over one prompt, without an engine: at most `width` running beams.
+    """Beam search for a single prompt, without an engine: at most `width` running beams.
 
-    A step adds the `width` best continuations that end with an end token to the finished beams, and
-    keeps the `width` best continuations without an end token as running beams. The search ends
-    after `max_tokens` tokens, or when `width` beams are finished and the best running beam, scored
-    at its present length, does not beat the worst finished beam.
+    In each step, continuations among the `width` best that end with an end token become finished
+    beams, and the `width` best continuations without an end token keep running. The search ends
+    after `max_tokens` tokens, where the `width` best continuations all become finished beams, or
+    when `width` beams are finished and the best running beam, scored at its current length, is not
+    better than the worst finished beam.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class BeamSearch:
     ) -> None:
         self.running = [Beam()]
         self.finished: list[Beam] = []
-        """The best finished beams so far, best first; `width` beams once the search has ended."""
+        """The best finished beams so far, best first; `width` beams at the end of the search."""
         self._width = width
         self._max_tokens = max_tokens
         self._end_ids = end_ids
@@ -71,13 +72,13 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Number of most likely tokens needed for each running beam: all end tokens may be among
-        them, and `width` other tokens must remain."""
+        """Number of candidates needed for each running beam: all end tokens may be among them, and
+        `width` other tokens must remain."""
         return self._width + len(self._end_ids)
 
     def step(self, next_tokens: list[PositionLogprobs]) -> None:
-        """Extend the beams by one token. `next_tokens` has the candidates of each running beam,
-        most likely first."""
+        """Extend the beams by a token. `next_tokens`: candidates of each running beam, most likely
+        first."""
         candidates = [
             (beam.logprob + token.logprob, beam, token, position.top)
             for beam, position in zip(self.running, next_tokens, strict=True)
@@ -114,7 +115,7 @@ class BeamSearch:
 
 class BeamSearchGeneration:
     """The best `params.n` continuations of each prompt, best first. Has the interface of
-    `Generation`, but all deltas arrive at once, when the searches of all prompts have ended."""
+    `Generation`, but all deltas arrive at once, at the end of the searches of all prompts."""
 
     @classmethod
     async def start(
@@ -128,9 +129,9 @@ class BeamSearchGeneration:
         admit: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> "BeamSearchGeneration":
-        """Check the request, call `admit` and send the first step. Takes the arguments of
-        `Pipeline.start` and raises its exceptions; `params.n` is the beam width. A search uses only
-        the end tokens, the length and the output fields of `params`."""
+        """Check the request, call `admit` and send the first step. Takes the arguments and raises
+        the exceptions of `Pipeline.start`; `params.n` is the beam width. A search uses only the end
+        tokens, the length limit and the output fields of `params`."""
         check_length_penalty(length_penalty)
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
@@ -150,9 +151,9 @@ class BeamSearchGeneration:
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
         adapter: str = "",
-        terms: RequestTerms = NO_TERMS,
+        request_limits: RequestLimits = NO_LIMITS,
     ) -> None:
-        """`params` and `output_limits` are the results of `Pipeline.check_request`."""
+        """`params` and `output_limits`: results of `Pipeline.check_request`."""
         ready = pipeline.ready
         eos_ids = frozenset() if params.ignore_eos else frozenset(ready.eos_token_ids)
         self._stop_ids = frozenset(token_array(params.stop_token_ids).tolist()) - eos_ids
@@ -170,7 +171,7 @@ class BeamSearchGeneration:
         self._make_request = partial(
             AddRequest, UNSENT, priority=priority, cache_salt=cache_salt, name=name
         )
-        self._terms = terms
+        self._request_limits = request_limits
         self._step_params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -188,7 +189,7 @@ class BeamSearchGeneration:
 
     @property
     def engine(self) -> int:
-        """The engine of the first beam's first token."""
+        """Engine that ran the first step of the first prompt."""
         return self._first_step.engine
 
     @property
@@ -207,6 +208,11 @@ class BeamSearchGeneration:
         return self._first_step.prompt_logprobs
 
     @property
+    def num_unread_bytes(self) -> int:
+        """Estimated memory of the current step's output that has not been read yet."""
+        return self._step.num_unread_bytes
+
+    @property
     def timing(self) -> Timing:
         """Timing of the search: queue and prefill time of the first step; all later steps count as
         decode time."""
@@ -221,7 +227,7 @@ class BeamSearchGeneration:
         while True:
             outputs = await self._step.collect()
             if self._is_over:
-                # Aborted while this step waited: the outputs are incomplete.
+                # Aborted during this step: the outputs are incomplete.
                 raise StopAsyncIteration
             now_s = time.monotonic()
             self._first_step_ended_s = self._first_step_ended_s or now_s
@@ -249,13 +255,13 @@ class BeamSearchGeneration:
         return [search.finished for search in self._searches]
 
     def abort(self) -> None:
-        """Abort the search. Iteration ends; may be called at any time and more than once."""
+        """Abort the search and end the iteration. May be called at any time and more than once."""
         self._is_over = True
         self._step.abort()
 
     def _send_step(self, prompt_logprobs: int | None) -> Iterator[int]:
-        """Request the next token of each running beam of each search, in the new `_step`. Yields
-        the number of tokens of each request that was sent."""
+        """Request the next token of each running beam of each search; stores the requests in
+        `_step`. Yields the number of tokens of each sent request."""
         params = self._step_params.replace(prompt_logprobs=prompt_logprobs)
         running = [
             (prompt, prompt_bytes, images, beam)
@@ -266,14 +272,16 @@ class BeamSearchGeneration:
         ]
         tokenizer = self._pipeline.tokenizer
         prompts = [prompt for prompt, _, _, _ in running]
-        step = self._step = Generation(self._pipeline.client, prompts, 1)
+        step = self._step = Generation(
+            self._pipeline.client, prompts, 1, self._pipeline.output_pacer
+        )
         try:
             for index, (prompt, prompt_bytes, images, beam) in enumerate(running):
                 tokens = prompt_bytes + np.asarray(beam.tokens, dtype="<u4").tobytes()
                 request = self._make_request(
                     memoryview(tokens), params, is_continuation=bool(beam.tokens), **images
                 )
-                queue = self._pipeline.client.add(request, self._terms)
+                queue = self._pipeline.client.add(request, self._request_limits)
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
                 yield len(prompt.token_ids) + len(beam.tokens)
         except BaseException:
@@ -289,7 +297,7 @@ class BeamSearchGeneration:
                 yield self._delta(prompt_index * width + rank, prompt, beam)
 
     def _delta(self, index: int, prompt: Prompt, beam: Beam) -> Delta:
-        """A finished beam as the only delta of a choice."""
+        """A finished beam as the single delta of a choice."""
         params = self._params.replace_unchecked(logprobs=None, prompt_logprobs=None)
         sequence = Sequence(
             index, prompt, params, self._pipeline.tokenizer, self._visible_special_ids
@@ -314,9 +322,11 @@ def _check_params(params: SamplingParams, num_end_ids: int, vocab_size: int) -> 
     max_width = min(MAX_LOGPROBS, vocab_size) - num_end_ids
     if params.n > max_width:
         raise UserError(
-            f"the beam width n is {params.n}, with {num_end_ids} end tokens it may be {max_width} "
-            "at most",
+            f"the beam width n is {params.n}, it must be at most {max_width} with {num_end_ids} "
+            "end tokens",
             param="n",
         )
     if params.max_tokens == 0:
-        raise UserError("max_tokens is 0, a beam search needs at least 1", param="max_tokens")
+        raise UserError(
+            "max_tokens is 0, it must be at least 1 with use_beam_search", param="max_tokens"
+        )

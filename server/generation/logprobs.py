@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, converted from the columns that the engine sends."""
+"""Log-probabilities of tokens, converted from the engine's arrays."""
 
 from collections.abc import Iterator
 
@@ -9,25 +9,23 @@ from engine.transport.messages import Logprobs
 from server.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity and NaN, which JSON cannot express."""
+"""Replacement for minus infinity and NaN, which JSON cannot represent."""
 ID_BYTES = 4
-"""Size of an id, a value or a rank in Logprobs."""
+"""Bytes of an id, a value or a rank in Logprobs."""
 CONVERTED_ROWS = 64
-"""Prompt positions that are converted at a time."""
+"""Prompt positions that are converted at once."""
 ALL_ROWS = slice(None)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """A token with its log-probability.
-
-    A Struct, which the garbage collector does not track: answers contain up to millions of tokens,
-    and the collector holds the GIL for 0.1 us for each tracked object.
-    """
+    """A token with its log-probability. A Struct that the garbage collector does not track:
+    responses contain up to millions of tokens, and the collector holds the GIL for 0.1 us per
+    tracked object."""
 
     token_id: int
     token: str
     bytes: bytes
-    """UTF-8 bytes of this token alone; may be part of a character."""
+    """UTF-8 bytes of this token; may be an incomplete character."""
     logprob: float
     """Natural logarithm; MIN_LOGPROB for minus infinity."""
     rank: int
@@ -43,8 +41,8 @@ class PositionLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptLogprobs:
-    """The log-probabilities of a prompt, one entry per token. Entries are converted only when they
-    are iterated: a million entries take 2 s to convert and 300 MB."""
+    """Log-probabilities of a prompt, one entry per token. Entries are converted lazily during
+    iteration: a million entries take 2 s to convert and 300 MB."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +50,7 @@ class PromptLogprobs:
         self._num_rows = 0
 
     def add(self, columns: list[Logprobs]) -> None:
-        """Append the columns of the next positions."""
+        """Append the arrays for the next positions."""
         self._columns += columns
         self._num_rows += sum(map(_num_rows, columns))
 

@@ -10,10 +10,8 @@ from server.multimodal.parts import PromptImages
 
 @dataclass(slots=True)
 class Delta:
-    """New output of a choice since its last delta.
-
-    `text` is final: the joined deltas equal the detokenized output, cut at the stop string.
-    """
+    """New output of a choice since its last delta. `text` is final: the concatenated deltas are the
+    detokenized output, cut at the stop string."""
 
     index: int
     """Index of the choice in the request: prompt_index * n + choice."""
@@ -25,22 +23,24 @@ class Delta:
     """`stop` or `length`; set only on the last delta of the choice."""
     stop_reason: str | int | None = None
     """The stop string or stop_token_ids entry; None for an end token."""
+    num_merged: int = field(default=0, compare=False)
+    """See Update.num_merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is ready for the engine: ids checked, already truncated."""
+    """A prompt that is ready for the engine: ids are validated and truncated."""
 
     token_ids: list[int]
     text: str | None = None
-    """The text that `token_ids` was encoded from; None: the client sent token ids."""
+    """Text that `token_ids` was encoded from; None: the client sent token ids."""
     images: PromptImages | None = None
-    """The images of the prompt; None: no images."""
+    """Images of the prompt; None without images."""
 
 
 @dataclass(slots=True)
 class Output:
-    """The complete output of a choice: all of its deltas joined."""
+    """Complete output of a choice: all its deltas concatenated."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -73,8 +73,9 @@ class Output:
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds that a sequence waited and computed. The engine's own values once it has finished the
-    sequence; until then, and after a stop string, measured by the API server."""
+    """Queue, prefill and decode times of a sequence in seconds. The engine's own values once it has
+    finished the sequence; until then, and after a stop string, values measured by the API
+    server."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -82,12 +83,12 @@ class Timing:
 
 
 class RequestStream(Protocol):
-    """The output of a request. Iterate it once: each item holds all new output, at most one delta
+    """Output stream of a request. Iterate it once: each item has all new output, at most one delta
     per choice."""
 
     @property
     def engine(self) -> int:
-        """The engine of the first sequence."""
+        """Engine of the first sequence."""
         ...
 
     @property
@@ -115,18 +116,23 @@ class RequestStream(Protocol):
     async def __anext__(self) -> list[Delta]: ...
 
     def abort(self) -> None:
-        """Abort all unfinished choices. Iteration ends; may be called at any time and more than
-        once."""
+        """Abort all unfinished choices and end the iteration. May be called at any time and more
+        than once."""
         ...
 
 
 class GenerationStream(RequestStream, Protocol):
-    """The stream of a generating request."""
+    """Output stream of a text-generation request."""
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
         token has arrived; the entry of the first position is None."""
+        ...
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Estimated memory of the output that has not been read yet."""
         ...
 
 

@@ -21,7 +21,7 @@ from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingP
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.transport.messages import SLEEPING, UNSENT, AddRequest, Finish, Ready, engine_of
 from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
@@ -38,15 +38,17 @@ from server.http.pacing import LoopPacer
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
-"""Maximum total length of bad_words. Each word is tokenized twice on the event loop: a few
-milliseconds."""
+"""Maximum total length of bad_words. Each word is tokenized twice on the event loop, a few
+milliseconds in total."""
 MAX_UPDATE_VALUES = 1_000
-"""Tokens and log-probabilities that are applied before the event loop runs other requests: 5 ms,
+"""Tokens and log-probabilities to process before the event loop runs other requests: 5 ms,
 including their JSON in a stream."""
+MAX_ITERATION_VALUES = 1_000
+"""Tokens and log-probabilities of all requests to process in an iteration of the event loop."""
 MAX_TOKENS_AT_ONCE = 65_536
-"""Prompt tokens that are checked or sent before the event loop runs other requests: about 5 ms."""
+"""Prompt tokens to check or send before the event loop runs other requests: about 5 ms."""
 TOKENS_PER_SEQUENCE = 1_024
-"""Cost of sending a sequence besides its prompt, in prompt tokens."""
+"""Fixed cost of sending a sequence, in prompt tokens."""
 ASLEEP_RETRY_S = 10
 
 
@@ -63,7 +65,9 @@ class Pipeline:
         self.client = client
         self.tokenizer = tokenizer if not config.skip_tokenizer_init else None
         self.pacer = LoopPacer(1)
-        """Paces long work of requests: a piece takes milliseconds."""
+        """Paces long work of requests, which takes milliseconds at a time."""
+        self.output_pacer = LoopPacer(MAX_ITERATION_VALUES)
+        """Paces the output of all requests, which may arrive in the same iteration."""
         self._max_stop_strings = config.max_stop_strings
         self._max_logprobs = config.max_logprobs
         self._output_limits = output_limits
@@ -79,17 +83,17 @@ class Pipeline:
         name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
         adapter: str = "",
-        terms: RequestTerms = NO_TERMS,
+        request_limits: RequestLimits = NO_LIMITS,
     ) -> "Generation":
-        """Check the request and send its `len(prompts) * params.n` sequences.
+        """Check the request and send its `len(prompts) * params.n` sequences. `param`: field of the
+        prompt, for errors; `name`: request id for logs; `adapter`: a LoRAInfo.content;
+        `visible_special_ids`: special tokens that always appear in the text.
 
-        `param` is the field that errors about the prompt name, `name` the request's id in logs,
-        `adapter` a LoRAInfo.content; `visible_special_ids` are special tokens that always appear in
-        the text. Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception,
-        the engine holds nothing of the request.
+        Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception, nothing of
+        the request is left in the engine.
         """
         params, limits = await self.check_request(prompts, params, param)
-        generation = Generation(self.client, prompts, params.n)
+        generation = Generation(self.client, prompts, params.n, self.output_pacer)
         pauses = Pauses(self.pacer)
         try:
             if len(prompts) * params.n > 1:
@@ -112,7 +116,7 @@ class Pipeline:
                             name=name,
                             **images,
                         )
-                        queue = self.client.add(request, terms)
+                        queue = self.client.add(request, request_limits)
                     index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)
                     generation.open(sequence, queue)
@@ -122,8 +126,8 @@ class Pipeline:
         return generation
 
     def image_fields(self, prompt: Prompt, cache_salt: str, adapter: str) -> dict[str, Any]:
-        """Fields of AddRequest for the prompt's images and adapter. The adapter is `adapter`; for a
-        prompt with images, the adapter of --default-mm-loras if `adapter` is empty."""
+        """Fields of AddRequest for the prompt's images and LoRA adapter: `adapter`, or for a prompt
+        with images and an empty `adapter`, the adapter of --default-mm-loras."""
         if prompt.images is None:
             return {"adapter": adapter}
         infos = self.client.adapters.values()
@@ -151,7 +155,7 @@ class Pipeline:
         ready = self.client.ready
         if ready is not None and ready.pooling is not None:
             raise UserError(
-                "This model does not generate text, it gives vectors or scores "
+                "This model does not generate text, it returns vectors or scores "
                 f"({', '.join(ready.pooling.tasks)}).",
                 param="model",
             )
@@ -159,8 +163,8 @@ class Pipeline:
     async def check_request(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
-        """`params` with bad words as token ids, and the output limit of each prompt. Raises like
-        `start`."""
+        """`params` with bad words as token ids, and the output limit of each prompt. Raises the
+        exceptions of `start`."""
         ready = self.ready
         self.check_generates()
         self._check_logprobs(params)
@@ -188,8 +192,8 @@ class Pipeline:
             count = getattr(params, name)
             if count is not None and count > self._max_logprobs:
                 raise UserError(
-                    f"{name} asks for {count} of each token, this server gives "
-                    f"{self._max_logprobs} at most",
+                    f"{name} asks for {count} of each token, at most {self._max_logprobs} are "
+                    "allowed (--max-logprobs)",
                     param=name,
                 )
 
@@ -197,7 +201,7 @@ class Pipeline:
         count, max_count = len(params.stop), self._max_stop_strings
         if count > max_count:
             raise UserError(
-                f"stop has {count} strings, it may have {max_count} at most", param="stop"
+                f"stop has {count} strings, at most {max_count} are allowed", param="stop"
             )
         if params.stop and (self.tokenizer is None or not params.detokenize):
             raise UserError(
@@ -205,7 +209,7 @@ class Pipeline:
             )
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Replace `bad_words` by token ids: each word at the start of a text and after a space."""
+        """Convert `bad_words` to token ids: each word at the start of a text and after a space."""
         if not params.bad_words:
             return params
         if self.tokenizer is None:
@@ -215,13 +219,13 @@ class Pipeline:
         most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
         if length > most:
             raise UserError(
-                f"bad_words has {length} characters, at most {most} are taken",
+                f"bad_words has {length} characters, at most {most} are allowed",
                 param="bad_words",
             )
         if 2 * len(params.bad_words) > MAX_BAD_WORDS:
             raise UserError(
-                f"bad_words has {len(params.bad_words)} words, at most {MAX_BAD_WORDS // 2} "
-                "are taken",
+                f"bad_words has {len(params.bad_words)} words, at most {MAX_BAD_WORDS // 2} are "
+                "allowed",
                 param="bad_words",
             )
         banned = dict.fromkeys(params.bad_words_token_ids)
@@ -245,15 +249,16 @@ class Pipeline:
 
 
 class Pauses:
-    """Yields to the event loop after each MAX_TOKENS_AT_ONCE of work for a request. `pacer` lets
-    requests continue one after the other, in turns of clients."""
+    """Yields to the event loop after each MAX_TOKENS_AT_ONCE tokens of work for a request. `pacer`
+    resumes waiting requests one at a time, round-robin over clients."""
 
     def __init__(self, pacer: LoopPacer) -> None:
         self._pacer = pacer
         self._num_tokens = 0
 
     async def after(self, num_tokens: int) -> None:
-        """Count work of `num_tokens`, and yield to the event loop if the limit is exceeded."""
+        """Account for work of `num_tokens`, and yield to the event loop if the limit is
+        exceeded."""
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_TOKENS_AT_ONCE:
             await self.pause()
@@ -262,37 +267,41 @@ class Pauses:
         """Yield to the event loop, and wait for the turn of this request. Call it before long work:
         many requests may become ready in the same iteration."""
         self._num_tokens = 0
-        # `wait` alone does not yield in an iteration without other callers.
+        # `wait` alone does not yield if there are no other callers.
         await asyncio.sleep(0)
         await self._pacer.wait(current_client.get() or "")
 
 
 class Generation:
-    """The output of a request (see GenerationStream). Iterate it once, or `collect` it.
+    """Output of a request (see GenerationStream). Iterate it once, or `collect` it.
 
-    Raises EngineDied when the engine dies, RequestFailed when the request fails in it, UserError
-    when the request's own settings allow no token; unfinished choices are aborted then.
+    Raises EngineDied if the engine dies, RequestFailed if the request fails in the engine,
+    UserError if the request's settings leave no allowed token; unfinished choices are then aborted.
     """
 
-    def __init__(self, client: EngineClient, prompts: list[Prompt], num_choices: int) -> None:
+    def __init__(
+        self, client: EngineClient, prompts: list[Prompt], num_choices: int, pacer: LoopPacer
+    ) -> None:
+        """`pacer` paces the output of all requests."""
         self.engine = 0
-        """The engine of the first sequence."""
+        """Engine of the first sequence."""
+        self._pacer = pacer
         self._client = client
         self._prompts = prompts
         self._num_choices = num_choices
         self._sequences: list[Sequence] = []
         self._instant: list[Sequence] = []
-        """Choices that need no engine and have not been returned yet."""
+        """Choices without work for the engine that have not been returned yet."""
         self._queues: dict[int, RequestOutputQueue] = {}
-        """Output queues of unfinished choices, by choice index."""
+        """Choice index -> output queue, for unfinished choices."""
         self._gets: dict[int, asyncio.Task[Update]] = {}
         self._wakeup: asyncio.Future[None] | None = None
         self._aborted = False
         self._started_s = time.monotonic()
 
     def open(self, sequence: Sequence, queue: RequestOutputQueue | None) -> None:
-        """Add the next choice. `queue`: the engine's output queue; None: no request was sent to the
-        engine."""
+        """Add the next choice. `queue`: output queue of the engine client; None: nothing was sent
+        to the engine."""
         self._sequences.append(sequence)
         if sequence.is_instant:
             self._instant.append(sequence)
@@ -317,6 +326,13 @@ class Generation:
         if len(self._sequences) == 1:
             return self._sequences[0].num_output_tokens
         return sum([sequence.num_output_tokens for sequence in self._sequences])
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Estimated memory of the output that has not been read yet."""
+        read = [get.result() for get in self._gets.values() if _has_update(get)]
+        waiting = [queue.num_unread_bytes for queue in self._queues.values()]
+        return sum(waiting) + sum([update.num_bytes for update in read])
 
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
@@ -347,13 +363,15 @@ class Generation:
                     updates = [(0, await self._queues[0].get())]
                 else:
                     updates = await self._next_updates()
+                weight = sum([_num_values(update) for _, update in updates])
+                await self._pacer.wait(current_client.get() or "", weight)
                 if self._aborted:
                     break
                 deltas = [delta for i, update in updates if (delta := self._apply(i, update))]
                 if deltas:
                     return deltas
         except BaseException:
-            # On cancellation of the reader too: the rest of the output has no reader.
+            # Abort on cancellation too, because nobody will read the rest of the output.
             self.abort()
             raise
         raise StopAsyncIteration
@@ -367,8 +385,8 @@ class Generation:
         return outputs
 
     def abort(self) -> None:
-        """Abort all unfinished choices. Iteration ends; may be called at any time and more than
-        once."""
+        """Abort all unfinished choices and end the iteration. May be called at any time and more
+        than once."""
         self._aborted = self._aborted or bool(self._queues)
         queues, self._queues = self._queues, {}
         if queues:
@@ -379,7 +397,7 @@ class Generation:
         self._wake()
 
     def _apply(self, index: int, update: Update) -> Delta | None:
-        """Apply an update to its choice, and close the choice when it ends."""
+        """Apply an update to its choice, and close the choice at its end."""
         sequence = self._sequences[index]
         finish = update.finish
         if finish is not None:
@@ -387,26 +405,25 @@ class Generation:
             check_finish(finish)
         delta = sequence.take(update, time.monotonic() - self._started_s)
         if sequence.is_finished and finish is None:
-            # The choice ended at a stop string, which the engine does not check.
+            # The choice ended at a stop string, which only the API server checks.
             self._client.abort([self._queues.pop(index).key])
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait until a choice has an update; returns the available updates, up to little more than
-        MAX_UPDATE_VALUES tokens and log-probabilities. Later calls return the rest, after other
-        requests have run."""
+        """Wait for updates; returns the available updates, up to about MAX_UPDATE_VALUES tokens and
+        log-probabilities. The next calls return the rest, after other requests have run."""
         loop = asyncio.get_running_loop()
         for index, queue in self._queues.items():
             if index not in self._gets:
                 get = self._gets[index] = loop.create_task(_get(queue))
                 get.add_done_callback(self._wake)
         if any(get.done() for get in self._gets.values()):
-            # Yield: a request whose updates arrive faster than they are read must not block the
+            # Yield: if updates arrive faster than they are read, the request must not block the
             # loop.
             await asyncio.sleep(0)
         else:
             self._wakeup = loop.create_future()
-            # All updates of an engine step arrive in one iteration of the loop, before this
+            # All updates of an engine step arrive in a single iteration of the loop, before this
             # coroutine resumes.
             await self._wakeup
         updates, num_values = [], 0
@@ -414,18 +431,28 @@ class Generation:
             update = self._gets.pop(index).result()
             if index in self._queues:
                 updates.append((index, update))
-                num_values += len(update.tokens) + sum(
-                    memoryview(part.ids).nbytes // ID_BYTES for part in update.logprobs
-                )
+                num_values += _num_values(update)
             if num_values > MAX_UPDATE_VALUES:
                 break
         return updates
 
     def _wake(self, done: asyncio.Task[Update] | None = None) -> None:
         if done is not None and not done.cancelled():
-            done.exception()  # mark as retrieved: a failure of many choices is reported once
+            done.exception()  # retrieve the exception: a failure of many choices is reported once
         if self._wakeup is not None and not self._wakeup.done():
             self._wakeup.set_result(None)
+
+
+def _num_values(update: Update) -> int:
+    """Number of tokens and log-probabilities in an update."""
+    if not update.logprobs:
+        return len(update.tokens)
+    num_logprobs = sum([memoryview(part.ids).nbytes // ID_BYTES for part in update.logprobs])
+    return len(update.tokens) + num_logprobs
+
+
+def _has_update(get: asyncio.Task[Update]) -> bool:
+    return get.done() and not (get.cancelled() or get.exception())
 
 
 async def _get(queue: RequestOutputQueue) -> Update:
@@ -433,9 +460,9 @@ async def _get(queue: RequestOutputQueue) -> Update:
 
 
 def check_finish(finish: Finish) -> None:
-    """Raise an exception for a sequence that failed: UserError if a setting of the request caused
-    the failure, Overloaded if the engine sleeps or has no capacity, DeadlineExceeded after a
-    timeout, otherwise RequestFailed."""
+    """Raise the exception for a failed sequence: UserError if a setting of the request caused it,
+    Overloaded if the engine sleeps or has no capacity, DeadlineExceeded after a timeout, otherwise
+    RequestFailed."""
     if finish.reason not in ("stop", "length"):
         reason = finish.error or f"the engine ended the request: {finish.reason}"
         if finish.is_retryable:
@@ -450,7 +477,7 @@ def check_finish(finish: Finish) -> None:
 def asleep() -> Overloaded:
     """The error for requests while the engine sleeps."""
     return Overloaded(
-        "The model sleeps: POST /wake_up ends that, and requests are taken again.",
+        "The model is asleep: wake it with POST /wake_up.",
         retry_after_s=ASLEEP_RETRY_S,
         type="server_error",
     )
@@ -469,7 +496,7 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingParams | None:
-    """Engine parameters of a choice; None if there is nothing to compute."""
+    """Engine parameters of a choice; None if nothing has to be computed."""
     prompt_logprobs = params.prompt_logprobs if choice == 0 else None
     if limit == 0 and prompt_logprobs is None:
         return None
@@ -481,6 +508,6 @@ def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingP
         "stop": (),
         "truncate_prompt_tokens": None,
     }
-    # Most requests need no change. All choices share the lists, which were checked once.
+    # Most requests need no change. All choices share the validated lists.
     changes = {name: value for name, value in values.items() if getattr(params, name) != value}
     return params.replace_unchecked(**changes) if changes else params

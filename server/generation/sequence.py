@@ -1,4 +1,4 @@
-"""Output of a choice: converts token updates to final text, cut at the stop string."""
+"""Output of a choice: converts token updates to final text, up to the stop string."""
 
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import Update
@@ -22,7 +22,7 @@ class Sequence:
         tokenizer: Tokenizer | None,
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """`visible_special_ids` are special tokens that always appear in the text."""
+        """`visible_special_ids`: special tokens that always appear in the text."""
         self.index = index
         self.num_prompt_tokens = len(prompt.token_ids)
         self.num_cached_tokens = 0
@@ -32,8 +32,8 @@ class Sequence:
         wants_prompt_logprobs = params.prompt_logprobs is not None and index % params.n == 0
         self.prompt_logprobs = PromptLogprobs(tokenizer) if wants_prompt_logprobs else None
         self.is_instant = params.max_tokens == 0 and not wants_prompt_logprobs
-        """Whether the choice needs no engine: neither output tokens nor prompt log-probabilities
-        were requested."""
+        """Whether the choice needs no engine, because neither output tokens nor prompt
+        log-probabilities are requested."""
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = None
@@ -50,8 +50,8 @@ class Sequence:
             self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
-        """The new output; None if no output is visible. `elapsed_s` is the time since the request
-        started."""
+        """Convert an update to a delta; None if the update has no visible output. `elapsed_s`: time
+        since the start of the request."""
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s
@@ -72,7 +72,7 @@ class Sequence:
         return delta
 
     def take_nothing(self) -> Delta:
-        """The only delta of an instant choice."""
+        """Finish a choice with max_tokens 0. Returns its only delta."""
         self.is_finished = True
         return Delta(self.index, finish_reason="length")
 
@@ -85,7 +85,7 @@ class Sequence:
     def _delta(self, update: Update, finish: Finish | None) -> Delta:
         tokens = update.tokens
         is_stopped = finish is not None and finish.reason == "stop"
-        # The end token is counted and listed, but is not part of the text.
+        # The end token counts and is in token_ids, but is not part of the text.
         hides_last = is_stopped and not self._params.include_stop_str_in_output
         text, num_used, stop = self._detokenize(tokens[:-1] if hides_last else tokens)
         if stop is None:
@@ -93,7 +93,7 @@ class Sequence:
             if finish is not None:
                 tail, stop = self._flush()
                 text += tail
-        delta = Delta(self.index, text, tokens[:num_used])
+        delta = Delta(self.index, text, tokens[:num_used], num_merged=update.num_merged)
         self.num_output_tokens += num_used
         if self._params.logprobs is not None:
             entries = [e for part in update.logprobs for e in read_logprobs(part, self._tokenizer)]
@@ -106,7 +106,7 @@ class Sequence:
         return delta
 
     def _detokenize(self, tokens: list[int]) -> tuple[str, int, str | None]:
-        """Final text, number of tokens used, and the matched stop string."""
+        """Returns (final text, number of tokens up to the stop string, matched stop string)."""
         if self._detokenizer is None:
             return "", len(tokens), None
         if self._matcher is None:
@@ -121,8 +121,7 @@ class Sequence:
         return text, len(tokens), None
 
     def _flush(self) -> tuple[str, str | None]:
-        """The buffered text at the end of the output, and the stop string that it contains, if
-        any."""
+        """Returns (buffered text at the end of the output, stop string in this text or None)."""
         if self._detokenizer is None:
             return "", None
         text = self._detokenizer.flush()

@@ -1,5 +1,5 @@
-"""Checks of a request against the model (vocabulary, context length, kind of log-probabilities),
-and truncation to the context."""
+"""Checks a request against the model (vocabulary, context length, logprobs mode), and truncates
+prompts to the context."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ ABOVE_EVERY_CONTEXT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class OutputLimits:
-    """Token limits for the output of a choice, from the generation config."""
+    """Token limits on the output of a choice, from the generation config."""
 
     max_new_tokens: int = ABOVE_EVERY_CONTEXT
     default_max_tokens: int = ABOVE_EVERY_CONTEXT
-    """Limit of a request without max_tokens."""
+    """Limit for requests without max_tokens."""
 
     @classmethod
     def of(cls, defaults: Mapping[str, float]) -> "OutputLimits":
@@ -56,8 +56,8 @@ UNLIMITED = OutputLimits()
 
 
 def with_checked_ids(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """`params` with long lists of token ids as bytes. Raises UserError for token ids outside the
-    vocabulary."""
+    """`params` with long lists of token ids packed as bytes. Raises UserError for token ids outside
+    the vocabulary."""
     lists: dict[str, TokenIds | TokenArray] = {
         name: _array_if_long(ids) for name in ID_LISTS if (ids := getattr(params, name)) is not None
     }
@@ -81,14 +81,14 @@ def _array_if_long(ids: TokenIds) -> TokenIds | TokenArray:
     try:
         return token_array(ids)
     except OverflowError:
-        # An integer beyond 64 bits; the check rejects it.
+        # `invalid_token` rejects integers beyond 64 bits.
         return ids
 
 
 def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int) -> None:
     """Raise UserError for lists, grammars and images that are too large for `num_sequences`
-    sequences: each sequence sends its own copy to the engine. `num_image_bytes` counts the images
-    of all prompts once."""
+    sequences, because each sequence sends its own copy to the engine. `num_image_bytes`: total size
+    of the images of all prompts."""
     tokens, words = params.num_listed_tokens, len(params.bad_words_token_ids)
     grammar = params.structured_outputs
     text = 0 if grammar is None else len(grammar.text)
@@ -103,15 +103,16 @@ def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int
         if total > most:
             raise UserError(
                 f"the request has {count} {content}, {total} over its {num_sequences} sequences, "
-                f"which may have {most}: at most {most // num_sequences} in each",
+                f"at most {most} are allowed: send at most {most // num_sequences} for each "
+                "sequence",
                 param=param,
             )
     total = num_image_bytes * params.n
     if params.n > 1 and total > MAX_IMAGE_BYTES:
         raise UserError(
             f"the request has {num_image_bytes} bytes of images, {total} over its {params.n} "
-            f"choices, which may have {MAX_IMAGE_BYTES}: n may be "
-            f"{max(1, MAX_IMAGE_BYTES // num_image_bytes)} at most",
+            f"choices, at most {MAX_IMAGE_BYTES} are allowed: set n to at most "
+            f"{max(1, MAX_IMAGE_BYTES // num_image_bytes)}",
             param="n",
         )
 
@@ -127,8 +128,8 @@ def _longest_list(params: SamplingParams) -> str:
 
 
 def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise UserError if every token of allowed_token_ids, or of the vocabulary without that list,
-    is banned as the first token."""
+    """Raise UserError if every token of allowed_token_ids (without this list, of the vocabulary) is
+    banned as the first token."""
     banned = [word[0] for word in params.bad_words_token_ids if len(word) == 1]
     if params.min_tokens:
         banned.extend(() if params.ignore_eos else eos_ids)
@@ -157,9 +158,9 @@ def output_limit(
     limits: OutputLimits,
     param: str,
 ) -> int:
-    """The maximum number of output tokens of `prompt` within `limits`. Without max_tokens, the rest
-    of the context is the maximum. Raises UserError, and PromptTooLong if prompt and output exceed
-    the context."""
+    """Maximum number of output tokens of `prompt` within `limits`; without max_tokens, the
+    remaining context. Raises UserError, and PromptTooLong if prompt and output exceed the
+    context."""
     max_new_tokens = limits.max_new_tokens
     count = len(prompt.token_ids)
     if not count:
@@ -189,7 +190,8 @@ def output_limit(
 
 
 def check_comparable(logprobs_mode: str, param: str) -> None:
-    """Raise UserError if the server reports logits, which cannot be compared between positions."""
+    """Raise UserError if the server reports logits as logprobs: logits cannot be compared between
+    positions."""
     if logprobs_mode.endswith("logits"):
         raise UserError(
             f"{param} compares log-probabilities, and this server reports {logprobs_mode}",
@@ -205,8 +207,8 @@ def truncate_prompt(
     *,
     keep_end: bool = True,
 ) -> list[int]:
-    """The last `keep` tokens of `ids`; the first `keep` without `keep_end`. `keep` -1: as many
-    tokens as fit into the context with `limit` output tokens. None: all."""
+    """The last `keep` tokens of `ids`, or the first without `keep_end`. `keep` -1: as many tokens
+    as fit into the context with `limit` output tokens; None: all."""
     num_kept = num_kept_tokens(keep, max_model_len, limit)
     if num_kept is None or len(ids) <= num_kept:
         return ids
@@ -214,7 +216,7 @@ def truncate_prompt(
 
 
 def num_kept_tokens(keep: int | None, max_model_len: int, limit: int | None) -> int | None:
-    """Number of prompt tokens that truncation keeps; None: all. Arguments: see
+    """Number of prompt tokens that truncation keeps; None: all. For the arguments see
     `truncate_prompt`."""
     if keep == -1:
         return max(1, max_model_len - (1 if limit is None else limit))

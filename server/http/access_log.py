@@ -1,4 +1,4 @@
-"""The record of an HTTP request, for its access-log line and its metrics."""
+"""Record of an HTTP request, for its access-log line and its metrics."""
 
 import json
 import logging
@@ -13,15 +13,17 @@ logger = logging.getLogger(__name__)
 
 MAX_IGNORED_FIELDS = 8
 MAX_IGNORED_CHARACTERS = 64
-"""Limits of the unknown fields that a response names: number of names, and characters of each
+"""Limits on the unknown fields listed in a response header: number of names, and characters per
 name."""
 MAX_ERROR_CHARACTERS = 200
-"""Limit of an error message in a log line."""
+"""Maximum length of an error message in a log line."""
+MAX_PROMPT_CHARACTERS = 2000
+"""Maximum length of a prompt in a log line."""
 _QUOTED = re.compile(
     r"""(?<!\w)(?:'(?:[^'\\]|\\.)*(?:'|$)|"(?:[^"\\]|\\.)*(?:"|$))""",
     re.DOTALL,
 )
-"""A quoted part of a message: an apostrophe within a word begins none."""
+"""A quoted part of a message; apostrophes within words do not count."""
 _NOT_IN_A_LIST = re.compile(r"[^!-~]|,")
 
 _RECORD_KEY = "gaudiserve.record"
@@ -29,45 +31,45 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled; logged once, when the response
-    has ended."""
+    """Record of a request, filled in while the request is handled; logged once, at the end of the
+    response."""
 
     id: str
     method: str
     path: str
     client: str
     send: Send
-    """ASGI `send` that bypasses all middleware for parts of the body; middleware only reads the
-    start of a response."""
+    """ASGI `send` that bypasses all middleware, for later parts of the body: middleware reads only
+    the start of a response."""
     owner: str = ""
     """Owner of the request's API key (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"
-    """The route's template; all unknown paths share the name `unmatched`."""
+    """Template of the route; `unmatched` for all unknown paths."""
     model: str | None = None
-    """The model name; None: not a request to the engine."""
+    """Model name; None if the request does not use the engine."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft_s: float | None = None
     is_forwarded: bool = False
-    """Whether another API server handles the request, and logs and counts it."""
+    """Whether another API server handles the request, and also logs and counts it."""
     ignored_fields: list[str] = field(default_factory=list)
     """Unknown fields of the body."""
     finish_reasons: str = ""
     """stop, length, abort or error; joined for several choices."""
     error: str = ""
-    """Why the request was refused or failed, in the words for the log."""
+    """Reason why the request was rejected or failed, as it is logged."""
     error_param: str | None = None
-    """The field that was refused."""
+    """Field that was rejected."""
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_s
 
     def set_error(self, status: int, message: str, param: str | None = None) -> None:
-        """Keep the error message for the log line, cut, and without the values of the request that
-        it quotes. The name of what does not exist (404) and the server's own errors stay."""
+        """Store the error message for the log line: truncated, and without request values that it
+        quotes. Names in a 404 and the server's own errors are kept."""
         if 400 <= status < 500 and status != 404:
             message = _QUOTED.sub("'...'", message)
         cut = message[:MAX_ERROR_CHARACTERS]
@@ -76,14 +78,14 @@ class RequestRecord:
 
     @property
     def ignored_words(self) -> str:
-        """The unknown fields of the body as a header value: at most MAX_IGNORED_FIELDS names, in
-        printable ASCII."""
+        """Names of the unknown fields of the body as a header value: at most MAX_IGNORED_FIELDS
+        names, in printable ASCII."""
         shown = [name[:MAX_IGNORED_CHARACTERS] for name in self.ignored_fields[:MAX_IGNORED_FIELDS]]
         more = ["..."] if len(self.ignored_fields) > MAX_IGNORED_FIELDS else []
         return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])
 
     def summary(self) -> dict[str, Any]:
-        """Statistics of the ended request for the status page, without any content."""
+        """Statistics of the finished request for the status page, without any content."""
         return {
             "ended": round(time.time(), 3),
             "route": self.route,
@@ -96,8 +98,8 @@ class RequestRecord:
         }
 
     def write(self, *, access_log: bool, level: int = logging.INFO) -> None:
-        """Log a line: always for a request to the engine, otherwise only with `access_log`, at
-        `level`."""
+        """Write the log line: always at INFO for a request to the engine; for other requests at
+        `level`, and only with `access_log`."""
         if self.model is not None:
             ttft = "-" if self.ttft_s is None else f"{self.ttft_s * 1e3:.1f}"
             logger.info(
@@ -132,7 +134,7 @@ class RequestRecord:
             )
 
     def _problems(self) -> str:
-        """Error, refused field and ignored fields for the end of the log line."""
+        """Error, rejected field and ignored fields, for the end of the log line."""
         words = ""
         if self.error:
             words = f" error={json.dumps(self.error)}"
@@ -143,7 +145,7 @@ class RequestRecord:
         return words
 
     def _fields(self) -> dict[str, Any]:
-        """Fields of the line in JSON logs."""
+        """Fields of the line for JSON logs."""
         fields = {
             "request_id": self.id,
             "method": self.method,
@@ -173,8 +175,8 @@ def attach_record(scope: Scope, record: RequestRecord) -> None:
 
 
 def detach_record(scope: Scope) -> None:
-    """Remove the record of an ended request. The record's `send` holds the scope: a cycle that only
-    the garbage collector would free."""
+    """Remove the record of a finished request. Its `send` refers to the scope, a reference cycle
+    that only the garbage collector would free."""
     scope.pop(_RECORD_KEY, None)
 
 
@@ -184,7 +186,12 @@ def record_of(scope: Scope) -> RequestRecord:
     return record
 
 
-def log_prompt(record: RequestRecord, text: str) -> None:
-    """Log a prompt, truncated; only for servers with --enable-log-requests."""
-    fields = {"request_id": record.id, "prompt": text[:2000]}
-    logger.info("request %s prompt: %.2000r", record.id, text, extra={"fields": fields})
+def log_prompt(record: RequestRecord, prompt: str | list[int]) -> None:
+    """Log the beginning of a prompt, a text or token ids; only for servers with
+    --enable-log-requests."""
+    # Cut first: the repr of millions of ids takes a third of a second.
+    text = prompt if isinstance(prompt, str) else repr(prompt[:MAX_PROMPT_CHARACTERS])
+    text = text[:MAX_PROMPT_CHARACTERS]
+    shown = repr(text)[:MAX_PROMPT_CHARACTERS]
+    fields = {"request_id": record.id, "prompt": text}
+    logger.info("request %s prompt: %s", record.id, shown, extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""API keys: which requests need a key, and the owner of a key."""
+"""API keys: the requests that need a key, and the owner of a key."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from server.http.errors import InvalidApiKey
 OPEN_PATHS = frozenset(
     ("/live", "/health", "/ready", "/ping", "/version", "/metrics", "/", "/docs", "/openapi.json")
 )
-"""Paths that need no key: probes, version, metrics, the page, and the description of the API."""
+"""Paths that need no key: probes, version, metrics, the page, and the API docs."""
 PAGE_FILES = "/page/files/"
 """Path prefix of the page's static files, which are also public."""
 DOCS_FILES = "/docs/"
-"""Path prefix of the static files of the API's description, which are also public."""
+"""Path prefix of the API docs' static files, which are also public."""
 MAX_FILE_BYTES = 2**20
 """Size limit of the --api-key-file: about 30,000 keys."""
 
@@ -25,23 +25,23 @@ class ApiKeys:
     """API keys of this server. Without keys every request is allowed."""
 
     def __init__(self, keys: Iterable[str], file: str = "") -> None:
-        """`file`: path of a file with more keys; empty: no file. Raises ConfigError if the file has
-        no keys or cannot be read."""
+        """`file`: path of a file with additional keys; empty: no file. Raises ConfigError if the
+        file has no keys or cannot be read."""
         self._given = tuple(keys)
         self._file = file
         self.reload()
 
     def reload(self) -> None:
-        """Read the file again. Raises ConfigError; the earlier keys then stay in use."""
+        """Read the file again. Raises ConfigError, and then keeps the earlier keys."""
         keys = (*self._given, *(_read_keys(self._file) if self._file else ()))
-        # Digests, so that no key is stored with a response or sent to the engine, and so that the
-        # time of the lookup tells nothing about a key.
+        # Store digests, so that no key is kept with a response or sent to the engine, and the time
+        # of the lookup reveals nothing about a key.
         self._owners = frozenset(hashlib.sha256(key.encode()).hexdigest() for key in keys)
 
     def check(self, scope: Scope) -> str:
-        """The owner of the request: the SHA-256 hex digest of its key, identical in all API
-        servers. Empty if the server has no keys or the path needs no key. If several headers have
-        valid keys, the first valid key counts. Raises InvalidApiKey. Reads headers only."""
+        """Owner of the request: the SHA-256 hex digest of its key, identical in all API servers.
+        Empty if the server has no keys or the path needs no key. If several headers have valid
+        keys, the first valid key is used. Raises InvalidApiKey. Does not read the body."""
         path = scope["path"]
         is_open = path in OPEN_PATHS or path.startswith((PAGE_FILES, DOCS_FILES))
         if not self._owners or scope["method"] == "OPTIONS" or is_open:
@@ -59,7 +59,7 @@ class ApiKeys:
 
 def _read_keys(file: str) -> list[str]:
     try:
-        # The file is read again while the server runs, where a pipe would block all requests.
+        # The file is re-read while the server runs: a pipe would block all requests.
         data = read_limited(file, MAX_FILE_BYTES, takes_pipes=False)
         lines = data.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

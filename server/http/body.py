@@ -1,4 +1,4 @@
-"""JSON bodies: requests are read within limits, decoded and validated; responses are encoded."""
+"""JSON bodies: reads, decodes and validates request bodies within limits, and encodes responses."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,13 @@ from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 from server.http.pacing import LoopPacer
+from server.http.unread_answers import UnreadAnswers
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="BodyModel")
 Fields = dict[str, Any]
 
 
-class Body(Protocol):
+class BodyModel(Protocol):
     """A pydantic model of a body."""
 
     @classmethod
@@ -34,65 +35,65 @@ class Body(Protocol):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
-        """The fields of `data` that the body does not have."""
+        """Fields of `data` that the body does not define."""
         ...
 
     def hold(self, held: HeldBody) -> None:
-        """Count the body's memory in `held` while anything refers to the body."""
+        """Count the body's memory in `held` for as long as the body is referenced."""
         ...
 
 
 LARGE_BODY_BYTES = 2**20
-"""Body size above which freed memory is returned to the system: the C library retains it."""
+"""Body size above which freed memory is explicitly returned to the OS, since malloc retains it."""
 MAX_BUFFERED_BODIES = 16
-"""Bodies of the maximum size that may be buffered at a time; further bodies get a 503."""
+"""Number of maximum-size bodies that may be buffered at once; further bodies get a 503."""
 MAX_SMALL_BODIES = 256
-"""Bodies of LARGE_BODY_BYTES that may be buffered in addition; larger bodies cannot use this
-space."""
+"""Number of additional bodies of up to LARGE_BODY_BYTES that may be buffered; larger bodies cannot
+use this space."""
 TRIM_INTERVAL_S = 2.0
 NUM_TRIMS = 10
-"""Memory trims after the latest large body; its request may end late."""
+"""Number of memory trims after the latest large body, whose request may end late."""
 SHORT_BODY_BYTES = 4_096
-"""Maximum size of a body whose request takes under 0.5 ms of the event loop."""
+"""Maximum size of bodies whose requests take under 0.5 ms of the event loop."""
 INLINE_VALUES = 2_000
-"""Maximum values of a response that is built on the event loop: some milliseconds."""
+"""Maximum values of a response built on the event loop: a few milliseconds."""
 MANY_BYTES = 100_000
-"""Maximum size of a body that is validated on the event loop: some milliseconds."""
+"""Maximum size of a body validated on the event loop: a few milliseconds."""
 SENT_BYTES = 2**16
-"""Minimum size of a piece that is sent. TLS encrypts a piece in a tenth of a millisecond."""
+"""Minimum size of a sent piece. TLS encrypts it in a tenth of a millisecond."""
 
 
 @dataclass(slots=True)
 class ReceivedBody:
-    """A request body, decoded but not validated."""
+    """A request body, decoded but not yet validated."""
 
     fields: dict[str, Any]
-    """Empty after `parse`: handlers refer to the body while the model generates."""
+    """Emptied by `parse`, because handlers refer to the body while the model generates."""
     num_bytes: int
     record: RequestRecord
-    """The record of the request."""
+    """Record of the request."""
     held: HeldBody
-    """The memory of the fields."""
+    """Accounted memory of the fields."""
 
 
 class BodyReader:
-    """Reader of request bodies; any number of them concurrently."""
+    """Reader of request bodies. Any number of bodies can be read concurrently."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
-        """Bytes of all bodies that are being received or wait to be decoded."""
+        """Bytes of all bodies that are being received or wait for decoding."""
         self._held = HeldBodies()
-        # Clients choose when bodies end: many may end in the same iteration of the event loop.
+        # Clients can make many bodies end in the same iteration of the event loop.
         self._short_pacer, self._pacer = LoopPacer(), LoopPacer(1)
-        # A single thread: several threads would alternate on the GIL and delay the event loop more.
+        # A single thread: several threads would compete for the GIL and delay the event loop more.
         self._thread = FairThreads(1, "decode")
         self._trim_timer: asyncio.TimerHandle | None = None
         self._num_trims_left = 0
 
     async def read_object(self, request: Request) -> ReceivedBody:
         """Read a JSON object; large bodies are decoded on a thread. Raises UserError, Overloaded,
-        or ClientGone when the client disconnects before the end of the body."""
+        or ClientGone if the client disconnects before the end of the body."""
         _check_content_type(request.headers.get("content-type"))
         _check_content_encoding(request.headers.get("content-encoding", ""))
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
@@ -125,12 +126,12 @@ class BodyReader:
         max_buffered = self._max_buffered(size)
         if self._num_buffered_bytes > max_buffered:
             raise Overloaded(
-                f"the bodies that are read have {self._num_buffered_bytes} bytes, at most "
-                f"{max_buffered} may"
+                f"the request bodies in memory have {self._num_buffered_bytes} bytes, at most "
+                f"{max_buffered} are allowed"
             )
 
     def _max_buffered(self, size: int) -> int:
-        """Maximum bytes of all bodies for a body of `size` bytes."""
+        """Limit on the buffered bytes of all bodies, for a new body of `size` bytes."""
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
         return max_buffered + (
             MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0
@@ -160,15 +161,15 @@ class BodyReader:
             self._thread.submit(trim_memory)
 
     def close(self) -> None:
-        """Stop the thread; bodies that wait to be decoded are dropped."""
+        """Stop the thread; bodies that wait for decoding are dropped."""
         if self._trim_timer is not None:
             self._trim_timer.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 async def parse(kind: type[B], body: ReceivedBody) -> B:
-    """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the record
-    of the request, and empties `body.fields`. Raises UserError."""
+    """Validate a body as `kind`; a large body on a thread. Stores its unknown fields in the
+    request's record, and empties `body.fields`. Raises UserError."""
 
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
@@ -191,21 +192,21 @@ def validate_fields(kind: type[B], fields: dict[str, Any]) -> B:
         raise UserError("the body is nested too deeply") from None
 
 
-def json_response(body: Fields) -> Response:
+def json_response(body: Fields | list[Fields]) -> Response:
     """A 200 response with a JSON body of bounded size; for others see `built_response`."""
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def built_response(build: Callable[[], Fields], num_values: int) -> Response:
-    """A 200 response with the JSON of the result of `build`, which takes as long as `num_values`
-    values. More than INLINE_VALUES are built on a thread. A long result is encoded on a thread and
-    sent in pieces. Raises the errors of `build`."""
+    """A 200 response with the result of `build` as JSON. `num_values`: cost of `build` in JSON
+    values; above INLINE_VALUES it runs on a thread. A long result is encoded on a thread and sent
+    in pieces. Raises the errors of `build`."""
     if num_values > INLINE_VALUES:
         return await asyncio.to_thread(lambda: _response(build()))
     return await long_json_response(build())
 
 
-async def long_json_response(body: Fields) -> Response:
+async def long_json_response(body: Fields | list[Fields]) -> Response:
     """A 200 response with a JSON body of any size. A long body is encoded on a thread and sent in
     pieces."""
     if weighs_more(body, PIECE_WEIGHT):
@@ -213,7 +214,7 @@ async def long_json_response(body: Fields) -> Response:
     return json_response(body)
 
 
-def _response(body: Fields) -> Response:
+def _response(body: Fields | list[Fields]) -> Response:
     return (
         LongResponse(json_pieces(body)) if weighs_more(body, PIECE_WEIGHT) else json_response(body)
     )
@@ -221,7 +222,7 @@ def _response(body: Fields) -> Response:
 
 class LongResponse(Response):
     """A 200 response with a JSON body. Sends the next piece when the client has read most of the
-    pieces before, and turns to other tasks between two pieces."""
+    earlier pieces, and yields between pieces."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self._pieces = list(_joined(pieces, SENT_BYTES))
@@ -231,23 +232,27 @@ class LongResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
-        # Each piece is freed once it is sent.
+        # Free each piece once it is sent.
         pieces, self._pieces = self._pieces[::-1], []
-        while pieces:
-            await send({"type": "http.response.body", "body": pieces.pop(), "more_body": True})
-            await asyncio.sleep(0)
+        unread: UnreadAnswers = scope["unread_answers"]
+        with unread.hold(sum(map(len, pieces)), scope["abort_connection"]) as answer:
+            while pieces:
+                num_bytes = len(pieces[-1])
+                await send({"type": "http.response.body", "body": pieces.pop(), "more_body": True})
+                answer.read(num_bytes)
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def encoded_response(data: bytes) -> Response:
-    """A 200 response with `data`, which is JSON."""
+    """A 200 response with the JSON `data`."""
     if len(data) <= SENT_BYTES:
         return Response(data, media_type="application/json")
     return LongResponse(slices_of(data, SENT_BYTES))
 
 
 def _joined(pieces: Iterable[bytes], num_bytes: int) -> Iterator[bytes]:
-    """`pieces` joined to pieces of at least `num_bytes`, except the last."""
+    """Join `pieces` to pieces of at least `num_bytes`, except the last."""
     small: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -262,7 +267,7 @@ def _joined(pieces: Iterable[bytes], num_bytes: int) -> Iterator[bytes]:
 
 def _decode_chunks(chunks: list[bytes]) -> Any:
     data = b"".join(chunks)
-    # Free the chunks: a large body needs only one copy.
+    # Free the chunks, so that a large body exists only once.
     chunks.clear()
     return decode_json(data)
 
@@ -273,7 +278,7 @@ def _check_content_length(length: str, max_bytes: int) -> None:
 
 
 def _too_large(size: str, max_bytes: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the body has {size} bytes, at most {max_bytes} are taken")
+    return RequestTooLarge(f"the body has {size} bytes, at most {max_bytes} are allowed")
 
 
 def _check_content_encoding(encoding: str) -> None:

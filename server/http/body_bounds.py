@@ -1,6 +1,6 @@
-"""Field types for lists and objects in request bodies: bounded, and validated up to the first
-invalid entry. pydantic alone would report every invalid entry: four million entries in 15 s and 5
-GB. Numbers in headers and query parameters."""
+"""Bounded field types for lists and objects in request bodies, validated up to the first invalid
+entry. pydantic alone would report every invalid entry: four million entries in 15 s and 5 GB. Also
+types for numbers in headers and query parameters."""
 
 import re
 from collections.abc import Callable
@@ -18,33 +18,33 @@ MAX_TOKEN_IDS = MAX_LISTED_TOKENS
 MAX_PROMPT_IDS = 2**22
 MAX_STRINGS = 16_384
 MAX_MESSAGES = 100_000
-"""Messages of a conversation, or input items of a response."""
+"""Maximum messages of a conversation, or input items of a response."""
 MAX_PARTS = 16_384
-"""Content parts, blocks or tool calls of a message."""
+"""Maximum content parts, blocks or tool calls of a message."""
 MAX_TOOLS = 4_096
 MAX_DOCUMENTS = 16_384
 MAX_KEYS = 4_096
-"""Keys of an object with arbitrary keys."""
+"""Maximum keys of an object with arbitrary keys."""
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
-"""Limits of `metadata` in the OpenAI API."""
+"""Limits of the OpenAI API on `metadata`."""
 MAX_SAFETY_IDENTIFIER_CHARACTERS = 64
-"""Limit of `safety_identifier` in the OpenAI API."""
+"""Limit of the OpenAI API on `safety_identifier`."""
 MAX_LABEL_CHARACTERS = 512
-"""Limit of short texts that the OpenAI API does not limit: user, prompt_cache_key, service_tier,
+"""Limit on short texts that the OpenAI API does not limit: user, prompt_cache_key, service_tier,
 ..."""
 MAX_USER_ID_CHARACTERS = 256
-"""Limit of `metadata.user_id` in the Messages API."""
+"""Limit of the Messages API on `metadata.user_id`."""
 MAX_FIELD_VALUES = 2**17
-"""Maximum values in a field of any structure, such as tools. A JSON schema with more values exceeds
-the character limit of a grammar."""
+"""Maximum values in a field with arbitrary structure, such as tools. A JSON schema with more values
+exceeds the character limit of a grammar."""
 MAX_FIELD_CHARACTERS = 2**21
-"""Maximum characters of the texts, keys and long integers in a field of any structure."""
+"""Maximum characters of the texts, keys and long integers in a field with arbitrary structure."""
 MAX_RENDERED_CHARACTERS = 2**24
 """Maximum characters in a field that only the chat template reads."""
 IDS_AT_ONCE = 16_384
-"""Integers that are checked in a single call, which holds the GIL: a millisecond."""
+"""Integers checked in a single call, which holds the GIL for a millisecond."""
 _BITS_PER_DIGIT = 3
 _DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -64,7 +64,7 @@ def whole(value: object) -> object:
 
 def _check_length(value: list[Any] | dict[str, Any], max_length: int) -> None:
     if len(value) > max_length:
-        raise ValueError(f"has {len(value)} entries, at most {max_length} are taken")
+        raise ValueError(f"has {len(value)} entries, at most {max_length} are allowed")
 
 
 def _invalid_entry(key: object, value: object, kind: type) -> ValueError:
@@ -150,7 +150,7 @@ def _text(max_length: int) -> Callable[[object], object]:
 
 def _check_characters(text: str, max_length: int, what: str = "has") -> None:
     if len(text) > max_length:
-        raise ValueError(f"{what} {len(text)} characters, at most {max_length} are taken")
+        raise ValueError(f"{what} {len(text)} characters, at most {max_length} are allowed")
 
 
 def _check_metadata(value: object) -> object:
@@ -174,7 +174,7 @@ def _length(max_length: int) -> Callable[[object], object]:
 
 
 def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
-    """Validator that bounds a field of any structure before anything else reads the field."""
+    """Validator that bounds a field with arbitrary structure before other validators read it."""
 
     def check(value: object) -> object:
         _check_structure(value, max_characters)
@@ -192,7 +192,7 @@ def _check_structure(value: object, max_characters: int) -> None:
         num_values += len(container)
         if num_values > MAX_FIELD_VALUES:
             raise ValueError(
-                f"has at least {num_values} values, at most {MAX_FIELD_VALUES} are taken"
+                f"has at least {num_values} values, at most {MAX_FIELD_VALUES} are allowed"
             )
         if isinstance(container, dict):
             num_characters += sum(map(len, container))
@@ -206,7 +206,7 @@ def _check_structure(value: object, max_characters: int) -> None:
                 num_characters += entry.bit_length() // _BITS_PER_DIGIT
         if num_characters > max_characters:
             raise ValueError(
-                f"has at least {num_characters} characters, at most {max_characters} are taken"
+                f"has at least {num_characters} characters, at most {max_characters} are allowed"
             )
 
 
@@ -214,7 +214,7 @@ def _id_schema(max_length: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": {"type": "integer"}, "maxItems": max_length})
 
 
-# Not validated by pydantic, which would hold the GIL for the whole list.
+# Not validated by pydantic, which holds the GIL for the whole list.
 TokenIds = Annotated[list[int], PlainValidator(_integers(MAX_TOKEN_IDS)), _id_schema(MAX_TOKEN_IDS)]
 PromptIds = Annotated[
     list[int], PlainValidator(_integers(MAX_PROMPT_IDS)), _id_schema(MAX_PROMPT_IDS)
@@ -281,8 +281,8 @@ Blocks = Annotated[list[Any], Field(max_length=MAX_PARTS), BeforeValidator(_leng
 
 
 def decimal_number(text: str) -> float:
-    """The number that the ASCII digits in `text` spell. Raises ValueError, also for 1_0, blanks,
-    nan, and digits of other scripts, which `float` accepts."""
+    """Parse a number of ASCII digits. Raises ValueError, also for 1_0, blanks, nan, and digits of
+    other scripts, which `float` accepts."""
     if not _DECIMAL.fullmatch(text):
         raise ValueError(f"{text[:_SHOWN]!r} is not a decimal number")
     return float(text)
@@ -295,4 +295,4 @@ def _spelled(value: object) -> object:
 
 
 QueryInteger = Annotated[int, BeforeValidator(_spelled)]
-"""Type of a query parameter. pydantic alone accepts 1_0, blanks and 3.0."""
+"""Integer query parameter. pydantic alone accepts 1_0, blanks and 3.0."""

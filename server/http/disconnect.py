@@ -1,4 +1,4 @@
-"""Cancellation of the work for a client that disconnects."""
+"""Cancels the work for a client that disconnects."""
 
 import asyncio
 import sys
@@ -9,13 +9,13 @@ from starlette.types import Receive
 from server.http.errors import ClientGone
 
 WATCH_DELAY_S = 0.1
-"""Delay until the watcher starts. Faster responses run without a watcher, because a watcher costs a
-short request several per cent."""
+"""Delay before the watcher starts. Faster responses run without a watcher, which costs several per
+cent of a short request's time."""
 
 
 class CancelOnDisconnect:
-    """Context manager: when the client disconnects, the task that entered it is cancelled, and
-    ClientGone is raised in place of CancelledError. The request body must have been read."""
+    """Context manager that cancels the task that entered it when the client disconnects, and raises
+    ClientGone instead of CancelledError. The request body must have been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

@@ -1,4 +1,4 @@
-"""Conversion of exceptions to OpenAI error responses."""
+"""Converts exceptions to OpenAI error responses."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ from config.errors import (
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 900
-"""Limit of an error message; keeps the whole body under 1 kB."""
+"""Maximum bytes of an error message in UTF-8; keeps the whole body under 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
 _WANTED = {
@@ -36,9 +36,9 @@ _WANTED = {
     "dict": "an object",
     "model": "an object",
 }
-"""First word of pydantic's type of a problem -> the values that are allowed."""
+"""First word of a pydantic error type -> allowed values."""
 _REQUIRED = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "messages": "a list of messages",
     "input": "a string or a list",
     "model": "a string",
@@ -49,13 +49,13 @@ _REQUIRED = {
     "lora_name": "a string",
     "lora_path": "a string",
 }
-"""Required field -> the values that are allowed, which pydantic does not name."""
+"""Required field -> allowed values, which pydantic's error does not mention."""
 _KIND = re.compile(r"str|int|float|bool|(list|dict|function-\w+)\[.*")
-"""Names of types in pydantic's locations, which mean nothing to clients."""
+"""Type names in pydantic's locations, which are meaningless to clients."""
 _SHOULD = "Input should be "
-"""Start of pydantic's messages about wrong values."""
+"""Start of pydantic's messages about invalid values."""
 _FOLDER = re.compile(r"(?<![\w.:/])/(?:[^\s/'\":,;()]+/)+(?=[^\s/'\":,;()])")
-"""The folder of an absolute path."""
+"""Folder part of an absolute path."""
 
 
 class RequestTooLarge(UserError):
@@ -67,7 +67,7 @@ class UnsupportedMediaType(UserError):
 
 
 class InvalidApiKey(UserError):
-    """The API key is missing or wrong; 401."""
+    """The API key is missing or invalid; 401."""
 
 
 _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
@@ -77,15 +77,15 @@ _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
     UnsupportedMediaType: (415, None),
     InvalidApiKey: (401, "invalid_api_key"),
 }
-"""Status and default code of each error; all other UserErrors are 400."""
+"""Error class -> (status, default code); all other UserErrors are 400."""
 
 
 class ClientGone(Exception):
-    """The client has disconnected; no response can be sent."""
+    """The client has disconnected, so no response can be sent."""
 
 
 class EngineFailed(EngineDied):
-    """The engine died while it worked on the request; 500."""
+    """The engine died while it processed the request; 500."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class Fault(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = {}
 
     def body(self) -> bytes:
-        """The JSON body, which is also the data of an SSE error event."""
+        """The JSON body, also used as the data of an SSE error event."""
         error = {
             "message": shortened(self.message),
             "type": self.type,
@@ -113,8 +113,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def shortened(message: str) -> str:
-    """`message`, shortened in the middle to MAX_MESSAGE_CHARACTERS bytes: numbers are often at its
-    end."""
+    """`message` without its middle part if it exceeds MAX_MESSAGE_CHARACTERS bytes: the end often
+    has the important numbers."""
     message = message.encode("utf-8", "replace").decode()
     if len(message.encode()) <= MAX_MESSAGE_CHARACTERS:
         return message
@@ -124,8 +124,8 @@ def shortened(message: str) -> str:
 
 
 def fault_of(error: Exception) -> Fault:
-    """The error response for an exception. An unknown exception is a bug: logged, but not shown to
-    the client."""
+    """The error response for an exception. An unexpected exception is a bug: it is logged, but not
+    shown to the client."""
     if isinstance(error, UserError):
         status, code = _STATUSES.get(type(error), (400, None))
         headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
@@ -141,7 +141,7 @@ def fault_of(error: Exception) -> Fault:
             headers={} if wait is None else {"Retry-After": str(wait)},
         )
     if isinstance(error, DeadlineExceeded):
-        # SDKs would retry a 504, but the client's timeout has passed.
+        # SDKs would retry a 504 although the client's timeout has passed.
         headers = {"x-should-retry": "false"}
         return Fault(504, str(error), "server_error", code="timeout", headers=headers)
     if isinstance(error, EngineFailed):
@@ -149,7 +149,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, EngineDied):
         return Fault(503, f"The engine is gone: {_without_folders(error)}.", "server_error")
     if isinstance(error, RequestFailed):
-        # The request would fail again: SDKs must not retry it.
+        # SDKs must not retry: the request would fail again.
         text = _without_folders(error)
         return Fault(500, text, "server_error", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
@@ -159,7 +159,7 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _without_folders(error: Exception) -> str:
-    """The error text without folders of paths; the log has the complete paths."""
+    """The error text without the folders of paths; the log has the full paths."""
     return _FOLDER.sub("", str(error))
 
 
@@ -171,18 +171,18 @@ def _http_fault(error: HTTPException) -> Fault:
 
 
 def user_error_from(error: ValidationError) -> UserError:
-    """The first MAX_PROBLEMS problems of pydantic as a UserError, whose param is the field of the
-    first problem."""
+    """UserError with the first MAX_PROBLEMS pydantic errors; its param is the field of the first
+    error."""
     return user_error_from_problems(error.errors(include_url=False, include_context=False))
 
 
 def user_error_from_problems(problems: Sequence[Any]) -> UserError:
-    """Like `user_error_from`, from pydantic's list of problems."""
+    """Like `user_error_from`, from pydantic's list of errors."""
     wanted: dict[str, list[str]] = {}
     texts: dict[str, str] = {}
     for problem in problems:
         name = _name(problem)
-        # A value that fits no member of a union has a problem with each of them.
+        # A value that fits no member of a union has an error for each member.
         known = wanted.setdefault(name, [])
         texts[name] = _problem(name, problem, known)
         if len(wanted) > MAX_PROBLEMS:
@@ -194,13 +194,13 @@ def user_error_from_problems(problems: Sequence[Any]) -> UserError:
 
 def _name(problem: Any) -> str:
     steps = [str(step)[:40] for step in problem["loc"][:4]]
-    # The location of a problem in a union also names the tried member type.
+    # The location of an error in a union also names the tried member type.
     return ".".join(step for step in steps if not _KIND.fullmatch(step)) or "the body"
 
 
 def _problem(name: str, problem: Any, known: list[str]) -> str:
-    """The text of a problem. `known`: the values that earlier problems of the field allow; the
-    values that this problem allows are added."""
+    """Text for an error. `known`: values allowed according to earlier errors of the field; the
+    values that this error allows are added."""
     if problem["type"] == "missing":
         return f"{name} is missing, it must be {_REQUIRED.get(name, 'set')}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -208,7 +208,7 @@ def _problem(name: str, problem: Any, known: list[str]) -> str:
     if not wanted and message.startswith(_SHOULD):
         wanted = message.removeprefix(_SHOULD)
     if not wanted:
-        # A message of our own is the sentence after the name of the field.
+        # Our own messages follow the name of the field.
         return f"{name}{message}" if message.startswith("[") else f"{name} {message}"
     if wanted not in known:
         known.append(wanted)

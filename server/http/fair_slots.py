@@ -1,4 +1,4 @@
-"""FairSlots: slots for work that clients share fairly. For use on a single event loop."""
+"""FairSlots: slots for concurrent work that clients share fairly. For a single event loop."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -9,34 +9,36 @@ from config.errors import Overloaded
 
 
 class FairSlots:
-    """Slots for concurrent work. A free slot goes to the client that holds the fewest slots;
-    clients that hold equally many alternate, and a new client comes last. Requests of a client are
-    served in order of arrival.
+    """Slots for concurrent work. A free slot goes to the client with the fewest slots; clients with
+    equally many slots alternate, and a new client comes last. A client's requests are served in
+    order of arrival.
 
-    Waiting work is limited in number and bytes. A client may exceed the rest of a limit up to its
-    share, the limit divided by the clients that have work (like engine/client/queue_limits.py), so
-    a client that fills the queue does not exclude other clients.
+    Waiting work is limited in number and bytes. When a limit is reached, a client may still add
+    work up to its share, the limit divided by the number of clients with work (like
+    engine/client/queue_limits.py), so that a client that fills the queue does not lock out other
+    clients.
     """
 
     def __init__(
         self, nouns: str, *, total: int, per_client: int, max_waiting: int, max_bytes: int = 0
     ) -> None:
-        """`nouns` name the work in errors. `max_bytes`: limit of work that waits or runs; 0 if
-        bytes are not counted."""
+        """`nouns`: word for the work in error messages. `max_bytes`: limit on the bytes of work
+        that waits or runs; 0 if bytes are not counted."""
         self._nouns = nouns
         self._num_free = total
         self._per_client = per_client
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._clients: OrderedDict[str, _Client] = OrderedDict()
-        """Clients with work in the order of their turns: new clients and the client that got the
-        last slot are at the end."""
+        """Clients with work, in the order of their turns: new clients and the client with the most
+        recent slot are at the end."""
         self._num_waiting = 0
         self._num_bytes = 0
 
     @asynccontextmanager
     async def hold(self, client: str, num_bytes: int = 0) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it. Raises Overloaded."""
+        """Wait for a slot, and keep it until the context ends. Raises Overloaded if too much work
+        waits."""
         self._check(client, num_bytes)
         entry = self._clients.setdefault(client, _Client())
         entry.num_bytes += num_bytes
@@ -58,7 +60,7 @@ class FairSlots:
             entry.num_bytes -= num_bytes
             self._num_bytes -= num_bytes
             is_idle = not entry.waiting and not entry.num_running
-            # If several requests are cancelled at the same time, the first removes their client.
+            # If several requests are cancelled at once, the first one removes their client.
             if is_idle and self._clients.get(client) is entry:
                 del self._clients[client]
             self._serve()
@@ -72,13 +74,13 @@ class FairSlots:
             ]
             if not ready:
                 return
-            # `min` gives the first of equal clients.
+            # `min` returns the first of several minimal clients.
             name = min(ready, key=lambda pair: pair[0])[1]
             self._clients.move_to_end(name)
             entry = self._clients[name]
             turn = entry.waiting.popleft()
             self._num_waiting -= 1
-            # The task of a cancelled turn has not run yet.
+            # A turn can be cancelled before its task has removed it from the queue.
             if not turn.cancelled():
                 entry.num_running += 1
                 self._num_free -= 1
@@ -103,7 +105,7 @@ class FairSlots:
 
 
 class _Client:
-    """The work of a client."""
+    """Waiting and running work of a client."""
 
     __slots__ = ("num_bytes", "num_running", "waiting")
 

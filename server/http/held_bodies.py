@@ -1,4 +1,5 @@
-"""Memory of decoded request bodies, from decoding until only the prompt is left of the body."""
+"""Accounts for the memory of decoded request bodies, from decoding until only the prompt is
+needed."""
 
 import asyncio
 import contextlib
@@ -8,33 +9,33 @@ from collections.abc import Callable
 from config.errors import Overloaded
 
 VALUE_BYTES = 48
-"""Assumed memory of a decoded value in addition to its text; integers take 36 bytes."""
+"""Assumed memory of a decoded value beyond its text; integers take 36 bytes."""
 OBJECT_BYTES = 192
-"""Assumed memory of a decoded list or object in addition to its values."""
+"""Assumed memory of a decoded list or object beyond its values."""
 MAX_WAIT_S = 30.0
-"""Maximum wait of a body for the memory of other bodies."""
+"""Maximum time that a body waits until other bodies free memory."""
 
 
 def decoded_bytes(data: bytes) -> int:
-    """Estimated memory of the decoded JSON of a part of a body. Commas and brackets within strings
-    count too: an ordinary text counts half more."""
+    """Estimated memory of the JSON in `data` once decoded. Commas and brackets inside strings count
+    too, which adds half to the estimate for ordinary text."""
     num_objects = data.count(b"{") + data.count(b"[")
     return len(data) + VALUE_BYTES * data.count(b",") + OBJECT_BYTES * num_objects
 
 
 class HeldBody:
-    """The counted memory of a decoded body. It is freed by `free`, or when nothing refers to the
-    body."""
+    """Accounted memory of a decoded body, until `free` is called or the body is no longer
+    referenced."""
 
     __slots__ = ("_on_freed", "num_bytes")
 
     def __init__(self, num_bytes: int, on_freed: Callable[[int], None]) -> None:
-        """`on_freed` is called with freed bytes, on any thread."""
+        """`on_freed` is called with the number of freed bytes, on any thread."""
         self.num_bytes = num_bytes
         self._on_freed = on_freed
 
     def free(self, left: int = 0) -> None:
-        """Count only `left` bytes from now on, if these are fewer."""
+        """Reduce the accounted memory to `left` bytes."""
         if left < self.num_bytes:
             freed, self.num_bytes = self.num_bytes - left, left
             self._on_freed(freed)
@@ -44,28 +45,29 @@ class HeldBody:
 
 
 NOT_HELD = HeldBody(0, lambda freed: None)
-"""A body that was not received."""
+"""Placeholder for a body that was not received over HTTP."""
 
 
 class HeldBodies:
-    """Bounds the memory of all decoded bodies. Bodies wait for memory, then get a 503."""
+    """Limits the memory of all decoded bodies. Bodies wait for memory, and get a 503 after a
+    timeout."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        # A deque and not a count: threads append to it without a lock.
+        # A deque, to which threads can append without a lock.
         self._freed: deque[int] = deque()
         self._waiting: list[asyncio.Event] = []
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the bodies that are held."""
+        """Accounted memory of all bodies."""
         while self._freed:
             self._num_bytes -= self._freed.popleft()
         return self._num_bytes
 
     async def hold(self, num_bytes: int, max_bytes: int) -> HeldBody:
-        """Count a body of `num_bytes` when all bodies have at most `max_bytes` together, or when no
-        other body is held. Raises Overloaded after MAX_WAIT_S."""
+        """Wait until a body of `num_bytes` fits into `max_bytes` together with all other bodies, or
+        until there is no other body, and account for it. Raises Overloaded after MAX_WAIT_S."""
         loop = asyncio.get_running_loop()
         has_room = asyncio.Event()
 
@@ -83,8 +85,8 @@ class HeldBodies:
                 await asyncio.wait_for(has_room.wait(), end_s - loop.time())
         except asyncio.TimeoutError:
             raise Overloaded(
-                f"the bodies of requests that have begun take {self._num_bytes} bytes and this "
-                f"body takes {num_bytes}, at most {max_bytes} may"
+                f"the bodies of running requests take {self._num_bytes} bytes and this body takes "
+                f"{num_bytes}, at most {max_bytes} are allowed"
             ) from None
         finally:
             self._waiting.remove(has_room)

@@ -1,4 +1,4 @@
-"""InputPacer: limits the time in which input is parsed in an iteration of the event loop."""
+"""InputPacer: limits the time for parsing input in each iteration of the event loop."""
 
 import asyncio
 import time
@@ -6,14 +6,14 @@ from collections import deque
 from typing import Protocol
 
 BUDGET_S = 0.004
-"""CPU time of parsing in an iteration. uvloop reads all ready sockets in one iteration, up to
-256 KiB of each: with chunks of one byte, 60 ms of parsing."""
+"""CPU time for parsing per iteration. uvloop reads all ready sockets in an iteration, up to 256 KiB
+of each, which takes 60 ms to parse with 1-byte chunks."""
 PIECE_BYTES = 8_192
-"""Maximum input that is parsed without a look at the clock: 2 ms with chunks of one byte."""
+"""Maximum input that is parsed without checking the time: 2 ms with 1-byte chunks."""
 
 
 class Connection(Protocol):
-    """A connection with input that waits to be parsed."""
+    """A connection with input that waits for parsing."""
 
     def parse_next(self) -> bool:
         """Parse the next piece of the input; returns whether more input waits."""
@@ -21,18 +21,18 @@ class Connection(Protocol):
 
 
 class InputPacer:
-    """Lets connections parse input for BUDGET_S in each iteration of the event loop. Connections
-    without time wait, one piece in each turn; clients take turns, and so do the connections of a
-    client. A waiting connection does not read, so it waits only once."""
+    """Lets connections parse input for BUDGET_S in each iteration of the event loop. Further
+    connections wait and get a piece per turn, round-robin over clients and over the connections of
+    a client. A waiting connection does not read, so it has only one entry."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Memory of the input that waits."""
+        """Memory of the waiting input."""
         self._waiting: dict[str, deque[tuple[Connection, int]]] = {}
-        """Connections with the size of their input by client, in the order of the clients' turns.
-        The memory of an input is free once all of it is parsed."""
+        """Client -> its connections with the size of their input. Clients are in the order of their
+        turns. The memory of an input is freed when all of it is parsed."""
         self._end_s = 0.0
-        """End of the budget of this iteration, in time.thread_time() seconds."""
+        """End of this iteration's budget, in time.thread_time() seconds."""
         self._is_scheduled = False
 
     def has_time(self) -> bool:
@@ -43,8 +43,8 @@ class InputPacer:
         return now_s < self._end_s
 
     def wait(self, client: str, connection: Connection, num_bytes: int) -> None:
-        """Call `connection.parse_next` in later iterations, until no more of its `num_bytes` of
-        input wait."""
+        """Call `connection.parse_next` in later iterations until all `num_bytes` of its input are
+        parsed."""
         self.num_bytes += num_bytes
         self._waiting.setdefault(client, deque()).append((connection, num_bytes))
 

@@ -16,30 +16,29 @@ import numpy.typing as npt
 from config.errors import UserError
 
 PIECE_BYTES = 64 * 2**10
-"""Maximum size of a piece, which is decoded in a single call. The most expensive JSON (nested empty
-lists) takes 0.1 us per byte: 7 ms."""
+"""Maximum size of a piece that is decoded in a single call. The slowest JSON (nested empty lists)
+takes 0.1 us per byte, or 7 ms."""
 MAX_WHOLE_BYTES = 2**20
 MAX_WHOLE_OBJECTS = 50_000
-"""A body within both limits is also decoded in a single call: about 10 ms at worst. An ordinary
-prompt of 1 MiB takes 1 ms, a tenth of the time of splitting it."""
+"""A body within both limits is also decoded in a single call, in 10 ms at most. An ordinary prompt
+of 1 MiB takes 1 ms, a tenth of the time for splitting it."""
 TEXT_PIECE_BYTES = 2**19
-"""Size of a piece of a long string: 2 ms at worst (all escapes). A block of 1 MiB is a separate
+"""Size of a piece of a long string: 2 ms at most (all escapes). A block of 1 MiB is a separate
 mapping (see `map_large_blocks`), whose page faults take six times as long as decoding."""
 SCANNED_BYTES = 2**18
-"""Bytes of a body that are scanned in a single numpy call; larger arrays would also be separate
-mappings."""
+"""Bytes scanned in a single numpy call; larger arrays would also be separate mappings."""
 MAX_VALUES = 2**22
-"""Maximum values in a body: slightly more than the default limit of queued prompt tokens. As
-integers of 32 bytes and pointers of 8 bytes they take 160 MiB."""
+"""Maximum values in a body: slightly above the default limit on queued prompt tokens. As integers
+of 32 bytes and pointers of 8 bytes they take 160 MiB."""
 MAX_OBJECTS = 2**19
 """Maximum strings, lists and objects in a body, including keys; each takes 50 to 250 bytes."""
 MAX_SPLIT_DEPTH = 32
 """Maximum nesting depth of a value that is longer than PIECE_BYTES."""
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""Maximum memory of a string. A single emoji makes Python use 4 bytes for each character."""
+"""Maximum memory of a string. With a single emoji, Python stores 4 bytes per character."""
 MAX_SHORT_BYTES = 64 * 2**10
-"""Maximum length of a key, a number, or white space between two values, in a body that is split."""
+"""Maximum length of a key, a number, or whitespace between values, in a body that is split."""
 
 _OPENERS, _CLOSERS = b"[{", b"]}"
 _MARKS = (b"[", b"{", b'"')
@@ -57,12 +56,13 @@ Positions = npt.NDArray[np.int64]
 
 
 def decode_json(data: bytes) -> Any:
-    """Decode `data`. Call it on a thread for more than PIECE_BYTES: it is slow, but lets other
-    threads run. Raises UserError for invalid JSON, too deep nesting, or too many values."""
+    """Decode `data`. For more than PIECE_BYTES call it on a thread: it is slow, but releases the
+    GIL regularly. Raises UserError for invalid JSON, too deep nesting, or too many values."""
     if len(data) <= PIECE_BYTES:
         return _decoded(data)
     if len(data) <= MAX_WHOLE_BYTES and sum(map(data.count, _MARKS)) <= MAX_WHOLE_OBJECTS:
-        # In invalid JSON the pieces find the problem: `_problem` of 1 MiB holds the GIL for 40 ms.
+        # For invalid JSON fall through to the pieces, which find the problem: `_problem` for 1 MiB
+        # holds the GIL for 40 ms.
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _decoder.decode(data)
     return _Pieces(data).value()
@@ -83,8 +83,8 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
-    """What is wrong with `data`, and the byte where. The standard library's decoder finds it:
-    `error`, which is msgspec's, does not say what was expected."""
+    """Description and byte position of the problem in `data`, found by the standard library's
+    decoder. `error`: msgspec's error, which does not say what was expected."""
     try:
         text = data.decode()
         json.loads(text)
@@ -96,8 +96,8 @@ def _problem(data: bytes, error: Exception) -> tuple[str, int]:
     except (ValueError, RecursionError):
         pass
     if lone := _LONE_SURROGATE.search(data):
-        return "half of a surrogate pair", lone.start()
-    # The standard library also decodes NaN, for example.
+        return "a lone surrogate", lone.start()
+    # Python's decoder accepts the text, for example NaN: use msgspec's message.
     message, _, place = str(error).removeprefix("JSON is malformed: ").partition(" (byte ")
     return message, int(place.removesuffix(")")) if place else 0
 
@@ -110,11 +110,9 @@ def _line_and_column(data: bytes, position: int) -> str:
 
 
 class _Pieces:
-    """A large body, split at commas and within strings into pieces that are decoded separately.
-
-    Only brackets, commas, colons and quotes determine the pieces. The decoder sees all bytes, and
-    checks everything else.
-    """
+    """A large body, split at commas and inside strings into pieces that are decoded separately.
+    Only brackets, commas, colons and quotes determine the pieces; msgspec decodes and validates
+    every piece."""
 
     def __init__(self, data: bytes) -> None:
         """Raises UserError for unmatched brackets or quotes, or too many values."""
@@ -129,8 +127,8 @@ class _Pieces:
         return self._value(0, len(self._data), 0, len(self._at), 1)
 
     def _value(self, start: int, end: int, first: int, last: int, depth: int) -> Any:
-        """Decode the bytes from `start` to `end`. Their structure characters have the indices
-        `first` to `last`; a list or object in the bytes has nesting depth `depth`."""
+        """Decode the bytes from `start` to `end`. `first` to `last`: indices of their structural
+        characters; `depth`: nesting depth of a list or object in them."""
         data = self._data
         if end - start <= PIECE_BYTES:
             return _decoded(data[start:end], start)
@@ -138,9 +136,9 @@ class _Pieces:
             return _text(data, start, end)
         if depth > MAX_SPLIT_DEPTH:
             raise UserError(
-                f"the body is nested too deeply: a value of {end - start} bytes stands in "
-                f"{depth - 1} lists and objects, at most {MAX_SPLIT_DEPTH} may be around one of "
-                f"over {PIECE_BYTES} bytes"
+                f"the body is nested too deeply: a value of {end - start} bytes is inside "
+                f"{depth - 1} lists and objects, at most {MAX_SPLIT_DEPTH} are allowed for a "
+                f"value of over {PIECE_BYTES} bytes"
             )
         opens, closes = int(self._at[first]), int(self._at[last - 1])
         is_whole = (
@@ -170,13 +168,13 @@ class _Pieces:
         index = 0
         while index < len(ends):
             start = int(at[edges[index]]) + 1
-            # Not numpy's searchsorted, whose frequent short releases of the GIL keep other threads
-            # from it for 100 ms and more.
+            # Not numpy's searchsorted: its frequent short releases of the GIL kept other threads
+            # from acquiring it for 100 ms and more.
             stop = bisect_right(ends, start + PIECE_BYTES, index)
             if stop > index:
                 piece = before + data[start : int(ends[stop - 1])] + behind
                 part = _decoded(piece, start - 1)
-                # An empty piece next to other pieces means a superfluous comma.
+                # An empty piece next to other pieces means an extra comma.
                 if not part and len(ends) > 1:
                     raise _invalid(f"an entry is missing at byte {start}")
                 add(part)
@@ -198,11 +196,12 @@ class _Pieces:
         colon = int(self._at[first])
         if colon - start > MAX_SHORT_BYTES:
             raise UserError(
-                f"the body has a key of {colon - start} bytes, at most {MAX_SHORT_BYTES} are taken"
+                f"the body has a key of {colon - start} bytes, at most {MAX_SHORT_BYTES} are "
+                "allowed"
             )
         key = _decoded(self._data[start:colon], start)
         if not isinstance(key, str):
-            raise _invalid(f"a key at byte {start} is no string")
+            raise _invalid(f"a key at byte {start} is not a string")
         return {key: self._value(colon + 1, end, first + 1, last, depth + 1)}
 
 
@@ -235,7 +234,7 @@ def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
             last_quote = start + int(np.flatnonzero(quotes)[-1])
         start = end
     if is_inside:
-        raise _invalid(f"the string that begins at byte {last_quote} has no end")
+        raise _invalid(f"the string at byte {last_quote} is not terminated")
     at = np.concatenate(positions)
     kinds = np.frombuffer(data, np.uint8)[at]
     steps = np.isin(kinds, np.frombuffer(_OPENERS, np.uint8)).astype(np.int32)
@@ -243,7 +242,7 @@ def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     depth = np.cumsum(steps, dtype=np.int32)
     if len(at) and depth.min() < 0:
         closer = int(at[np.argmax(depth < 0)])
-        raise _invalid(f"the bracket at byte {closer} closes nothing")
+        raise _invalid(f"the closing bracket at byte {closer} has no opening bracket")
     if len(at) and depth[-1] != 0:
         opener = int(at[np.flatnonzero((depth == depth[-1]) & (steps > 0))[-1]])
         raise _invalid(f"the bracket at byte {opener} is not closed before the body ends")
@@ -253,12 +252,12 @@ def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
 def _check_counts(num_values: int, num_objects: int) -> None:
     if num_values > MAX_VALUES:
         raise UserError(
-            f"the body has at least {num_values} values, at most {MAX_VALUES} are taken"
+            f"the body has at least {num_values} values, at most {MAX_VALUES} are allowed"
         )
     if num_objects > MAX_OBJECTS:
         raise UserError(
             f"the body has at least {num_objects} strings, lists and objects, at most "
-            f"{MAX_OBJECTS} are taken"
+            f"{MAX_OBJECTS} are allowed"
         )
 
 
@@ -271,7 +270,7 @@ def _text(data: bytes, start: int, end: int) -> Any:
     if not (
         0 <= opens < closes and _is_blank(data, start, opens) and _is_blank(data, closes + 1, end)
     ):
-        raise _invalid(f"bytes {start} to {end} are no string, list or object")
+        raise _invalid(f"bytes {start} to {end} are not a string, list or object")
     return _joined(_text_parts(data, opens + 1, closes))
 
 
@@ -287,20 +286,20 @@ def _text_parts(data: bytes, position: int, closes: int) -> Iterator[str]:
         length, width = length + len(part), max(width, _width(part))
         if (size := length * width) > MAX_TEXT_BYTES:
             raise UserError(
-                f"the body has a text that takes at least {size} bytes, {width} for each "
-                f"character, at most {MAX_TEXT_BYTES} are taken"
+                f"the body has a string of at least {size} bytes, {width} for each character, at "
+                f"most {MAX_TEXT_BYTES} are allowed"
             )
         yield part
         position = stop
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The concatenation, made in many short calls: `str.join` would map and copy 64 MiB in a single
-    call, which takes 50 to 200 ms."""
+    """Concatenate in many short calls: `str.join` would map and copy 64 MiB in a single call, which
+    takes 50 to 200 ms."""
     text = ""
-    # Python appends in place (see `map_large_blocks`) only in code that it has specialized: it
-    # counts the iterations of `for` loops, not of `while` loops. Otherwise each addition copies the
-    # whole text.
+    # Python appends in place (see `map_large_blocks`) only in specialized code, and counts the
+    # iterations of `for` loops for specialization, not of `while` loops. Otherwise each addition
+    # copies the whole text.
     for part in parts:
         text += part
     return text
@@ -316,7 +315,7 @@ def _before_escape(data: bytes, start: int, stop: int) -> int:
     be outside both."""
     if stop == len(data):
         return stop
-    # Paired backslashes are complete escapes; an odd backslash starts a longer escape.
+    # A run of paired backslashes is complete; an unpaired backslash starts another escape.
     for position in range(max(start, stop - _ESCAPE_BYTES + 1), stop):
         if _starts_escape(data, start, position) and (
             position == stop - 1 or data[position + 1 : position + 2] == b"u"
@@ -335,7 +334,7 @@ def _before_escape(data: bytes, start: int, stop: int) -> int:
 
 
 def _starts_escape(data: bytes, start: int, position: int) -> bool:
-    """Whether the byte at `position` is a backslash that is not escaped itself."""
+    """Whether the byte at `position` is an unescaped backslash."""
     if data[position] != ord("\\"):
         return False
     before = data[start:position]
@@ -353,7 +352,7 @@ def _is_blank(data: bytes, start: int, end: int) -> bool:
     if end - start > MAX_SHORT_BYTES:
         raise UserError(
             f"the body has {end - start} bytes between two values, at most {MAX_SHORT_BYTES} are "
-            "taken"
+            "allowed"
         )
     return not data[start:end].strip(b" \t\r\n")
 

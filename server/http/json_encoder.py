@@ -1,4 +1,4 @@
-"""Encoder of large JSON in pieces, because the encoder holds the GIL during a call."""
+"""Encodes large JSON in pieces, because the encoder holds the GIL during a call."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 PIECE_WEIGHT = 4096
-"""Values that are encoded in a single call: a fraction of a millisecond."""
+"""Weight that is encoded in a single call, in a fraction of a millisecond. A value has weight 1."""
 CHARACTERS_PER_WEIGHT = 16
-"""Characters of a text that weigh as much as a value."""
+"""Number of characters of text with weight 1."""
 RAW_BYTES_PER_WEIGHT = 64
-"""Bytes of encoded JSON that weigh as much as a value: they are only copied."""
+"""Number of bytes of encoded JSON (msgspec.Raw) with weight 1: encoded JSON is only copied."""
 _PIECE_CHARACTERS = PIECE_WEIGHT * CHARACTERS_PER_WEIGHT
 
 _encode = msgspec.json.Encoder().encode
@@ -19,29 +19,29 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class LongJson:
-    """A value that only `json_pieces` encodes."""
+    """A large value that only `json_pieces` can encode."""
 
     weight: int
-    """More than PIECE_WEIGHT."""
+    """Weight of the value; above PIECE_WEIGHT."""
     pieces: Callable[[], Iterator[bytes]]
-    """Encodes the value; no piece takes over a few milliseconds."""
+    """Encodes the value in pieces of at most a few milliseconds."""
 
 
 def encode_json(value: Any) -> bytes:
-    """`value` as JSON. Call it on a thread for a large value: it is slow, but lets other threads
-    run."""
+    """`value` as JSON. For a large value call it on a thread: it is slow, but releases the GIL
+    regularly."""
     # join releases the GIL.
     return b"".join(json_pieces(value))
 
 
 def weighs_more(value: Any, weight: int) -> bool:
-    """Whether `value` has more values than `weight`; CHARACTERS_PER_WEIGHT characters count as a
-    value. Stops reading `value` at the limit."""
+    """Whether the weight of `value` exceeds `weight`. A value weighs 1, and CHARACTERS_PER_WEIGHT
+    characters weigh 1. Stops at the limit."""
     return _weight_left(value, weight) < 0
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """`value` as JSON in pieces; no piece ends within a character."""
+    """`value` as JSON in pieces; no piece ends inside a UTF-8 character."""
     if not weighs_more(value, PIECE_WEIGHT):
         yield _encode(value)
     elif isinstance(value, str):
@@ -73,7 +73,7 @@ def _text_pieces(text: str) -> Iterator[bytes]:
 
 
 def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """Encode runs of small entries in a single call, large entries separately."""
+    """Encode runs of small entries in a single call, and large entries separately."""
     separator, left, start = b"[", PIECE_WEIGHT, 0
     for index, entry in enumerate(values):
         left = _weight_left(entry, left)
@@ -93,7 +93,7 @@ def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
 
 
 def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
-    """Encode each field separately: an object with many fields has few bytes in each."""
+    """Encode each field separately: objects with many fields have few bytes per field."""
     separator = b"{"
     for name, value in fields.items():
         yield separator
@@ -105,8 +105,8 @@ def _dict_pieces(fields: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _weight_left(value: Any, left: int) -> int:
-    """`left` minus the weight of `value`; negative if `value` weighs more, whose rest is not
-    read."""
+    """`left` minus the weight of `value`; negative as soon as `value` weighs more, without reading
+    its rest."""
     left -= 1
     if isinstance(value, str):
         return left - len(value) // CHARACTERS_PER_WEIGHT

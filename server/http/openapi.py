@@ -34,7 +34,7 @@ MESSAGES_GENERATES: Answers = {200: _GENERATED, **MESSAGES_ANSWERS}
 
 
 def takes(*names: str) -> dict[str, Any]:
-    """The `requestBody` of a route: any of the named schemas."""
+    """The `requestBody` of a route that accepts any of the named schemas."""
     refs = [{"$ref": REF.format(model=name)} for name in names]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,8 +1,6 @@
-"""Proxy between the API servers of a daemon: stored responses live in the memory of the server that
-created them.
-
-Messages on the Unix socket are msgpack, each after its length in 4 bytes, big-endian.
-"""
+"""Proxy between API server processes: a stored response exists only in the memory of the API server
+that created it. Messages on the Unix socket are msgpack, each preceded by its length in 4 bytes,
+big-endian."""
 
 import asyncio
 import contextlib
@@ -36,18 +34,17 @@ TOKEN_TIMEOUT_S = 5.0
 """Time for a connection to present the token."""
 
 MAX_UNAUTHENTICATED = 1024
-"""Maximum connections that have not presented the token yet; a further connection closes the
-oldest."""
+"""Maximum connections that have not presented the token yet; a new connection closes the oldest."""
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_CLIENT = 8, 4
-"""Maximum connections to peers whose token is not accepted yet. The sum over all API servers is far
-below MAX_UNAUTHENTICATED and BACKLOG."""
+"""Maximum connections to peers that have not accepted the token yet. The sum over all API servers
+is far below MAX_UNAUTHENTICATED and BACKLOG."""
 MAX_WAITING_HANDSHAKES = 4096
 BACKLOG = 1024
 _ACCEPTED = b"\1"
-"""Sent to a peer when its token is accepted."""
+"""Reply to a peer whose token is accepted."""
 
 MAX_MESSAGE_BYTES = 2**30
-"""Maximum message size: more than any request or response, and far less than a length prefix can
+"""Maximum message size: above any request or response, and below the 4 GiB that a length prefix can
 declare."""
 
 logger = logging.getLogger(__name__)
@@ -56,7 +53,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ForwardedRequest(msgspec.Struct, array_like=True):
-    """A request that is forwarded to a peer API server."""
+    """A request forwarded to a peer API server."""
 
     method: str
     path: str
@@ -67,7 +64,7 @@ class ForwardedRequest(msgspec.Struct, array_like=True):
 
 
 class ResponsePart(msgspec.Struct, array_like=True):
-    """A part of the response: the first part has status and headers, the last part is empty."""
+    """A part of a response: the first part has status and headers, the last part is empty."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -84,8 +81,8 @@ def _handshake_slots() -> FairSlots:
 
 
 class Peer(NamedTuple):
-    """A peer API server: its socket, the token to present first, and the slots for connections that
-    are made to any peer."""
+    """A peer API server: its socket, the token to present first, and the slots for handshakes with
+    any peer."""
 
     path: str
     token: str
@@ -94,7 +91,7 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The socket paths of all API servers; empty with a single API server."""
+    """The socket paths of all API servers; empty if there is only a single API server."""
 
     index: int = 0
     """Index of this server."""
@@ -107,7 +104,7 @@ class Peers:
         return f"{self.index:02x}{os.urandom(16).hex()}"
 
     def peer_of(self, id: str) -> Peer | None:
-        """The peer that created `id`; None if this server created it, or `id` is not valid."""
+        """The peer that created `id`; None if this server created it or `id` is invalid."""
         if not _ID.fullmatch(id):
             return None
         index = int(id[:2], 16)
@@ -117,7 +114,7 @@ class Peers:
 
 
 class ForwardedResponse(Response):
-    """The response of `peer` to a request with the JSON value `body`."""
+    """The response of `peer` to a request with the JSON body `body`."""
 
     def __init__(self, peer: Peer, request: Request, body: Any = None) -> None:
         super().__init__()
@@ -143,7 +140,7 @@ class ForwardedResponse(Response):
             await self._forward(send)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the peer and present the token, in turns of clients."""
+        """Connect to the peer and present the token; clients share the slots fairly."""
         async with self._peer.handshakes.hold(current_client.get() or ""):
             try:
                 reader, writer = await asyncio.open_unix_connection(self._peer.path)
@@ -153,7 +150,7 @@ class ForwardedResponse(Response):
                 writer.write(self._peer.token.encode())
                 await asyncio.wait_for(reader.readexactly(len(_ACCEPTED)), TOKEN_TIMEOUT_S)
             except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
-                # The peer is gone, or it hangs.
+                # The peer is gone or hangs.
                 writer.close()
                 raise Overloaded(_GONE, type="server_error") from None
             except BaseException:
@@ -190,13 +187,13 @@ class ForwardedResponse(Response):
 
 
 async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[ResponsePart]:
-    """The parts of a response. Raises ClientGone when the peer ends within the response, and
-    Overloaded when it ends before."""
+    """The parts of a response. Raises ClientGone if the peer disconnects within the response, and
+    Overloaded if it disconnects before."""
     has_started = False
     while True:
         data = await _read(reader)
         if data is None:
-            # A response that has started can only be aborted.
+            # Once a response has started, it can only be aborted.
             raise ClientGone if has_started else Overloaded(_GONE, type="server_error")
         part = msgspec.msgpack.decode(data, type=ResponsePart)
         yield part
@@ -206,8 +203,8 @@ async def _response_parts(reader: asyncio.StreamReader) -> AsyncIterator[Respons
 
 
 async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) -> asyncio.Server:
-    """Serve requests from peers with `app`. `on_rejected` is called for each connection that does
-    not present the token."""
+    """Serve requests of peers with `app`. `on_rejected` is called for each connection that does not
+    present the token."""
     path = peers.paths[peers.index]
     token = peers.token.encode()
     rejected = LimitedWarning(
@@ -244,7 +241,7 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
         except OSError:
             pass  # the peer disconnected
         except asyncio.CancelledError:
-            pass  # the loop ends; asyncio of Python 3.10 logs a traceback for cancelled tasks
+            pass  # the loop is closing; asyncio of Python 3.10 logs a traceback for cancelled tasks
         finally:
             writer.close()
 
@@ -260,7 +257,7 @@ async def _handle(
     disconnected = asyncio.Event()
 
     async def watch() -> None:
-        # The peer sends no more data: this read ends when the connection ends.
+        # The peer sends no more data, so this read returns when it disconnects.
         with contextlib.suppress(OSError):
             await reader.read(1)
         disconnected.set()
@@ -276,23 +273,29 @@ async def _handle(
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await _write(writer, ResponsePart(message["status"], list(message["headers"]), b""))
-            return
-        if body := message.get("body", b""):
-            await _write(writer, ResponsePart(0, [], bytes(body)))
-        if not message.get("more_body", False):
-            await _write(writer, ResponsePart(0, [], b""))
+        try:
+            if message["type"] == "http.response.start":
+                await _write(writer, ResponsePart(message["status"], list(message["headers"]), b""))
+                return
+            if body := message.get("body", b""):
+                await _write(writer, ResponsePart(0, [], bytes(body)))
+            if not message.get("more_body", False):
+                await _write(writer, ResponsePart(0, [], b""))
+        except OSError:
+            # The peer closes the connection when its client disconnects.
+            raise ClientGone from None
 
     watching = asyncio.ensure_future(watch())
     try:
-        await app(_scope(request), receive, send)
+        await app(_scope(request, writer.transport.abort), receive, send)
     finally:
         watching.cancel()
 
 
-def _scope(request: ForwardedRequest) -> Scope:
+def _scope(request: ForwardedRequest, abort: Callable[[], None]) -> Scope:
+    """ASGI scope of a forwarded request. `abort` closes the connection."""
     return {
+        "abort_connection": abort,
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",

@@ -1,5 +1,6 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers, on the time until a request has arrived, on
-pipelined requests and on connections. Clients that half-close get their responses."""
+"""uvicorn's HTTP/1.1 protocol with limits on headers, on the time to receive a request, on
+pipelined requests and on connections. Clients that half-close their connection still get their
+responses."""
 
 import asyncio
 import contextlib
@@ -9,9 +10,11 @@ import math
 import socket
 import termios
 import time
+import weakref
 from array import array
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -28,30 +31,34 @@ from uvicorn.server import ServerState
 from config.server import ServerConfig
 from server.http.errors import Fault
 from server.http.input_pacing import PIECE_BYTES, InputPacer
+from server.http.pacing import ClosingPacer
 from server.http.tls import Tls
 
 logger = logging.getLogger(__name__)
 
 MIN_BODY_BYTES_PER_S = 1024
-"""Minimum rate of a request body. A slower body must arrive within `request_body_timeout_s` in
+"""Minimum rate of a request body; a slower body must arrive within `request_body_timeout_s` in
 total."""
 UNREAD_TIMEOUT_S = 600.0
-"""Time in which a client must read MIN_READ_BYTES of a response that it has not read completely. A
-client that reads 20 KB/s empties a receive buffer of 6 MB in 300 s, and frees no byte here before.
-"""
+"""Time in which a client must read MIN_READ_BYTES of an incompletely read response. A client that
+reads 20 KB/s takes 300 s to empty a receive buffer of 6 MB; until then, no bytes are acknowledged
+here."""
 MIN_READ_BYTES = 64 * 2**10
-"""About 1 KiB a second."""
+"""Minimum progress of a reader, about 100 bytes per second over UNREAD_TIMEOUT_S."""
 MAX_FRAMING_PER_BODY_BYTE = 16
-"""Maximum bytes of chunk sizes and extensions per byte of a chunked body; the smallest chunk, with
-a single byte, needs 5."""
+"""Maximum bytes of chunk sizes and extensions per body byte of a chunked body; a 1-byte chunk needs
+5."""
 MAX_PIPELINED = 16
-"""Maximum requests that wait on a connection for an earlier response. A single read can hold 14,000
-requests."""
+"""Maximum requests per connection that wait for an earlier response. A single read can contain
+14,000 requests."""
 MAX_WAITING_BYTES = 2**29
-"""Maximum input of all connections that waits to be parsed."""
+"""Maximum total input of all connections that waits for parsing."""
 LINGER_S = 2.0
-"""Time for which the rest of a rejected request is read and dropped. A socket that is closed with
-unread data is reset, and the client may lose the response."""
+"""Time for which the rest of a rejected request is read and dropped. Closing a socket with unread
+data resets it, and the client may lose the response."""
+ACCEPTS_PER_ITERATION = 8
+"""Connections accepted per iteration of the event loop. libuv alone accepts a single connection: in
+a flood, an iteration takes 10 ms, and new clients wait behind the flood's connections."""
 PROBE_S = 0.1
 MAX_PROBES = 3
 FULL_WARNING_S = 10.0
@@ -61,12 +68,14 @@ REJECTION_LOG_S = 1.0
 """Minimum interval between log lines about rejected requests."""
 
 _TCP_CLOSE = 7
-"""TCP_CLOSE in Linux's tcp_states.h: the state of a reset connection."""
+"""TCP_CLOSE in Linux's tcp_states.h, the state of a reset connection."""
 _STATUS_LINE_START = b"HTTP/1.1 "
+TLS_HANDSHAKE = b"\x16"
+"""First byte of a TLS connection: the type of a handshake's record."""
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's settings, and the limits of HttpProtocol."""
+    """uvicorn's settings, and the limits for HttpProtocol."""
 
     def __init__(
         self,
@@ -77,12 +86,13 @@ class HttpConfig(uvicorn.Config):
         tls: Tls | None = None,
         **settings: Any,
     ) -> None:
-        # server/http/trusted_proxies.py handles forwarding headers.
+        # Forwarding headers are handled in server/http/trusted_proxies.py.
         super().__init__(app, http=HttpProtocol, ws="none", proxy_headers=False, **settings)
         self.tls = tls
         self.limits = limits
         self.max_connections = max_connections
         self.input_pacer = InputPacer()
+        self.closing_pacer = ClosingPacer()
         self.warned_full_s = -math.inf
         self.logged_rejection_s = -math.inf
         self.num_rejected = 0
@@ -93,14 +103,14 @@ class HttpConfig(uvicorn.Config):
         if now_s - self.warned_full_s > FULL_WARNING_S:
             self.warned_full_s = now_s
             logger.warning(
-                "%d connections are open, at most %d may be: new connections are refused",
+                "%d connections are open, at most %d are allowed: new connections are refused",
                 num_open,
                 self.max_connections,
             )
 
 
 class _Rejected(Exception):
-    """Raised in the parser's callbacks: stops the parser."""
+    """Raised in the parser's callbacks to stop the parser."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -108,19 +118,19 @@ class _Rejected(Exception):
 
 
 class _ReadState(Enum):
-    """Part of a request that the next byte from the client belongs to."""
+    """Part of a request that the client's next byte belongs to."""
 
     IDLE = 0
     """Between requests."""
     HEADERS = 1
     BODY = 2
     DROPPED = 3
-    """A rejected request, and all input after it."""
+    """After a rejected request: all further input is dropped."""
 
 
 class _PartialStatusLine:
-    """Transport of a response whose first bytes were already sent as probes: removes these bytes
-    from the output of the response."""
+    """Transport for a response whose first bytes were already sent as probes: strips these bytes
+    from the response."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -142,8 +152,7 @@ class _PartialStatusLine:
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control of a connection, whose input may wait to be parsed: then the
-    connection reads nothing."""
+    """uvicorn's flow control of a connection; also pauses reading while input waits for parsing."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -185,28 +194,28 @@ class HttpProtocol(HttpToolsProtocol):
         self._limits = config.limits
         self._read_state = _ReadState.IDLE
         self._responding: RequestResponseCycle | None = None
-        """The oldest request whose response is not complete; if all are complete, an earlier
-        request or None. `cycle` is the newest request."""
+        """The oldest request with an incomplete response; if all are complete, an earlier request
+        or None. `cycle` is the newest request."""
         self._num_started = 0
-        """Number of requests that have started on this connection."""
+        """Number of requests started on this connection."""
         self._max_header_count = config.limits.h11_max_header_count
         self._num_body_bytes = 0
         self._num_read_bytes = 0
-        """Size of the read that is being parsed."""
+        """Size of the current read."""
         self._num_fed_bytes = 0
         """In the headers: bytes so far, including incomplete lines. In the body: bytes of data and
         framing. Excludes reads that also contain part of another request."""
         self._body_started_s = 0.0
         self._body_paid_s = 0.0
-        """Time up to which the received bytes of the body satisfy the minimum rate."""
+        """Time until which the received body bytes satisfy the minimum rate."""
         self._input = memoryview(b"")
-        """Input that waits for a later iteration of the event loop."""
+        """Input left for a later iteration of the event loop."""
         self._is_half_closed = False
         self._num_probes = 0
         self.read_deadline_s = math.inf
         """Deadline of a client that does not read; see `expire_response`."""
         self._num_unread_bytes = 0
-        """Bytes of the response that waited to be sent when the deadline was set."""
+        """Unsent bytes of the response when the deadline was set."""
 
     # Calls from the transport
 
@@ -221,8 +230,8 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._input = memoryview(b"")
-        # uvicorn does not stop the idle timer after a reset; the timer would keep the connection's
-        # memory.
+        # uvicorn does not stop the idle timer after a reset, and the timer would keep the
+        # connection's memory alive.
         self._unset_keepalive_if_required()
         # uvicorn notifies only the newest request of the disconnect.
         self.pipeline.clear()
@@ -230,14 +239,14 @@ class HttpProtocol(HttpToolsProtocol):
             assert self._responding is not None
             self._responding.disconnected = True
             self._responding.message_event.set()
-        # A request cycle refers to its protocol. Without this assignment only the garbage collector
-        # would free both, long after thousands of connections that were open for minutes.
+        # A request cycle refers to its protocol. Break this reference cycle: otherwise only the
+        # garbage collector frees both, long after thousands of old connections have closed.
         self.cycle = self._responding = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         pacer = self._http_config.input_pacer
         if self._input:
-            # TLS: the decrypted rest of what was read before reading stopped.
+            # Data that the TLS layer had already decrypted when reading was paused.
             self._input = memoryview(bytes(self._input) + data)
             return
         if len(data) <= PIECE_BYTES and pacer.has_time():
@@ -261,12 +270,12 @@ class HttpProtocol(HttpToolsProtocol):
         if pacer.num_bytes + num_bytes > MAX_WAITING_BYTES:
             self._input = memoryview(b"")
             message = (
-                f"{pacer.num_bytes + num_bytes} bytes of requests wait to be parsed, at most "
-                f"{MAX_WAITING_BYTES} may."
+                f"{pacer.num_bytes + num_bytes} bytes of requests are waiting to be parsed, at "
+                f"most {MAX_WAITING_BYTES} may wait."
             )
             self._reject(Fault(503, message, "server_overloaded", headers={"Retry-After": "1"}))
             return
-        # A connection with input is not idle.
+        # A connection with waiting input is not idle.
         self._unset_keepalive_if_required()
         self._input_flow.input_waits()
         pacer.wait(self._peer(), self, num_bytes)
@@ -287,14 +296,18 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # Upgrades are not supported: the request is handled as HTTP/1.1. The rest of this read
-            # was not parsed.
+            # Upgrades are not supported: handle the request as HTTP/1.1. The rest of this read has
+            # not been parsed.
             if upgrade.args[0] < len(data):
                 self._drop_input()
         except httptools.HttpParserError as error:
             reason = error.__context__
             if isinstance(reason, _Rejected):
                 self._reject(reason.fault)
+            elif state_before is _ReadState.IDLE and data[:1] == TLS_HANDSHAKE:
+                self._reject(
+                    Fault(400, "This port serves HTTP without TLS: use an http:// address.")
+                )
             else:
                 self._reject(Fault(400, "Invalid HTTP request received."))
             return
@@ -323,12 +336,12 @@ class HttpProtocol(HttpToolsProtocol):
                 self._extend_body_deadline(num_new)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open: only for responses to complete requests, and never
-        with TLS, whose connections cannot be half-closed."""
+        """Whether to keep the connection open: for responses to complete requests, or until its
+        turn to be closed. False with TLS, where a connection cannot be half-closed."""
         if not self.transport.can_write_eof():
             return False
         if self._read_state is _ReadState.BODY or not self._has_pending_response():
-            return False
+            return not self._http_config.closing_pacer.may_close(self.transport)
         self._drop_input()
         self._is_half_closed = True
         self._probe()
@@ -348,7 +361,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._read_state = _ReadState.HEADERS
         if self._num_started:
-            # The deadline of the first request started with the connection.
+            # The deadline of the first request began with the connection.
             self.deadline_s = math.inf
         self._num_started += 1
         self._num_fed_bytes = 0
@@ -360,7 +373,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _Rejected(414, _too_many_bytes("URL", len(self.url), self._limits))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Replaces uvicorn's method, which is not called: this runs about 20 times per request.
+        # Replaces uvicorn's method without calling it: this runs about 20 times per request.
         headers = self.headers
         if len(headers) == self._max_header_count:
             raise _Rejected(
@@ -377,7 +390,7 @@ class HttpProtocol(HttpToolsProtocol):
         num_header_bytes = 0
         if self._num_fed_bytes + self._num_read_bytes > self._limits.h11_max_incomplete_event_size:
             num_header_bytes = len(self.url)
-            # 4: colon, space and line end of each header.
+            # 4: colon, space and line break of each header.
             num_header_bytes += sum(len(name) + len(value) + 4 for name, value in self.headers)
             if num_header_bytes > self._limits.h11_max_incomplete_event_size:
                 raise _Rejected(431, _too_many_bytes("head", num_header_bytes, self._limits))
@@ -385,17 +398,19 @@ class HttpProtocol(HttpToolsProtocol):
             raise _Rejected(
                 400,
                 f"{len(self.pipeline) + 1} requests would wait on this connection, at most "
-                f"{MAX_PIPELINED} may.",
+                f"{MAX_PIPELINED} may wait.",
             )
         self._check_head()
         if self.parser.should_upgrade():
             self._check_upgrade()
+        # A weak reference: a request must not keep its connection in memory.
+        self.scope["abort_connection"] = partial(_abort, weakref.ref(self))  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         self._read_state = _ReadState.BODY
-        # From here on the counter counts the body; the negative start removes the headers in this
-        # read.
+        # Start counting the body; the negative start value cancels the headers in this read.
         self._num_fed_bytes = -num_header_bytes
-        # Trailers are dropped, not treated as headers: a proxy in front did not check them.
+        # Drop trailers instead of treating them as headers, because a proxy in front did not check
+        # them.
         self.headers = []
         if self.scope["http_version"] != "1.1":
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
@@ -411,7 +426,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._read_state = _ReadState.IDLE
         self.deadline_s = math.inf
         if self.cycle.response_complete:
-            # uvicorn's idle timer was stopped when the rest of the body arrived.
+            # uvicorn stopped its idle timer when the rest of the body arrived.
             self.deadline_s = self.loop.time() + self.timeout_keep_alive
 
     # Calls from a response, and from the server
@@ -427,8 +442,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection after an idle time. A client that still reads the last response is
-        not idle."""
+        """Close an idle connection. A client that still reads the last response is not idle."""
         if self._has_unsent():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -437,12 +451,11 @@ class HttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def expire(self) -> None:
-        """Handle the end of the time until `deadline_s`: close or reject the connection, or set a
-        new deadline."""
+        """Handle `deadline_s`: close or reject the connection, or set a new deadline."""
         if self._is_half_closed:
             self._probe()
         elif self._input:
-            # The server itself delays the request.
+            # The server itself delays the request, so extend the deadline.
             self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
         elif self._is_over() and self._has_unsent():
             self.deadline_s = self.loop.time() + LINGER_S
@@ -451,7 +464,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._read_state is _ReadState.BODY:
             self._expire_body()
         elif self._has_pending_response():
-            # The client waits for a response before it sends more.
+            # The client waits for a response before it sends more, so extend the deadline.
             self.deadline_s = self.loop.time() + self._limits.request_header_timeout_s
         elif self._read_state is _ReadState.HEADERS:
             self._reject(
@@ -465,8 +478,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def expire_response(self) -> None:
-        """Handle the end of the time until `read_deadline_s`: close the connection unless the
-        client has read MIN_READ_BYTES since, or all."""
+        """Handle `read_deadline_s`: close the connection unless the client has read MIN_READ_BYTES,
+        or everything, since it was set."""
         num_unread = num_unread_bytes(self.transport)
         if not self.transport.get_write_buffer_size():
             self.read_deadline_s = math.inf
@@ -484,7 +497,7 @@ class HttpProtocol(HttpToolsProtocol):
         now_s = self.loop.time()
         cycle = self.cycle
         if self.flow.read_paused or cycle.waiting_for_100_continue or cycle is not self._responding:
-            # The server itself does not read the body now.
+            # The server itself is not reading the body, so restart the rate measurement.
             self._body_started_s = self._body_paid_s = now_s
             self.deadline_s = now_s + self._limits.request_body_timeout_s
             return
@@ -492,21 +505,21 @@ class HttpProtocol(HttpToolsProtocol):
             Fault(
                 408,
                 f"After {now_s - self._body_started_s:.1f} s, {self._num_body_bytes} bytes of the "
-                "body have arrived; the client must send some every "
+                "body have arrived; the client must send data every "
                 f"{self._limits.request_body_timeout_s:g} s, and after that time at least "
                 f"{MIN_BODY_BYTES_PER_S} a second.",
             )
         )
 
     def _is_over(self) -> bool:
-        """Whether the connection is only open for the client to read."""
+        """Whether the connection is only kept open for the client to read."""
         return self.transport.is_closing() or (
             self._read_state in (_ReadState.IDLE, _ReadState.DROPPED)
             and not self._has_pending_response()
         )
 
     def _has_unsent(self) -> bool:
-        """Whether a part of a response waits to be sent. Then `expire_response` limits the time."""
+        """Whether a part of a response is unsent; `expire_response` then limits the time."""
         if not self.transport.get_write_buffer_size():
             return False
         if self.read_deadline_s == math.inf:
@@ -517,9 +530,9 @@ class HttpProtocol(HttpToolsProtocol):
         return self._responding is not None and not self._responding.response_complete
 
     def _check_head(self) -> None:
-        """Reject a request of another version than 1.0 and 1.1, without the Host header that
-        HTTP/1.1 requires, with several, or with a transfer coding other than chunked, which
-        httptools would ignore."""
+        """Reject a request with a version other than 1.0 and 1.1, without the Host header that
+        HTTP/1.1 requires, with several Host headers, or with a transfer coding other than chunked,
+        which httptools ignores."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise _Rejected(400, f"The request is HTTP/{version}; send it as HTTP/1.1.")
@@ -542,8 +555,8 @@ class HttpProtocol(HttpToolsProtocol):
             )
 
     def _check_upgrade(self) -> None:
-        """Reject an upgrade offer on a request with a body: httptools would parse the body as the
-        next request."""
+        """Reject an upgrade request with a body: httptools would parse the body as the next
+        request."""
         headers = dict(self.headers)
         if b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0":
             protocol = headers.get(b"upgrade", b"")[:40].decode("latin-1")
@@ -568,15 +581,15 @@ class HttpProtocol(HttpToolsProtocol):
         return num_framing <= max_framing
 
     def _extend_body_deadline(self, num_new: int) -> None:
-        """Extend the deadline for `num_new` received bytes of the body. The credit is limited to
-        the present time: a burst does not allow the client to send slowly for hours afterwards."""
+        """Extend the deadline for `num_new` received body bytes. The credit does not accumulate:
+        after a burst, the client may not send slowly for hours."""
         paid_s = self._body_paid_s + num_new / MIN_BODY_BYTES_PER_S
         self._body_paid_s = min(self.loop.time(), paid_s)
         self.deadline_s = self._body_paid_s + self._limits.request_body_timeout_s
 
     def _reject(self, fault: Fault) -> None:
-        """Respond with `fault`, and drop further input. If responses to earlier requests are due,
-        complete these responses instead and do not send `fault`."""
+        """Respond with `fault` and drop further input. If earlier responses are pending, complete
+        them instead and do not send `fault`."""
         self._log_rejection(fault)
         if self.transport.is_closing():
             return
@@ -587,11 +600,11 @@ class HttpProtocol(HttpToolsProtocol):
         if reading_cycle is not None and (
             reading_cycle.response_started or reading_cycle is not self._responding
         ):
-            # The response has started, or an earlier response is due: no status can be sent.
+            # The response has started, or an earlier response is pending: no status can be sent.
             self.transport.abort()
             return
         if reading_cycle is not None:
-            # The request's handler waits for the body and must not respond too.
+            # The request's handler is waiting for the body and must not respond too.
             reading_cycle.disconnected = True
             reading_cycle.message_event.set()
         self._read_state = _ReadState.DROPPED
@@ -620,7 +633,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _reject_connection(self) -> None:
         num_open, max_connections = len(self.connections) - 1, self._http_config.max_connections
         self._http_config.warn_full(num_open)
-        message = f"{num_open} connections are open, at most {max_connections} may be."
+        message = f"{num_open} connections are open, at most {max_connections} are allowed."
         fault = Fault(503, message, "server_overloaded", headers={"Retry-After": "1"})
         self._read_state = _ReadState.DROPPED
         self.transport.write(_response(fault, self.server_state.default_headers))
@@ -630,15 +643,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._reject(Fault(400, msg))
 
     def _drop_input(self) -> None:
-        """Ignore further requests; close the connection after the responses that are due."""
+        """Ignore further requests; close the connection after the pending responses."""
         self._read_state = _ReadState.DROPPED
         self.deadline_s = math.inf
         self.cycle.keep_alive = False
 
     def _probe(self) -> None:
         """Determine whether the client has closed its socket or only its sending side. Both look
-        equal here, but a closed socket answers data with a reset. So send bytes of the response
-        that are known in advance: bytes of its status line, or a leading zero of its next chunk
+        the same here, but a closed socket answers data with a reset. So send bytes of the response
+        that are known in advance: bytes of the status line, or a leading zero of the next chunk
         size."""
         responding = self._responding
         if responding is None or responding.response_complete:
@@ -662,7 +675,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_reset(self) -> bool:
         sock = self.transport.get_extra_info("socket")
         if sock.family == socket.AF_UNIX:
-            # A write to a closed Unix socket fails and ends the connection.
+            # On a Unix socket, a write to a closed peer fails and ends the connection.
             return False
         with contextlib.suppress(OSError):
             state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
@@ -673,9 +686,14 @@ class HttpProtocol(HttpToolsProtocol):
         return self.client[0] if self.client else "-"
 
 
+def _abort(connection: "weakref.ref[HttpProtocol]") -> None:
+    if protocol := connection():
+        protocol.transport.abort()
+
+
 def num_unread_bytes(transport: asyncio.Transport) -> int:
-    """Bytes that were written and that the client has not received. The system's buffer may hold
-    some MiB of them, and takes no more until a third of it is free."""
+    """Number of written bytes that the client has not received. Some MiB of them may be in the
+    kernel's buffer, which accepts more only when a third of it is free."""
     count = array("i", [0])
     with contextlib.suppress(OSError):
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
@@ -704,8 +722,7 @@ def _response(fault: Fault, default_headers: list[tuple[bytes, bytes]]) -> bytes
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """`cycle.send` for HTTP/1.0 clients: the end of the connection ends a body without
-    content-length."""
+    """`cycle.send` for HTTP/1.0 clients: a body without content-length ends with the connection."""
     send = cycle.send
     ends_with_connection = False
 
@@ -722,7 +739,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[No
                 ends_with_connection = True
                 cycle.chunked_encoding = False
         elif ends_with_connection:
-            # uvicorn checks the body against the declared length.
+            # uvicorn compares the body with the declared length.
             cycle.expected_content_length = len(message.get("body", b""))
         await send(cast(Any, message))
 

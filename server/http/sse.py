@@ -14,6 +14,7 @@ from server.http.body import SENT_BYTES
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 from server.http.json_encoder import json_pieces, slices_of
+from server.http.unread_answers import UnreadAnswers
 
 DONE = b"data: [DONE]\n\n"
 PING = ServerSentEvent(comment="keep-alive", sep="\n").encode()
@@ -33,8 +34,8 @@ def json_line(value: Any) -> bytes:
 
 
 def long_json_line(value: Any) -> bytes:
-    """Like `json_line` for values of any size: encodes large values in pieces. Call it on a thread
-    for a large value."""
+    """Like `json_line`, but encodes large values in pieces. For a large value call it on a
+    thread."""
     return b"".join(map(_escaped, json_pieces(value)))
 
 
@@ -70,42 +71,53 @@ class Envelope:
         self.head = b"data: " + json_line(fields)[:-1] + b',"choices":['
 
     def chunk(self, choice: bytes, extra: dict[str, Any] | None = None) -> bytes:
-        """A frame with the encoded `choice` (empty: no choice) and `extra` top-level fields."""
+        """A frame with the encoded `choice` (empty: no choice) and the additional top-level fields
+        `extra`."""
         if not extra:
             return b"%b%b]}\n\n" % (self.head, choice)
         return b"%b%b],%b\n\n" % (self.head, choice, json_line(extra)[1:])
 
 
 class EventStream(EventSourceResponse):
-    """Response that sends frames as they arrive. `on_close` is called when the stream has ended for
+    """Response that sends frames as they arrive. `on_close` is called at the end of the stream, for
     any reason."""
 
     def __init__(
-        self, frames: AsyncIterator[bytes], *, keep_alive_s: float, on_close: Callable[[], None]
+        self,
+        frames: AsyncIterator[bytes],
+        *,
+        keep_alive_s: float,
+        on_close: Callable[[], None],
+        num_unread_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`keep_alive_s`: interval of keep-alive comments in seconds; 0: no comments."""
+        """`keep_alive_s`: interval of keep-alive comments in seconds; 0: no comments.
+        `num_unread_bytes`: returns the bytes of output that is not encoded as frames yet."""
         super().__init__(frames, headers={"Cache-Control": "no-cache"})
         self._frames = frames
         self._keep_alive_s = keep_alive_s
         self._on_close = on_close
+        self._num_unread_bytes = num_unread_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response. Replaces the method of sse_starlette, which creates five tasks per
         stream and a cancel scope per frame."""
-        # Call `on_close` here, not in the generator, which never starts if the stream is cancelled
-        # before its first frame.
+        # Call `on_close` here: the generator does not start if the stream is cancelled before its
+        # first frame.
         try:
-            with contextlib.suppress(ClientGone), CancelOnDisconnect(receive):
-                await self._send_all(send, record_of(scope).send)
+            unread: UnreadAnswers = scope["unread_answers"]
+            held = unread.hold_stream(self._num_unread_bytes, scope["abort_connection"])
+            with contextlib.suppress(ClientGone), CancelOnDisconnect(receive), held:
+                await self._send_all(scope, send, record_of(scope).send)
         finally:
             self._on_close()
 
-    async def _send_all(self, send: Send, send_body: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send, send_body: Send) -> None:
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         pings = None
-        # A comment within a frame would end it.
+        # A comment inside a frame would end the frame.
         frame_lock = asyncio.Lock()
+        unread: UnreadAnswers = scope["unread_answers"]
         if self._keep_alive_s:
             pings = asyncio.ensure_future(_ping(send_body, frame_lock, self._keep_alive_s))
         try:
@@ -113,12 +125,15 @@ class EventStream(EventSourceResponse):
                 if len(data) <= SENT_BYTES:
                     await send_body({"type": "http.response.body", "body": data, "more_body": True})
                     continue
+                abort = scope["abort_connection"]
                 async with frame_lock:
-                    for piece in slices_of(data, SENT_BYTES):
-                        await send_body(
-                            {"type": "http.response.body", "body": piece, "more_body": True}
-                        )
-                        await asyncio.sleep(0)
+                    with unread.hold(len(data), abort) as answer:
+                        for piece in slices_of(data, SENT_BYTES):
+                            await send_body(
+                                {"type": "http.response.body", "body": piece, "more_body": True}
+                            )
+                            answer.read(len(piece))
+                            await asyncio.sleep(0)
         finally:
             if pings is not None:
                 pings.cancel()

@@ -1,4 +1,4 @@
-"""TLS: certificate, private key and authorities of clients, reloaded when they change."""
+"""TLS: certificate, private key and client CAs, reloaded when they change."""
 
 import contextlib
 import logging
@@ -11,9 +11,9 @@ from config.whole_files import read_limited
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4 * 2**20
-"""Size limit of a file of certificates or keys."""
+"""Size limit of a certificate or key file."""
 EXPIRED, NOT_YET_VALID = 10, 9
-"""X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID of OpenSSL."""
+"""OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED and X509_V_ERR_CERT_NOT_YET_VALID."""
 
 
 class Tls:
@@ -21,20 +21,20 @@ class Tls:
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for files that cannot be used. An expired or not yet valid certificate
-        is only logged: clients decide whether they accept it."""
+        is only logged, because clients decide whether to accept it."""
         self._config = config
         self.context = self._read()
 
     @property
     def paths(self) -> list[str]:
-        """The files to watch."""
+        """Paths of the files to watch."""
         config = self._config
         files = [config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs]
         return [file for file in files if file]
 
     def reload(self) -> None:
-        """Read the files again. Raises ConfigError; `context` is then unchanged."""
-        # A new context: authorities cannot be removed from an SSLContext.
+        """Read the files again. Raises ConfigError, and then keeps `context`."""
+        # A new context, because CAs cannot be removed from an SSLContext.
         self.context = self._read()
 
     def _read(self) -> ssl.SSLContext:
@@ -59,7 +59,7 @@ def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
     _check_readable("--ssl-certfile", certificate)
     _check_readable("--ssl-keyfile", key)
     try:
-        # Without a password OpenSSL would prompt for it on the terminal.
+        # Without a password, OpenSSL would prompt for it on the terminal.
         context.load_cert_chain(certificate, key, config.ssl_keyfile_password or "")
     except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigError(
@@ -69,15 +69,15 @@ def _load(context: ssl.SSLContext, config: ServerConfig) -> None:
 
 def _check_readable(name: str, path: str) -> None:
     try:
-        # OpenSSL would wait for a pipe, and read /dev/zero forever.
+        # OpenSSL would block on a pipe, and read /dev/zero forever.
         read_limited(path, MAX_FILE_BYTES, takes_pipes=False)
     except OSError as error:
         raise ConfigError(f"{name} is {path}: {error.strerror}") from error
 
 
 def warn_if_out_of_date(context: ssl.SSLContext, path: str) -> None:
-    """Log a warning if a client that trusts the certificate at `path` would refuse it because of
-    its dates. Checks with a handshake in memory."""
+    """Log a warning if clients that trust the certificate at `path` would reject it because of its
+    dates. Checked with an in-memory handshake."""
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client_context.check_hostname = False
     client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

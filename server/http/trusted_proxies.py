@@ -1,33 +1,33 @@
-"""The client's address behind reverse proxies: X-Forwarded-For and X-Forwarded-Proto from trusted
-addresses."""
+"""The client address behind reverse proxies, from X-Forwarded-For and X-Forwarded-Proto of trusted
+proxies."""
 
 import ipaddress
 
 from starlette.types import Scope
 
 MAX_HOPS = 32
-"""Maximum entries of X-Forwarded-For that are read, from the end."""
+"""Maximum number of X-Forwarded-For entries that are read, from the end."""
 _SCHEMES = (b"http", b"https")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TrustedProxies:
-    """The addresses whose forwarding headers are trusted."""
+    """Addresses of proxies whose forwarding headers are trusted."""
 
     def __init__(self, allowed: str) -> None:
-        """`allowed` is a comma-separated list of addresses and networks, or * for all."""
+        """`allowed`: comma-separated addresses and networks, or * for all."""
         words = [word.strip() for word in allowed.split(",")]
         self._trusts_all = "*" in words
         self._networks = [
             ipaddress.ip_network(word, strict=False) for word in words if word and word != "*"
         ]
-        # Cache by host: there are few proxies, and each request needs the check.
+        # Cache by host: there are few proxies, and every request needs the check.
         self._cache: dict[str, bool] = {}
 
     def apply(self, scope: Scope) -> None:
-        """Replace the connection's client address and scheme by the forwarded values, if the peer
-        is trusted and sent them."""
+        """Replace the client address and scheme of the connection by the forwarded values, if the
+        peer is trusted and sent them."""
         peer = scope.get("client")
         if peer is None or not self._is_trusted_peer(peer[0]):
             return
@@ -58,7 +58,7 @@ class TrustedProxies:
 
     def _client(self, forwarded: str) -> Address | None:
         """The last address that is not a trusted proxy (each proxy appends the address of its
-        peer); the first address if all peers are trusted. None if an entry after it is not an
+        peer); the first address if all of them are trusted. None if an entry after it is not an
         address."""
         if self._trusts_all:
             return _address(forwarded.partition(",")[0])
@@ -77,12 +77,12 @@ def _address(word: str) -> Address | None:
         word = word[1:].partition("]")[0]
     elif word.count(":") == 1:
         word = word.partition(":")[0]
-    # The zone of an IPv6 address can contain any text.
+    # The zone of an IPv6 address can be any text.
     if len(word) > 45 or "%" in word:
         return None
     try:
         address = ipaddress.ip_address(word)
     except ValueError:
         return None
-    # A dual-stack socket reports IPv4 clients as mapped IPv6 addresses.
+    # A dual-stack socket reports IPv4 clients as IPv4-mapped IPv6 addresses.
     return getattr(address, "ipv4_mapped", None) or address

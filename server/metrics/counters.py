@@ -1,7 +1,8 @@
 """Counters and histograms of this process, and their sums over all API servers.
 
-Counters of prometheus_client take two locks per value, a tenth of an API server's time per token,
-and share values between processes by memory-mapped files that are chosen at import.
+prometheus_client is not used for them: its counters take two locks per value, a tenth of an API
+server's time per token, and share values between processes through memory-mapped files that are
+chosen at import.
 """
 
 import bisect
@@ -18,11 +19,11 @@ from config.whole_files import write_whole
 Labels = tuple[str, ...]
 Values = list[float]
 Snapshot = dict[str, list[tuple[Labels, Values]]]
-"""Labels and values of each series, by family."""
+"""Family name -> (labels, values) of each series."""
 
 
 class Counter:
-    """Sum. Not thread-safe."""
+    """A counter. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -36,7 +37,7 @@ class Counter:
 
 
 class Histogram:
-    """Counts by bucket, and the sum. Not thread-safe."""
+    """Counts per bucket, and the sum of all values. Not thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -50,12 +51,12 @@ class Histogram:
 
     @property
     def values(self) -> Values:
-        """Count of each bucket (not cumulative), and the sum."""
+        """Count of each bucket (not cumulative), then the sum."""
         return [*self._counts, self._sum]
 
 
 class CounterFamily:
-    """Counters with the same name and different labels."""
+    """Counters with the same name and different label values."""
 
     def __init__(self, name: str, text: str, label_names: Sequence[str]) -> None:
         self._about = (name, text)
@@ -63,11 +64,11 @@ class CounterFamily:
         self.series: dict[Labels, Counter] = {}
 
     def labels(self, *labels: str) -> Counter:
-        """The counter with these labels."""
+        """The counter with these label values."""
         return self.series.setdefault(labels, Counter())
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
-        """Family for a metrics page, with `values`."""
+        """Metric family with `values`, for prometheus_client."""
         family = CounterMetricFamily(*self._about, labels=self._label_names)
         for labels, (total,) in values.items():
             family.add_metric(labels, total)
@@ -75,7 +76,7 @@ class CounterFamily:
 
 
 class HistogramFamily:
-    """Histograms with the same name and different labels."""
+    """Histograms with the same name and different label values."""
 
     def __init__(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
@@ -86,11 +87,11 @@ class HistogramFamily:
         self.series: dict[Labels, Histogram] = {}
 
     def labels(self, *labels: str) -> Histogram:
-        """The histogram with these labels."""
+        """The histogram with these label values."""
         return self.series.setdefault(labels, Histogram(self._bounds))
 
     def metric(self, values: Mapping[Labels, Values]) -> Metric:
-        """Family for a metrics page, with `values`."""
+        """Metric family with `values`, for prometheus_client."""
         family = HistogramMetricFamily(*self._about, labels=self._label_names)
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         for labels, (*counts, total) in values.items():
@@ -106,7 +107,7 @@ class Registry:
         self._families: dict[str, CounterFamily | HistogramFamily] = {}
 
     def counter(self, name: str, text: str, label_names: Sequence[str]) -> CounterFamily:
-        """The counters `name`, created on first use."""
+        """The counter family `name`, created on first use."""
         family = self._families.setdefault(name, CounterFamily(name, text, label_names))
         assert isinstance(family, CounterFamily), f"{name} is a histogram"
         return family
@@ -114,7 +115,8 @@ class Registry:
     def histogram(
         self, name: str, text: str, label_names: Sequence[str], bounds: Sequence[float]
     ) -> HistogramFamily:
-        """The histograms `name`, created on first use; `bounds`: upper bounds of the buckets."""
+        """The histogram family `name`, created on first use; `bounds`: upper bounds of the
+        buckets."""
         family = self._families.setdefault(name, HistogramFamily(name, text, label_names, bounds))
         assert isinstance(family, HistogramFamily), f"{name} is a counter"
         return family
@@ -127,7 +129,7 @@ class Registry:
         }
 
     def collect(self, snapshots: Iterable[Snapshot] = ()) -> Iterator[Metric]:
-        """All families, summed with the `snapshots` of other processes."""
+        """All metric families, summed with the `snapshots` of other processes."""
         snapshots = list(snapshots)
         for name, family in self._families.items():
             totals = {labels: series.values for labels, series in family.series.items()}
@@ -141,11 +143,12 @@ class Registry:
 
 
 class SharedSnapshots:
-    """Folder with the latest snapshot of each API server, a file per server. The last snapshot of a
+    """Folder with the latest snapshot of each API server, one file each. The last snapshot of a
     dead server is kept, so that summed counters never decrease."""
 
     def __init__(self, folder: str, index: int, restart: int = 0) -> None:
-        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
+        """`index`: index of this API server; `restart`: number of earlier servers with this
+        index."""
         self._folder = Path(folder)
         self._path = self._folder / f"{index}-{restart}.msgpack"
         self._published = b""

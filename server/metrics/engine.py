@@ -1,7 +1,5 @@
-"""Metrics of the engines, from their latest stats.
-
-All API servers receive the same stats, so each API server reports the engines without summing.
-"""
+"""Metrics of the engines, from their latest stats. All API servers receive the same stats, so each
+of them reports the engines without summing."""
 
 import functools
 import time
@@ -17,7 +15,7 @@ from server.metrics.counters import Labels, Registry
 from server.metrics.requests import LABELS
 
 WARMUP = "warmup"
-"""Progress stage before Ready that counts buckets."""
+"""Start-up stage that counts warmed-up buckets."""
 PHASES = ("prefill", "decode")
 RESULTS = ("hit", "miss", "fallback", "refused")
 STAGES = ("warmup", "serving")
@@ -31,7 +29,7 @@ SPEC_DECODE = (
     ("num_draft_tokens", "Draft tokens that decodes verified."),
     ("num_accepted_tokens", "Draft tokens that were accepted."),
 )
-"""(name in EngineStats.spec_decode, text)"""
+"""(key in EngineStats.spec_decode, help text)."""
 RANK_GAUGES = (
     ("weight_bytes", "hpu_rank_weights_bytes", "The weights of a rank."),
     ("kv_bytes", "hpu_rank_kv_cache_bytes", "The KV cache of a rank."),
@@ -39,7 +37,8 @@ RANK_GAUGES = (
     ("total_bytes", "hpu_rank_memory_total_bytes", "Memory of a rank's device."),
     ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),
 )
-"""Gauges per worker of an engine with several workers: (field of RankFacts, name, text)."""
+"""Gauges per worker of an engine with several workers: (field of RankFacts, metric name, help
+text)."""
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def _torch_version() -> str:
 
 
 class EngineCollector:
-    """Collector that builds the metric families at each scrape, with the series of all engines."""
+    """Collector that builds the metric families of all engines at each scrape."""
 
     def __init__(self, client: EngineClient, model_name: str) -> None:
         self._histograms = Registry()
@@ -62,7 +61,7 @@ class EngineCollector:
         ]
 
     def observe(self, engine: int, stats: EngineStats) -> None:
-        """Take the samples of a stats message of `engine`."""
+        """Record a stats message of `engine`."""
         self._engines[engine].observe(stats)
 
     def collect(self) -> Iterator[Metric]:
@@ -78,7 +77,7 @@ class EngineCollector:
 
 
 class _EngineMetrics:
-    """Metrics of an engine."""
+    """Metrics of a single engine."""
 
     def __init__(self, engine: SingleEngineClient, labels: Labels, histograms: Registry) -> None:
         self._engine = engine
@@ -101,12 +100,12 @@ class _EngineMetrics:
         )
         self._compile_seconds = {stage: compile_seconds.labels(*labels, stage) for stage in STAGES}
         self._stats_s = time.monotonic()
-        """Arrival time of the latest stats, time.monotonic."""
+        """Arrival time of the latest stats, in time.monotonic() seconds."""
         self._compiled = dict.fromkeys(STAGES, (0, 0.0))
-        """Number of observed compilations and their total seconds, by stage."""
+        """Stage -> (number, total seconds) of the compilations observed so far."""
 
     def observe(self, stats: EngineStats) -> None:
-        """Take the samples of a stats message."""
+        """Record a stats message."""
         self._stats_s = time.monotonic()
         for num_tokens in stats.step_tokens:
             self._iteration_tokens.observe(num_tokens)
@@ -116,8 +115,8 @@ class _EngineMetrics:
             self._observe_compilations(stage, stats)
 
     def _observe_compilations(self, stage: str, stats: EngineStats) -> None:
-        """Observe compilations since the last stats. The stats have only the sum of their times:
-        several compilations, as in the warm-up, count as equally long."""
+        """Observe the compilations since the last stats message. The stats have only the sum of
+        their times, so each of several compilations is observed with the mean time."""
         count = sum(stats.compilations.get(f"{phase}.{stage}", 0) for phase in PHASES)
         seconds = stats.compile_seconds.get(stage, 0.0)
         before, seconds_before = self._compiled[stage]
@@ -173,7 +172,7 @@ class _EngineMetrics:
         values: Mapping[Labels, float],
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
     ) -> Metric:
-        """Gauges with `values` by label values; `label_names` are their labels."""
+        """Metric family with `values` by label values; `label_names`: names of the labels."""
         family = kind(name, text, labels=[*LABELS, *label_names])
         for labels, value in values.items():
             family.add_metric([*self._values, *labels], value)
@@ -192,7 +191,7 @@ class _EngineMetrics:
         yield self._gauge(
             "vllm:num_requests_waiting", "Sequences in the waiting queue.", stats.waiting
         )
-        # A stuck engine sends no stats, and its requests keep waiting.
+        # A stuck engine sends no stats while its requests keep waiting.
         silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
         yield self._gauge(
             "gaudiserve:oldest_waiting_seconds",
@@ -220,7 +219,7 @@ class _EngineMetrics:
         ahead = stats.waiting_prompt_tokens + stats.prefilling_tokens
         yield self._gauge(
             "gaudiserve:expected_ttft_seconds",
-            "Time to first token behind all that waits; with --max-ttft.",
+            "Time to first token behind the whole queue; with --max-ttft.",
             ahead / rate if rate else 0.0,
         )
         yield self._gauge(
@@ -261,7 +260,7 @@ class _EngineMetrics:
             ("loaded", "KV blocks copied from host memory to the device."),
             ("fetched", "KV blocks read from files."),
             ("corrupt", "KV blocks with a wrong checksum; they were computed again."),
-            ("missing", "KV blocks whose file was not there; they were computed again."),
+            ("missing", "KV blocks whose file did not exist; they were computed again."),
         ):
             yield self._counters(
                 f"gaudiserve:kv_offload_{name}_blocks", text, (), {(): counts[name]}
@@ -289,7 +288,7 @@ class _EngineMetrics:
         )
 
     def _adapters(self, stats: EngineStats) -> Iterator[Metric]:
-        # Same format as vLLM: the value is the time, and the adapter names are in the labels.
+        # Same format as in vLLM: the value is a timestamp, and the adapter names are labels.
         yield self._gauges(
             "vllm:lora_requests_info",
             "Adapters with running and with waiting requests; the value is the Unix time.",
@@ -321,7 +320,7 @@ class _EngineMetrics:
             ),
             (
                 "encoder_cache_hits",
-                "Those whose embeddings were there.",
+                "Images whose embeddings were found.",
                 stats.encoder_cache_hits,
             ),
             ("encoded_images", "Images that the vision tower encoded.", stats.encoded_images),
@@ -375,7 +374,7 @@ class _EngineMetrics:
             ("phase",),
             {phase: padding[phase] / max(1, padding[phase] + useful[phase]) for phase in phases},
         )
-        # Counters of the device runtime; zero without a device runtime.
+        # Counters of the device runtime; 0 on devices without a runtime.
         yield self._counters(
             "hpu_recompilations",
             "Compilations after warm-up that the device's runtime counted.",
@@ -403,7 +402,7 @@ class _EngineMetrics:
         positions = sorted(int(n.removeprefix(prefix)) for n in counts if n.startswith(prefix))
         yield self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by their position behind the last known token.",
+            "Accepted draft tokens by their position after the last known token.",
             ("position",),
             {(str(position),): counts[f"{prefix}{position}"] for position in positions},
         )
@@ -439,8 +438,8 @@ class _EngineMetrics:
         )
 
     def _ranks(self, freed: Collection[str]) -> Iterator[Metric]:
-        """Gauges per worker of a model with several workers. `freed`: fields that are 0 while the
-        engine sleeps."""
+        """Gauges per worker of a model with several workers. `freed`: fields that are reported as 0
+        while the engine sleeps."""
         ready = self._engine.ready
         ranks = () if ready is None else ready.ranks
         for field, name, text in RANK_GAUGES:

@@ -1,4 +1,4 @@
-"""MetricsPages: pages of /metrics, shared by the requests that wait for them."""
+"""MetricsPages: responses of /metrics, shared by concurrent scrapes."""
 
 import asyncio
 import math
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from server.metrics.registry import openmetrics_version
 
 PAGE_GAP_S = 0.025
-"""Minimum time between pages of a format. A page takes about 6 ms of the event loop."""
+"""Minimum time between pages of the same format. A page takes about 6 ms of the event loop."""
 
 Page = tuple[bytes, str]
-"""Text and content type."""
+"""(text, content type)"""
 
 
 class MetricsPages:
-    """Makes at most one page of each format in PAGE_GAP_S. A page is made after the requests for it
-    have arrived, so it is never older than a request."""
+    """Generates at most one page per format in PAGE_GAP_S. A page is generated after the requests
+    for it have arrived, so its values are never older than the requests."""
 
     def __init__(self, make: Callable[[str], Page]) -> None:
-        """`make`: makes the page for an Accept header."""
+        """`make`: function that generates the page for an Accept header."""
         self._make = make
         self._coming: dict[str | None, asyncio.Task[Page]] = {}
-        """Pages to be made, by OpenMetrics version."""
+        """OpenMetrics version (None: plain text) -> page that will be generated next."""
         self._made_s: dict[str | None, float] = {}
 
     async def get(self, accept: str) -> Page:
@@ -29,7 +29,7 @@ class MetricsPages:
         version = openmetrics_version(accept)
         if version not in self._coming:
             self._coming[version] = asyncio.create_task(self._make_next(version, accept))
-        # A client that disconnects must not cancel the page of the others.
+        # A client that disconnects must not cancel the page for the other clients.
         return await asyncio.shield(self._coming[version])
 
     async def _make_next(self, version: str | None, accept: str) -> Page:

@@ -1,25 +1,27 @@
-"""Metrics of an API server, and the /metrics page.
-
-Names are the same as in vLLM: gateways, routers and dashboards expect them.
-"""
+"""Metrics of an API server, and the /metrics page. Names are the same as in vLLM, because gateways,
+routers and dashboards expect them."""
 
 import contextlib
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from config.version import VERSION
 from engine.client.base import EngineClient
 from engine.client.router import REASONS
 from engine.transport.messages import EngineStats
 from server.http.body_bounds import decimal_number
 from server.metrics.counters import Counter, Histogram, Registry, SharedSnapshots
 from server.metrics.engine import EngineCollector
+from server.metrics.processes import ProcessMemory
 from server.metrics.requests import LABELS, RequestMetrics
 
 ENGINE = "0"
-"""Engine label of counts before an engine is chosen."""
+"""Engine label for counts before an engine is chosen."""
 REJECTIONS = ("queue_full", "not_ready", "max_ttft")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -32,7 +34,7 @@ IMAGE_QUERIES, IMAGE_HITS = "vllm:mm_cache_queries", "vllm:mm_cache_hits"
 OPENMETRICS = "application/openmetrics-text"
 PLAIN = "text/plain"
 
-# generate_latest is untyped.
+# generate_latest has no type annotations.
 _encode_plain: Callable[..., bytes] = generate_latest
 _encode_open: Callable[..., bytes] = openmetrics.generate_latest
 
@@ -53,23 +55,26 @@ class Metrics:
         index: int = 0,
         restart: int = 0,
     ) -> None:
-        """`index`: index of this API server; `restart`: number of earlier servers with `index`."""
+        """`index`: index of this API server; `restart`: number of earlier servers with this
+        index."""
         self._model_name = model_name
         self._is_first = index == 0
         self._shared = None
+        self.processes = ProcessMemory(os.getpid(), "API server 0")
         if shared_folder is not None:
+            self.processes = ProcessMemory(os.getppid(), "supervisor")
             self._shared = SharedSnapshots(shared_folder, index, restart)
         self._registry = Registry()
         self._engines = EngineCollector(client, model_name)
         engines = range(len(client.engines))
         self.requests = [RequestMetrics(self._registry, model_name, engine) for engine in engines]
-        """Request metrics by engine."""
+        """Request metrics, by engine index."""
         self._add_counters(engines)
         self._add_restarts(engines)
-        # Summed over all API servers: each replacement counts itself.
+        # Each replacement server counts 1, and the counts of all API servers are added.
         self._registry.counter(
             "gaudiserve:api_server_restarts",
-            "API servers that took the place of one that died.",
+            "API servers started in place of an API server that died.",
             LABELS,
         ).labels(model_name, ENGINE).inc(1 if restart else 0)
         http_labels = ("handler", "method", "status")
@@ -87,7 +92,7 @@ class Metrics:
     def _add_counters(self, engines: Iterable[int]) -> None:
         self._rejected_peers = self._registry.counter(
             "gaudiserve:rejected_peers",
-            "Connections to internal sockets that were closed for want of the launcher's token.",
+            "Connections to internal sockets that were closed without the launcher's token.",
             LABELS,
         ).labels(self._model_name, ENGINE)
         rejections = self._registry.counter(
@@ -99,7 +104,7 @@ class Metrics:
         self._images = {
             name: self._registry.counter(name, text, LABELS).labels(self._model_name, ENGINE)
             for name, text in (
-                (IMAGE_QUERIES, "Images that were looked up in the cache of preprocessed ones."),
+                (IMAGE_QUERIES, "Lookups in the cache of preprocessed images."),
                 (IMAGE_HITS, "Images that were found there, or that another request had begun."),
             )
         }
@@ -126,18 +131,18 @@ class Metrics:
             return [family.labels(self._model_name, str(engine)) for engine in engines]
 
         self._restarts = counters(
-            "gaudiserve:engine_restarts", "Engines that took the place of one that died."
+            "gaudiserve:engine_restarts", "Engines started in place of an engine that died."
         )
         self._resumed = counters(
-            "gaudiserve:resumed_requests", "Sequences that went on after their engine had died."
+            "gaudiserve:resumed_requests", "Sequences resumed after their engine died."
         )
         self._poison = counters(
             "gaudiserve:poison_requests",
-            "Sequences ended since engines died over them.",
+            "Sequences failed because they repeatedly crashed engines.",
         )
         pauses = self._registry.histogram(
             "gaudiserve:engine_pause_seconds",
-            "From an engine's death until its successor took requests.",
+            "Time from an engine's death until its successor accepted requests.",
             LABELS,
             PAUSE_S,
         )
@@ -152,22 +157,23 @@ class Metrics:
         self._resumed[engine].inc(count)
 
     def engine_restored(self, engine: int, seconds: float) -> None:
-        """Count an engine restart. All API servers see it; only the first API server counts it."""
+        """Count an engine restart. All API servers notice it, but only the first one counts it."""
         if self._is_first:
             self._restarts[engine].inc()
             self._pauses[engine].observe(seconds)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, once the length is known."""
+        """Add the histograms whose buckets end at the context length, when the context length is
+        known."""
         for requests in self.requests:
             requests.add_sizes(max_model_len)
 
     def observe_stats(self, engine: int, stats: EngineStats) -> None:
-        """Take the samples of an engine's stats message; call it once per message."""
+        """Record a stats message of an engine. Call it once per message."""
         self._engines.observe(engine, stats)
 
     def request_routed(self, engine: int, reason: str) -> None:
-        """Count a sequence that the router sent to `engine`; `reason` is one of router.REASONS."""
+        """Count a sequence that the router sent to `engine`; `reason` is in router.REASONS."""
         self._routed[engine, reason].inc()
 
     def image_looked_up(self, is_hit: bool) -> None:
@@ -189,7 +195,7 @@ class Metrics:
         self._rejected_peers.inc()
 
     def http_answered(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count a response that has ended. `route` is a template, to bound the label set."""
+        """Count a finished response. `route` is a template, to bound the number of label values."""
         labels = (route, method if method in METHODS else "OTHER", str(status))
         series = self._http_series.get(labels)
         if series is None:
@@ -206,28 +212,41 @@ class Metrics:
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Text of /metrics and its content type, in the format that `accept` prefers."""
-        # Publish first: another server that is scraped next then reports at least these counts.
+        # Publish first, so that a server scraped next reports at least these counts.
         with contextlib.suppress(OSError):
             self.publish()
         version = openmetrics_version(accept)
         if version is None:
             return _encode_plain(self), f"{PLAIN}; version=0.0.4; charset=utf-8"
-        # Anything but allow-utf-8 renames the samples of vllm:... but not their families.
+        # Escaping schemes other than allow-utf-8 would rename the samples of vllm:... but not their
+        # families.
         body = _encode_open(self, openmetrics.ALLOWUTF8, version)
         return body, f"{OPENMETRICS}; version={version}; charset=utf-8"
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, for the encoders of prometheus_client."""
         yield from self._registry.collect(() if self._shared is None else self._shared.others())
+        yield self._build_info()
         yield from self._engines.collect()
+        yield self.processes.metric()
+
+    def _build_info(self) -> Metric:
+        """Versions, which dashboards compare between the servers of an upgrade. The value of each
+        API server is 1: nothing is summed."""
+        names = ("model_name", "version", "python")
+        family = GaugeMetricFamily(
+            "gaudiserve:build_info", "Versions of gaudiserve and of Python.", labels=names
+        )
+        family.add_metric((self._model_name, VERSION, platform.python_version()), 1.0)
+        return family
 
 
 MAX_ACCEPT_CHARACTERS = 1000
-"""Part of an Accept header that is read: scrapers send some 200 characters."""
+"""Maximum length of the Accept header that is parsed; scrapers send about 200 characters."""
 
 
 def openmetrics_version(accept: str) -> str | None:
-    """The OpenMetrics version to answer with, or None for plain text."""
+    """OpenMetrics version for the response; None for plain text."""
     best: tuple[float, str | None] = (0.0, None)
     for offer in accept[:MAX_ACCEPT_CHARACTERS].split(","):
         kind, *options = (part.strip() for part in offer.split(";"))

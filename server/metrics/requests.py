@@ -9,7 +9,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 TIMEOUT_STATES = ("waiting", "running")
 PRIORITIES = ("first", "default", "later")
 PREFIX_CACHES = ("vllm:prefix_cache", "vllm:gpu_prefix_cache")
-"""Current name, and vLLM's former name, which routers and dashboards still read."""
+"""Current metric name, and vLLM's former name, which routers and dashboards still use."""
 
 _MINUTES = (160.0, 640.0, 2560.0)
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
@@ -33,7 +33,7 @@ def counts_up_to(maximum: int) -> list[float]:
 
 
 class RequestMetrics:
-    """Counters and times of requests, labelled with their engine. Used on a single thread."""
+    """Counters and times of requests, labelled by engine. Used on a single thread."""
 
     def __init__(self, registry: Registry, model_name: str, engine: int) -> None:
         self._registry = registry
@@ -59,7 +59,7 @@ class RequestMetrics:
         finished = self._registry.counter(
             "vllm:request_success", "Sequences that ended, by reason.", (*LABELS, "finished_reason")
         )
-        # Series exist from the first scrape on, so that a rate is never empty.
+        # Create the series before the first scrape, so that a rate is never empty.
         self._finished = {
             reason: finished.labels(*self._labels, reason) for reason in FINISH_REASONS
         }
@@ -72,11 +72,11 @@ class RequestMetrics:
         self._timeouts = {state: timeouts.labels(*self._labels, state) for state in TIMEOUT_STATES}
 
     def timed_out(self, *, has_started: bool) -> None:
-        """Count a request that ended by its timeout."""
+        """Count a request that timed out."""
         self._timeouts[TIMEOUT_STATES[has_started]].inc()
 
     def waited(self, queue_s: float, priority: int) -> None:
-        """Observe the time of a request in the waiting queue."""
+        """Observe the queue time of a request."""
         self.queue_time.observe(queue_s)
         self._queue_times[1 + (priority > 0) - (priority < 0)].observe(queue_s)
 
@@ -88,9 +88,9 @@ class RequestMetrics:
             "time_to_first_token", "From the request's arrival to its first token.", TTFT_S
         )
         self.inter_token_latency = times(
-            "inter_token_latency", "Between two deliveries of tokens to a sequence.", TOKEN_S
+            "inter_token_latency", "Between two steps that gave a sequence tokens.", TOKEN_S
         )
-        # vLLM's former name, which dashboards still read: the same histogram, observed once.
+        # vLLM's former name of the same histogram, which dashboards still use; observed once.
         former = self._registry.histogram(
             "vllm:time_per_output_token_seconds",
             "The same as inter_token_latency_seconds.",
@@ -115,7 +115,8 @@ class RequestMetrics:
         self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)
 
     def add_sizes(self, max_model_len: int) -> None:
-        """Add the histograms whose buckets end at the context length, once the length is known."""
+        """Add the histograms whose buckets end at the context length, when the context length is
+        known."""
         for name, text in (
             ("request_prompt_tokens", "Prompt tokens of a request."),
             ("request_generation_tokens", "Tokens generated for a sequence."),
@@ -127,10 +128,8 @@ class RequestMetrics:
             self._sizes[name] = self._histogram(f"vllm:{name}", text, counts_up_to(largest))
 
     def prompt_processed(self, num_tokens: int, num_cached: int) -> None:
-        """Count the prompt tokens of a request and the cached tokens among them, once for any n.
-
-        The engine's own count grows with n, since it looks up the prompt for every choice.
-        """
+        """Count the prompt tokens and cached tokens of a request, once for any n. The engine's own
+        count grows with n, since it looks up the prompt for every choice."""
         self._prompt_tokens.inc(num_tokens)
         self._cached_tokens.inc(num_cached)
         for queries, hits in zip(self._prefix_queries, self._prefix_hits, strict=True):
@@ -138,11 +137,11 @@ class RequestMetrics:
             hits.inc(num_cached)
 
     def observe_size(self, name: str, value: int) -> None:
-        """Observe `name` of a request, e.g. request_prompt_tokens."""
+        """Observe the histogram `name`, such as request_prompt_tokens, for a request."""
         self._sizes[name].observe(value)
 
     def sequence_ended(self, reason: str, count: int = 1) -> None:
-        """Count sequences that ended by `reason`: stop, length, abort or error."""
+        """Count sequences that ended with `reason`: stop, length, abort or error."""
         self._finished[reason].inc(count)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,4 +1,4 @@
-"""Load the tracer if it is configured: OpenTelemetry is an optional extra."""
+"""Loads the tracer if tracing is configured, since OpenTelemetry is an optional extra."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def make_tracer(endpoint: str | None, version: str) -> "Tracer | None":
-    """The tracer for --otlp-traces-endpoint; None without it. Raises ConfigError if the endpoint is
-    no URL or OpenTelemetry is not installed."""
+    """The tracer for --otlp-traces-endpoint; None without this flag. Raises ConfigError if the
+    endpoint is not a URL or OpenTelemetry is not installed."""
     if endpoint is None:
         return None
     parts = urlsplit(endpoint)

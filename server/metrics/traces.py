@@ -1,7 +1,5 @@
-"""OpenTelemetry traces of requests, sent over OTLP. Needs the extra `otel`.
-
-Attributes and the span name of a request are the same as in vLLM.
-"""
+"""OpenTelemetry traces of requests, exported over OTLP. Needs the extra `otel`. Attributes and span
+names are the same as in vLLM."""
 
 import logging
 import threading
@@ -30,16 +28,16 @@ logger = logging.getLogger(__name__)
 HTTP_PATH = "/v1/traces"
 EXPORT_TIMEOUT_S = 5
 MAX_QUEUED_SPANS = 2048
-"""Maximum queued spans; further spans are dropped."""
+"""Maximum number of queued spans; further spans are dropped."""
 FLUSH_S = 2.0
-"""Seconds to send queued spans at shutdown."""
+"""Time limit for exporting queued spans at shutdown."""
 MAX_PATH = 200
 FAILED_REASONS = frozenset(("abort", "error"))
 
 
 class _Exporter(SpanExporter):
-    """Exports spans; logs a line when the collector becomes unreachable, and a line when it is
-    reachable again."""
+    """Exports spans; logs a line when the collector becomes unreachable, and when it is reachable
+    again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
@@ -51,11 +49,11 @@ class _Exporter(SpanExporter):
         is_lost = result is not SpanExportResult.SUCCESS
         if is_lost and not self._is_lost:
             logger.warning(
-                "the collector of traces at %s does not take them: spans are dropped until it does",
+                "the trace collector at %s does not accept spans: they are dropped until it does",
                 self._endpoint,
             )
         elif self._is_lost and not is_lost:
-            logger.info("the collector of traces at %s takes them again", self._endpoint)
+            logger.info("the trace collector at %s accepts spans again", self._endpoint)
         self._is_lost = is_lost
         return result
 
@@ -67,13 +65,14 @@ class _Exporter(SpanExporter):
 
 
 class Tracer:
-    """Makes a span for each request that ends, with child spans for queue, prefill and decode. A
-    thread sends the spans in batches; an unreachable collector does not delay requests. Used on a
-    single thread."""
+    """Creates a span for each finished request, with child spans for queue, prefill and decode. A
+    thread exports the spans in batches, so an unreachable collector does not delay requests. Used
+    on a single thread."""
 
     def __init__(self, endpoint: str, version: str) -> None:
-        """`endpoint`: URL of a collector; gRPC, or HTTP if the path ends in /v1/traces."""
-        # The exporter's loggers repeat each failed attempt.
+        """`endpoint`: URL of a collector, over HTTP if the path ends in /v1/traces, otherwise over
+        gRPC."""
+        # Silence the exporter's loggers, which log each failed attempt.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter: SpanExporter
         if endpoint.rstrip("/").endswith(HTTP_PATH):
@@ -105,8 +104,8 @@ class Tracer:
         num_sequences: int,
         num_cached_tokens: int,
     ) -> None:
-        """Queue the spans of a request that has just ended. `sent_s`: time.perf_counter() when the
-        request was sent to the engine. A `traceparent` in `headers` sets the parent trace."""
+        """Queue the spans of a request that has just finished. `sent_s`: time.perf_counter() when
+        the request was sent to the engine. A `traceparent` in `headers` sets the parent trace."""
         now_s, now_ns = time.perf_counter(), time.time_ns()
 
         def unix_ns(seconds: float) -> int:
@@ -165,7 +164,7 @@ class Tracer:
         span.end(now_ns)
 
     def close(self) -> None:
-        """Send the queued spans within FLUSH_S."""
+        """Export the queued spans, within FLUSH_S."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(FLUSH_S)

@@ -1,4 +1,2 @@
-"""Images of requests: fetched, decoded, preprocessed, and placed in the prompt.
-
-The vision tower is in hpu/multimodal.
-"""
+"""Images in requests: fetching, decoding, preprocessing, and placement in the prompt. The vision
+tower is in hpu/multimodal."""

@@ -1,5 +1,5 @@
-"""Decode the bytes of an image to RGB. Call it only in an isolated process: the decoders are native
-code, and the bytes come from clients."""
+"""Decodes image files to RGB. Call it only in an isolated process: the decoders are native code,
+and the bytes come from clients."""
 
 import contextlib
 import io
@@ -14,13 +14,13 @@ from server.multimodal.file_checks import BadImage, check_file, check_opened
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64 * 2**20
-"""Maximum number of pixels of an image in the file."""
+"""Maximum number of pixels of an image file."""
 KEPT_PIXELS = 16 * 2**20
-"""Maximum number of pixels of a decoded image, enough for every supported model. A larger image is
+"""Maximum number of pixels of a decoded image, enough for every supported model. Larger images are
 scaled down."""
 MAX_SIDE = 65_535
 BAND_PIXELS = 2**20
-"""Pixels converted at a time, so that a large image is not copied as a whole."""
+"""Pixels converted at once, so that a large image is not copied as a whole."""
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -31,21 +31,21 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""Transposition by EXIF orientation."""
+"""EXIF orientation -> transposition."""
 _EIGHT_BITS = ((np.arange(65_536) + 128) // 257).astype(np.uint8)
-"""16-bit values to 8 bits: divided by 257 and rounded."""
+"""Lookup table from 16-bit to 8-bit values: division by 257, rounded."""
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode to RGB with at most KEPT_PIXELS, turned by the EXIF orientation, transparent areas on
-    white; the first frame of an animated image. Raises BadImage."""
+    """Decode to RGB with at most KEPT_PIXELS pixels, rotated by the EXIF orientation, with
+    transparent areas on white; the first frame of an animation. Raises BadImage."""
     with _decoding():
         image = _opened(data)
         check_size(*image.size, max_pixels)
         check_opened(image, data)
         kept = _kept_size(*image.size)
         if kept != image.size:
-            # Only the JPEG decoder can scale.
+            # Only the JPEG decoder can downscale.
             image.draft(image.mode, kept)
         image.load()
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
@@ -57,7 +57,7 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def size_of(data: bytes) -> tuple[int, int]:
-    """Width and height of an image, without decoding it. Raises BadImage, also for an image that is
+    """(width, height) of an image, without decoding it. Raises BadImage, also for an image that is
     too large."""
     with _decoding():
         image = _opened(data)
@@ -69,17 +69,19 @@ def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
     """Raise BadImage for an image or frame that is empty or too large to decode."""
     if width * height > max_pixels:
         raise BadImage(
-            f"the image has {width} x {height} = {width * height} pixels, at most {max_pixels} are "
-            "taken"
+            f"the image has {width} x {height} = {width * height} pixels, at most {max_pixels} "
+            "are allowed"
         )
     if max(width, height) > MAX_SIDE:
-        raise BadImage(f"the image has {width} x {height} pixels, a side has at most {MAX_SIDE}")
+        raise BadImage(
+            f"the image has {width} x {height} pixels, each side must have at most {MAX_SIDE}"
+        )
     if not width or not height:
         raise BadImage(f"the image has {width} x {height} pixels")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert the image to RGB, transparent areas on white."""
+    """Convert an image to RGB, with transparent areas on white."""
     width, height = image.size
     rows = max(1, BAND_PIXELS // width)
     if rows >= height:
@@ -107,7 +109,7 @@ def _band_to_rgb(image: Image.Image) -> Image.Image:
 
 @contextlib.contextmanager
 def _decoding() -> Iterator[None]:
-    """Turn exceptions of decoders into BadImage. Switches off the pixel limit of Pillow."""
+    """Convert exceptions of decoders to BadImage. Disables Pillow's pixel limit."""
     # `check_size` runs before any pixel is decoded, and Pillow limits the size of each chunk.
     Image.MAX_IMAGE_PIXELS = None
     try:
@@ -117,10 +119,10 @@ def _decoding() -> Iterator[None]:
     except BadImage:
         raise
     except UnidentifiedImageError:
-        raise BadImage(f"the image is none of {', '.join(FORMATS)}") from None
+        raise BadImage(f"the image must be one of {', '.join(FORMATS)}") from None
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise whatever broken files make them
+    except Exception as error:  # decoders raise arbitrary exceptions for broken files
         raise BadImage(f"the image cannot be decoded: {type(error).__name__}") from None
 
 

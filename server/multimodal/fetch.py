@@ -1,8 +1,7 @@
-"""Read the bytes of an image or a video from the URL in a request: data:, https: and, where
-allowed, file:.
+"""Reads an image or a video from the URL in a request: data:, https: and, if allowed, file:.
 
-Guards against server-side request forgery: each connection resolves the host name once here, checks
-the addresses, and connects to a checked address.
+Guards against server-side request forgery: for each connection, the host name is resolved once, the
+addresses are checked, and the connection goes to a checked address.
 """
 
 import asyncio
@@ -31,32 +30,33 @@ MAX_IMAGE_BYTES = 20 * 2**20
 """Maximum size of an image file."""
 MAX_VIDEO_BYTES = 64 * 2**20
 MAX_FRAMES = 768
-"""Maximum frames of a data: URL of frames."""
+"""Maximum number of frames in a data: URL of frames."""
 MAX_FETCHES = 32
 """Maximum concurrent fetches of all clients."""
 MAX_FETCHES_PER_CLIENT = 8
 MAX_WAITING_FETCHES = 1024
 MAX_LOOKUPS = 16
-"""Maximum concurrent name look-ups: a look-up holds a thread until the resolver gives up."""
+"""Maximum concurrent name lookups: a lookup holds a thread until the resolver gives up."""
 MAX_LOOKUPS_PER_CLIENT = 4
 MAX_REDIRECTS = 3
 MAX_HEADER_BYTES = 64 * 2**10
-"""Maximum bytes read of a response until its headers are complete."""
+"""Maximum bytes of response headers."""
 MAX_INTERIM_RESPONSES = 8
-"""Maximum 1xx responses before the response: each is parsed on the event loop."""
+"""Maximum 1xx responses before the final response: each is parsed on the event loop."""
 MIN_PIECE_BYTES = 64
-"""Minimum mean size of the pieces of a body, without counting the first FREE_PIECES: each piece is
-parsed on the event loop."""
+"""Minimum mean size of the reads of a body, except for the first FREE_PIECES: each read is parsed
+on the event loop."""
 FREE_PIECES = 512
 PIECES_PER_TURN = 32
-"""Pieces read before the fetch yields to the event loop."""
+"""Reads after which the fetch yields to the event loop."""
 READ_BYTES = 16 * 2**10
 """Maximum bytes per read of a connection."""
 MAX_URL_CHARACTERS = 8192
 INLINE_CHARACTERS = 64 * 2**10
-"""Maximum length of a data: URL that is decoded on the event loop; longer URLs use a thread."""
+"""Maximum length of a data: URL that is decoded on the event loop; longer URLs are decoded on a
+thread."""
 PIECE_CHARACTERS = 256 * 2**10
-"""Base64 characters decoded at a time; a multiple of 4."""
+"""Base64 characters decoded at once; a multiple of 4."""
 _PIECE_BYTES = PIECE_CHARACTERS // 4 * 3
 ANY_DOMAIN = "*"
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp")
@@ -69,7 +69,7 @@ VIDEO_TYPES = (
 _SHOWN = 60
 _PORT = 443
 _AZURE_WIRE_SERVER = ipaddress.ip_address("168.63.129.16")
-"""Azure's public address that returns secrets of the requesting machine."""
+"""Public address of Azure that returns secrets of the requesting machine."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _SPECIAL = tuple(
     map(
@@ -77,10 +77,10 @@ _SPECIAL = tuple(
         ("192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20", "5f00::/16"),
     )
 )
-"""Networks for relays, translators, documentation and segment routing, which some Python versions
+"""Networks for relays, translation, documentation and segment routing, which some Python versions
 treat as public."""
 _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
-"""Bits 64 to 95 of an IPv6 address that ends with an IPv4 address (RFC 5214)."""
+"""Bits 64 to 95 of an ISATAP address, an IPv6 address that ends with an IPv4 address (RFC 5214)."""
 
 Decoded = TypeVar("Decoded")
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -89,11 +89,11 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Refused(Exception):
-    """The reason of a UserError, without the place in the request."""
+    """A rejected URL. `fetch` converts it to a UserError that names the place in the request."""
 
 
 class _Kind(NamedTuple):
-    """Limits and media types of a kind of media."""
+    """Limits and media types for images or videos."""
 
     noun: str
     types: tuple[str, ...]
@@ -102,8 +102,8 @@ class _Kind(NamedTuple):
 
 
 class SystemResolver:
-    """System resolver on a separate thread pool: a name server that never answers cannot block the
-    threads of other work."""
+    """System resolver on its own thread pool, so that a name server that never answers cannot block
+    the threads of other work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="resolve")
@@ -131,9 +131,9 @@ class MediaFetcher:
         is_public: "Callable[[str], bool] | None" = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`allowed_domains`: hosts of https: URLs; "*": all hosts; empty: https: is refused.
-        `allowed_local_path`: folder of file: URLs; empty: file: is refused. `resolve`, `is_public`
-        and `tls` replace the network in tests."""
+        """`allowed_domains`: hosts for https: URLs; "*": all hosts; empty: https: is not allowed.
+        `allowed_local_path`: folder for file: URLs; empty: file: is not allowed. `resolve`,
+        `is_public` and `tls` replace the network in tests."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
         self._kinds = {
@@ -188,7 +188,7 @@ class MediaFetcher:
             return await _aside(url, lambda: _data_bytes(url, kind))
         if len(url) > MAX_URL_CHARACTERS:
             raise _Refused(
-                f"the URL has {len(url)} characters, at most {MAX_URL_CHARACTERS} are read"
+                f"the URL has {len(url)} characters, at most {MAX_URL_CHARACTERS} are allowed"
             )
         if scheme == "file":
             return await asyncio.to_thread(self._local_bytes, url, kind)
@@ -197,7 +197,7 @@ class MediaFetcher:
                 f"the URL begins with {url[:_SHOWN].partition(':')[0]!r}, it must be a data: or "
                 "https: URL"
             )
-        # Refuse bad URLs before waiting for a slot.
+        # Reject invalid URLs before waiting for a slot.
         self._check(url, kind)
         try:
             async with self._slots.hold(client):
@@ -224,8 +224,7 @@ class MediaFetcher:
         raise _Refused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
     async def _look_up(self, client: str, host: str, port: int) -> list[str]:
-        """Resolve a host. A look-up that has begun cannot be stopped and holds its slot until it
-        ends."""
+        """Resolve a host. A running lookup cannot be stopped, and holds its slot until it ends."""
         has_begun = asyncio.Event()
 
         async def hold_and_resolve() -> list[str]:
@@ -238,7 +237,7 @@ class MediaFetcher:
             return await asyncio.shield(resolving)
         except asyncio.CancelledError:
             if has_begun.is_set():
-                # An exception that nobody reads would be logged.
+                # Retrieve the exception, because asyncio logs unretrieved exceptions.
                 resolving.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             else:
                 resolving.cancel()
@@ -255,11 +254,11 @@ class MediaFetcher:
         except ValueError:
             raise _Refused("the URL cannot be read") from None
         if parts.scheme.lower() != "https":
-            raise _Refused("the URL redirects to one that is not https:")
+            raise _Refused("the URL redirects to a URL that is not https:")
         if not host or has_user:
             raise _Refused("the URL must have a host, and no user name")
         if port not in (None, _PORT) and not self._names(host):
-            raise _Refused(f"the URL has port {port}, only {_PORT} is fetched")
+            raise _Refused(f"the URL has port {port}, it must be {_PORT}")
         if not self._domains:
             raise _Refused(
                 f"this server fetches no {kind.noun}s: send a data: URL, or start it with "
@@ -274,7 +273,7 @@ class MediaFetcher:
     async def _get(
         self, pool: httpcore.AsyncConnectionPool, url: str, kind: _Kind, traffic: "_Traffic"
     ) -> tuple[str | None, bytes]:
-        """The target of a redirect, or the bytes."""
+        """Send a GET request. Returns (redirect target, b"") or (None, body). Raises _Refused."""
         failed = f"the {kind.noun} could not be fetched"
         headers: dict[bytes | str, bytes | str] = {
             "Accept": f"{kind.noun}/*",
@@ -311,9 +310,9 @@ class MediaFetcher:
             httpcore.UnsupportedProtocol,
             _TooMuch,
             OSError,
-            ValueError,  # a URL, or a Location, that is no URL
+            ValueError,  # invalid URL in the request or in Location
         ):
-            # The reason would reveal facts about the network of this server.
+            # The details would reveal facts about the network of this server.
             raise _Refused(failed) from None
 
     def _local_bytes(self, url: str, kind: _Kind) -> bytes:
@@ -330,7 +329,7 @@ class MediaFetcher:
         if parts.netloc not in ("", "localhost") or not path.is_relative_to(self._local):
             raise _Refused("the file is not below --allowed-local-media-path")
         try:
-            # O_NONBLOCK: the path may name a pipe.
+            # O_NONBLOCK: the path may be a FIFO.
             number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             with open(number, "rb") as file:
                 if not stat.S_ISREG(os.fstat(number).st_mode):
@@ -354,10 +353,10 @@ class _Traffic:
         self._left = max_bytes
         self._head = b""
         self.is_body = False
-        """True once the headers of the response are read."""
+        """Whether the headers of the response have been read."""
 
     def begin_response(self) -> None:
-        """Expect the headers of a response."""
+        """Start counting the headers of a response."""
         self._head, self.is_body = b"", False
 
     def count(self, data: bytes) -> None:
@@ -374,7 +373,7 @@ class _Traffic:
 
 
 class _CountedStream(httpcore.AsyncNetworkStream):
-    """Connection whose reads are at most READ_BYTES and counted by `_Traffic`."""
+    """Connection with reads of at most READ_BYTES, counted by `_Traffic`."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream, traffic: _Traffic) -> None:
         self._stream = stream
@@ -405,8 +404,8 @@ class _CountedStream(httpcore.AsyncNetworkStream):
 
 
 class _CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects only to public addresses. It resolves the name once and connects to the checked
-    address (no DNS rebinding)."""
+    """Connects only to public addresses. Resolves the name once and connects to the checked
+    address, which prevents DNS rebinding."""
 
     def __init__(
         self, resolve: Resolve, is_public: Callable[[str], bool], traffic: _Traffic
@@ -425,7 +424,7 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         addresses = await self._resolve(host, port)
-        # A single private address is enough to refuse: an attacker chooses the order of addresses.
+        # Refuse if any address is private, since an attacker can choose the order of addresses.
         if not addresses or not all(map(self._is_public, addresses)):
             raise _Refused("the URL's host has an address that is not public")
         stream = await self._real.connect_tcp(addresses[0], port, timeout, local_address)
@@ -484,13 +483,13 @@ def _data_bytes(url: str, kind: _Kind) -> bytes:
 def _frames(url: str, kind: _Kind) -> list[bytes]:
     texts = _data_text(url, kind)
     if (count := texts.count(",") + 1) > MAX_FRAMES:
-        raise _Refused(f"the video has {count} frames, at most {MAX_FRAMES} are taken")
+        raise _Refused(f"the video has {count} frames, at most {MAX_FRAMES} are allowed")
     _check_size(texts, kind)
     return [_decode_base64(text, kind) for text in texts.split(",")]
 
 
 def _data_text(url: str, kind: _Kind) -> str:
-    """The base64 text of a data: URL. Raises _Refused for a wrong media type or encoding."""
+    """The base64 text in a data: URL. Raises _Refused for an unsupported media type or encoding."""
     head, comma, data = url.partition(",")
     form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:
@@ -517,7 +516,7 @@ def _decode_base64(text: str, kind: _Kind) -> bytes:
     _check_size(text, kind)
     pieces: list[bytes] = []
     try:
-        # A decoding call holds the GIL until it ends.
+        # Each decoding call holds the GIL until it returns.
         for start in range(0, len(text), PIECE_CHARACTERS):
             if pieces and len(pieces[-1]) < _PIECE_BYTES:
                 raise binascii.Error("padding before the end")
@@ -533,4 +532,4 @@ def _decode_base64(text: str, kind: _Kind) -> bytes:
 
 def _too_large(num_bytes: int, kind: _Kind, *, at_least: bool = False) -> str:
     more = "at least " if at_least else ""
-    return f"the {kind.noun} has {more}{num_bytes} bytes, at most {kind.max_bytes} are taken"
+    return f"the {kind.noun} has {more}{num_bytes} bytes, at most {kind.max_bytes} are allowed"

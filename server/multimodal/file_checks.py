@@ -1,23 +1,23 @@
-"""Check image files for structures that make a decoder work long on few bytes."""
+"""Rejects image files whose decoding is slow relative to their size."""
 
 import struct
 
 from PIL import Image
 
 MAX_CHUNKS = 16_384
-"""Maximum number of chunks of a PNG: Pillow reads each in Python."""
+"""Maximum number of chunks of a PNG, which Pillow reads in Python."""
 MAX_PROFILES = 1
-"""Maximum number of colour profiles of a PNG: Pillow decompresses each."""
+"""Maximum number of colour profiles of a PNG, which Pillow decompresses."""
 MAX_SCANNED_PIXELS = 2**30
-"""Maximum number of pixels of a JPEG times scans: each scan passes over all of its pixels."""
+"""Maximum number of pixels times scans of a JPEG: each scan processes all pixels."""
 MAX_RUN_LENGTH_PIXELS = 4 * 2**20
-"""Maximum number of pixels of a BMP with run lengths: Pillow decodes it in Python."""
+"""Maximum number of pixels of a run-length encoded BMP, which Pillow decodes in Python."""
 MAX_EXIF_BYTES = 65_536
-"""Maximum size of EXIF data: a segment of a JPEG holds less."""
+"""Maximum size of EXIF data; a JPEG segment is smaller."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _START_OF_SCAN = b"\xff\xda"
-"""Marker of a scan. Compressed data of a JPEG never contain it; an embedded preview does."""
+"""Marker of a JPEG scan. Compressed data never contains it, but an embedded preview does."""
 
 
 class BadImage(Exception):
@@ -25,7 +25,7 @@ class BadImage(Exception):
 
 
 def check_file(data: bytes) -> None:
-    """Raise BadImage for a PNG that Pillow would take long to open."""
+    """Raise BadImage for a PNG that Pillow would open slowly."""
     if data[:8] != _PNG:
         return
     at, num_chunks, num_profiles = 8, 0, 0
@@ -36,21 +36,21 @@ def check_file(data: bytes) -> None:
         num_profiles += kind == b"iCCP"
         if num_chunks > MAX_CHUNKS:
             raise BadImage(
-                f"the image has more than {MAX_CHUNKS} chunks, at most {MAX_CHUNKS} are read"
+                f"the image has more than {MAX_CHUNKS} chunks, at most {MAX_CHUNKS} are allowed"
             )
         if num_profiles > MAX_PROFILES:
             raise BadImage(
-                f"the image has at least {num_profiles} colour profiles, at most {MAX_PROFILES} is "
-                "read"
+                f"the image has at least {num_profiles} colour profiles, at most {MAX_PROFILES} "
+                "is allowed"
             )
 
 
 def check_opened(image: Image.Image, data: bytes) -> None:
-    """Raise BadImage for an opened image, with `data` as its file, that is costly to decode."""
+    """Raise BadImage for an opened image that is slow to decode; `data`: its file."""
     exif = image.info.get("exif", b"")
     if len(exif) > MAX_EXIF_BYTES:
         raise BadImage(
-            f"the image has {len(exif)} bytes of EXIF data, at most {MAX_EXIF_BYTES} are read"
+            f"the image has {len(exif)} bytes of EXIF data, at most {MAX_EXIF_BYTES} are allowed"
         )
     pixels = image.width * image.height
     size = f"{image.width} x {image.height} = {pixels} pixels"
@@ -59,10 +59,10 @@ def check_opened(image: Image.Image, data: bytes) -> None:
         if pixels * num_scans > MAX_SCANNED_PIXELS:
             raise BadImage(
                 f"the image has {size} in {num_scans} scans, at most "
-                f"{MAX_SCANNED_PIXELS // pixels} scans of that size are decoded"
+                f"{MAX_SCANNED_PIXELS // pixels} scans of that size are allowed"
             )
     has_runs = image.format == "BMP" and image.info.get("compression") in (1, 2)
     if has_runs and pixels > MAX_RUN_LENGTH_PIXELS:
         raise BadImage(
-            f"the image has {size} as run lengths, at most {MAX_RUN_LENGTH_PIXELS} are decoded"
+            f"the image has {size} as run lengths, at most {MAX_RUN_LENGTH_PIXELS} are allowed"
         )

@@ -1,5 +1,5 @@
-"""Decode images and videos, and preprocess them with the checkpoint's transformers image processor.
-Import this module only in the isolated process: it imports transformers."""
+"""Decodes images and videos, and preprocesses them with the checkpoint's transformers image
+processor. Import this module only in the isolated process, because it imports transformers."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -37,13 +37,13 @@ INPUTS = (
         "image_attention_mask",
     ),
 )
-"""Processor outputs that vision towers take. Only the prompt text needs the other outputs."""
+"""Processor outputs that vision towers use. All other outputs serve only the prompt text."""
 M3_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451584}
-"""Pixels of an image of MiniMax-M3, whose published files have another size without effect."""
+"""Pixel limits for images of MiniMax-M3. The size in its published files has no effect."""
 
 
 def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
-    """The processor of Qwen2-VL, which computes what that of MiniMax-M3 computes."""
+    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's."""
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
     own = {name: fields[name] for name in names if fields.get(name)}
     given = fields.get("size")
@@ -64,13 +64,13 @@ OWN_PROCESSORS: Mapping[str, Callable[[dict[str, Any]], Callable[..., Any]]] = {
     "minimax_m3_vl": minimax_m3_processor,
     "phi4_multimodal": Phi4ImageProcessor,
 }
-"""Image processors by model_type, where the transformers class needs torchvision."""
+"""model_type -> image processor, for models whose transformers class needs torchvision."""
 _SHOWN = 200
 MAX_RATIO = 200
 """Maximum aspect ratio of an image: some processors scale the shorter side to a fixed length, which
-would enlarge a long strip thousands of times."""
+would enlarge a long strip a thousandfold."""
 WARM_UP_PIXELS = 224
-"""Height and width of the image that is processed at the start."""
+"""Height and width of the image that is processed during start-up."""
 
 
 class ImageProcessor:
@@ -86,7 +86,7 @@ class ImageProcessor:
         self._size = video_size(files, setup.options)
         form = None if setup.is_unlisted else prompt_form(files)
         self._processor: Callable[..., Any] = _image_processor(folder, files, setup.options)
-        # Unlisted model: every numeric output may be an argument of its vision tower.
+        # For an unlisted model, any numeric output may be an argument of its vision tower.
         self._inputs: Sequence[str] = INPUTS if form is not None else ()
         if form is None:
             form = self._processor = OwnProcessor(setup.folder, files, self._processor)
@@ -96,7 +96,8 @@ class ImageProcessor:
         }
 
     def call(self, data: bytes) -> bytes:
-        """An Answer for an image or a video; ImageFacts for no bytes."""
+        """Handle a call: returns an encoded Answer for an image or a video, and encoded ImageFacts
+        for empty `data`."""
         if not data:
             form = self._form.video
             facts = ImageFacts(self._form.mark, "" if form is None else form.mark)
@@ -113,9 +114,9 @@ class ImageProcessor:
         return msgspec.msgpack.encode(answer)
 
     def warm_up(self) -> None:
-        """Process an image, so that forks of this process have all modules imported. Raises
-        ConfigError if the processor refuses it, or makes numbers that are not finite: fields are
-        wrong in a way that `check_fields` does not know."""
+        """Process an image, so that all modules are imported before this process is forked. Raises
+        ConfigError if the processor rejects it or returns NaN or infinite values, because of
+        invalid fields that `check_fields` does not check."""
         file = io.BytesIO()
         Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(file, "PNG")
         answer = msgspec.msgpack.decode(self.call(IMAGE + file.getvalue()), type=Answer)
@@ -140,7 +141,7 @@ class ImageProcessor:
         except (ValueError, TypeError, ZeroDivisionError, IndexError) as error:
             reason = str(error)[:_SHOWN] or type(error).__name__
             raise BadImage(
-                f"the model does not take an image of {image.width} x {image.height} pixels: "
+                f"the model does not accept an image of {image.width} x {image.height} pixels: "
                 f"{reason}"
             ) from None
         names = self._inputs or [
@@ -153,7 +154,7 @@ class ImageProcessor:
         """Preprocess the frames of a video. Raises BadImage."""
         form = self._form.video
         if form is None:
-            raise BadImage("the model takes no videos")
+            raise BadImage("the model does not accept videos")
         options = {**self._options, **self._size}
         frames = video.images
         _check_ratio(frames[0])
@@ -173,7 +174,7 @@ class ImageProcessor:
             reason = str(error)[:_SHOWN] or type(error).__name__
             width, height = video.images[0].size
             raise BadImage(
-                f"the model does not take a video of {width} x {height} pixels: {reason}"
+                f"the model does not accept a video of {width} x {height} pixels: {reason}"
             ) from None
         tensors = [_tensor(name, arrays[name]) for name in INPUTS if name in arrays]
         text, grid = form.text(arrays, video.times), self._form.grid(arrays)
@@ -183,15 +184,16 @@ class ImageProcessor:
 def _check_ratio(image: Image.Image) -> None:
     if max(image.size) > MAX_RATIO * min(image.size):
         raise BadImage(
-            f"the model does not take an image of {image.width} x {image.height} pixels: the ratio "
-            f"of its sides is {max(image.size) / min(image.size):g}, at most {MAX_RATIO} is taken"
+            f"the model does not accept an image of {image.width} x {image.height} pixels: the "
+            f"ratio of its sides is {max(image.size) / min(image.size):g}, it must be at most "
+            f"{MAX_RATIO}"
         )
 
 
 def _image_processor(
     folder: Path, files: ProcessorFiles, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Raises ConfigError."""
+    """Create the checkpoint's image processor. Raises ConfigError."""
     try:
         own = OWN_PROCESSORS.get(str(files.config.get("model_type")))
         if own is not None:
@@ -200,15 +202,15 @@ def _image_processor(
         made: Callable[..., Any] = make(folder, backend="pil", local_files_only=True, **options)
     except ConfigError:
         raise
-    except Exception as error:  # transformers raises whatever a wrong file makes it
+    except Exception as error:  # transformers raises arbitrary exceptions for invalid files
         raise ConfigError(
-            f"the image processor of {folder} cannot be made: {str(error)[:_SHOWN]}"
+            f"the image processor of {folder} cannot be created: {str(error)[:_SHOWN]}"
         ) from error
     return made
 
 
 def video_size(files: ProcessorFiles, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument `size` of the image processor for video frames; empty: no size is set."""
+    """Argument `size` of the image processor for video frames; empty: not set."""
     given = {**files.video_processor, **options}
     size = dict(given.get("size") or {})
     for name, other in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):

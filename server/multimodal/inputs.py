@@ -1,4 +1,4 @@
-"""ImageLoader: load and preprocess the images and videos of a request."""
+"""ImageLoader: loads and preprocesses the images and videos of a request."""
 
 import asyncio
 import logging
@@ -27,9 +27,9 @@ class ImageLoader:
         fetcher: MediaFetcher,
         limits: Mapping[bytes, int],
     ) -> None:
-        """`limits`: maximum images and maximum videos of a prompt, by kind."""
+        """`limits`: maximum number of images and of videos in a prompt, by kind."""
         self.token_ids = {vision.image_token_id}
-        """Placeholder tokens of image and video embeddings."""
+        """Placeholder tokens of images and videos."""
         if vision.video_token_id is not None and VIDEO in preprocessor.marks:
             self.token_ids.add(vision.video_token_id)
         self.preprocessor = preprocessor
@@ -38,7 +38,8 @@ class ImageLoader:
 
     @property
     def marks(self) -> Mapping[bytes, str]:
-        """Text that the chat template writes, by kind that the model takes."""
+        """Kind -> text that the chat template writes for an image or video, for the supported
+        kinds."""
         return self.preprocessor.marks
 
     async def load(
@@ -79,7 +80,7 @@ class ImageLoader:
             found = self.preprocessor.named(owner, source.uuid, kind)
             if found is None:
                 raise UserError(
-                    f"{source.where} has only a uuid, and this server keeps no image of that name: "
+                    f"{source.where} has only a uuid, and this server has no image with this uuid: "
                     "send it again with its url",
                     param=param,
                 )
@@ -100,21 +101,25 @@ class ImageLoader:
 def make_image_inputs(
     folder: str, vision: VisionFacts, config: ServerConfig, tokenizer: Tokenizer
 ) -> ImageLoader | None:
-    """Make the ImageLoader of a checkpoint, and protect the image tokens and marks in `tokenizer`:
-    text of messages is never tokenized to them. Blocks for seconds.
+    """Create the ImageLoader of a checkpoint, and protect the image tokens and placeholders in
+    `tokenizer`, so that text in messages is never tokenized to them. Blocks for seconds.
 
-    Returns None and logs a warning if the model is unlisted and its transformers processor cannot
-    be used. Raises ConfigError.
+    Returns None if limit_mm_per_prompt allows neither images nor videos: the checkpoint then needs
+    no processor. Also returns None, and logs a warning, if the model is unlisted and its
+    transformers processor cannot be used. Raises ConfigError.
     """
     image_token = tokenizer.token(vision.image_token_id)
-    if image_token is None:
-        raise ConfigError(
-            f"the image token of {folder} is {vision.image_token_id}, its tokenizer has "
-            f"{tokenizer.vocab_size} tokens"
-        )
     video_token = ""
     if vision.video_token_id is not None:
         video_token = tokenizer.token(vision.video_token_id) or ""
+    if not (config.max_images or (video_token and config.max_videos)):
+        tokenizer.protect({token for token in (image_token, video_token) if token})
+        return None
+    if image_token is None:
+        raise ConfigError(
+            f"the image token of {folder} is {vision.image_token_id}, it must be below the "
+            f"vocabulary size of its tokenizer, {tokenizer.vocab_size}"
+        )
     preprocessor = ImagePreprocessor(
         image_processes(
             folder,

@@ -1,5 +1,5 @@
-"""Port of transformers' Llama4ImageProcessor without torchvision: tiles of equal size on the canvas
-that fits best, then the whole image as a tile."""
+"""Port of transformers' Llama4ImageProcessor without torchvision: tiles of equal size on the
+best-fitting canvas, then the whole image as a tile."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from config.model.json_fields import Json
 from server.multimodal.processor_fields import channels, processor_fields, resampling, side
 
 Size = tuple[int, int]
-"""Height and width."""
+"""(height, width)"""
 MAX_TILES = 256
-"""Limit on tiles of an image; published checkpoints have 16."""
+"""Limit on the tiles of an image; published checkpoints have 16."""
 
 
 class Llama4ImageProcessor:
-    """Called like the image processors of transformers, for images of Pillow."""
+    """Callable like the image processors of transformers, for Pillow images."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json. Raises ConfigError."""
         read = processor_fields(fields)
         self._side = side(read, 336)
         self._to_max = read.get("resize_to_max_canvas", bool, False)
@@ -31,13 +31,13 @@ class Llama4ImageProcessor:
         self._canvases = canvases(read.count("max_patches", 16, maximum=MAX_TILES), self._side)
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
-        """Preprocess an image to pixel_values (tiles, 3, side, side) and aspect_ratios, the number
-        of rows and columns of tiles."""
+        """Preprocess an image to pixel_values (tiles, 3, side, side) and aspect_ratios (rows and
+        columns of tiles)."""
         (image,) = images
         canvas = best_fit((image.height, image.width), self._canvases, to_max=self._to_max)
         target = canvas
         if not self._to_max:
-            # An image smaller than a tile is scaled up to at most a tile.
+            # An image smaller than a tile is scaled up to a tile at most.
             target = (
                 min(max(image.height, self._side), canvas[0]),
                 min(max(image.width, self._side), canvas[1]),
@@ -70,8 +70,9 @@ def canvases(max_tiles: int, side: int) -> list[Size]:
 
 
 def best_fit(size: Size, choices: Sequence[Size], *, to_max: bool) -> Size:
-    """The canvas with the smallest scale of at least 1, or the largest scale if all are below 1 or
-    with `to_max`. Ties go to the smallest canvas."""
+    """The canvas to which an image of `size` is scaled with the smallest factor of at least 1; if
+    every factor is below 1, or with `to_max`, with the largest factor. Ties go to the smallest
+    canvas."""
     sides = np.array(choices, np.float32)
     scales = np.min(sides / np.array(size, np.float32), axis=1)
     larger = scales[scales >= 1]

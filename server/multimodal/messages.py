@@ -8,15 +8,15 @@ from engine.transport.messages import InputTensor
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Settings of the process."""
+    """Settings of the isolated process."""
 
     folder: str
     image_token: str
     options: dict[str, Any]
-    """--mm-processor-kwargs."""
+    """Options from --mm-processor-kwargs."""
     video_token: str = ""
     num_frames: int = 32
-    """Maximum frames sampled from a video; -1: no limit but MAX_FRAMES (video.py)."""
+    """Maximum frames sampled from a video; -1: only limited by MAX_FRAMES (video.py)."""
     fps: float = -1
     """Maximum frames sampled per second of a video; -1: no limit."""
     is_unlisted: bool = False
@@ -24,43 +24,43 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class ImageFacts(msgspec.Struct, frozen=True):
-    """Facts of the model's image processor, read once at the start."""
+    """Properties of the model's image processor, read once during start-up."""
 
     mark: str = ""
     """Text that the chat template writes for an image."""
     video_mark: str = ""
-    """Text that the chat template writes for a video; empty: the model takes no videos."""
+    """Text that the chat template writes for a video; empty: the model does not support videos."""
     error: str = ""
-    """Error of the start, if the image processor cannot be used."""
+    """Start-up error, if the image processor cannot be used."""
 
 
 IMAGE, VIDEO = b"i", b"v"
-"""First byte of a call: IMAGE precedes the bytes of an image file, VIDEO an encoded Video."""
+"""First byte of a call: IMAGE before the bytes of an image file, VIDEO before an encoded Video."""
 
 
 class Video(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Video of a request: a file, or a list of frames."""
+    """A video in a request: a file or a list of frames."""
 
     data: bytes = b""
     """Video file; empty if `frames` is given."""
     frames: list[bytes] = []
-    """Image files of the frames, instead of `data`."""
+    """Image files of the frames, if there is no video file."""
     fps: float = 0
     """Frames per second of `frames`; 0: unknown."""
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Inputs of the vision tower, or an error. A video is an image with several time steps in its
-    grid."""
+    """Inputs for the vision tower, or an error. A video is an image whose grid has several time
+    steps."""
 
     error: str = ""
     size: tuple[int, int] = (0, 0)
     """Width and height of the decoded image."""
     text: str = ""
-    """Text that replaces the mark in the prompt."""
+    """Text that replaces the image placeholder in the prompt."""
     grid: tuple[int, int, int] = (0, 0, 0)
     tensors: list[InputTensor] = []
     time_step: float = 1.0
-    """ImagePlacement.time_step."""
+    """See ImagePlacement.time_step."""
     num_rows: int = 0
-    """PromptForm.num_rows."""
+    """See PromptForm.num_rows."""

@@ -1,4 +1,4 @@
-"""Extract images and videos from chat messages, and place them in the tokenized prompt."""
+"""Extracts images and videos from chat messages, and places them in the tokenized prompt."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -19,29 +19,31 @@ KINDS: Mapping[str, bytes] = {
     **dict.fromkeys(IMAGE_TYPES, IMAGE),
     **dict.fromkeys(VIDEO_TYPES, VIDEO),
 }
-"""IMAGE or VIDEO by the type of a content part."""
+"""Type of a content part -> IMAGE or VIDEO."""
 _FIELDS = {IMAGE: ("image_url", "image", "url"), VIDEO: ("video_url", "video", "url")}
-"""Fields of a content part that may hold the URL. The last two are names of transformers."""
+"""Fields of a content part that may contain the URL. transformers uses the second and third
+name."""
 _NOUNS = {IMAGE: "images", VIDEO: "videos"}
 PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
-"""Content part types that error messages name."""
+"""Content part types for error messages."""
+_ADVICE = "serve a model that reads them, with --limit-mm-per-prompt above 0 (docs/images.md)"
 _MEDIA = {
     **dict.fromkeys(
         IMAGE_TYPES,
-        ("images", "model takes no images; serve a vision model (docs/images.md)"),
+        ("images", f"server does not accept images; {_ADVICE}"),
     ),
     **dict.fromkeys(
         VIDEO_TYPES,
-        ("videos", "model takes no videos; serve a model that does (docs/images.md)"),
+        ("videos", f"server does not accept videos; {_ADVICE}"),
     ),
     **dict.fromkeys(
         ("input_audio", "audio_url", "audio"),
-        ("audio", "server takes no audio; send its words as text"),
+        ("audio", "server does not accept audio; send its words as text"),
     ),
 }
-"""Medium and remedy by the type of a content part, for errors."""
+"""Type of a content part -> (medium, advice), for errors."""
 _ONLY_IN_ANSWERS = frozenset(("output_text", "thinking"))
-"""Types of earlier answers, which hold no media of any model."""
+"""Part types that occur only in earlier answers and never contain media."""
 MAX_UUID_CHARACTERS = 200
 _DETAILS = ("auto", "low", "high", "original")
 _SHOWN = 40
@@ -56,14 +58,16 @@ class MediaSource:
     """Place in the request for errors, such as messages[0].content[1]."""
     url: str = ""
     data: bytes | None = None
-    """Bytes of an offline call; an encoded Video for a video."""
+    """Bytes given by an offline caller; for a video, an encoded Video."""
     uuid: str = ""
-    """Name that the client gave; without url or data: an image that the client sent before."""
+    """Name given by the client. Without url and data, it refers to an image that the client sent
+    before."""
     kind: bytes = IMAGE
 
 
 def kind_of(part: object) -> bytes | None:
-    """IMAGE or VIDEO; None for other parts. A part without a type has the type of its field."""
+    """IMAGE or VIDEO; None for other parts. The type of a part without a type follows from its
+    field."""
     if not isinstance(part, dict):
         return None
     if part.get("type") is not None:
@@ -92,7 +96,9 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
     if detail is not None and detail not in _DETAILS:
         raise bad(f"has detail {str(detail)[:_SHOWN]!r}, it must be one of {', '.join(_DETAILS)}")
     if uuid is not None and (not isinstance(uuid, str) or len(uuid) > MAX_UUID_CHARACTERS):
-        raise bad(f"has a uuid that must be a string of at most {MAX_UUID_CHARACTERS} characters")
+        raise bad(
+            f"has an invalid uuid, it must be a string of at most {MAX_UUID_CHARACTERS} characters"
+        )
     if not given and uuid:
         return MediaSource(where, uuid=uuid, kind=kind)
     if not isinstance(given, str) or not given:
@@ -102,14 +108,14 @@ def media_source(part: Mapping[str, Any], where: str) -> MediaSource:
 
 
 def wrong_type(given: str, where: str, taken: Sequence[str]) -> UserError:
-    """The error for a content part of type `given` in a place that takes the types `taken`. It says
-    what to do about images, videos and audio, and about a misspelt type."""
+    """The error for a content part of type `given` where the types `taken` are accepted. It gives
+    advice for images, videos, audio, and misspelt types."""
     *most, last = taken
-    listed = f"{', '.join(most)} and {last}" if most else last
+    listed = f"{', '.join(most)} or {last}" if most else last
     text = f"{where} has type {given[:_SHOWN]!r}"
     media = _MEDIA.get(given)
     if media is None or media[0] in _nouns(taken) or not _ONLY_IN_ANSWERS.isdisjoint(taken):
-        text += f", this model takes content of type {listed} here{nearest(given, taken)}"
+        text += f", it must be {listed}{nearest(given, taken)}"
     else:
         text += f", and this {media[1]}"
     return UserError(text, param=where)
@@ -120,10 +126,8 @@ def _nouns(taken: Sequence[str]) -> set[str]:
 
 
 def take_media(messages: Sequence[Any]) -> tuple[list[Message], list[MediaSource]]:
-    """Replace images by {"type": "image"} and videos by {"type": "video"}, which templates expect.
-
-    Returns the messages, and the sources in order. Raises UserError.
-    """
+    """Replace images by {"type": "image"} and videos by {"type": "video"}, as templates expect.
+    Returns the messages, and the sources in order. Raises UserError."""
     taken, sources = [], []
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
@@ -148,7 +152,7 @@ def check_count(
         count = sum(source.kind == kind for source in sources)
         if count > limit:
             raise UserError(
-                f"the prompt has {count} {_NOUNS[kind]}, at most {limit} are taken "
+                f"the prompt has {count} {_NOUNS[kind]}, at most {limit} are allowed "
                 "(--limit-mm-per-prompt)",
                 param=param,
             )
@@ -160,9 +164,9 @@ def with_image_texts(
     images: Sequence[ProcessedImage],
     param: str = "messages",
 ) -> str:
-    """Replace each mark in `prompt` by the text of its image or video. Raises UserError unless
-    marks and images agree in number and order. Marks in text of the caller are split before, see
-    server/text/control_tokens.py."""
+    """Replace each placeholder (`marks`) in `prompt` by the text of its image or video. Raises
+    UserError unless the placeholders match the images in number and order. Placeholders in the
+    caller's text have been split before, see server/text/control_tokens.py."""
     kinds = {mark: kind for kind, mark in marks.items()}
     found = list(re.finditer("|".join(map(re.escape, kinds)), prompt))
     for kind, mark in marks.items():
@@ -170,10 +174,11 @@ def with_image_texts(
         given = sum(image.kind == kind for image in images)
         if shown != given:
             raise UserError(
-                f"the prompt shows {shown} of {given} {_NOUNS[kind]}: the chat template takes them "
-                "in other messages, or not at all"
+                f"the prompt has {shown} of {given} {_NOUNS[kind]}: the chat template renders "
+                "them in other messages only, or not at all"
                 if param == "messages"
-                else f"the prompt has {mark} {shown} times, and there are {given} {_NOUNS[kind]}",
+                else f"the prompt has {mark} {shown} times, and the request has {given} "
+                f"{_NOUNS[kind]}",
                 param=param,
             )
     if [kinds[match.group()] for match in found] != [image.kind for image in images]:
@@ -188,8 +193,9 @@ def with_image_texts(
 def in_order_of_marks(
     prompt: str, marks: Mapping[bytes, str], images: Sequence[ProcessedImage]
 ) -> list[ProcessedImage]:
-    """Sort `images` by their marks in a prompt. In `images`, images and videos each have the order
-    of their marks. Images without a mark come last."""
+    """Merge images and videos into the order of their placeholders (`marks`) in `prompt`. The
+    images among themselves, and the videos, are already in order. Images without a placeholder
+    come last."""
     left = {kind: [image for image in images if image.kind == kind] for kind in marks}
     kinds = {mark: kind for kind, mark in marks.items()}
     matches = re.finditer("|".join(map(re.escape, kinds)), prompt)
@@ -200,11 +206,11 @@ def in_order_of_marks(
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """Images of a prompt in the messages of the engine."""
+    """Images of a prompt, as messages for the engine."""
 
     placements: list[ImagePlacement]
     encoded: list[EncoderInput]
-    """Encoder inputs; equal images appear once."""
+    """Encoder inputs, without duplicates."""
 
     @property
     def num_bytes(self) -> int:
@@ -212,7 +218,8 @@ class PromptImages:
         return sum(tensor.data.nbytes for image in self.encoded for tensor in image.tensors)
 
     def salted(self, salt: str) -> "PromptImages":
-        """Mix the cache salt into the hashes: requests with different salts share no embeddings."""
+        """Mix the cache salt into the hashes, so that requests with different salts share no
+        embeddings."""
         names = {
             image.content: sha256(
                 len(salt).to_bytes(8, "little") + salt.encode() + image.content
@@ -232,7 +239,7 @@ def place_images(
     param: str,
 ) -> PromptImages:
     """Find the placeholder tokens of images and videos in a tokenized prompt. Raises UserError if
-    the prompt and the images disagree in the number of tokens."""
+    their number does not match the images."""
     positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
     expected = sum(image.num_tokens for image in images)
     if len(positions) != expected:

@@ -13,7 +13,7 @@ from server.multimodal.processor_fields import channels, processor_fields, side
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 MAX_CROPS = 256
-"""Limit on crops of an image; published checkpoints have 36."""
+"""Limit on the crops of an image; published checkpoints have 36."""
 MIN_SIDE = 10
 """Minimum pixels of the shorter side of a resized image."""
 _SHARPNESS = -0.75
@@ -21,10 +21,10 @@ _SHARPNESS = -0.75
 
 
 class Phi4ImageProcessor:
-    """Called like the image processors of transformers, for images of Pillow."""
+    """Callable like the image processors of transformers, for Pillow images."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json. Raises ConfigError."""
         read = processor_fields(fields)
         self._side = side(read, 448)
         self._patch = read.count("patch_size", 14, maximum=self._side)
@@ -34,8 +34,8 @@ class Phi4ImageProcessor:
 
     def __call__(self, images: Sequence[Image.Image], **options: Any) -> dict[str, Any]:
         """Preprocess an image to image_pixel_values (1, tiles, 3, side, side); image_sizes (1, 2),
-        height and width with padding; image_attention_mask (1, tiles, rows, columns), 0 for patches
-        of padding; and num_img_tokens, the number of its embeddings."""
+        height and width including padding; image_attention_mask (1, tiles, rows, columns), 0 for
+        padding patches; and num_img_tokens, the number of its embeddings."""
         (image,) = images
         columns, rows = self._grid(image.width, image.height)
         width, height = columns * self._side, rows * self._side
@@ -61,21 +61,24 @@ class Phi4ImageProcessor:
         }
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Columns and rows of crops."""
+        """(columns, rows) of crops."""
         columns, rows = math.ceil(width / self._side), math.ceil(height / self._side)
         if columns * rows <= self._most:
             return columns, rows
         return closest_grid(width, height, self._side, self._most)
 
     def _padded(self, image: Image.Image, width: int, height: int) -> tuple[Image.Image, Floats]:
-        """The image in width x height pixels without distortion, and the mask of its patches."""
+        """The image resized and padded to width x height pixels without distortion, and the mask of
+        its patches."""
         by_width, by_height = width / image.width, height / image.height
         if by_width < by_height:
             size = (width, int(image.height * by_width))
         else:
             size = (int(image.width * by_height), height)
         if min(size) < MIN_SIDE:
-            raise ValueError(f"its sides are too different: it would have {size[0]} x {size[1]}")
+            raise ValueError(
+                f"its aspect ratio is too large: it would be resized to {size[0]} x {size[1]}"
+            )
         mask = np.ones((height // self._patch, width // self._patch), np.float32)
         right, below = (width - size[0]) // self._patch, (height - size[1]) // self._patch
         mask[:, mask.shape[1] - right :] = 0
@@ -86,9 +89,9 @@ class Phi4ImageProcessor:
 
 
 def closest_grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:
-    """Columns and rows, with at most `most` crops, whose aspect ratio is closest to the image's. A
-    later grid wins a tie if the image has more than half of the grid's pixels."""
-    # Grids with equal products keep the order of the set, as in transformers.
+    """(columns, rows) of at most `most` crops whose aspect ratio is closest to the image's. A later
+    grid wins a tie if the image has more than half of the grid's pixels."""
+    # Grids with the same number of crops keep the order of the set, as in transformers.
     grids = sorted(
         {
             (i, j)
@@ -116,7 +119,8 @@ def mask_rows(masks: Floats, rows: int, columns: int) -> Floats:
 
 
 def resized(pixels: Floats, height: int, width: int) -> Floats:
-    """Resize (channels, height, width) by bicubic interpolation as in torch, without antialias."""
+    """Resize (channels, height, width) with bicubic interpolation as in torch, without
+    antialiasing."""
     down = _taps(pixels.shape[1], height)
     across = _taps(pixels.shape[2], width)
     found = sum(weights[:, None] * pixels[:, places] for places, weights in zip(*down, strict=True))

@@ -1,5 +1,5 @@
-"""Preprocess images and videos off the event loop: threads call the isolated processes, and results
-are cached by content."""
+"""Preprocesses images and videos off the event loop: threads call the isolated processes, and
+results are cached by content."""
 
 import asyncio
 from collections import OrderedDict
@@ -28,34 +28,35 @@ from server.multimodal.messages import IMAGE, VIDEO, Answer, ImageFacts, Setup
 IMAGE_LIMITS = Limits(cpu_s=10.0, wall_s=20.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
 VIDEO_LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
 MAX_RUNNING = 4
-"""Maximum images processed concurrently."""
+"""Maximum number of images processed concurrently."""
 MAX_RUNNING_PER_CLIENT = 2
 MAX_PENDING = 256
-"""Maximum images that wait to be processed."""
+"""Maximum number of images that wait for processing."""
 MAX_PENDING_BYTES = 2**30
-"""Maximum total size of images that wait or are being processed."""
+"""Maximum total size of images that are waiting or being processed."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
-"""Maximum size of an image that is hashed on the event loop; larger images use a thread."""
+"""Maximum size of an image that is hashed on the event loop; larger images are hashed on a
+thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image or a video, ready for the vision tower of the model."""
+    """An image or a video that is ready for the vision tower."""
 
     kind: bytes
     """IMAGE or VIDEO."""
     digest: bytes
-    """SHA-256 of the kind and the bytes as they were sent."""
+    """SHA-256 of the kind and the bytes that the client sent."""
     text: str
-    """Text that replaces the template's mark in the prompt."""
+    """Text that replaces the template's placeholder in the prompt."""
     num_tokens: int
-    """Image tokens in `text`."""
+    """Number of image tokens in `text`."""
     grid: tuple[int, int, int]
     tensors: list[InputTensor]
     time_step: float = 1.0
     num_rows: int = 0
-    """PromptForm.num_rows."""
+    """See PromptForm.num_rows."""
 
     @property
     def num_embeddings(self) -> int:
@@ -69,14 +70,14 @@ class ProcessedImage:
 
 
 class Observer(Protocol):
-    """Counts images."""
+    """Counts images, for metrics."""
 
     def image_looked_up(self, is_hit: bool) -> None:
         """An image of a request was looked up in the cache."""
         ...
 
     def image_processed(self, seconds: float) -> None:
-        """An image was processed that was not in the cache. The time includes waiting."""
+        """An image that was not in the cache was processed. `seconds` includes waiting."""
         ...
 
 
@@ -137,14 +138,15 @@ class ImagePreprocessor:
         self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._jobs: dict[tuple[str, bytes], _Job] = {}
-        """Running jobs by client and digest."""
+        """Running jobs, by client and digest."""
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.observer: Observer | None = None
 
     @property
     def marks(self) -> Mapping[bytes, str]:
-        """Text that the chat template writes, by kind that the model takes; set by `open`."""
+        """Kind -> text that the chat template writes for an image or video, for the supported
+        kinds; set by `open`."""
         return self._marks
 
     def open(self) -> None:
@@ -180,10 +182,9 @@ class ImagePreprocessor:
         *,
         client: str = "",
     ) -> ProcessedImage:
-        """Preprocess the bytes of an image, or an encoded Video. Clients share the slots for
-        processing fairly. If all callers of an image are cancelled, it leaves the queue or its
-        process is killed. Raises UserError, which names the place `where` in the request, and
-        Overloaded."""
+        """Preprocess the bytes of an image, or an encoded Video. Clients share the processing slots
+        fairly. If all callers of an image are cancelled, it leaves the queue or its process is
+        killed. Raises UserError, which names the place `where` in the request, and Overloaded."""
         data = kind + data
         if len(data) <= INLINE_BYTES:
             digest = sha256(data).digest()
@@ -214,7 +215,7 @@ class ImagePreprocessor:
         began_s = loop.time()
         try:
             async with self._slots.hold(client, len(data)):
-                # A job of another client may have processed the image while this job waited.
+                # Another client's job may have processed the image while this job waited.
                 found = self.cached(digest)
                 if found is not None:
                     return found
@@ -246,7 +247,7 @@ class ImagePreprocessor:
         return image
 
     async def _call(self, data: bytes) -> bytearray:
-        """Call a process; it is killed if this task is cancelled."""
+        """Call an isolated process, which is killed if this task is cancelled."""
         limits = self._video_limits if data[:1] == VIDEO else None
         cancellation = Cancellation()
         call = partial(self._processes.call, data, limits, cancellation)
@@ -271,10 +272,10 @@ class ImagePreprocessor:
             _, evicted = self._cache.popitem(last=False)
             self._cached_bytes -= evicted.num_bytes
 
-    # Images that requests name
+    # Images referenced by uuid
 
     def remember(self, owner: str, uuid: str, digest: bytes, kind: bytes = IMAGE) -> None:
-        """Let `owner` send `uuid` instead of this image in later requests."""
+        """Let `owner` send `uuid` in place of this image in later requests."""
         self._uuids[owner, kind, uuid] = digest
         self._uuids.move_to_end((owner, kind, uuid))
         if len(self._uuids) > MAX_UUIDS:
@@ -295,8 +296,9 @@ class _Job:
 
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
-    """Callers that wait for the image."""
+    """Number of callers that wait for the image."""
 
 
 class _Refused(Exception):
-    """The reason of a UserError, without the place in the request."""
+    """An image that was rejected. `process` converts it to a UserError that names the place in the
+    request."""

@@ -1,5 +1,5 @@
-"""Checked fields of image processors: a wrong value is a ConfigError at the start that names the
-field, and no error of each image."""
+"""Validated fields of image processors: an invalid value is a ConfigError at start-up that names
+the field, instead of an error for each image."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from config.model.json_fields import Fields, Json, shown
 
 FILE = Path("preprocessor_config.json")
 MAX_SIDE = 16_384
-"""Maximum side of a tile, a patch or a resized image in pixels."""
+"""Maximum side length of a tile, a patch or a resized image, in pixels."""
 MAX_PIXELS = 2**31
-"""Maximum of a limit on pixels."""
+"""Maximum value of a pixel limit."""
 MAX_IMAGE_TOKENS = 2**17
 """Maximum tokens of an image or a tile."""
 CHANNELS = 3
@@ -35,19 +35,19 @@ _COUNTS: Mapping[str, int] = {
         MAX_IMAGE_TOKENS,
     ),
 }
-"""Fields with a count, and its maximum. patch_size may also be an object with height and width."""
+"""Integer field -> maximum. patch_size may also be an object with height and width."""
 _SIZES = ("size", "crop_size", "max_image_size")
-"""Fields with a size: a number, numbers, or an object with numbers. A number of the object may also
-limit pixels."""
+"""Fields with a size: a number, a list of numbers, or an object with numbers. A number in the
+object may also be a pixel limit."""
 
 
 def processor_fields(raw: Json) -> Fields:
-    """Access to the fields of preprocessor_config.json, with overrides."""
+    """Typed access to `raw`, preprocessor_config.json with overrides."""
     return Fields(raw, FILE)
 
 
 def channels(fields: Fields, name: str, default: float, *, above: float = -math.inf) -> Channels:
-    """A number for each color. Raises ConfigError."""
+    """A number per colour channel. Raises ConfigError."""
     numbers = _numbers(fields, name, above=above)
     if len(numbers) not in (0, CHANNELS):
         raise ConfigError(
@@ -57,7 +57,7 @@ def channels(fields: Fields, name: str, default: float, *, above: float = -math.
 
 
 def side(fields: Fields, default: int) -> int:
-    """The side of the square `size`. Raises ConfigError."""
+    """Side length of the square `size`. Raises ConfigError."""
     size = Fields(fields.get("size", dict, {}), Path(f"size in {fields.file}"))
     height, width = (size.count(name, default, maximum=MAX_SIDE) for name in ("height", "width"))
     if height != width:
@@ -68,7 +68,7 @@ def side(fields: Fields, default: int) -> int:
 
 
 def resampling(fields: Fields) -> Image.Resampling:
-    """The filter that resizes images. Raises ConfigError."""
+    """Filter for resizing images. Raises ConfigError."""
     most = max(Image.Resampling)
     return Image.Resampling(
         fields.integer("resample", Image.Resampling.BILINEAR, minimum=0, maximum=most)
@@ -76,8 +76,8 @@ def resampling(fields: Fields) -> Image.Resampling:
 
 
 def check_fields(fields: Fields) -> None:
-    """Check the fields that image processors of transformers have in common, which they use without
-    a check. Raises ConfigError."""
+    """Validate the fields that the image processors of transformers share and do not validate
+    themselves. Raises ConfigError."""
     for name, value in fields.raw.items():
         if name.startswith(("do_", "use_")):
             fields.get(name, bool, None)

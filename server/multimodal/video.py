@@ -1,4 +1,4 @@
-"""Decode sampled frames of a video. Runs in an isolated process, like decode.py."""
+"""Decodes sampled frames of a video. Runs in an isolated process, like decode.py."""
 
 import importlib
 import io
@@ -20,27 +20,28 @@ MAX_FRAMES = 768
 MAX_VIDEO_PIXELS = 256 * 2**20
 """Maximum total pixels of the sampled frames: 768 MiB as RGB."""
 MAX_ANIMATION_FRAMES = 16_384
-"""Maximum frames of an animation, sampled or not: Pillow decodes every earlier frame first."""
+"""Maximum frames of an animation: Pillow has to decode every earlier frame, even if it is not
+sampled."""
 MAX_ANIMATION_PIXELS = 2**30
-"""Maximum total pixels of the frames of an animation, counting each frame at full size."""
+"""Maximum total pixels of all frames of an animation, at full size."""
 GIVEN_FPS = 2.0
-"""Frames per second assumed for frames without timestamps, as in the tools of Qwen."""
+"""Assumed frames per second of frames without timestamps, as in Qwen's tools."""
 CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))
 FORMATS = f"MP4, WebM, Matroska, AVI, {', '.join(ANIMATIONS)}"
 _DEFAULT_FRAME_S = 0.1
-"""Duration of an animation frame without a duration, as in browsers; also the fallback for videos
-whose length is not positive."""
+"""Assumed duration of an animation frame without a duration, as in browsers; also used for videos
+without a positive length."""
 
 
 class MissingDecoder(BadImage):
-    """The video needs a library that is not installed."""
+    """A library that the video needs is not installed."""
 
 
 class Frames(NamedTuple):
     """Sampled frames of a video."""
 
     images: list[Image.Image]
-    """RGB, of equal size."""
+    """RGB images of equal size."""
     fps: float
     """Sampled frames per second."""
     times: list[float]
@@ -49,7 +50,7 @@ class Frames(NamedTuple):
 
 def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
     """Sample a video file evenly: at most `num_frames` frames (-1: at most MAX_FRAMES), and at most
-    `fps` per second (-1: no limit). Videos that are given as frames keep all. Raises BadImage."""
+    `fps` per second (-1: no limit). Videos given as frames keep all frames. Raises BadImage."""
     if video.frames:
         _check_frames(video.frames)
         frames = [decode(data) for data in video.frames]
@@ -63,13 +64,14 @@ def read_frames(video: Video, num_frames: int, fps: float) -> Frames:
         return _container_frames(video.data, name, most, fps)
     except (BadImage, MemoryError):
         raise
-    except Exception as error:  # decoders raise whatever broken files make them
+    except Exception as error:  # decoders raise arbitrary exceptions for broken files
         raise BadImage(f"the video cannot be decoded: {type(error).__name__}") from None
 
 
 def container(data: bytes) -> str | None:
-    """FFmpeg's name of the container format, by the first bytes; None: an animation. FFmpeg must
-    not detect the format: some formats are playlists whose files it would open."""
+    """FFmpeg's name of the container format, detected from the first bytes; None for other files,
+    such as animations. FFmpeg must not detect the format itself, because some formats are playlists
+    whose files it would open."""
     if data[4:8] == b"ftyp":
         return "mp4"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -94,7 +96,7 @@ def _animation(data: bytes, most: int, fps: float) -> Frames:
     try:
         image = Image.open(io.BytesIO(data), formats=ANIMATIONS)
     except UnidentifiedImageError:
-        raise BadImage(f"the video is none of {FORMATS}") from None
+        raise BadImage(f"the video must be one of {FORMATS}") from None
     check_size(*image.size)
     most_frames = min(MAX_ANIMATION_FRAMES, MAX_ANIMATION_PIXELS // (image.width * image.height))
     durations: list[float] = []
@@ -102,9 +104,9 @@ def _animation(data: bytes, most: int, fps: float) -> Frames:
         if len(durations) == most_frames:
             raise BadImage(
                 f"the video has at least {most_frames + 1} frames of {image.width} x "
-                f"{image.height} pixels, at most {most_frames} of that size are decoded"
+                f"{image.height} pixels, at most {most_frames} of that size are allowed"
             )
-        # In some formats the duration is known only after the pixels are decoded.
+        # Some formats reveal the duration only after the pixels are decoded.
         frame.load()
         durations.append((frame.info.get("duration") or 1000 * _DEFAULT_FRAME_S) / 1000)
     seconds = sum(durations)
@@ -119,7 +121,7 @@ def _container_frames(data: bytes, name: str, most: int, fps: float) -> Frames:
     av = _av()
     with av.open(io.BytesIO(data), format=name) as file:
         if not file.streams.video:
-            raise BadImage("the video has no pictures")
+            raise BadImage("the video has no video stream")
         stream = file.streams.video[0]
         codec = stream.codec_context.codec.canonical_name
         if codec not in CODECS:
@@ -149,8 +151,8 @@ def _av() -> Any:
         return importlib.import_module("av")
     except ImportError:
         raise MissingDecoder(
-            "this server decodes no MP4, WebM, Matroska and AVI: install it with the extra video, "
-            f"{install_command('video')}, or send frames as data:video/jpeg;base64,...,..."
+            "this server cannot decode MP4, WebM, Matroska or AVI: install it with the extra "
+            f"video, {install_command('video')}, or send frames as data:video/jpeg;base64,...,..."
         ) from None
 
 
@@ -173,7 +175,7 @@ def _upright(frame: Any) -> Image.Image:
 def _chosen(
     frames: Iterable[Any], chosen: list[int], picture: Callable[[Any], Image.Image]
 ) -> list[Image.Image]:
-    """Pictures of the frames with the indices `chosen`, in order. The last picture is repeated for
+    """Images of the frames with the indices `chosen`, in order. The last image is repeated for
     missing frames."""
     found: list[Image.Image] = []
     for number, frame in enumerate(frames):
@@ -200,7 +202,7 @@ def _check_frames(files: list[bytes]) -> None:
         pixels += size[0] * size[1]
         if pixels > MAX_VIDEO_PIXELS:
             raise BadImage(
-                f"the frames have at least {pixels} pixels, at most {MAX_VIDEO_PIXELS} are taken"
+                f"the frames have at least {pixels} pixels, at most {MAX_VIDEO_PIXELS} are allowed"
             )
         first = first or size
     # All frames are resized to the size of the first frame.
@@ -209,7 +211,7 @@ def _check_frames(files: list[bytes]) -> None:
 
 def _check_count(count: int) -> None:
     if count > MAX_FRAMES:
-        raise BadImage(f"the video has {count} frames, at most {MAX_FRAMES} are taken")
+        raise BadImage(f"the video has {count} frames, at most {MAX_FRAMES} are allowed")
 
 
 def _check_pixels(count: int, width: int, height: int) -> None:
@@ -217,5 +219,5 @@ def _check_pixels(count: int, width: int, height: int) -> None:
     if count * width * height > MAX_VIDEO_PIXELS:
         raise BadImage(
             f"{count} frames of {width} x {height} have {count * width * height} pixels, at most "
-            f"{MAX_VIDEO_PIXELS} are taken; largest frame: {MAX_PIXELS}"
+            f"{MAX_VIDEO_PIXELS} are allowed; largest frame: {MAX_PIXELS}"
         )

@@ -1,9 +1,7 @@
-"""Calibration files of Intel Neural Compressor (INC): configurations, and the measures of each
-rank, which are repaired and unified over the ranks.
-
-File format: save_files.py in fp8_quant of intel/neural-compressor. Repair and unification follow
-fix_measurements.py and unify_measurements.py in calibration/ of vllm-project/vllm-gaudi.
-"""
+"""Calibration files of Intel Neural Compressor (INC): configurations, and the measurements of each
+rank, which are repaired and unified over the ranks. File format: save_files.py in fp8_quant of
+intel/neural-compressor. Repair and unification follow fix_measurements.py and unify_measurements.py
+in calibration/ of vllm-project/vllm-gaudi."""
 
 import json
 import re
@@ -16,10 +14,10 @@ from config.errors import ConfigError
 from config.model.quantization.inc import MEASURE, QUANTIZE
 
 Node = dict[str, Any]
-"""Measures of a module: `inputs`, and `outputs` if measured, with a nested list of shape (1, 1) per
-tensor; `params` with such a list for `weight`."""
+"""Measurements of a module: `inputs`, and `outputs` if measured, with a nested list of shape (1, 1)
+per tensor; `params` with such a list for `weight`."""
 Record = dict[str, Any]
-"""A measure file: GlobalRank, LocalRank, Mode, and Nodes, which maps module paths to Nodes."""
+"""A measurement file: GlobalRank, LocalRank, Mode, and Nodes, which maps module paths to Node."""
 
 STATS = "inc_output"
 MEASURE_FILE = "maxabs_measure.json"
@@ -27,16 +25,16 @@ QUANTIZE_FILE = "maxabs_quant.json"
 CACHE_CLASS = "VLLMKVCache"
 ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", CACHE_CLASS)
 LEAST_LOSING = (r"\.gate_up_proj$", r"\.experts\.")
-"""Regular expressions of the module paths that `keep_least_losing` keeps quantized."""
+"""Patterns of module paths that stay quantized after `keep_least_losing`."""
 CACHE_OF = {"matmul_qk": ("k_cache", "latent_cache_k"), "matmul_av": ("v_cache", "latent_cache_k")}
-"""Cache modules that the second input of an attention matmul is read from."""
+"""Attention matmul -> cache modules that its second input is read from."""
 
 
 def write_configs(
     folder: Path, *, quantizes_cache: bool, skipped: list[str], scale_method: str
 ) -> tuple[Path, Path]:
     """Write the configurations for measuring and for quantizing; returns their paths. `skipped`:
-    parts of module paths that are not quantized. Paths in the files are absolute."""
+    components of module paths that are not quantized. Paths in the files are absolute."""
     common = {
         "method": "HOOKS",
         "observer": "maxabs",
@@ -49,7 +47,7 @@ def write_configs(
         **common,
         "mode": QUANTIZE,
         "scale_method": scale_method,
-        # Scalar scales would be part of the graph, and each layer would compile its own graph.
+        # Scalar scales would be part of the graph, so each layer would compile its own graph.
         "scale_format": "const",
         "blocklist": {"types": unquantized, "names": skipped},
     }
@@ -64,7 +62,7 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
     these modules cost the demo model the least accuracy (docs/quantization.md).
 
     Args:
-        config: Path of the configuration; its folder has the measures.
+        config: Path of the configuration, in the folder of the measurement files.
         num_ranks: Number of ranks that were measured.
         with_attention: Also quantize the matmuls of attention and the KV cache.
 
@@ -79,8 +77,8 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
         fields["blocklist"]["names"].append(kept)
     if not any(re.search(pattern, name) for pattern in LEAST_LOSING for name in nodes):
         raise ConfigError(
-            f"of the {len(nodes)} modules that were measured none is a gate_up_proj or of experts: "
-            "--all-modules quantizes all of them"
+            f"0 of {len(nodes)} measured modules are a gate_up_proj or have experts: quantize all "
+            "modules with --all-modules"
         )
     types = list(ATTENTION_CLASSES) if with_attention else []
     fields["allowlist"] = {"types": types, "names": list(LEAST_LOSING)}
@@ -88,16 +86,17 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
 
 
 def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:
-    """Path of a rank's measure file without the suffix."""
+    """Path of a rank's measurement file, without the suffix."""
     return folder / f"{STATS}_hooks_maxabs_{rank}_{num_ranks}"
 
 
 def finish_measures(folder: Path, num_ranks: int) -> list[int]:
-    """Repair and unify the measures of all ranks. Writes files for each number of ranks that
+    """Repair and unify the measurements of all ranks. Writes files for each number of ranks that
     divides `num_ranks`, and returns these numbers: the maximum over all ranks bounds every shard.
-    Raises ConfigError if a rank's file is missing."""
+    Raises ConfigError if a rank's file is missing, or if a layer measured only zero inputs."""
     records = [read_measures(measure_path(folder, rank, num_ranks)) for rank in range(num_ranks)]
     unified = unify([repair(record) for record in records])
+    _check_measured(unified)
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for size in sizes:
         for rank in range(size):
@@ -105,9 +104,25 @@ def finish_measures(folder: Path, num_ranks: int) -> list[int]:
     return sizes
 
 
+def _check_measured(record: Record) -> None:
+    """Raise ConfigError for a linear layer whose inputs were all zero: their scale would clamp all
+    other inputs. Without images, cross attention has such inputs."""
+    unmeasured = [
+        name
+        for name, node in record["Nodes"].items()
+        if name.endswith("_proj") and not np.any([np.any(value) for value in node["inputs"]])
+    ]
+    if unmeasured:
+        raise ConfigError(
+            f"the samples gave {len(unmeasured)} of {len(record['Nodes'])} modules only zeros, the "
+            f"first is {unmeasured[0]}: add samples that reach them (for a model with images: "
+            "samples with images), or leave them in bfloat16 with --skip"
+        )
+
+
 def read_measures(path: Path) -> Record:
-    """Read measures from the JSON file, which has the same content as INC's pickled file. Raises
-    ConfigError."""
+    """Read measurements from the JSON file, which has the same content as INC's pickled file.
+    Raises ConfigError."""
     file = path.with_suffix(".json")
     try:
         record: Record = json.loads(file.read_text("utf-8"))
@@ -117,17 +132,17 @@ def read_measures(path: Path) -> Record:
 
 
 def write_measures(path: Path, record: Record) -> None:
-    """Write a record as JSON, and as .npz with arrays for INC."""
+    """Write measurements as JSON, and as .npz with arrays for INC."""
     path.with_suffix(".json").write_text(json.dumps(record, indent=4), "utf-8")
     nodes = {name: _as_arrays(node) for name, node in record["Nodes"].items()}
-    # INC expects an array with a single object.
+    # INC expects an array that contains a single object.
     payload: Any = {**record, "Nodes": nodes}
     np.savez(path.with_suffix(".npz"), payload)
 
 
 def repair(record: Record) -> Record:
-    """Replace the measures of values read from a KV cache by the measures of the cache's inputs:
-    the reads include blocks of other requests and slots that were never written."""
+    """Replace the measurements of values read from a KV cache by the measurements of the cache's
+    inputs, because the reads include blocks of other requests and slots that were never written."""
     nodes = {name: dict(node) for name, node in record["Nodes"].items()}
     for name, node in nodes.items():
         parent, _, own = name.rpartition(".")
@@ -139,7 +154,8 @@ def repair(record: Record) -> Record:
 
 
 def unify(records: list[Record]) -> Record:
-    """Maximum of each measure over all ranks. Raises ConfigError if the ranks' modules differ."""
+    """Maximum of each measurement over all ranks. Raises ConfigError if the ranks' modules
+    differ."""
     first, *others = records
     for record in others:
         if record["Nodes"].keys() != first["Nodes"].keys():

@@ -1,5 +1,5 @@
-"""Engines of an `LLM`, a single engine on a thread of this process or several engines in processes;
-and their configuration, with the settings that the self-test selects."""
+"""Engines of an `LLM`: a single engine on a thread of this process, or several engines in
+processes. Also their configuration, including the settings that the self-test selects."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,8 @@ SWITCHES = {"on": True, "off": False}
 
 
 def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
-    """The configuration of `keywords`, and of the settings that avoid failed checks of the
-    self-test, with the log lines of `serve`."""
+    """Configuration from `keywords`, with the settings that avoid failed checks of the self-test.
+    Logs the same lines as `serve`."""
     loaded = from_keywords(**keywords)
 
     def change(flags: Mapping[str, str]) -> Loaded:
@@ -43,8 +43,8 @@ def with_fallbacks(keywords: Mapping[str, object]) -> Loaded:
 
 
 def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:
-    """Make the client of the engines in `config`; its `start` starts the engines, its `close` stops
-    them. Raises ConfigError for engines on other hosts."""
+    """Create the client of the engines in `config`. Its `start` starts the engines, and its `close`
+    stops them. Raises ConfigError for engines on other hosts."""
     parallel = config.data_parallel
     if parallel.data_parallel_size == 1:
         return InprocClient(config)
@@ -57,9 +57,9 @@ def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:
 
 
 class ProcessesClient(RouterClient):
-    """A RouterClient that starts its engines, and stops them.
+    """A RouterClient that starts and stops its engines.
 
-    Prompt tokens are not limited: offline, a whole data set is added at once.
+    Queued prompt tokens are not limited, because offline callers add a whole data set at once.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ProcessesClient(RouterClient):
         """Disconnect, stop the processes and wait for them; safe to call twice."""
         self.fail("the client was closed")
         if self._processes is not None:
-            # Blocks this thread: at interpreter exit, executors accept no work.
+            # Blocks this thread, because executors accept no work during interpreter exit.
             self._processes.close(STOP_S)
         await super().close()
         self._directory.close()

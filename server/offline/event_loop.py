@@ -1,4 +1,4 @@
-"""asyncio event loop on a separate thread, for synchronous callers."""
+"""asyncio event loop on its own thread, for synchronous callers."""
 
 import asyncio
 import threading
@@ -9,28 +9,30 @@ from typing import Any, TypeVar
 from config.errors import EngineDied
 
 STOP_TIMEOUT_S = 30.0
-"""Time for a cancelled call to clean up."""
+"""Time limit for the cleanup of a cancelled call."""
 
 Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs coroutines for synchronous callers, also inside a running loop (a notebook)."""
+    """Runs coroutines for synchronous callers, even if the caller is inside a running loop (a
+    notebook)."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # Daemon thread: the interpreter joins other threads at exit, before `close` can be called.
+        # Daemon thread, because the interpreter joins other threads at exit before `close` can be
+        # called.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
         self._is_closed = False
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller runs on the loop's thread and must not wait for the loop."""
+        """Whether the caller is on the loop's thread, where it must not wait for the loop."""
         return threading.current_thread() is self._thread
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Run `call` and return its result. Ctrl-C cancels the call and is raised after its
+        """Run `call` and return its result. Ctrl-C cancels the call, and is raised after its
         cleanup."""
         if self._is_closed:
             call.close()
@@ -47,7 +49,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel all calls, stop the loop and its thread. May be called more than once."""
+        """Cancel all calls, and stop the loop and its thread. May be called more than once."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -75,8 +77,8 @@ async def _cancel_all() -> None:
 async def run_in_order(
     call: Callable[[int], Coroutine[Any, Any, None]], indices: Iterable[int], num_workers: int
 ) -> None:
-    """Run `call` for all `indices`, started in order, with at most `num_workers` at a time. The
-    first error cancels the other calls."""
+    """Run `call` for all `indices`, started in order, at most `num_workers` at a time. The first
+    error cancels the other calls."""
     remaining: Iterator[int] = iter(indices)
 
     async def work() -> None:
@@ -89,5 +91,5 @@ async def run_in_order(
     finally:
         for task in tasks:
             task.cancel()
-        # Wait, so that no request is left in the engine when the caller gets the exception.
+        # Wait, so that no request is left in the engine when the exception reaches the caller.
         await asyncio.gather(*tasks, return_exceptions=True)

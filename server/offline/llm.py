@@ -5,13 +5,11 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
-
-from tqdm import tqdm
 
 from config.checkpoint.resolve import resolve
 from config.engine import DUMMY, EXTERNAL_LAUNCHER
@@ -23,6 +21,7 @@ from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
+from config.progress import CountBar
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.base import EngineClient
 from server.generation.beam_search import BeamSearchGeneration
@@ -74,9 +73,10 @@ MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 class LLM:
     """Offline inference: `LLM(model="...").generate(["Hello"])`.
 
-    Any engine or server flag is a keyword (`max_model_len=2048`); an unknown keyword raises a
-    ConfigError that names the nearest flag. Use LLM in a `with` block, or call `close`: then, and
-    at interpreter exit, all threads are stopped. Not thread-safe: make a single call at a time.
+    Any engine or server flag is a keyword argument (`max_model_len=2048`); an unknown keyword
+    raises a ConfigError that names the most similar flag. Use LLM in a `with` block, or call
+    `close`: this stops all threads, as does interpreter exit. Not thread-safe: make one call at a
+    time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -84,7 +84,7 @@ class LLM:
 
     @classmethod
     def of(cls, loaded: Loaded) -> "LLM":
-        """An LLM with settings that are read already."""
+        """Create an LLM from settings that have already been read."""
         llm = cls.__new__(cls)
         llm._open(loaded)
         return llm
@@ -116,28 +116,28 @@ class LLM:
                 special_tokens_as_text=server.special_tokens_as_text,
             )
             template = self._tokenizer.chat_template
-        facts = read_model_config(path)
+        model_config = read_model_config(path)
         self._images: ImageLoader | None = None
-        if facts.vision is not None and self._tokenizer is not None:
-            self._images = make_image_inputs(path, facts.vision, server, self._tokenizer)
+        if model_config.vision is not None and self._tokenizer is not None:
+            self._images = make_image_inputs(path, model_config.vision, server, self._tokenizer)
         if server.chat_template is not None:
             template = read_template(server.chat_template)
         named = self._tokenizer.special_tokens if self._tokenizer else {}
         self._template = ChatTemplate(template, named, generic_tools=server.tool_template == "auto")
         self._template_defaults = server.template_defaults
-        recommended = facts.generation_defaults
+        recommended = model_config.generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Enough prompts to fill the batch; later prompts are not tokenized yet.
+        # Maximum number of prompts in flight: two batches. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
         self._is_lockstep = engine.executor == EXTERNAL_LAUNCHER
         self._start_order: AbstractAsyncContextManager[None] = contextlib.nullcontext()
         if self._is_lockstep:
-            # Every rank must start the same requests in the same order. The lock is first come,
-            # first served.
+            # Every rank must start the same requests in the same order. The lock is granted in FIFO
+            # order.
             self._start_order = asyncio.Lock()
         self._background = BackgroundLoop("llm")
         self._finalizer = weakref.finalize(
@@ -166,12 +166,12 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; results come in the order of the prompts.
+        """Complete each prompt; returns the results in the order of the prompts.
 
-        `sampling_params`: for all prompts, or a list with an entry per prompt; None: defaults of
-        the model. `lora_request`: for all prompts, or a list with an entry per prompt; None: the
-        base model. Raises UserError for an invalid input, PromptTooLong for a prompt that does not
-        fit.
+        `sampling_params`: parameters for all prompts, or a list with an entry per prompt; None: the
+        model's defaults. `lora_request`: adapter for all prompts, or a list with an entry per
+        prompt; None: the base model. Raises UserError for an invalid input, PromptTooLong for a
+        prompt that does not fit.
         """
         inputs = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         params = self._params(sampling_params, len(inputs))
@@ -268,14 +268,17 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Vectors or class probabilities of each prompt, from a pooling model.
 
-        `pooling_task` is embed, token_embed, classify or score; the other parameters of
+        `pooling_task` is embed, token_embed, classify or score; the other fields of
         `pooling_params` apply to any task. Longer prompts are truncated to `truncate_prompt_tokens`
         (-1: to the model's maximum); without it they raise UserError. A generative model also
         raises UserError.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):
-                raise UserError("pooling_task is missing, say what to make", param="pooling_task")
+                raise UserError(
+                    "pooling_task is missing, it must be embed, token_embed, classify or score",
+                    param="pooling_task",
+                )
             pooling_task = pooling_params.task
         pooling = self._require_pooling()
 
@@ -356,19 +359,19 @@ class LLM:
         return self._pooling
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises UserError after skip_tokenizer_init."""
+        """The model's tokenizer. Raises UserError if skip_tokenizer_init is set."""
         if self._tokenizer is None:
             raise UserError("there is no tokenizer: skip_tokenizer_init is set")
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters with the checkpoint's recommended values, and neutral values for the
-        rest."""
+        """Sampling parameters with the checkpoint's recommended values, and neutral values
+        otherwise."""
         return self._defaults
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights as loaded."""
+        """Bytes of the model's weights in memory."""
         ready = self._client.ready
         return 0 if ready is None else ready.weight_bytes
 
@@ -396,18 +399,21 @@ class LLM:
             return [params] * count
         if len(params) != count:
             raise UserError(
-                f"{count} prompts came with {len(params)} sampling_params, give one or as many",
+                f"{count} prompts have {len(params)} sampling_params, the number must be 1 or "
+                f"{count}",
                 param="sampling_params",
             )
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """Load the images of a prompt. Raises UserError if the model takes no images."""
+        """Load the images of a prompt. Raises UserError if the model does not support images."""
         if not sources:
             return []
         if self._images is None:
             raise UserError(
-                f"the prompt has {len(sources)} images, this model takes text only", param=param
+                f"the prompt has {len(sources)} images, at most 0 are allowed; load a model that "
+                "takes images, and allow them with limit_mm_per_prompt",
+                param=param,
             )
         return await self._images.load(sources, param=param)
 
@@ -421,7 +427,7 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """Make a Prompt with the images of `sources`, or with `images`."""
+        """Create a Prompt with the images of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)
@@ -464,7 +470,7 @@ class LLM:
         self._num_requests += len(jobs)
         num_tokens = 0
 
-        async def run_job(index: int, bar: "tqdm[Any]") -> RequestOutput:
+        async def run_job(index: int, bar: CountBar) -> RequestOutput:
             nonlocal num_tokens
             make_prompt, params, salt = jobs[index]
             async with self._start_order:
@@ -500,7 +506,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         adapters = await adapters_of(self._client, lora_request, len(inputs))
 
-        async def run_search(index: int, bar: "tqdm[Any]") -> BeamSearchOutput:
+        async def run_search(index: int, bar: CountBar) -> BeamSearchOutput:
             text, ids, salt, images = inputs[index]
             prompt = await self._prompt(text, ids, True, sampling, images)
             search = await BeamSearchGeneration.start(
@@ -521,21 +527,21 @@ class LLM:
         if concurrency_limit is not None:
             num_workers = max(1, min(num_workers, concurrency_limit))
         if self._is_lockstep:
-            # Concurrent searches would start their beams in scheduling order, which may differ
+            # The beams of concurrent searches would start in scheduling order, which may differ
             # between ranks.
             num_workers = 1
         return await _run_all(run_search, len(inputs), num_workers, use_tqdm)
 
 
 async def _run_all(
-    call: "Callable[[int, tqdm[Any]], Coroutine[Any, Any, Result]]",
+    call: Callable[[int, CountBar], Awaitable[Result]],
     count: int,
     num_workers: int,
     use_tqdm: bool,
 ) -> list[Result]:
     """Run `call` for 0 to `count - 1` with a progress bar; returns the results in order."""
     results: dict[int, Result] = {}
-    with tqdm(total=count, desc="Prompts", disable=not use_tqdm) as bar:
+    with CountBar(total=count, desc="Prompts", disable=not use_tqdm) as bar:
 
         async def run(index: int) -> None:
             results[index] = await call(index, bar)
@@ -558,9 +564,9 @@ def _shut_down(
     images: ImageLoader | None,
 ) -> None:
     """Stop everything that an `LLM` started. The finalizer of the LLM calls this function, so it
-    must hold no reference to the LLM."""
+    must not refer to the LLM."""
     if background.is_current_thread:
-        # The garbage collector may run on any thread; the background thread cannot join itself.
+        # The garbage collector may run on any thread, and the background thread cannot join itself.
         arguments = (background, client, template, tokenizer, images)
         threading.Thread(target=_shut_down, args=arguments).start()
         return
@@ -576,8 +582,8 @@ def _shut_down(
 
 
 async def _close(client: EngineClient) -> None:
-    """Close the client, also at interpreter exit: executors accept no work then, and waiting for
-    the engine's thread through an executor raises RuntimeError until the thread has ended."""
+    """Close the client, also during interpreter exit: executors then accept no work, and waiting
+    for the engine's thread in an executor raises RuntimeError until the thread has ended."""
     for _ in range(int(STOP_TIMEOUT_S / CLOSE_RETRY_S)):
         with contextlib.suppress(RuntimeError):
             return await client.close()

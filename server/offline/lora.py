@@ -10,13 +10,13 @@ from engine.transport.messages import LOAD_ADAPTER
 
 class LoRARequest(NamedTuple):
     """A named adapter in a folder, with the fields of vLLM's LoRARequest. The first call that uses
-    the adapter loads it."""
+    it loads it."""
 
     lora_name: str
     lora_int_id: int
-    """Unused: names and contents identify adapters."""
+    """Not used: adapters are identified by name and content."""
     lora_path: str = ""
-    """Folder of the adapter; empty: an adapter of lora_modules."""
+    """Folder of the adapter; empty: an adapter in lora_modules."""
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
@@ -25,13 +25,13 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 async def adapters_of(client: EngineClient, requests: LoRARequests, count: int) -> list[str]:
     """LoRAInfo.content for each of `count` prompts, empty for the base model. Loads adapters that
-    are not loaded. Raises UserError."""
+    are not loaded yet. Raises UserError."""
     given = (
         [requests] * count if requests is None or isinstance(requests, LoRARequest) else [*requests]
     )
     if len(given) != count:
         raise UserError(
-            f"{count} prompts came with {len(given)} lora_request, give one or as many",
+            f"{count} prompts have {len(given)} lora_request, the number must be 1 or {count}",
             param="lora_request",
         )
     contents: dict[LoRARequest | None, str] = {None: ""}
@@ -51,6 +51,7 @@ async def _content(client: EngineClient, request: LoRARequest) -> str:
         known = client.adapters[name]
     elif path and path != known.path:
         raise UserError(
-            f"the adapter {name} is that of {known.path}, not of {path}", param="lora_request"
+            f"the adapter {name} was loaded from {known.path}, not from {path}",
+            param="lora_request",
         )
     return known.content

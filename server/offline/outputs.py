@@ -1,4 +1,4 @@
-"""Return types of `LLM`: the classes and fields of vLLM's offline API."""
+"""Return types of `LLM`, with the class names and fields of vLLM's offline API."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,8 +31,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    """An entry per token, with the chosen and the most likely tokens by id; None unless
-    requested."""
+    """Token id -> log-probability for each output token, with the chosen and the most likely
+    tokens; None unless requested."""
     finish_reason: str | None
     """stop or length."""
     stop_reason: str | int | None
@@ -48,7 +48,8 @@ class RequestOutput:
     """Text of the prompt; None if the prompt came as token ids."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
-    """An entry per prompt token, None for the first token; None unless requested."""
+    """Token id -> log-probability for each prompt token, None for the first token; None unless
+    requested."""
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
@@ -60,11 +61,12 @@ class BeamSearchSequence:
     """A continuation of a prompt."""
 
     tokens: list[int]
-    """Prompt and output, with the end token."""
+    """Prompt and output tokens, including the end token."""
     logprobs: list[dict[int, Logprob]]
-    """An entry per output token, with the token and the most likely tokens by id."""
+    """Token id -> log-probability for each output token, with the chosen and the most likely
+    tokens."""
     cum_logprob: float
-    """Sum over the output tokens, without length penalty."""
+    """Sum of the log-probabilities of the output tokens, without length penalty."""
     text: str | None
     """`tokens` decoded; None without a tokenizer."""
     finish_reason: str
@@ -80,15 +82,15 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """The result of `LLM.encode`."""
+    """Vectors or class probabilities of an input, from `LLM.encode`."""
 
     data: Vectors
-    """float32: (width,), or (tokens, width) for the task token_embed."""
+    """float32 array (width,), or (tokens, width) for the task token_embed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The result of `LLM.embed`."""
+    """Embedding of an input, from `LLM.embed`."""
 
     embedding: list[float]
 
@@ -100,10 +102,10 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The result of `LLM.classify`."""
+    """Class probabilities of an input, from `LLM.classify`."""
 
     probs: list[float]
-    """A probability per label of the model."""
+    """Probability of each label of the model."""
 
     @property
     def num_classes(self) -> int:
@@ -113,7 +115,7 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The result of `LLM.score`."""
+    """Score of a text pair, from `LLM.score`."""
 
     score: float
     """Score; larger means more similar or more relevant."""
@@ -121,27 +123,27 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[OutputData]):
-    """An input and its result."""
+    """An input of a pooling model and its output."""
 
     request_id: str
     outputs: OutputData
     prompt_token_ids: list[int]
-    """Token ids with special tokens; for a pair, of both texts."""
+    """Token ids of the input, including special tokens; for a pair, the ids of both texts."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     finished: bool = True
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Output of `LLM.embed`."""
+    """Entry of the list that `LLM.embed` returns."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Output of `LLM.classify`."""
+    """Entry of the list that `LLM.classify` returns."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Output of `LLM.score`."""
+    """Entry of the list that `LLM.score` returns."""
 
 
 def beam_output(prompt: Prompt, beams: list[Beam], tokenizer: Tokenizer | None) -> BeamSearchOutput:
@@ -197,7 +199,7 @@ def _completion(index: int, output: Output) -> CompletionOutput:
 def _by_id(position: PositionLogprobs) -> dict[int, Logprob]:
     entries = (position.chosen, *position.top)
     return {
-        # Reversed: the entry of the chosen token comes last and wins over its entry in `top`.
+        # Reversed, so that the chosen token comes last and overwrites its entry in `top`.
         entry.token_id: Logprob(entry.logprob, entry.rank, entry.token)
         for entry in reversed(entries)
     }

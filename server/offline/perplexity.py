@@ -15,8 +15,8 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Reading:
-    """Predictions of a model for each token of a text. Readings of the same text and tokenizer have
-    equal tokens."""
+    """Predictions of a model for each token of a text. Two Readings of the same text and tokenizer
+    have the same tokens."""
 
     logprobs: list[float]
     likeliest: list[int]
@@ -24,22 +24,19 @@ class Reading:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean of -log p."""
+        """exp(-mean(log p)) over the tokens."""
         return math.exp(-statistics.fmean(self.logprobs))
 
     def agreement(self, other: "Reading") -> float:
-        """Share of positions where both readings have the same most likely token."""
+        """Fraction of positions where both readings have the same most likely token."""
         pairs = zip(self.likeliest, other.likeliest, strict=True)
         return statistics.fmean(own == other for own, other in pairs)
 
 
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
-    """Split the tokens of a text into windows of at most `size` tokens.
-
-    A window starts with the tokenizer's begin token or, if there is no begin token, with the last
-    token of the previous window. Every token with a predecessor is predicted exactly once, from 1
-    to `size` - 1 earlier tokens.
-    """
+    """Split the tokens of a text into windows of at most `size` tokens. A window starts with the
+    tokenizer's BOS token or, without a BOS token, with the last token of the previous window. Every
+    token with a predecessor is predicted exactly once, from 1 to `size` - 1 earlier tokens."""
     tokenizer = llm.get_tokenizer()
     tokens = tokenizer.encode_now(text, add_special_tokens=False)
     begin = tokenizer.encode_now(text, add_special_tokens=True)[:1]
@@ -65,5 +62,5 @@ def read(llm: LLM, text: str, window: int = WINDOW) -> Reading:
 
 
 def perplexity(llm: LLM, text: str, window: int = WINDOW) -> float:
-    """exp of the mean of -log p over the tokens of `text`; see `windows`."""
+    """exp(-mean(log p)) over the tokens of `text`; see `windows`."""
     return read(llm, text, window).perplexity

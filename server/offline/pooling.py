@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-from tqdm import tqdm
 
 from config.errors import UserError
 from config.params.pooling import TOKEN_EMBED, PoolingParams
+from config.progress import CountBar
 from engine.client.base import EngineClient
 from server.offline.outputs import (
     ClassificationOutput,
@@ -53,7 +53,7 @@ class OfflinePooling:
         parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         if num_images := sum(len(images) for *_, images in parsed):
             raise UserError(
-                f"the prompts have {num_images} images, vectors are made of text only",
+                f"the prompts have {num_images} images, only text can be embedded",
                 param="prompt",
             )
         inputs = await self._inputs(
@@ -64,7 +64,8 @@ class OfflinePooling:
         salts = {salt for _, _, salt, _ in parsed}
         if len(salts) > 1:
             raise UserError(
-                f"the prompts have {len(salts)} cache salts, one call takes 1", param="cache_salt"
+                f"the prompts have {len(salts)} cache salts, a call may have at most 1",
+                param="cache_salt",
             )
         pooling = self._start(inputs, "".join(salts), adapter)
         vectors = await _collect(pooling, use_tqdm)
@@ -79,7 +80,7 @@ class OfflinePooling:
         ]
 
     async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
-        """Score text pairs; returns the score of each pair. Raises UserError."""
+        """Score text pairs; returns an output per pair. Raises UserError."""
         inputs = await pair_inputs(self._processor, pairs)
         pooling = self._start(inputs, "")
         vectors = await _collect(pooling, use_tqdm)
@@ -89,7 +90,7 @@ class OfflinePooling:
         for index, score in enumerate(scores):
             parts = [num_firsts + index]
             if num_firsts:
-                # Each text was an input; a single first text belongs to all pairs.
+                # Each text was a separate input; a single first text belongs to all pairs.
                 parts.insert(0, index if num_firsts > 1 else 0)
             outputs.append(
                 ScoringRequestOutput(
@@ -177,7 +178,7 @@ def classification_outputs(
 
 
 async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
-    with tqdm(total=pooling.num_inputs, desc="Inputs", disable=not use_tqdm) as bar:
+    with CountBar(total=pooling.num_inputs, desc="Inputs", disable=not use_tqdm) as bar:
         async for done in pooling:
             bar.update(len(done))
     return pooling.vectors
@@ -191,7 +192,7 @@ def _task_params(params: Params, task: str, count: int) -> list[PoolingParams]:
         return [msgspec.structs.replace(params, task=task)] * count
     if len(params) != count:
         raise UserError(
-            f"{count} prompts came with {len(params)} pooling_params, give one or as many",
+            f"{count} prompts have {len(params)} pooling_params, the number must be 1 or {count}",
             param="pooling_params",
         )
     return [msgspec.structs.replace(param, task=task) for param in params]

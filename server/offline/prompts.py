@@ -1,4 +1,4 @@
-"""Input forms of prompts and conversations for LLM."""
+"""Parses the input forms of prompts and conversations for LLM."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from server.offline.videos import given_video, is_video
 from server.text.messages import Message
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
-"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or the ids alone."""
+"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of ids."""
 
 
 def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
@@ -27,8 +27,7 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
 def parse_prompt(
     prompt: PromptInput,
 ) -> tuple[str | None, list[int] | None, str, list[MediaSource]]:
-    """Parse a prompt to (text, ids, cache salt, images), with at least a text or ids. Raises
-    UserError."""
+    """Parse a prompt to (text, ids, cache salt, images), with text or ids set. Raises UserError."""
     if isinstance(prompt, str):
         return prompt, None, "", []
     if not isinstance(prompt, Mapping):
@@ -43,7 +42,7 @@ def parse_prompt(
         )
     images = _images(prompt.get("multi_modal_data") or {})
     if images and text is None:
-        raise UserError(f"{len(images)} images need a prompt that is a text", param="prompt")
+        raise UserError(f"{len(images)} images need a prompt that is a string", param="prompt")
     return text, None if ids is None else list(ids), prompt.get("cache_salt") or "", images
 
 
@@ -72,11 +71,11 @@ def _images(data: Any) -> list[MediaSource]:
 
 
 def given_image(image: Any, where: str) -> MediaSource:
-    """MediaSource of a PIL image, the bytes of a file, or a URL. Raises UserError."""
+    """MediaSource of a PIL image, image bytes, or a URL. Raises UserError."""
     if isinstance(image, Image.Image):
         file = io.BytesIO()
         if image.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16"):
-            # PNG does not support the mode.
+            # PNG does not support this mode.
             image = image.convert("RGB")
         # Lossless and fast to write.
         image.save(file, "PNG", compress_level=1)
@@ -92,7 +91,7 @@ def given_image(image: Any, where: str) -> MediaSource:
 
 
 def as_media_parts(messages: Sequence[Message]) -> list[Message]:
-    """Encode PIL images and video frames in messages to bytes."""
+    """Replace PIL images and video frames in messages by encoded bytes."""
     return [
         {**message, "content": [_as_media_part(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
@@ -102,8 +101,8 @@ def as_media_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_media_part(part: Any) -> Any:
-    """Encode the image or video of a part. Key of a PIL image: image_pil in vLLM, image in
-    transformers."""
+    """Encode the image or video of a part. The key of a PIL image is image_pil in vLLM, and image
+    in transformers."""
     if not isinstance(part, Mapping):
         return part
     video = part.get("video")

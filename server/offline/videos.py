@@ -26,8 +26,8 @@ def is_video(value: Any) -> bool:
 
 
 def given_video(video: Any, where: str) -> MediaSource:
-    """Make a MediaSource of a video: bytes of a file, a URL, a uint8 array (frames, height, width,
-    3), or a list of frames, each a PIL image or an array (height, width, 3). Frames may have
+    """Create a MediaSource of a video: bytes of a file, a URL, a uint8 array (frames, height,
+    width, 3), or a list of frames, each a PIL image or an array (height, width, 3). Frames may have
     metadata: (frames, {"fps": 2.0}). Raises UserError."""
     if isinstance(video, str):
         return MediaSource(where, video, kind=VIDEO)
@@ -56,12 +56,13 @@ def _is_frame(value: Any) -> bool:
 
 
 def _sampled_fps(metadata: Mapping[str, Any], num_frames: int, where: str) -> float:
-    """Frames per second of the given frames. `fps` in the metadata is the rate of all
-    total_num_frames frames of the video."""
+    """Frame rate of the given frames. `fps` in the metadata is the frame rate of the original
+    video, which has total_num_frames frames."""
     fps, total = metadata.get("fps") or 0, metadata.get("total_num_frames") or num_frames
     if not isinstance(fps, int | float) or not isinstance(total, int) or fps < 0 or total < 1:
         raise UserError(
-            f"{where} has fps {fps!r} and total_num_frames {total!r}, they must be numbers above 0",
+            f"{where} has fps {fps!r} and total_num_frames {total!r}: fps must be a number of at "
+            "least 0 and total_num_frames an integer of at least 1",
             param="prompt",
         )
     return float(fps) * num_frames / total

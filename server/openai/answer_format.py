@@ -18,7 +18,7 @@ from server.parsers.tool.structural_tag import ToolCallGrammar, object_schema
 from server.text.tokenizer import Tokenizer
 
 _NO_LEADING_WHITESPACE = ("json", "json_object")
-"""Grammars that never start with whitespace, so it can be skipped after the reasoning."""
+"""Kinds of grammars that never start with whitespace: whitespace after the reasoning is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class AnswerFormat:
     """Request field that sets the grammar, for errors."""
     grammar: GrammarSpec | None
     parsers: ChoiceParsers | None
-    """Output parsers; None: the answers are plain text."""
+    """Output parsers; None: the output is plain text."""
     thinking_budget: int | None = None
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
@@ -49,10 +49,10 @@ def answer_format(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """Make the answer format for `prompt`; `body` must have been checked. Raises UserError."""
+    """Create the answer format for `prompt`; `body` must have been validated. Raises UserError."""
     if body.thinking_token_budget is not None and parser_config.reasoning_parser is None:
         raise UserError(
-            "thinking_token_budget needs a server that knows how its model thinks; start it with "
+            "thinking_token_budget requires a reasoning parser; start the server with "
             "--reasoning-parser NAME",
             param="thinking_token_budget",
         )
@@ -67,7 +67,7 @@ def answer_format(
 def _free_text(
     parser_config: ParserConfig, tokenizer: Tokenizer, body: ChatBody, prompt: str
 ) -> AnswerFormat:
-    """Format of free text with optional calls. Calls of strict functions follow their schemas."""
+    """Format of free text with optional calls. Calls to strict functions follow their schemas."""
     is_strict = any(tool["function"].get("strict") for tool in body.visible_tools or ())
     parsers = parser_config.make_parsers(
         tokenizer,
@@ -111,7 +111,8 @@ def _constrained(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """Format with a grammar for the answer, or for calls instead if the model may choose."""
+    """Format with a grammar for the text; if the model may choose to call tools, also with a
+    grammar for the calls."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
     call_reader: ToolCallReader | None = None
     if body.requires_call:
@@ -136,6 +137,16 @@ def _constrained(
     return AnswerFormat(param, _after_reasoning(reasoning, grammar), parsers, budget)
 
 
+def grammar_after_prompt(
+    parser_config: ParserConfig, prompt: str, grammar: GrammarSpec
+) -> GrammarSpec:
+    """`grammar`, extended by the reasoning that may precede it in an answer to `prompt`."""
+    reasoning = parser_config.reasoning_spec(
+        prompt, None, is_wanted=True, skips_blanks=grammar.kind in _NO_LEADING_WHITESPACE
+    )
+    return _after_reasoning(reasoning, grammar)
+
+
 def _refuse_budget(budget: int | None) -> None:
     if budget is not None:
         raise UserError(
@@ -150,7 +161,7 @@ def _after_reasoning(reasoning: ThinkingSpec | None, grammar: GrammarSpec) -> Gr
 
 
 def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGrammar:
-    """Grammar of the calls if the model may choose to call."""
+    """Grammar of the calls, if the model may choose to call tools."""
     functions = [tool["function"] for tool in body.visible_tools or ()]
     return parser_config.tool_call_grammar(
         {

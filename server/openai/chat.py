@@ -1,4 +1,5 @@
-"""POST /v1/chat/completions and its token count."""
+"""POST /v1/chat/completions, and /v1/chat/completions/input_tokens, which counts the tokens of a
+prompt."""
 
 from functools import partial
 from typing import Any
@@ -12,13 +13,13 @@ from server.http.openapi import ANSWERS, GENERATES, takes
 from server.openai.chat_request import count_prompt_tokens, start_chat
 from server.openai.chunks import ChatChunks
 from server.openai.schema.chat import ChatBody
-from server.serving.choices import ChoiceOutput, consumed, encoded_chat_logprobs, prompt_logprobs_of
+from server.serving.choices import ChoiceOutput
 from server.serving.job import ServingRequest, collect_choices, stream_response
 from server.serving.state import AppState
 
 
 def chat_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes of chat completions, and of the token count of a chat prompt."""
     router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
     @router.post(
@@ -57,25 +58,20 @@ def chat_routes(state: AppState) -> APIRouter:
 def _whole(job: ServingRequest, choices: list[ChoiceOutput], echo: str) -> dict[str, Any]:
     shown = [_choice(job, index, choice, echo) for index, choice in enumerate(choices)]
     answer = job.answer("chat.completion", shown)
-    width = job.body.prompt_logprobs
-    found = None if width is None else job.generation.prompt_logprobs[0]
-    answer["prompt_logprobs"] = prompt_logprobs_of(found, width or 0)
+    answer["prompt_logprobs"] = job.prompt_logprobs(0)
     has_ids = job.body.return_token_ids
     answer["prompt_token_ids"] = job.prompts[0].token_ids if has_ids else None
     return answer
 
 
 def _choice(job: ServingRequest, index: int, choice: ChoiceOutput, echo: str) -> dict[str, Any]:
-    has_logprobs = job.params.logprobs is not None
     assert isinstance(job.body, ChatBody)
     has_reasoning = job.parsers is not None and job.parsers.has_reasoning
     shows_reasoning = has_reasoning and job.body.include_reasoning is not False
     return {
         "index": index,
         "message": choice.message.to_dict(echo, shows_reasoning=shows_reasoning),
-        "logprobs": encoded_chat_logprobs(consumed(choice.logprobs), job.token_formatter)
-        if has_logprobs
-        else None,
+        "logprobs": job.chat_logprobs(choice),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "token_ids": choice.token_ids if job.body.return_token_ids else None,

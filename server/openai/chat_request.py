@@ -1,19 +1,22 @@
-"""Convert chat messages to a prompt and a running request, for all endpoints with messages."""
+"""Converts chat messages to a prompt and a running request, for all endpoints with messages."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
 
 from config.errors import PromptTooLong, UserError
+from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.json_encoder import weighs_more
 from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
-from server.openai.answer_format import answer_format
+from server.openai.answer_format import AnswerFormat, answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.openai.schema.structured import place_of
 from server.serving.job import ServingRequest, check_grammar, start_job
@@ -22,12 +25,14 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 INLINE_PARTS = 2_000
-"""Maximum messages and parts that are checked on the event loop, about a millisecond."""
+"""Maximum number of messages and parts that are validated on the event loop, about a
+millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """Prompt text of a chat, with marks in the texts of the caller."""
+    """Prompt text of a chat. Control tokens in the caller's texts are marked (see
+    server/text/control_tokens.py)."""
 
     text: str
     images: list[ProcessedImage]
@@ -43,7 +48,7 @@ class RenderedChat:
         return replace(prompt, images=placed)
 
     def check_truncation(self, keep: int | None) -> None:
-        """Raise UserError for truncation of a prompt with images: it might cut an image."""
+        """Raise UserError for truncation of a prompt with images, which might cut an image."""
         if self.images and keep is not None:
             raise UserError(
                 f"truncate_prompt_tokens is {keep}, and the prompt has {len(self.images)} images, "
@@ -53,8 +58,8 @@ class RenderedChat:
 
 
 async def render(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """Render the prompt text of a chat and load its images. A uuid finds only images that the API
-    key of `request` sent. Raises UserError and Overloaded."""
+    """Render the prompt text of a chat and load its images. A uuid refers only to images sent with
+    the same API key as `request`. Raises UserError and Overloaded."""
     record = record_of(request.scope)
     client = record.owner or record.client
     inputs = state.images
@@ -92,10 +97,21 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
 
 
 async def render_watched(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """Call `render`, and cancel it when the client disconnects: fetches and images take seconds.
+    """Call `render`, and cancel it when the client disconnects, since loading images takes seconds.
     Raises UserError, Overloaded and ClientGone."""
     with CancelOnDisconnect(request.receive):
         return await render(state, request, body)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A chat that is ready for the engine."""
+
+    model: str
+    prompt: Prompt
+    images: list[ProcessedImage]
+    params: SamplingParams
+    answers: AnswerFormat
 
 
 async def start_chat(
@@ -103,17 +119,34 @@ async def start_chat(
 ) -> ServingRequest:
     """Start answering `body`. Raises UserError and Overloaded; an error leaves no request in the
     engine."""
+    with limit_named(body):
+        chat = await prepare_chat(state, request, body)
+        return await start_job(
+            state,
+            request,
+            body,
+            id_prefix=id_prefix,
+            model=chat.model,
+            params=chat.params,
+            prompts=[chat.prompt],
+            param="messages",
+            parsers=chat.answers.parsers,
+        )
+
+
+@contextlib.contextmanager
+def limit_named(body: ChatBody) -> Iterator[None]:
+    """Replace max_tokens in errors by the field that sets the limit of `body`."""
     try:
-        return await _start_chat(state, request, body, id_prefix)
+        yield
     except UserError as error:
         if error.param == "max_tokens":
             error.param = body.limit_field
         raise
 
 
-async def _start_chat(
-    state: AppState, request: Request, body: ChatBody, id_prefix: str
-) -> ServingRequest:
+async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> PreparedChat:
+    """Check and render `body`. Raises UserError and Overloaded."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(
@@ -122,7 +155,7 @@ async def _start_chat(
         logprobs=body.num_logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    if body.visible_tools and body.tool_choice in (None, "auto"):
+    if body.may_call:
         state.parser_config.check_auto_tool_choice()
     rendered = await _rendered(state, request, body)
     rendered.check_truncation(body.truncate_prompt_tokens)
@@ -147,23 +180,13 @@ async def _start_chat(
         text,
         wants_reasoning=body.wants_reasoning(state.template_defaults),
     )
-    # Building the grammar of a few tools also takes long.
+    # Building a grammar is slow even for a few tools.
     is_long = body.visible_tools or body.is_large
     answers = await asyncio.to_thread(make_format) if is_long else make_format()
     if answers.grammar is not None:
         place = place_of(answers.param, body.response_format)
         await check_grammar(state, request, answers.param, answers.grammar, place=place)
-    return await start_job(
-        state,
-        request,
-        body,
-        id_prefix=id_prefix,
-        model=model,
-        params=answers.sampling(params),
-        prompts=[prompt],
-        param="messages",
-        parsers=answers.parsers,
-    )
+    return PreparedChat(model, prompt, rendered.images, answers.sampling(params), answers)
 
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
@@ -188,7 +211,7 @@ async def _rendered(state: AppState, request: Request, body: ChatBody) -> Render
     try:
         return await render_watched(state, request, body)
     except TextTooLong:
-        # Clients shorten a conversation if the error names the context length instead of
+        # Clients shorten a conversation if the error names the context length in tokens, not
         # characters.
         tokenizer, most = state.text_tokenizer("messages"), state.max_model_len
         least = await asyncio.to_thread(lambda: tokenizer.least_tokens(body.text, most))

@@ -1,8 +1,5 @@
-"""Stream chunks of deltas, for chat and completions.
-
-Nearly every chunk has only text: the text is written between a fixed head and tail. Other chunks go
-through the JSON encoder.
-"""
+"""Stream chunks for chat and completions. Nearly every chunk has only text, which is inserted
+between a fixed prefix and suffix. Other chunks go through the JSON encoder."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +13,7 @@ from server.serving.job import ServingRequest
 
 
 class _Chunks:
-    """Common part of the chunks of chat and completions."""
+    """Base of the chunk writers of chat and completions."""
 
     def __init__(self, job: ServingRequest, kind: str) -> None:
         self._job = job
@@ -26,7 +23,7 @@ class _Chunks:
         self._has_ids = bool(job.body.return_token_ids)
         self._has_usage = job.includes_usage_in_chunks
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        """Whether all chunks but the last have only text."""
+        """Whether all chunks except the last have only text."""
 
     async def ending(self) -> bytes:
         if not self._job.includes_usage:
@@ -68,7 +65,7 @@ class ChatChunks(_Chunks):
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
 
     def _parsed(self, delta: Delta) -> bytes:
-        """Chunks of the parsed events of `delta`, and a chunk for the end of the choice."""
+        """Chunks for the parser events of `delta`, and a chunk for the end of the choice."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
         finish_reason = None if delta.finish_reason is None else self._job.finish_reason(delta)
         if finish_reason is not None:
@@ -101,7 +98,8 @@ class ChatChunks(_Chunks):
         }
         extra = self._extra()
         if extra and is_first:
-            # The chunk has no text yet: clients take the next chunk's tokens as the first.
+            # This chunk has no text yet, so its usage has no output tokens: clients attribute the
+            # first output tokens to the next chunk.
             extra = {"usage": self._job.usage_of_prompt()}
         if self._has_ids:
             extra["prompt_token_ids"] = self._job.prompts[0].token_ids
@@ -118,7 +116,7 @@ class ChatChunks(_Chunks):
         return self._envelope.chunk(choice, self._extra() if self._has_usage else None)
 
     def _choice_chunk(self, delta: Delta, payload: dict[str, Any]) -> bytes:
-        """Chunk with `payload` and all of `delta` except its text."""
+        """Chunk with `payload`, and everything in `delta` except its text."""
         choice: dict[str, Any] = {
             "index": delta.index,
             "delta": payload,
@@ -135,18 +133,18 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """Chunks of /v1/completions. If echo is set, the first chunk of a choice has the prompt."""
+    """Chunks of /v1/completions. The first chunk of a choice has the prompt if echo is set."""
 
     def __init__(
         self, job: ServingRequest, prompt_texts: list[str] | None, hidden: frozenset[int]
     ) -> None:
-        """`prompt_texts`: set with echo. `hidden`: token ids without text."""
+        """`prompt_texts`: set with echo. `hidden`: ids of tokens without text."""
         super().__init__(job, "text_completion")
         self._prompt_texts = prompt_texts
         num_choices = len(job.prompts) * job.params.n
         self._buffered: list[Delta] = []
-        """Deltas of choices that must echo prompt log-probabilities, which arrive with the first
-        delta of the prompt's first choice."""
+        """Deltas of choices that must first echo prompt log-probabilities, which arrive with the
+        first delta of the prompt's first choice."""
         self._writers = [TextLogprobs(job.token_formatter, hidden) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
@@ -206,7 +204,7 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        # An echoed prompt may be long; job.py then calls this method on a thread.
+        # An echoed prompt may be long; job.py calls this method on a thread then.
         line = long_json_line if is_first else json_line
         return self._envelope.chunk(line(choice), self._extra())
 
@@ -214,7 +212,7 @@ class CompletionChunks(_Chunks):
 def echo_logprobs(
     job: ServingRequest, prompt_index: int, writer: TextLogprobs, text: str
 ) -> dict[str, Any]:
-    """The logprobs object of an echoed prompt; `writer` continues after it."""
+    """The logprobs object of an echoed prompt; `writer` continues with the generated text."""
     tokenizer = job.state.tokenizer
     first_id = job.prompts[prompt_index].token_ids[0]
     data = tokenizer.token_bytes(first_id) if tokenizer else b""

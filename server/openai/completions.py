@@ -1,6 +1,7 @@
 """POST /v1/completions: completions of texts or token ids, whole or streamed."""
 
 import asyncio
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ from server.serving.choices import (
     consumed,
     joined_logprobs,
     most_likely,
-    prompt_logprobs_of,
 )
 from server.serving.job import (
     ServingRequest,
@@ -41,13 +41,13 @@ from server.serving.prompts import encode_prompt
 from server.serving.state import AppState
 
 INLINE_IDS = 10_000
-"""Maximum token ids of a prompt that are checked on the event loop, about a millisecond."""
+"""Maximum number of token ids that are validated on the event loop, about a millisecond."""
 PROMPTS_AT_ONCE = 16
-"""Prompts that are encoded before the event loop runs other requests: some milliseconds."""
+"""Prompts to encode before the event loop runs other requests: a few milliseconds."""
 
 
 def completion_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Route of text completions."""
     router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
     @router.post(
@@ -72,27 +72,44 @@ def completion_routes(state: AppState) -> APIRouter:
 async def _start(state: AppState, request: Request) -> ServingRequest:
     state.generation_pipeline()
     body = await parse(CompletionBody, await state.bodies.read_object(request))
+    completion = await prepare_completion(state, request, body)
+    return await start_job(
+        state,
+        request,
+        body,
+        id_prefix="cmpl-",
+        model=completion.model,
+        params=completion.params,
+        prompts=completion.prompts,
+        param="prompt",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """Prompts that are ready for the engine."""
+
+    model: str
+    prompts: list[Prompt]
+    params: SamplingParams
+
+
+async def prepare_completion(
+    state: AppState, request: Request, body: CompletionBody
+) -> PreparedCompletion:
+    """Check and encode `body`. Raises UserError and Overloaded."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await _params(state, body)
     prompts = await _prompts(state, body, params)
     if state.config.enable_log_requests:
         for prompt in prompts:
-            log_prompt(record_of(request.scope), prompt.text or repr(prompt.token_ids))
+            log_prompt(record_of(request.scope), prompt.text or prompt.token_ids)
     constraint = await body.on_thread_if_large(lambda: body.constraint)
     if constraint is not None:
         place = place_of(constraint[0], body.response_format)
         await check_grammar(state, request, *constraint, place=place)
-    return await start_job(
-        state,
-        request,
-        body,
-        id_prefix="cmpl-",
-        model=model,
-        params=params,
-        prompts=prompts,
-        param="prompt",
-    )
+    return PreparedCompletion(model, prompts, params)
 
 
 async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
@@ -103,7 +120,7 @@ async def _params(state: AppState, body: CompletionBody) -> SamplingParams:
     if body.num_drawn > num_choices:
         check_comparable(state.generation_pipeline().ready.logprobs_mode, "best_of")
         if logprobs is None:
-            # Log-probabilities are needed to select the most likely choices.
+            # Selecting the most likely choices requires log-probabilities.
             logprobs = 0
     params = await body.sampling_params(
         state.sampling_defaults,
@@ -118,7 +135,7 @@ async def _prompts(state: AppState, body: CompletionBody, params: SamplingParams
     keep, numbers_of = body.truncate_prompt_tokens, numbers_of_ids(body.prompt)
     longest = max(numbers_of, default=0)
     if keep is None and longest > state.max_model_len:
-        # Refuse a long prompt before checking millions of ids.
+        # Reject a long prompt before checking millions of ids.
         raise PromptTooLong(longest, body.limit, state.max_model_len, param="prompt")
     given = (
         await asyncio.to_thread(body.prompts) if sum(numbers_of) > INLINE_IDS else body.prompts()
@@ -161,7 +178,7 @@ async def _echoed_texts(job: ServingRequest) -> list[str]:
 
 
 def _prompt_texts(job: ServingRequest) -> list[str]:
-    """Prompts for echo: the texts as sent, or the text of the token ids with special tokens."""
+    """Prompts for echo: the text as sent, or the decoded token ids including special tokens."""
     tokenizer = job.state.tokenizer
     return [
         prompt.text
@@ -188,7 +205,7 @@ def _whole(
     num_kept = body.n or 1
     if num_kept < body.num_drawn:
         choices = most_likely(choices, body.num_drawn, num_kept)
-    # JSON of a choice takes a fifth of the memory of its objects.
+    # Encoded JSON of a choice takes a fifth of the memory of its objects.
     shown = [
         msgspec.Raw(encode_json(_choice(job, body, index, choice, texts)))
         for index, choice in enumerate(choices)
@@ -204,15 +221,13 @@ def _choice(
     texts: list[str] | None,
 ) -> dict[str, Any]:
     prompt_index = index // (body.n or 1)
-    width = body.prompt_logprobs
-    found = None if width is None else job.generation.prompt_logprobs[prompt_index]
     return {
         "index": index,
         "text": choice.text if texts is None else texts[prompt_index] + choice.text,
         "logprobs": None if body.logprobs is None else _logprobs(job, prompt_index, choice, texts),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "prompt_logprobs": prompt_logprobs_of(found, width or 0),
+        "prompt_logprobs": job.prompt_logprobs(prompt_index),
         "token_ids": choice.token_ids if body.return_token_ids else None,
         "prompt_token_ids": job.prompts[prompt_index].token_ids if body.return_token_ids else None,
     }

@@ -1,5 +1,6 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters at run time, from folders below
---lora-dir. The routes exist with --allow-runtime-lora-updating, and need API keys."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: loads and unloads adapters at run time,
+from folders below --lora-dir. The routes are enabled by --allow-runtime-lora-updating, and need API
+keys."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +27,7 @@ MAX_NAMES_SHOWN = 10
 
 
 class LoadAdapterBody(Body):
-    """An adapter to serve."""
+    """An adapter to load."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"lora_name": "sql", "lora_path": "sql-lora"}}
@@ -38,7 +39,7 @@ class LoadAdapterBody(Body):
 
 
 class UnloadAdapterBody(Body):
-    """An adapter to serve no longer."""
+    """An adapter to unload."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "sql"}})
 
@@ -47,7 +48,7 @@ class UnloadAdapterBody(Body):
 
 
 def lora_routes(state: AppState) -> APIRouter:
-    """The routes."""
+    """Routes that load and unload LoRA adapters."""
     router = APIRouter(tags=["LoRA"], responses=ANSWERS)
 
     @router.post(
@@ -100,7 +101,7 @@ def _no_such_adapter(state: AppState, name: str) -> NotFound:
     shown = ", ".join(served[:MAX_NAMES_SHOWN])
     if len(served) > MAX_NAMES_SHOWN:
         shown += f" and {len(served) - MAX_NAMES_SHOWN} others"
-    known = f"this server has {shown}" if served else "this server has no adapter now"
+    known = f"this server has {shown}" if served else "no adapter is loaded"
     return NotFound(
         f"The adapter '{name[:200]}' does not exist; {known} (GET /v1/models lists them). "
         "POST /v1/load_lora_adapter adds one.",
@@ -109,8 +110,8 @@ def _no_such_adapter(state: AppState, name: str) -> NotFound:
 
 
 def allowed_folder(config: ServerConfig) -> str:
-    """The folder that contains all adapters. Raises UserError, which names the missing flags, if
-    the server has no --lora-dir or no API keys: without keys, anybody could change the served
+    """The folder that must contain all adapters. Raises UserError, which names the missing flags,
+    if the server has no --lora-dir or no API keys: without keys, anybody could change the served
     models."""
     if config.lora_dir is not None and config.has_api_keys:
         return config.lora_dir
@@ -132,20 +133,19 @@ def _check_name(state: AppState, name: str) -> None:
             param="lora_name",
         )
     if name in state.model_names or name in state.client.adapters:
-        raise UserError(f"lora_name is {name!r}, which is served already", param="lora_name")
+        raise UserError(f"lora_name is {name!r}, which is already loaded", param="lora_name")
 
 
 def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
-    """Resolve `lora_path`, a folder or file, relative to `lora_dir` or absolute. Follows symbolic
-    links; raises NotFound for a missing path or a path outside of `lora_dir`, without revealing
-    which."""
+    """Resolve `lora_path`, a folder or file, relative to `lora_dir` or absolute. Follows symlinks.
+    Raises NotFound, with the same message if the path does not exist or is outside `lora_dir`."""
     try:
         root = Path(lora_dir).resolve(strict=True)
         folder = (root / body.lora_path).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
         folder = None
     is_below = folder is not None and folder.is_relative_to(root)
-    # Errors name the path as it was sent, and an empty path names nothing.
+    # Errors name the path as it was sent, so an empty path is rejected.
     if (
         not body.lora_path
         or folder is None

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}. An id may hold slashes."""
+"""GET /v1/models and /v1/models/{id}. An id may contain slashes."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from server.serving.state import AppState
 
 
 def model_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes that list the served models."""
     router = APIRouter(tags=["OpenAI"], responses=ANSWERS)
 
     @router.get("/v1/models", summary="The models served here")

@@ -19,13 +19,13 @@ from server.serving.state import AppState
 from server.text.tokenizer import Tokenizer
 
 INLINE_IDS = 10_000
-"""Maximum tokens that are decoded on the event loop, about a millisecond."""
+"""Maximum number of tokens that are decoded on the event loop, about a millisecond."""
 IDS_PER_VALUE = 5
-"""Token ids that are encoded as fast as a value of another answer."""
+"""Number of token ids that take as long to encode as a JSON value of other responses."""
 
 
 def tokenize_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes of /tokenize, /detokenize and /tokenizer_info."""
     router = APIRouter(tags=["Tokens"], responses=ANSWERS)
 
     @router.post(

@@ -1,7 +1,7 @@
 // The view of the server: its load, and what its launches and requests did. Without fresh data it shows none.
 
-import { byId } from "./dom.js";
-import { count, percent } from "./format.js";
+import { byId, element } from "./dom.js";
+import { count, percent, seconds } from "./format.js";
 import { drawRecent } from "./recent.js";
 import { onServer, server } from "./server_state.js";
 import { drawShapes, setUpShapes } from "./shapes.js";
@@ -31,12 +31,17 @@ function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compila
 
 const FIGURES = "running open waiting waiting-tokens kv kv-blocks hits misses padding padded graphs compiled".split(" ");
 
+const restart = ({ engine, ended, seconds: pause, reason }) =>
+  element("li", `${new Date(ended * 1000).toLocaleTimeString()}: engine ${engine} was back after ${seconds(pause)}: ${reason}`);
+
 function draw() {
   const { facts } = server;
   const shown = facts ? figures(facts) : {};
   for (const id of FIGURES) byId(id).textContent = shown[id] ?? (byId(id).tagName === "OUTPUT" ? "–" : "");
   byId("kv-bar").value = facts?.load.blocks_total ? facts.load.blocks_used / facts.load.blocks_total : 0;
-  byId("docs-link").hidden = facts !== null && !facts.has_docs;
+  for (const link of document.querySelectorAll("[data-docs]")) link.hidden = facts !== null && !facts.has_docs;
+  byId("restarts").hidden = !facts?.restarts.length;
+  byId("restart-list").replaceChildren(...[...(facts?.restarts ?? [])].reverse().map(restart));
   // A busy engine may not report its launches in time: the last ones stay.
   if (!facts || facts.shapes) drawShapes(facts?.shapes ?? null);
   drawRecent(facts?.recent ?? null);

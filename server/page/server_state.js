@@ -5,11 +5,11 @@ import { forgetKey, hasKey, request } from "./api.js";
 const INTERVAL_MS = 2000;
 const WORDS = {
   unreachable: () => "The server cannot be reached. The page tries again every two seconds.",
-  starting: (state) => `${stage(state.progress)}. It takes no requests yet.`,
-  restarting: () => "The engine has ended and is being restarted. Requests wait until it is ready.",
+  starting: (state) => `${stage(state.progress)}. It accepts no requests yet.`,
+  restarting: ({ reason }) => `The engine is being restarted: ${reason}. Requests wait until it is ready.`,
   draining: () => "The server is shutting down. It takes no new requests.",
   sleeping: () => "The model is asleep. POST /wake_up wakes it.",
-  failed: () => "The engine has failed. The server's log says why.",
+  failed: ({ reason }) => `The engine has failed: ${reason}. The server's log says more.`,
 };
 
 const stage = (progress) => (progress === "starting" ? "The server is starting" : `The server is starting: ${progress}`);

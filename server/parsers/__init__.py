@@ -1,4 +1,2 @@
-"""Parsers of model output: reasoning, text and tool calls, streamed.
-
-registry.py turns a name into a parser.
-"""
+"""Streaming parsers of model output: reasoning, text and tool calls. registry.py maps names to
+parsers."""

@@ -1,5 +1,5 @@
-"""Harmony format of gpt-oss: the channel `analysis` is reasoning, `final` is text, and a message to
-a function is a tool call."""
+"""Harmony format of gpt-oss: the channel `analysis` is reasoning, `final` is text, and messages to
+functions are tool calls."""
 
 import re
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ _TO = f"{_CHANNEL}commentary to="
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _INTERNAL = ("assistant", "browser", "container", "python")
-"""Recipients that are not functions of the request: the model itself, and built-in tools of its
-training."""
+"""Recipients that are not functions of the request: the model itself, and built-in tools that it
+was trained with."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyReasoning(ReasoningFormat):
-    """Tags of a message: a header up to `<|message|>`, then the content."""
+    """Tags of Harmony messages: a header up to `<|message|>`, then the content."""
 
     start_tags: tuple[str, ...] = (f"{_CHANNEL}analysis{_MESSAGE}",)
     end_tags: tuple[str, ...] = (_END,)
@@ -57,15 +57,15 @@ class HarmonyReasoning(ReasoningFormat):
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of an answer; whitespace in messages is always kept. A call is a separate
-        message, so it never ends the reasoning."""
+        """A parser for an answer; whitespace in messages is always kept. Calls are separate
+        messages, so they never end the reasoning."""
         return HarmonyReasoningParser(self, is_inside=is_inside)
 
 
 class HarmonyReasoningParser(ReasoningParser):
-    """Splits messages into reasoning and text. Calls stay in the text with a normalized header, for
+    """Splits messages into reasoning and text. Calls stay in the text, with a normalized header for
     `HarmonyToolCalls`; all other tags are removed. Consecutive reasoning messages, or text
-    messages, are joined by a line break."""
+    messages, are joined with a line break."""
 
     def __init__(self, form: HarmonyReasoning, *, is_inside: bool) -> None:
         super().__init__(is_inside=is_inside)
@@ -73,7 +73,7 @@ class HarmonyReasoningParser(ReasoningParser):
         self._is_inside = is_inside
         self._in_call = False
         self._sink: Sink = self._output.add_text
-        """Receives the content of the current message."""
+        """Receiver of the current message's content."""
         self._has_text = False
 
     def _run(self) -> Steps[None]:
@@ -81,7 +81,7 @@ class HarmonyReasoningParser(ReasoningParser):
         if self._is_inside:
             self._sink = self._output.add_reasoning
         else:
-            # The prompt ends with the author; a recipient may follow it.
+            # The prompt ends after the author; a recipient may follow.
             word = yield from source.accept(*form.begins, " to=")
             if word:
                 yield from self._read_header(word)
@@ -112,7 +112,7 @@ class HarmonyReasoningParser(ReasoningParser):
             return
         source.take(len(head))
         if not (yield from source.accept(_MESSAGE)):
-            # The tag before the call's arguments is missing.
+            # The tag before the arguments of the call is missing.
             name, brace, arguments = head.partition("{")
             if not (brace and _RECIPIENT.search(name)):
                 self._output.add_text(word + head)

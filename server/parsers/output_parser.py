@@ -1,4 +1,4 @@
-"""Parser of a choice: reasoning first, then text and tool calls."""
+"""Output parser of a choice: reasoning first, then text and tool calls."""
 
 from collections.abc import Callable
 
@@ -15,10 +15,10 @@ from server.parsers.tool.base import ToolCallParser, ToolCallReader
 
 
 class OutputParser:
-    """Chains a reasoning parser and a tool parser, which gets the text of the reasoning parser.
+    """Chains a reasoning parser and a tool parser, which gets the text from the reasoning parser.
 
-    Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, whitespace at
-    both ends of the text is dropped.
+    Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, leading and
+    trailing whitespace of the text is dropped.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""All parsers by the names of --tool-call-parser and --reasoning-parser, and the resolution of
-`auto` by the chat template."""
+"""All parsers by the names of --tool-call-parser and --reasoning-parser. Resolves `auto` from the
+chat template."""
 
 from dataclasses import fields
 
@@ -16,21 +16,21 @@ TOOL_CALL_FORMATS = formats_of(TOOL_PARSERS.all)
 REASONING_FORMATS = formats_of(REASONING_PARSERS.all)
 
 GENERIC_TOOL_PARSER = "hermes"
-"""Parser of the call format in the instructions of server/text/tool_template.py."""
+"""Parser of the call format that server/text/tool_template.py describes to the model."""
 
 
 def tool_parser_of(template: str) -> str | None:
-    """The name of the tool parser for a chat template; None if it is not recognised."""
+    """Name of the tool parser for a chat template; None if the template is not recognised."""
     return of_template(TOOL_PARSERS.all, template)
 
 
 def reasoning_parser_of(template: str) -> str | None:
-    """The name of the reasoning parser for a chat template; None if it is not recognised."""
+    """Name of the reasoning parser for a chat template; None if the template is not recognised."""
     return of_template(REASONING_PARSERS.all, template)
 
 
 def words_of(form: ToolCallReader | ReasoningFormat) -> frozenset[str]:
-    """All texts that a parser searches for; some may be special tokens."""
+    """All texts that a parser searches for; some of them may be special tokens."""
     values = [getattr(form, field.name) for field in fields(form)]
     inner = [words_of(value) for value in values if isinstance(value, ToolCallReader)]
     words = [word for value in values for word in (value if isinstance(value, tuple) else (value,))]

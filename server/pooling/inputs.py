@@ -1,4 +1,4 @@
-"""Convert texts, pairs of texts or token ids into checked inputs of a pooling model."""
+"""Converts texts, pairs of texts or token ids to validated inputs of a pooling model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from server.text.pooling_inputs import Text, TextInputOptions
 from server.text.tokenizer import Tokenizer, TooManyCharacters
 
 MAX_NUMBERS = 2**24
-"""Maximum numbers in a response: 64 MiB, or five times as much as JSON; 2048 vectors of 8192
-numbers."""
+"""Maximum number of values in a response, such as 2048 vectors of 8192 values: 64 MiB, or five
+times as much as JSON."""
 _NAMES_SHOWN = 10
 
 
@@ -31,27 +31,27 @@ class InputOptions:
     param: str = "input"
     """Field with the inputs, for errors."""
     is_list: bool = True
-    """Whether the field is a list; errors then have an index."""
+    """Whether the field is a list; errors then include an index."""
     truncate: int | None = None
     """Truncate inputs to this many tokens; -1: to the model's maximum."""
     keep_end: bool = False
     special: bool = True
     """Whether special tokens are added to texts."""
     prompt_name: str | None = None
-    """Name of the model's prompt that precedes a text; None: the default prompt."""
+    """Name of the model's prompt that is put before a text; None: the default prompt."""
     max_first_tokens: int | None = None
-    """Truncate the first text of a pair to this many tokens."""
+    """Truncate a single text, or the first text of a pair, to this many tokens."""
     max_second_tokens: int | None = None
 
     def item(self, index: int) -> str:
-        """Name of an input in errors."""
+        """Name of an input, for errors."""
         return f"{self.param}[{index}]" if self.is_list else self.param
 
 
 def make_input_processor(
     ready: Ready | None, tokenizer: Tokenizer | None
 ) -> "InputProcessor | None":
-    """Make the input processor of a pooling model; None for a generative model."""
+    """Create the input processor of a pooling model; None for a generative model."""
     if ready is None or ready.pooling is None:
         return None
     return InputProcessor(
@@ -63,13 +63,13 @@ def not_a_pooling_model() -> UserError:
     """The error for a pooling request to a generative model."""
     return UserError(
         "This model generates text; this route needs a pooling model: serve one, or serve this "
-        "model with --convert embed.",
+        "model with --runner pooling.",
         param="model",
     )
 
 
 class InputProcessor:
-    """Prepares inputs of a model. Raises UserError, which names the input by its index."""
+    """Prepares inputs for a model. Raises UserError, which gives the index of the input."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class InputProcessor:
     ) -> None:
         self.facts = facts
         self.max_tokens = max_model_len
-        """Maximum length of an input."""
+        """Maximum tokens of an input."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
@@ -93,7 +93,7 @@ class InputProcessor:
         facts = self.facts
         if params.task not in facts.tasks:
             raise UserError(
-                f"task is {params.task!r}, this model can {', '.join(facts.tasks)}",
+                f"task is {params.task!r}, this model supports {', '.join(facts.tasks)}",
                 param=param,
             )
         if params.dimensions is None or params.dimensions == self._width(params):
@@ -115,7 +115,7 @@ class InputProcessor:
 
     def check_size(self, inputs: Sequence[PoolingInput], param: str = "input") -> None:
         """Raise UserError, for the field `param`, if the results of `inputs`, all with the same
-        task, have more than MAX_NUMBERS numbers."""
+        task, have more than MAX_NUMBERS values."""
         params = inputs[0].params
         rows = len(inputs)
         if params.task == TOKEN_EMBED:
@@ -123,13 +123,13 @@ class InputProcessor:
         count = rows * (params.dimensions or self._width(params))
         if count > MAX_NUMBERS:
             raise UserError(
-                f"the answer would have {count} numbers, at most {MAX_NUMBERS} may be asked for at "
-                "once: send fewer or shorter inputs",
+                f"the response would have {count} numbers, at most {MAX_NUMBERS} are allowed: "
+                "send fewer or shorter inputs",
                 param=param,
             )
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
-        """Make inputs from texts or pairs; the model's prompt precedes single texts."""
+        """Create inputs from texts or pairs; the model's prompt is put before single texts."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)
@@ -173,7 +173,7 @@ class InputProcessor:
     async def prompts(
         self, prompts: Texts | TokenLists, options: InputOptions
     ) -> list[PoolingInput]:
-        """Make inputs from texts or from token ids."""
+        """Create inputs from texts or from token ids."""
         texts = [item for item in prompts if isinstance(item, str)]
         if texts:
             return await self.texts(texts, options)
@@ -182,7 +182,8 @@ class InputProcessor:
         )
 
     async def rendered(self, text: str, options: InputOptions) -> list[PoolingInput]:
-        """Make an input from text that a chat template rendered; the text may have marks."""
+        """Create an input from text that a chat template rendered. Control tokens in the caller's
+        text may be marked (see server/text/control_tokens.py)."""
         assert self._tokenizer is not None, "a template has rendered"
         most = self.limit(options.truncate)
         try:
@@ -202,7 +203,7 @@ class InputProcessor:
     async def token_lists(
         self, lists: Sequence[list[int]], options: InputOptions
     ) -> list[PoolingInput]:
-        """Make inputs from token ids."""
+        """Create inputs from token ids."""
         if sum(map(len, lists)) > MANY_IDS:
             return await asyncio.to_thread(self._token_lists, lists, options)
         return self._token_lists(lists, options)
@@ -232,13 +233,14 @@ class InputProcessor:
         return self.facts.token_width if params.task == TOKEN_EMBED else self.facts.width
 
     def limit(self, truncate: int | None) -> int:
-        """Maximum tokens of an input with truncation to `truncate`. Raises UserError."""
+        """Maximum tokens of an input with the option `truncate` (see InputOptions). Raises
+        UserError."""
         if truncate is None or truncate == -1:
             return self.max_tokens
         if not 1 <= truncate <= self.max_tokens:
             raise UserError(
                 f"truncate_prompt_tokens is {truncate}, it must be -1, or between 1 and "
-                f"{self.max_tokens}, which is all that the model takes",
+                f"{self.max_tokens}, the maximum input length of the model",
                 param="truncate_prompt_tokens",
             )
         return truncate
@@ -271,8 +273,9 @@ class InputProcessor:
     async def _num_prompt_tokens(
         self, tokenizer: Tokenizer, prefix: str, options: InputOptions
     ) -> int:
-        """Tokens of the prompt with leading special tokens, counted as in sentence-transformers: a
-        trailing special token is left out, since the prompt precedes a text."""
+        """Number of tokens of the prompt, including leading special tokens. As in
+        sentence-transformers, a trailing special token is not counted, since a text follows the
+        prompt."""
         rule = TextInputOptions(
             self.max_tokens, special=options.special, lowercase=self.facts.lowers_case
         )

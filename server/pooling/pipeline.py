@@ -1,4 +1,4 @@
-"""Run the inputs of a pooling request in the engine, a bounded number at a time, and encode their
+"""Runs the inputs of a pooling request in the engine, with limited concurrency, and encodes their
 vectors as JSON numbers, base64 or packed bits."""
 
 import base64
@@ -15,7 +15,7 @@ from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
@@ -26,13 +26,14 @@ Vectors = npt.NDArray[np.float32]
 Encoded = msgspec.Raw | LongJson | str | list[int]
 """JSON numbers, base64 or packed bits."""
 BINARY_TYPES = ("binary", "ubinary")
-"""Embedding types that pack the signs of 8 numbers into 1; the first number has the highest bit."""
+"""Embedding types that pack the signs of 8 values into a byte, the first value in the highest
+bit."""
 
 BASE64_NUMBERS = 12_288
-"""Numbers whose base64 is a piece. A multiple of 3: only the last piece is padded."""
+"""Values per piece of base64. A multiple of 3, so that only the last piece is padded."""
 
 MAX_CONCURRENT_INPUTS = 256
-"""Maximum inputs of a request in the engine at a time: enough to keep the engine busy without
+"""Maximum number of a request's inputs in the engine: enough to keep the engine busy without
 delaying other requests behind thousands of inputs."""
 
 
@@ -45,8 +46,8 @@ class PoolingInput:
 
 
 class PoolingStream:
-    """Results of a request's inputs. Iterate it once: each item has the inputs that have finished,
-    in order.
+    """Results of a request's inputs. Iterate it once: each item has a delta for the next finished
+    input, in order; `vectors` has the results.
 
     Raises the errors of the engine client, RequestFailed if an input fails in the engine, and
     UserError if the engine rejects an input. An error aborts all unfinished inputs.
@@ -64,25 +65,25 @@ class PoolingStream:
         name: str = "",
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
         adapter: str = "",
-        terms: RequestTerms = NO_TERMS,
+        request_limits: RequestLimits = NO_LIMITS,
     ) -> None:
-        """Send the first inputs. Raises Overloaded or EngineDied; then all inputs are aborted."""
+        """Send the first inputs. Raises Overloaded or EngineDied after aborting all inputs."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
         self._priority, self._cache_salt, self._name = priority, cache_salt, name
-        self._adapter, self._terms = adapter, terms
+        self._adapter, self._request_limits = adapter, request_limits
         self._max_concurrent = max_concurrent
         self._group = 0
-        """Key of the first input; 0: no input was sent."""
+        """Key of the first input; 0: nothing was sent."""
         self._queues: deque[tuple[int, RequestOutputQueue]] = deque()
-        """Index and output queue of each input in the engine, oldest first."""
+        """(index, output queue) of each input in the engine, oldest first."""
         self._vectors: dict[int, Vectors] = {}
         self._is_aborted = False
         self.cached_tokens = [0] * len(inputs)
-        """Tokens of each input that were found in the prefix cache."""
+        """Number of tokens of each input that were found in the prefix cache."""
         self.timing = Timing()
-        """Maximum waiting time and maximum compute time over the inputs."""
+        """Maximum queue time and maximum compute time over the inputs."""
         try:
             self._send()
         except BaseException:
@@ -96,7 +97,7 @@ class PoolingStream:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all inputs; after an abort, tokens of the finished inputs."""
+        """Tokens of all inputs; after an abort, only of the finished inputs."""
         if self._is_aborted:
             return sum(len(self._inputs[index].token_ids) for index in self._vectors)
         return sum(len(item.token_ids) for item in self._inputs)
@@ -108,12 +109,12 @@ class PoolingStream:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens found in the prefix cache, of all inputs."""
+        """Tokens of all inputs that were found in the prefix cache."""
         return sum(self.cached_tokens)
 
     @property
     def vectors(self) -> list[Vectors]:
-        """Results of all inputs, in order, once iteration has ended."""
+        """Results of all inputs in order, after the iteration has ended."""
         return [self._vectors[index] for index in range(len(self._inputs))]
 
     def __aiter__(self) -> "PoolingStream":
@@ -126,7 +127,7 @@ class PoolingStream:
         try:
             while (update := await queue.get()).finish is None:
                 self._apply(index, update)
-            # The request was aborted while waiting for output.
+            # The request was aborted while it waited for output.
             if not self._queues:
                 raise StopAsyncIteration
             self._queues.popleft()
@@ -139,8 +140,8 @@ class PoolingStream:
         return [Delta(index, finish_reason="stop")]
 
     def abort(self) -> None:
-        """Abort all unfinished inputs. Iteration ends; may be called at any time and more than
-        once."""
+        """Abort all unfinished inputs and end the iteration. May be called at any time and more
+        than once."""
         self._is_aborted = self._is_aborted or bool(self._queues or self._unsent)
         self._unsent.clear()
         queues, self._queues = self._queues, deque()
@@ -148,7 +149,7 @@ class PoolingStream:
             self._client.abort([queue.key for _, queue in queues])
 
     def _send(self) -> None:
-        """Send inputs up to `max_concurrent`. If the engine's queue is full, send the rest after
+        """Send inputs up to `max_concurrent`. If the engine's queue is full, the rest is sent after
         earlier inputs of this request finish; raises Overloaded only if no input of this request is
         in the engine."""
         while self._unsent and len(self._queues) < self._max_concurrent:
@@ -165,7 +166,7 @@ class PoolingStream:
                 group=self._group,
             )
             try:
-                queue = self._client.add(request, self._terms)
+                queue = self._client.add(request, self._request_limits)
             except Overloaded:
                 if not self._queues:
                     raise
@@ -181,9 +182,7 @@ class PoolingStream:
             num_rows, data = update.vectors
             vectors = np.frombuffer(data, dtype="<f4").reshape(num_rows, -1)
             if not np.isfinite(vectors).all():
-                raise RequestFailed(
-                    f"the vectors of input {index} hold numbers that are not finite"
-                )
+                raise RequestFailed(f"the vectors of input {index} have NaN or infinite values")
             self._vectors[index] = vectors
         finish = update.finish
         if finish is not None:
@@ -192,9 +191,9 @@ class PoolingStream:
 
 
 def encode_vectors(vectors: Vectors, encoding_format: str | None) -> msgspec.Raw | LongJson:
-    """(width,) as a JSON list, (rows, width) as a list of lists; base64: all numbers as
-    little-endian float32 in one string. More than PIECE_WEIGHT numbers are encoded when they are
-    sent."""
+    """Encode (width,) as a JSON list, (rows, width) as a list of lists; base64: all values as
+    little-endian float32 in a single string. More than PIECE_WEIGHT values are encoded when they
+    are sent."""
     encode = _base64_pieces if encoding_format == "base64" else _number_pieces
     if vectors.size > PIECE_WEIGHT:
         return LongJson(vectors.size, partial(encode, vectors))
@@ -211,7 +210,7 @@ def _base64_pieces(vectors: Vectors) -> Iterator[bytes]:
 
 
 def _number_pieces(vectors: Vectors) -> Iterator[bytes]:
-    """Pieces of at most PIECE_WEIGHT numbers."""
+    """JSON in pieces of at most PIECE_WEIGHT values."""
     yield b"["
     if vectors.ndim == 2 and vectors.shape[1] > PIECE_WEIGHT:
         for index, row in enumerate(vectors):

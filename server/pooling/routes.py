@@ -51,9 +51,9 @@ from server.serving.job import RunningRequest, request_id_of, run_to_end, start_
 from server.serving.state import AppState
 
 TASK_PREFERENCE = (EMBED, CLASSIFY, SCORE, TOKEN_EMBED)
-"""/pooling without a task uses the first of these that the model supports."""
+"""Task of /pooling if the request names no task: the first task here that the model supports."""
 NUMBERS_PER_VALUE = 10
-"""Numbers of vectors that are encoded as fast as a value of another answer."""
+"""Number of vector values that take as long to encode as a JSON value of other responses."""
 
 B = TypeVar("B", bound=EngineBody)
 Chat = TypeVar("Chat", bound=EngineBody)
@@ -64,18 +64,18 @@ class PoolingJob(RunningRequest[PoolingStream]):
     """A pooling request that has passed all checks and runs in the engine."""
 
     def usage(self) -> dict[str, int]:
-        """The usage object: all input tokens."""
+        """The usage object: tokens of all inputs."""
         count = self.tracker.stream.num_prompt_tokens
         return {"prompt_tokens": count, "total_tokens": count}
 
     async def response(self, build: Callable[[list[Vectors]], dict[str, object]]) -> Response:
-        """The response with what `build` makes of the results."""
+        """The response with the result of `build`, which is called with the vectors."""
         vectors = self.tracker.stream.vectors
         num_numbers = sum(item.size for item in vectors)
         return await built_response(lambda: build(vectors), num_numbers // NUMBERS_PER_VALUE)
 
     async def list_response(self, entries: Callable[[list[Vectors]], Entries]) -> Response:
-        """The response with a list of what `entries` makes of the results."""
+        """The response with the list of `entries`, which is called with the vectors."""
         fields = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         usage = self.usage()
         return await self.response(
@@ -84,7 +84,7 @@ class PoolingJob(RunningRequest[PoolingStream]):
 
 
 def pooling_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes of embeddings, scores, reranking, classification and pooling."""
     router = APIRouter(tags=["Pooling"])
 
     async def create_embedding(request: Request) -> Response:
@@ -134,7 +134,7 @@ def pooling_routes(state: AppState) -> APIRouter:
         body = await _parse(state, request, ClassifyBody, ClassifyChatBody)
         params = PoolingParams(task=CLASSIFY, normalize=body.normalizes)
         if isinstance(body, ClassifyBody) and body.input == []:
-            # Clients send batches that may be empty, and vLLM takes them.
+            # Clients send empty batches, which vLLM accepts.
             _processor(state).check(params, "model")
             return _empty_list(state, body)
         inputs = await _inputs(state, request, body, params)
@@ -206,7 +206,7 @@ def pooling_routes(state: AppState) -> APIRouter:
 
 
 def _processor(state: AppState) -> InputProcessor:
-    """Raises like `check_awake`, and UserError for a generating model."""
+    """The input processor. Raises like `check_awake`, and UserError for a generative model."""
     state.check_awake()
     processor = make_input_processor(state.client.ready, state.tokenizer)
     if processor is None:
@@ -217,7 +217,7 @@ def _processor(state: AppState) -> InputProcessor:
 async def _parse(
     state: AppState, request: Request, kind: type[B], chat: type[Chat] | None = None
 ) -> B | Chat:
-    """The body, as `chat` if it has messages; with all checks that need no tokens."""
+    """Parse the body, as `chat` if it has messages, and run all checks that need no tokens."""
     _processor(state)
     received = await state.bodies.read_object(request)
     body: B | Chat
@@ -240,7 +240,7 @@ async def _inputs(
     *,
     task_field: str = "model",
 ) -> list[PoolingInput]:
-    """The inputs of a body. `task_field`: the field that decides the task, for errors."""
+    """The inputs of a body. `task_field`: field that determines the task, for errors."""
     processor = _processor(state)
     processor.check(params, task_field)
     options = InputOptions(
@@ -253,8 +253,7 @@ async def _inputs(
             rendered = await render(state, request, body)
             if rendered.images:
                 raise UserError(
-                    f"the messages have {len(rendered.images)} images, vectors are made of text "
-                    "only",
+                    f"the messages have {len(rendered.images)} images, only text can be embedded",
                     param="messages",
                 )
             text = rendered.text
@@ -280,7 +279,7 @@ async def _inputs(
 async def _cohere_inputs(
     state: AppState, request: Request, body: CohereEmbedBody
 ) -> list[PoolingInput]:
-    """The inputs of a body in the form of Cohere's API."""
+    """The inputs of a body in Cohere's format."""
     processor = _processor(state)
     facts = processor.facts
     params = PoolingParams(task=EMBED, dimensions=body.output_dimension)
@@ -318,8 +317,8 @@ async def _cohere_inputs(
                 param=body.source,
             )
     processor.check_size(inputs, body.source)
+    # Keep the texts if the response includes them.
     if body.source != "texts":
-        # The answer contains the field texts.
         body.drop_prompt()
     return inputs
 
@@ -338,8 +337,8 @@ async def _run(
     id_prefix: str,
     inputs: list[PoolingInput],
 ) -> PoolingJob:
-    """Run the inputs in the engine; returns the job, which has ended. Raises ClientGone when the
-    client disconnects."""
+    """Run the inputs in the engine; returns the finished job. Raises ClientGone if the client
+    disconnects."""
     model = state.model(body.model)
 
     async def start(**options: Any) -> PoolingStream:
@@ -381,8 +380,7 @@ async def _exhaust(job: PoolingJob) -> None:
 async def _pair_inputs(
     state: AppState, request: Request, body: ScoreBody | RerankBody
 ) -> tuple[list[PoolingInput], Callable[[list[Vectors]], list[float]]]:
-    """The inputs of the text pairs of `body`, and the function that makes scores of their
-    results."""
+    """(inputs for the text pairs of `body`, function that computes scores from their results)."""
     processor = _processor(state)
     firsts, seconds = body.pairs()
     _log_prompts(state, request, (*firsts, *seconds))
@@ -407,7 +405,7 @@ def _vector_entries(
     *,
     all_rows: bool = False,
 ) -> Entries:
-    """Entries of object `kind` with their numbers in `field`."""
+    """Entries with object type `kind`, and the vectors in `field`."""
     return [
         {
             "index": index,
@@ -440,7 +438,7 @@ def _score_entries(scores: list[float]) -> Entries:
 
 
 def _ranked(scores: list[float], top_n: int | None, documents: list[str] | None) -> Entries:
-    """The best documents, with their texts unless `documents` is None."""
+    """The `top_n` best documents (None or 0: all), with their texts unless `documents` is None."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
         {

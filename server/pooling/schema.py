@@ -21,7 +21,7 @@ MAX_INPUTS = 2048
 MAX_TYPES = 16
 """Maximum entries of `embedding_types`."""
 MANY_IDS = 10_000
-"""Maximum token ids that are checked on the event loop, about a millisecond."""
+"""Maximum number of token ids that are validated on the event loop, about a millisecond."""
 
 UNSUPPORTED: Unsupported = {
     "embed_dtype": ("float32",),
@@ -32,7 +32,7 @@ UNSUPPORTED: Unsupported = {
     "padding": ("do_not_pad",),
     "rank_fields": ([], ["text"]),
 }
-"""Fields of unsupported features, with the values that do not use them."""
+"""Field of an unsupported feature -> accepted values, which do not use the feature."""
 
 _TEXT = {
     "anyOf": [
@@ -52,7 +52,7 @@ OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"typ
 class EngineBody(Body):
     """Fields of all requests to a pooling model."""
 
-    model: str | None = Field(None, description="A served name; default: the first one.")
+    model: str | None = Field(None, description="A served name; default: the first served name.")
     user: Label | None = None
     priority: Integer | None = None
     timeout: float | None = None
@@ -60,28 +60,30 @@ class EngineBody(Body):
     cache_salt: str | None = None
 
     def check(self) -> None:
-        """Check fields that depend on each other. Raises UserError."""
+        """Check fields against each other. Raises UserError."""
         check_salt(self.cache_salt)
         check_request_id(self.request_id)
 
 
 class PoolingBody(EngineBody):
-    """Fields of all pooling requests of vLLM's form."""
+    """Fields of all pooling requests in vLLM's format."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
     truncate_prompt_tokens: Integer | None = Field(
-        None, description="Maximum tokens of an input, which is cut; -1: the model's."
+        None,
+        description="Truncate each input to this many tokens; -1: to the maximum of the model.",
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="The side that is cut off; default right: the beginning is kept."
+        None,
+        description="The side that truncation cuts off; default right, which keeps the beginning.",
     )
     use_activation: bool | None = Field(
         None,
-        description="Vectors of length 1; numbers between 0 and 1 for scores and classes. null: "
-        "the model's default.",
+        description="Whether to normalize vectors to length 1, and scores and classes to numbers "
+        "between 0 and 1; null: the model's default.",
     )
-    normalize: bool | None = Field(None, description="An older name of use_activation.")
+    normalize: bool | None = Field(None, description="Older name of use_activation.")
 
     def check(self) -> None:
         super().check()
@@ -96,7 +98,7 @@ class PoolingBody(EngineBody):
 
     @property
     def normalizes(self) -> bool | None:
-        """Whether the result is normalized; None: the default of the model."""
+        """Whether the result is normalized; None: the model's default."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
@@ -114,7 +116,7 @@ class _Prompts(Body):
 
     input: Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
     add_special_tokens: bool | None = Field(
-        None, description="Whether special tokens are put around a text; default true."
+        None, description="Whether the tokenizer adds special tokens to a text; default true."
     )
     prompt_name: Label | None = Field(
         None, description="The model's prompt to put before each text; null: its default."
@@ -122,16 +124,16 @@ class _Prompts(Body):
 
     @property
     def is_listed(self) -> bool:
-        """Whether the inputs are a list, so that each has an index."""
+        """Whether the input is a list, whose entries have an index."""
         return isinstance(self.input, list) and bool(self.input) and type(self.input[0]) is not int
 
     @property
     def is_big(self) -> bool:
-        """Whether checking the token ids would take over a millisecond."""
+        """Whether validating the token ids takes over a millisecond."""
         return sum(numbers_of_ids(self.input)) > MANY_IDS
 
     def inputs(self) -> Texts | TokenLists:
-        """Inputs as a list, all texts or all token ids. Raises UserError."""
+        """The inputs as a list, all texts or all token ids. Raises UserError."""
         inputs = given_prompts(self.input, "input", MAX_INPUTS)
         for index, item in enumerate(inputs):
             if item == "":
@@ -141,7 +143,7 @@ class _Prompts(Body):
 
 
 class _Conversation(ChatPromptBody):
-    """Messages that the chat template renders as a single text."""
+    """Messages that the chat template renders to a single text."""
 
     unsupported: ClassVar[Unsupported] = {**UNSUPPORTED, "prompt_name": ()}
 
@@ -149,7 +151,7 @@ class _Conversation(ChatPromptBody):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Whether the prompt ends with the start of an answer; default false."""
+        """Whether the prompt ends with the header of an assistant message; default false."""
         return bool(self.add_generation_prompt)
 
 
@@ -164,7 +166,7 @@ class EmbeddingChatBody(_Conversation, _Encoded, PoolingBody):
 
 
 class CohereEmbedBody(EngineBody):
-    """Texts to embed, in the form of Cohere's API."""
+    """Texts to embed, in Cohere's format."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"texts": ["Hello!", "Good day!"]}})
     prompt_fields: ClassVar[tuple[str, ...]] = ("texts", "inputs")
@@ -173,42 +175,45 @@ class CohereEmbedBody(EngineBody):
     inputs: list[dict[str, object]] | None = Field(
         None,
         max_length=MAX_INPUTS,
-        description="In place of texts: objects whose content is a list of text parts.",
+        description="Objects whose content is a list of text parts, instead of texts.",
     )
-    images: list[object] | None = Field(None, description="Refused: vectors are made of text only.")
+    images: list[object] | None = Field(None, description="Refused: only text can be embedded.")
     input_type: Label | None = Field(
         None, description="Name of the model's prompt to put before each text; null: its default."
     )
     embedding_types: list[EmbeddingType] | None = Field(
         None, max_length=MAX_TYPES, description="Types of the vectors; default float."
     )
-    output_dimension: Integer | None = Field(None, description="As dimensions of /v1/embeddings.")
+    output_dimension: Integer | None = Field(
+        None, description="Length of the vectors, like dimensions of /v1/embeddings."
+    )
     truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="The side of a long input that is cut off; NONE: a 400. Default END."
+        None,
+        description="The side of a long input that is cut off; NONE: answer with 400. Default END.",
     )
     max_tokens: Integer | None = Field(
-        None, description="Maximum tokens of an input; null: the model's."
+        None, description="Maximum tokens of an input; null: the maximum of the model."
     )
 
     @property
     def given(self) -> list[str]:
-        """Names of the fields with inputs that are set."""
+        """Names of the input fields that are set."""
         return [n for n in ("texts", "inputs", "images") if isinstance(getattr(self, n), list)]
 
     @property
     def source(self) -> str:
-        """Name of the field with the inputs, after `check`."""
+        """Name of the input field; call `check` first."""
         return self.given[0]
 
     @property
     def types(self) -> Sequence[str]:
-        """Types of the vectors, each listed once."""
+        """Types of the vectors, without duplicates."""
         return list(dict.fromkeys(self.embedding_types or ("float",)))
 
     def check(self) -> None:
         super().check()
         if "images" in self.given:
-            raise UserError("images cannot be embedded, send texts", param="images")
+            raise UserError("images cannot be embedded, send text", param="images")
         if not self.given:
             raise UserError("texts is missing", param="texts")
         if len(self.given) > 1:
@@ -219,7 +224,7 @@ class CohereEmbedBody(EngineBody):
                 raise UserError(f"{name} is {value}, it must be at least 1", param=name)
 
     def embedded_texts(self) -> list[str]:
-        """The texts, at least 1 and none empty. Raises UserError."""
+        """The texts: at least 1, and none of them empty. Raises UserError."""
         texts = texts_of(getattr(self, self.source), self.source)
         if "" in texts:
             where = f"{self.source}[{texts.index('')}]"
@@ -228,13 +233,15 @@ class CohereEmbedBody(EngineBody):
 
 
 class PoolBody(EmbeddingBody):
-    """Texts or token ids, and the task."""
+    """Body of POST /pooling with texts or token ids."""
 
-    task: Task | None = Field(None, description="null: the first of these that the model supports.")
+    task: Task | None = Field(
+        None, description="What to compute; null: the first of these tasks that the model supports."
+    )
 
 
 class PoolChatBody(EmbeddingChatBody):
-    """A conversation, and the task."""
+    """Body of POST /pooling with a conversation."""
 
     task: Task | None = None
 
@@ -250,13 +257,13 @@ class ClassifyChatBody(_Conversation, PoolingBody):
 
 
 class PairBody(PoolingBody):
-    """Fields of all requests for scores."""
+    """Common fields of score and rerank requests."""
 
     max_tokens_per_query: Integer | None = Field(
-        None, description="Maximum tokens of a first text, which is cut."
+        None, description="Truncate the first text of a pair to this many tokens."
     )
     max_tokens_per_doc: Integer | None = Field(
-        None, description="Maximum tokens of a second text, which is cut."
+        None, description="Truncate the second text of a pair to this many tokens."
     )
 
     def check(self) -> None:
@@ -268,7 +275,8 @@ class PairBody(PoolingBody):
 
 
 class ScoreBody(PairBody):
-    """Pairs of texts: one text with each of many, or one by one; in one of four pairs of fields."""
+    """Pairs of texts: a single text with each of many texts, or two lists of equal length; in one
+    of the field_pairs."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"text_1": "a cat", "text_2": ["a kitten", "a car"]}}
@@ -291,7 +299,7 @@ class ScoreBody(PairBody):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Names of the pair of fields that is set. Raises UserError unless exactly 1 pair is
+        """The two field names of the pair that is set. Raises UserError unless exactly 1 pair is
         set."""
         names = [name for pair in self.field_pairs for name in pair]
         given = {name for name in names if getattr(self, name) is not None}
@@ -302,20 +310,20 @@ class ScoreBody(PairBody):
             if given in ({first}, {second}):
                 missing = second if first in given else first
                 raise UserError(
-                    f"{missing} is missing, it must be a text or a list of texts", param=missing
+                    f"{missing} is missing, it must be a string or a list of strings", param=missing
                 )
         if not given:
             raise UserError(
-                "text_1 and text_2 are missing, each must be a text or a list of texts",
+                "text_1 and text_2 are missing, each must be a string or a list of strings",
                 param="text_1",
             )
         raise UserError(
-            f"{', '.join(sorted(given))} do not go together; send text_1 and text_2",
+            f"{', '.join(sorted(given))} cannot be combined: send text_1 and text_2",
             param=min(given),
         )
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """First texts and second texts. Raises UserError."""
+        """(first texts, second texts). Raises UserError."""
         first, second = self.names
         return texts_of(getattr(self, first), first), texts_of(getattr(self, second), second)
 
@@ -345,21 +353,21 @@ class RerankBody(PairBody):
             raise UserError(f"top_n is {self.top_n}, it must be at least 0 (all)", param="top_n")
 
     def pairs(self) -> tuple[list[str], list[str]]:
-        """The query as a list of 1, and the documents. Raises UserError."""
+        """(list with the query, documents). Raises UserError."""
         if isinstance(self.query, list):
-            raise UserError("query is a list, it must be one text", param="query")
+            raise UserError("query is a list, it must be a string", param="query")
         return texts_of(self.query, "query"), texts_of(self.documents, "documents")
 
 
 def texts_of(given: object, name: str) -> list[str]:
-    """List of texts from a text or a list of texts, each a string, {"text": ...} or {"content":
-    [text parts]}. Raises UserError with the index of an invalid text."""
+    """List of texts from a text or a list of texts. A text is a string, {"text": ...} or
+    {"content": [text parts]}. Raises UserError with the index of an invalid text."""
     texts = given if isinstance(given, list) else [given]
     if not texts:
         raise UserError(f"{name} is an empty list, it must have at least 1 text", param=name)
     if len(texts) > MAX_INPUTS:
         raise UserError(
-            f"{name} has {len(texts)} texts, at most {MAX_INPUTS} are taken", param=name
+            f"{name} has {len(texts)} texts, at most {MAX_INPUTS} are allowed", param=name
         )
     return [
         _text(item, f"{name}[{index}]" if isinstance(given, list) else name, name)

@@ -1,4 +1,4 @@
-"""Scores of text pairs, by a cross-encoder or by the similarity of two embeddings."""
+"""Scores of text pairs, from a cross-encoder or from the similarity of two embeddings."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,9 +11,9 @@ from server.pooling.pipeline import PoolingInput, Vectors
 from server.text.pooling_inputs import Text
 
 MAX_REPEATED_CHARACTERS = 2**24
-"""Maximum characters of a first text times its pairs: about a second of tokenization."""
+"""Maximum characters of a first text times its number of pairs: about a second of tokenization."""
 MIN_NORM_PRODUCT = 1e-8
-"""Lower bound of the product of norms: the similarity to a vector of zeros is 0."""
+"""Lower bound on the product of norms, so that the similarity to a zero vector is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,26 @@ class TextPairs:
         first, second = self.names
         if not self.seconds or len(self.firsts) not in (1, len(self.seconds)):
             raise UserError(
-                f"{first} has {len(self.firsts)} texts and {second} has {len(self.seconds)}: it "
-                "must have 1, or as many",
+                f"{first} has {len(self.firsts)} texts, it must have 1 or {len(self.seconds)}, "
+                f"the number of texts in {second}",
                 param=first,
             )
 
 
 def scoring_task(facts: PoolingFacts) -> str:
-    """Task that scores pairs: score, else embed. Raises UserError if the model has neither task."""
+    """Task for scoring pairs: score, or else embed. Raises UserError if the model supports
+    neither."""
     for task in (SCORE, EMBED):
         if task in facts.tasks:
             return task
-    raise UserError(f"This model does not score: it can {', '.join(facts.tasks)}.", param="model")
+    raise UserError(
+        f"This model does not score texts, it supports {', '.join(facts.tasks)}.", param="model"
+    )
 
 
 async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
-    """Inputs for the engine: pairs for the task score, else each text once. Raises UserError."""
+    """Inputs for the engine: pairs for the task score, otherwise each text once. Raises
+    UserError."""
     task = scoring_task(processor.facts)
     first, second = pairs.names
     normalize = pairs.options.params.normalize if task == SCORE else None
@@ -65,7 +69,7 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
             firsts = firsts * len(pairs.seconds)
         both: list[Text] = list(zip(firsts, pairs.seconds, strict=True))
         return await processor.texts(both, options)
-    # Each text is encoded alone: the limit of first texts applies to it.
+    # Each text is encoded separately. `max_first_tokens` also applies to single texts.
     first_options = replace(
         options, param=first, is_list=len(pairs.firsts) > 1, max_second_tokens=None
     )
@@ -79,15 +83,15 @@ async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[Pooli
 
 
 def check_repeats(text: str, num_pairs: int, names: tuple[str, str]) -> None:
-    """Raise UserError if `text`, which is tokenized again for each pair, has too many characters in
+    """Raise UserError if `text`, which is tokenized for each pair, has too many characters in
     total."""
     first, second = names
     total = len(text) * num_pairs
     if total > MAX_REPEATED_CHARACTERS:
         raise UserError(
             f"{first} has {len(text)} characters, which are encoded with each of {num_pairs} "
-            f"texts: {total} in all, at most {MAX_REPEATED_CHARACTERS} are; shorten {first}, or "
-            f"send fewer texts in {second}",
+            f"texts: {total} in all, at most {MAX_REPEATED_CHARACTERS} are allowed; shorten "
+            f"{first}, or send fewer texts in {second}",
             param=first,
         )
 
@@ -102,8 +106,8 @@ def pair_scores(facts: PoolingFacts, vectors: list[Vectors], num_firsts: int) ->
 
 def similarities(kind: str, firsts: Vectors, seconds: Vectors) -> list[float]:
     """Similarity of `firsts` (n or 1, width) and `seconds` (n, width), float32; `kind` is cosine,
-    dot, euclidean or manhattan. Distances are negative, as in sentence-transformers: a larger
-    number is more similar."""
+    dot, euclidean or manhattan. As in sentence-transformers, distances are negated, so that larger
+    means more similar."""
     if kind == "euclidean":
         scores = -np.linalg.norm(firsts - seconds, axis=1)
     elif kind == "manhattan":

@@ -1,4 +1,4 @@
-"""URLs of a server's listening address, and who can reach it."""
+"""URLs for a server's listening address, and the machines that can reach it."""
 
 import ipaddress
 import socket
@@ -32,8 +32,8 @@ def base_urls(
     *,
     scheme: str = "http",
 ) -> list[str]:
-    """URLs by which clients reach a server on `host`, which was bound as the IP `address`: for all
-    interfaces (0.0.0.0, ::) the localhost URL, then the URL for other machines if this machine has
+    """URLs for clients of a server on `host`, which was bound as the IP `address`. For all
+    interfaces (0.0.0.0, ::), the localhost URL, then the URL for other machines if this machine has
     a network."""
     hosts = [host]
     if _parsed(address).is_unspecified:
@@ -43,7 +43,7 @@ def base_urls(
 
 
 def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
-    """The log text of `urls`: `API http://localhost:8000/v1, page http://localhost:8000/`, then the
+    """Log text for `urls`: `API http://localhost:8000/v1, page http://localhost:8000/`, then the
     URLs for other machines."""
     first, *others = urls
     shown = [f"API {first}/v1"]
@@ -56,7 +56,7 @@ def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
 
 
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    # An IPv6 address may name its interface: fe80::1%eth0.
+    # An IPv6 address may include its interface: fe80::1%eth0.
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return mapped or found

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied, counted
+from config.errors import ConfigError, EngineDied, bytes_text, counted
 from config.fair_threads import FairThreads
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
@@ -36,10 +36,11 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.router import RouterClient
 from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
+from engine.transport.messages import Ready
 from server.admin.routes import liveness, starting
 from server.app.application import create_app
 from server.http.peer_proxy import Peers, listen
-from server.http.protocol import HttpConfig, HttpProtocol
+from server.http.protocol import ACCEPTS_PER_ITERATION, HttpConfig, HttpProtocol
 from server.http.tls import Tls
 from server.http.tls_listener import TlsListener
 from server.metrics.registry import Metrics
@@ -57,7 +58,7 @@ from server.process.start_probes import (
 )
 from server.process.watched_files import WatchedFiles
 from server.serving.progress import ProgressReporter, bar
-from server.serving.state import AppState
+from server.serving.state import AppState, PastRestart
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
 from server.text.tokenizer import Tokenizer
@@ -67,13 +68,13 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 WRONG_SETTING = 2
 ENGINE_GONE = 4
-"""Exit code of an API server, with several, when its last engine has died."""
+"""Exit code of an API server whose last engine has died, if there are several API servers."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
 MAX_THREADS = 8
-"""Threads for request work that would block the event loop, shared fairly among clients: each
-client uses at most one at a time."""
+"""Threads for request work that would block the event loop, shared fairly: each client uses at most
+one thread at a time."""
 GC_OBJECTS = 10_000
 """Allocations between garbage collections. Python's default of 700 costs a few per cent of a
 request's time."""
@@ -83,23 +84,36 @@ INTERRUPT_GRACE_S = 0.1
 """Time for error responses after a second SIGINT."""
 SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 ANSWER_S = 0.05
-"""Time in which accepted probes are answered before a large tokenizer is parsed."""
+"""Time for responding to accepted probes before a large tokenizer is parsed."""
 UNHEALTHY_S = 0.7
 """Time for which /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
-"""Closed connections after which freed memory is returned to the system: the C library retains
+"""Number of closed connections after which freed memory is returned to the OS, since malloc retains
 it."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
 """Keep-alive timeout. Longer than the idle timeout of load balancers, which could otherwise send a
 request on a connection that the server is closing."""
-ACCEPTS_PER_ITERATION = 8
-"""Connections that are accepted in an iteration of the event loop. libuv accepts a single
-connection for each listening handle; in a flood an iteration takes 10 ms, and new clients wait
-behind the flood's connections."""
 BACKLOG = 2048
 WATCH_S = 1.0
-"""Interval between checks of the files that are reloaded when they change."""
+"""Interval between checks for changed files."""
+
+
+class EngineRestart(msgspec.Struct, frozen=True, tag=True):
+    """Message of the supervisor: the process of an engine has died and is restarted."""
+
+    engine: int
+    end: ProcessEnd
+
+
+class EngineEnd(msgspec.Struct, frozen=True, tag=True):
+    """Message of the supervisor: an engine has ended and is not restarted."""
+
+    engine: int
+    reason: str
+
+
+SupervisorMessage = DownloadProgress | EngineRestart | EngineEnd
 
 
 class ApiServerArgs(msgspec.Struct, frozen=True):
@@ -115,28 +129,24 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
     """Unix time of the server's start; equal in all API servers."""
     index: int = 0
     metrics_folder: str | None = None
-    """Shared folder for the metrics of all API servers. None: a single API server."""
+    """Shared folder for the metrics of all API servers; None with a single API server."""
     peer_sockets: tuple[str, ...] = ()
-    """Socket path of each API server, including this server. Empty: a single API server."""
+    """Socket path of each API server, including this server; empty with a single API server."""
     remote_token: str = ""
     """Secret that engines of other hosts present when they connect."""
-    download_path: str | None = None
-    """File with the supervisor's DownloadProgress. None: a single API server."""
-    end_paths: tuple[str, ...] = ()
-    """One file for each engine. It exists once the supervisor has given the engine up, and contains
-    the reason."""
-    death_paths: tuple[str, ...] = ()
-    """One file for each engine: the ProcessEnd of the last process of this engine that was
-    restarted."""
+    progress: DownloadProgress = DownloadProgress()
+    """Progress of the download when this process starts."""
+    ends: tuple[EngineEnd, ...] = ()
+    """Engines that have ended before this process starts."""
     ready_path: str | None = None
-    """File that this API server creates once it is ready. None: no file."""
+    """File that this API server creates when it is ready; None: no file."""
     restart: int = 0
-    """How often the supervisor has restarted this API server."""
+    """Number of times that the supervisor has restarted this API server."""
 
 
 def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
     """Whether open requests are resumed in a restarted engine. False for coupled engines, which all
-    end when one ends, and with engines of other hosts, which this server cannot restart."""
+    end together, and with engines on other hosts, which this server cannot restart."""
     is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
     return server.resume and is_alone
 
@@ -151,9 +161,9 @@ class Closings:
         self._interval_s = handshake_timeout_s + 2.0
         self._due_s = 0.0
         self._num_before = 0
-        """`num_accepted` one interval before `_due_s`."""
+        """Value of `num_accepted` at the last check."""
         self._num_reported = 0
-        """Closed connections when `are_many` last returned True."""
+        """Number of closed connections when `are_many` last returned True."""
 
     def are_many(self, now_s: float, num_open: int) -> bool:
         """Whether MANY_CONNECTIONS have closed since this last returned True. Checks once per
@@ -189,7 +199,7 @@ class UvicornServer(uvicorn.Server):
         self.started = True
 
     def pause(self) -> None:
-        """Accept no connection until `listen`; the system queues them."""
+        """Accept no connections until `listen`; the kernel queues them."""
         for server in self.servers:
             server.close()
 
@@ -205,7 +215,7 @@ class UvicornServer(uvicorn.Server):
         for sock in self._sockets:
             if config.tls is None:
                 for _ in range(ACCEPTS_PER_ITERATION):
-                    # A copy: `pause` closes the socket of the server.
+                    # A copy, because `pause` closes the server's socket.
                     copy = sock.dup()
                     server = await loop.create_server(protocol, sock=copy, backlog=config.backlog)
                     self.servers.append(server)
@@ -215,7 +225,7 @@ class UvicornServer(uvicorn.Server):
                 self.servers.append(cast(asyncio.Server, listener))
 
     async def on_tick(self, counter: int) -> bool:
-        """Expire connections that are past their deadline. Called by uvicorn ten times a second."""
+        """Expire connections past their deadline. uvicorn calls it ten times a second."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [
@@ -258,9 +268,8 @@ class ApiServer:
             )
             for engine, endpoint in enumerate(args.endpoints)
         ]
-        for path, client in zip(args.end_paths, engines, strict=False):
-            with contextlib.suppress(OSError):
-                client.fail(Path(path).read_text())
+        for end in args.ends:
+            engines[end.engine].fail(end.reason)
         self._client: EngineClient = engines[0]
         router = None
         if len(engines) > 1:
@@ -271,7 +280,7 @@ class ApiServer:
                 max_ttft_s=scheduler.max_ttft_s,
             )
         self._lost: set[int] = set()
-        """Dead engines that have been logged."""
+        """Dead engines that have already been logged."""
         if resumes(args.engine, config):
             self._client.resume(self)
         names = config.served_model_names or (args.engine.model,)
@@ -309,7 +318,7 @@ class ApiServer:
         self._is_interrupt = False
         self._interrupted = asyncio.Event()
         self.end_reason = ""
-        """Why the last engine has ended, which ends the server."""
+        """Reason why the last engine ended, which stops the server."""
         self._started_s = time.monotonic()
         self._urls = [f"http://{config.host}:{config.port}"]
         self._tls = Tls(config) if config.ssl_certfile else None
@@ -326,20 +335,27 @@ class ApiServer:
         self._is_interrupt = True
         self._stopping.set()
 
-    def fail(self, engine: int, reason: str) -> None:
-        """Fail `engine`, which has died and is not restarted. Call on the event loop's thread."""
-        self._client.engines[engine].fail(reason)
-
-    def set_exit_cause(self, engine: int, end: ProcessEnd) -> None:
-        """Record how `engine` died before its restart. Call on the event loop's thread."""
-        self._client.engines[engine].set_exit_cause(end)
+    def receive(self, message: SupervisorMessage) -> None:
+        """Handle a message of the process that starts the engines. Call on the event loop's
+        thread."""
+        if isinstance(message, DownloadProgress):
+            self.on_download(message)
+            return
+        engine = self._client.engines[message.engine]
+        if isinstance(message, EngineEnd):
+            engine.fail(message.reason)
+        else:
+            engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Count the crash of an engine; the launcher logs it. `has_poison`: a poison request was
         failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
-            logger.error("a request is ended and not tried again: engines have died over it")
+            logger.error(
+                "a request has failed and is not retried: engines repeatedly died while "
+                "computing it"
+            )
         others = [
             engine
             for engine in self._client.engines
@@ -349,10 +365,9 @@ class ApiServer:
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
             logger.warning(
-                "%s of engine %d %s on in others",
+                "%s of engine %d resumed on other engines",
                 counted(count, "request"),
                 client.engine,
-                "goes" if count == 1 else "go",
             )
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
@@ -360,8 +375,11 @@ class ApiServer:
         metrics, count = self.state.metrics, len(client.queues)
         metrics.requests_resumed(client.engine, count)
         metrics.engine_restored(client.engine, pause.seconds)
+        self.state.engine_restarts.append(
+            PastRestart(client.engine, time.time(), pause.seconds, pause.cause.message)
+        )
         logger.warning(
-            "%s is back after %.1f s and goes on with %s: %s",
+            "%s is ready again after %.1f s and resumes %s: %s",
             "the engine" if len(self._client.engines) == 1 else f"engine {client.engine}",
             pause.seconds,
             counted(count, "request"),
@@ -375,7 +393,7 @@ class ApiServer:
 
     @property
     def has_profile(self) -> bool:
-        """Whether the engine has written a profile and ended."""
+        """Whether the engine has written a profile and exited."""
         return self._client.has_profile
 
     def on_download(self, progress: DownloadProgress | Exception) -> None:
@@ -389,7 +407,7 @@ class ApiServer:
         if progress.stage != self._stage:
             is_first = self._stage == DownloadProgress().stage
             self._stage = progress.stage
-            # The process that downloads logs each later stage.
+            # The downloading process logs the later stages.
             if is_first:
                 logger.info("%s answers, not ready: %s", self._urls[0], progress.text)
         self.state.stage = progress.text
@@ -399,10 +417,8 @@ class ApiServer:
     async def run(
         self, listener: socket.socket, on_folder: Callable[[str], None] = lambda folder: None
     ) -> int:
-        """Serve on `listener`; returns the exit code. Raises ConfigError when it cannot start.
-
-        `on_folder` is called when the checkpoint is complete and the engine can be started.
-        """
+        """Serve on `listener`; returns the exit code. Raises ConfigError if it cannot start.
+        `on_folder` is called when the checkpoint is complete and the engine can start."""
         map_large_blocks()
         config, parallel = self.state.config, self._args.engine.data_parallel
         if parallel.num_remote and self._args.index == 0:
@@ -454,6 +470,7 @@ class ApiServer:
             if self.state.tracer is not None:
                 await asyncio.to_thread(self.state.tracer.close)
             self.state.bodies.close()
+            self.state.unread_answers.close()
             if self.state.images is not None:
                 self.state.images.close()
             if self.state.template is not None:
@@ -461,14 +478,14 @@ class ApiServer:
             if self.state.tokenizer is not None:
                 self.state.tokenizer.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
-            # The loop would wait for calls on the threads of its executor.
+            # The loop would wait for running calls of its executor.
             loop.set_default_executor(FairThreads(1, "end"))
 
     async def _serve(
         self, server: UvicornServer, listener: socket.socket, opening: "asyncio.Task[None]"
     ) -> None:
         if self._args.restart:
-            # The kernel sends all connections to the other API servers until this server is ready.
+            # The kernel sends all connections to the other API servers until this server listens.
             await asyncio.wait([opening])
         await server.serve(sockets=[listener])
 
@@ -499,7 +516,7 @@ class ApiServer:
             defaults = await asyncio.to_thread(_sampling_defaults, folder)
             if probes:
                 await asyncio.to_thread(probes.wait_ready)
-                # A connection that this process accepts would wait until the file is parsed.
+                # Connections that this process accepts would wait until the file is parsed.
                 server.pause()
                 await asyncio.sleep(ANSWER_S)
             tokenizer, template, images = await asyncio.to_thread(
@@ -517,7 +534,7 @@ class ApiServer:
         # Start-up objects live until exit: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        # Reference counts free a request's objects; cycles are rare.
+        # Reference counting frees a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
         self._mark_ready()
         logger.info(
@@ -535,16 +552,29 @@ class ApiServer:
             if adapters := [adapter.name for adapter in self._args.engine.lora.adapters]:
                 listed = " or ".join(map(json.dumps, adapters))
                 logger.info('Requests name an adapter by "model": %s', listed)
+            self._log_memory(ready)
         if ready.device == EMULATOR:
             logger.warning(
-                "there is no Gaudi: it is emulated on the CPU, for tests; times and memory of this "
-                "server say nothing about a card"
+                "the Gaudi is emulated on the CPU, for tests; times and memory of this server do "
+                "not apply to a card"
             )
 
+    def _log_memory(self, ready: Ready) -> None:
+        sizes = self.state.metrics.processes.sizes()
+        resident = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+        logger.info(
+            "Memory of each engine: weights %s, KV cache %s when full; resident now: %s",
+            bytes_text(ready.weight_bytes),
+            bytes_text(ready.kv_bytes),
+            resident,
+            extra={"fields": {"resident_bytes": dict(sizes)}},
+        )
+
     def _start_probes(self, listener: socket.socket, folder: str) -> StartProbes | None:
-        """The process that answers while a large tokenizer is parsed; None for a small file."""
+        """Start the process that responds while a large tokenizer is parsed; None for a small
+        file."""
         config = self.state.config
-        # A restarted API server does not listen yet.
+        # A restarted API server is not listening yet.
         is_listening = not self._args.restart
         if config.skip_tokenizer_init or not is_listening or not has_large_tokenizer(folder):
             return None
@@ -561,8 +591,12 @@ class ApiServer:
         return StartProbes(listener, ProbeAnswers(paths, live, start, tls))
 
     def _mark_ready(self) -> None:
-        if self._args.ready_path is not None:
+        if self._args.ready_path is None:
+            return
+        try:
             mark_ready(Path(self._args.ready_path))
+        except OSError as error:
+            logger.warning("this API server is not restarted after a crash: %s", error)
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)
@@ -572,8 +606,6 @@ class ApiServer:
             if self._client.failure is not None:
                 return await self._end_without_engine()
             self._kill_silent_engines()
-            self._name_causes()
-            self._end_lost_engines()
             self._log_lost_engines()
             if opening.done() and (error := opening.exception()) is not None:
                 if isinstance(error, EngineDied):
@@ -583,7 +615,7 @@ class ApiServer:
                 logger.error("start-up failed", exc_info=error)
                 return FAILED
             if serving.done():
-                logger.error("the HTTP server ended by itself")
+                logger.error("the HTTP server ended unexpectedly")
                 return FAILED
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
@@ -600,7 +632,7 @@ class ApiServer:
 
     async def _publish_metrics(self) -> None:
         """Publish this server's metrics to the shared folder, so that any API server can be scraped
-        for all."""
+        for all of them."""
         failed = LimitedWarning(logger, "the metrics could not be shared, %d times so far")
         while True:
             await asyncio.sleep(TICK_S)
@@ -617,33 +649,16 @@ class ApiServer:
             if engine.silent_s() > limit_s:
                 engine.has_hung = True
                 logger.error(
-                    "engine %d has said nothing for %g s, it is killed (--engine-timeout)",
+                    "engine %d has sent nothing for %g s and is killed (--engine-timeout)",
                     engine.engine,
                     limit_s,
                 )
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(engine.pid, signal.SIGKILL)
 
-    def _name_causes(self) -> None:
-        """Read the ProcessEnd files that the supervisor wrote for engines that have just died."""
-        for path, engine in zip(self._args.death_paths, self._client.engines, strict=False):
-            if engine.is_crash_pending:
-                with contextlib.suppress(OSError):
-                    end = msgspec.json.decode(Path(path).read_bytes(), type=ProcessEnd)
-                    # The file may still describe an earlier process of this engine.
-                    if end.pid == engine.pid:
-                        engine.set_exit_cause(end)
-
-    def _end_lost_engines(self) -> None:
-        """Fail engines that the supervisor will not restart."""
-        for path, engine in zip(self._args.end_paths, self._client.engines, strict=False):
-            if engine.lost is not None:
-                with contextlib.suppress(OSError):
-                    engine.fail(Path(path).read_text())
-
     def _log_lost_engines(self) -> None:
-        """Log each engine that has died while other engines still run. With several API servers,
-        the supervisor logs local engines."""
+        """Log each dead engine while other engines still run. With several API servers, the
+        supervisor logs local engines."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -655,7 +670,7 @@ class ApiServer:
                 # An engine that reported its failure has also logged it.
                 logger.log(
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
-                    "engine %d is gone, %d of %d go on: %s",
+                    "engine %d has ended, %d of %d keep running: %s",
                     engine.engine,
                     sum(engine.failure is None for engine in engines),
                     len(engines),
@@ -704,7 +719,7 @@ class ApiServer:
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
-        """Wait until no request is open, but at most `timeout_s`, or until a second SIGINT."""
+        """Wait until no request is open, for at most `timeout_s` or until a second SIGINT."""
         end_s = time.monotonic() + timeout_s
         while self.state.num_open_requests and not self._interrupted.is_set():
             left_s = end_s - time.monotonic()
@@ -723,7 +738,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, tls: Tls | None = None) -
         tls=tls,
         lifespan="off",
         log_config=None,
-        # This module logs the port, and a failed start as a single line.
+        # This module logs the port, and a failed start in a single line.
         log_level=max(logging.WARNING, logging.getLogger().level),
         access_log=False,
         server_header=False,
@@ -736,8 +751,8 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, tls: Tls | None = None) -
 def load_tokenizer(
     folder: str, config: ServerConfig, cache_dir: str | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
-    """Load the tokenizer, chat template and image inputs of a checkpoint. None: all three with
-    skip_tokenizer_init, the image inputs also for models without vision."""
+    """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
+    all three are None; for models without vision the image loader is None."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
@@ -762,7 +777,7 @@ def load_tokenizer(
         isolation=isolation,
         generic_tools=config.tool_template == "auto",
     )
-    # The first call runs the template, which may be slow: call it here, not on the event loop.
+    # The first call renders the template, which may be slow: do it here, not on the event loop.
     template.uses_generic_tools()
     return tokenizer, template, images
 
@@ -779,7 +794,7 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
     if not template.uses_generic_tools():
         return
     logger.info(
-        "the chat template has no place for tools: they are rendered as text, tool parser %s "
+        "the chat template does not render tools: they are rendered as text, tool parser %s "
         "(--tool-template none refuses requests with tools)",
         tool_parser or "none",
     )
@@ -795,8 +810,8 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
 def _log_default_limit(defaults: Mapping[str, float]) -> None:
     if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
         logger.info(
-            "a request without max_tokens gets %d tokens at most, by the generation config "
-            "(--generation-config vllm: what the context leaves)",
+            "a request without max_tokens generates at most %d tokens, by the generation config; "
+            "--generation-config vllm removes this limit",
             limit,
         )
 

@@ -1,4 +1,4 @@
-"""`gaudiserve serve --data-parallel-rank R`: engines for the API servers of another host."""
+"""`gaudiserve serve --data-parallel-rank R`: runs engines for the API servers of another host."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 STOP_S = 5.0
 
 Event = DownloadProgress | Exception | signal.Signals | str
-"""Event of the main loop: download progress or failure, a signal, or the reason of an engine's
+"""Event of the main loop: download progress or failure, a signal, or the reason for an engine's
 exit."""
 
 
@@ -35,10 +35,10 @@ def serve_engines(
     exit code. Raises ConfigError, and the errors of `resolve`.
 
     The engines connect to `server_config.api_server_count` API servers on the other host, which may
-    start later, and end when the connection to any of them is lost.
+    start later. They end when the connection to any of them is lost.
     """
     token = data_parallel_token()
-    # Bounded: one event per signal, one per engine that ends, a few of the download.
+    # Bounded: an event per signal, an event per engine that ends, a few events of the download.
     events: SimpleQueue[Event] = SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -51,7 +51,7 @@ def serve_engines(
 
     def start_engines(folder: str) -> None:
         logger.info(
-            "engines %d to %d of %d, for %d API servers on %s",
+            "starting engines %d to %d of %d, for %d API servers on %s",
             parallel.first_engine,
             parallel.first_engine + parallel.num_local - 1,
             parallel.data_parallel_size,
@@ -103,7 +103,9 @@ def _watch(
         num_left = 0 if engines[0].are_coupled else codes.count(None)
         # A process that exits with a positive code has logged the reason.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
-        logger.log(level, "%s, %d of %d engines of this host go on", event, num_left, len(codes))
+        logger.log(
+            level, "%s, %d of %d engines of this host keep running", event, num_left, len(codes)
+        )
         if not num_left and PROFILE_EXIT in codes:
             return 0
         if not num_left:

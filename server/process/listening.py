@@ -1,4 +1,4 @@
-"""The socket that a server listens on: an address and port, or a path."""
+"""The listening socket of a server: an address and port, or a path."""
 
 import contextlib
 import errno
@@ -12,11 +12,9 @@ _MAX_PORT = 65535
 
 
 def bind(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Bind the address of this server. Raises ConfigError if it is not available.
-
-    With `shared`, several processes can bind the port, so a second server could too: first bind it
-    exclusively to check that it is free.
-    """
+    """Bind the address of this server. Raises ConfigError if it is not available. `shared`: other
+    processes can bind the port too (SO_REUSEPORT). To detect another server, the port is first
+    bound exclusively."""
     if shared and port:
         bind_port(host, port, shared=False).close()
     return bind_port(host, port, shared=shared)
@@ -48,13 +46,13 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def bind_path(path: str) -> socket.socket:
-    """Bind a Unix socket. Replaces a socket file that no server listens on. Raises ConfigError if
+    """Bind a Unix socket. Replaces a socket file without a listening server. Raises ConfigError if
     another server listens on the path, or if the path is not a socket."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"cannot listen on {path}: it is there, and no socket")
+            raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")
         if _answers(path):
-            raise ConfigError(f"cannot listen on {path}: another process does")
+            raise ConfigError(f"cannot listen on {path}: another process already listens on it")
         os.unlink(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -66,7 +64,7 @@ def bind_path(path: str) -> socket.socket:
 
 
 def remove_path(path: str) -> None:
-    """Remove the Unix socket that `bind_path` created."""
+    """Remove the socket file that `bind_path` created."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 

@@ -1,14 +1,12 @@
-"""Download and conversion of the checkpoint on a thread, while the API servers already listen and
+"""Downloads and converts the checkpoint on a thread, while the API servers already listen and
 report its progress."""
 
-import contextlib
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -22,10 +20,10 @@ STOP_S = 1.0
 """Time for the download thread to stop after `close`."""
 
 ResolveCheckpoint = Callable[[Report], str]
-"""Function that returns the checkpoint's folder and reports progress. Raises ConfigError."""
+"""Function that resolves the checkpoint to its folder and reports progress. Raises ConfigError."""
 
 
-class DownloadProgress(msgspec.Struct, frozen=True):
+class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of the download. `folder`: the checkpoint's folder once it is complete."""
 
     stage: str = "starting"
@@ -41,7 +39,7 @@ class DownloadProgress(msgspec.Struct, frozen=True):
         return f"{self.stage}, {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
 
 
-class Stopped(BaseException):
+class DownloadStopped(BaseException):
     """Raised in the download thread by the first progress report after `close`."""
 
 
@@ -51,21 +49,20 @@ class ModelDownload:
     def __init__(self, resolve: ResolveCheckpoint) -> None:
         self._resolve = resolve
         self._stopped = threading.Event()
-        # A daemon thread: a download that does not stop (the hub does not answer) ends with this
-        # process.
+        # A daemon thread, so that this process can exit during a download that does not respond.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._lock = threading.Lock()
         self._next_s = 0.0
 
     def start(self, on_progress: Callable[[DownloadProgress | Exception], None]) -> None:
-        """Start the thread. `on_progress` is called on other threads: with progress, and finally
+        """Start the thread. `on_progress` is called from other threads: with progress, and finally
         with the folder or the exception of `resolve`."""
         self._on_progress = on_progress
         self._thread.start()
 
     def close(self) -> bool:
-        """Stop the download if it still runs, and suppress further reports. False if it does not
-        stop within STOP_S."""
+        """Stop a running download, and suppress further reports. Returns False if it does not stop
+        within STOP_S."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
@@ -76,16 +73,16 @@ class ModelDownload:
         try:
             with panics_as_errors():
                 last = DownloadProgress("starting the engine", folder=self._resolve(self._report))
-        except Stopped:
+        except DownloadStopped:
             return
-        except Exception as error:  # border of the thread: report it
+        except Exception as error:  # thread boundary: report it
             last = error
         if not self._stopped.is_set():
             self._on_progress(last)
 
     def _report(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         if self._stopped.is_set():
-            raise Stopped
+            raise DownloadStopped
         # `resolve` may report from several download threads.
         with self._lock:
             now_s = time.monotonic()
@@ -95,14 +92,7 @@ class ModelDownload:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit without waiting for threads of the download, for which the interpreter would wait."""
+    """Exit without waiting for threads of the download, which the interpreter would wait for."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
-
-
-def read_progress(path: str) -> DownloadProgress:
-    """The latest progress at `path`; the default progress if the file does not exist yet."""
-    with contextlib.suppress(FileNotFoundError):
-        return msgspec.json.decode(Path(path).read_bytes(), type=DownloadProgress)
-    return DownloadProgress()

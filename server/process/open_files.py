@@ -1,4 +1,4 @@
-"""The limit on open files: raised at start, and compared with the queue limits."""
+"""Limit on open files: raised at start, and compared with the queue limits."""
 
 import logging
 import resource
@@ -6,16 +6,15 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
-"""Cap of the raised limit: some libraries loop over all possible descriptors, and hard limits can
-be 10^9."""
+"""Upper bound for the raised limit: some libraries loop over all possible descriptors, and hard
+limits can be 10^9."""
 RESERVED = 128
-"""Descriptors of an API server that are not client connections: files, logs, sockets to the
-engine."""
+"""Descriptors of an API server besides client connections: files, logs, sockets to the engine."""
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard limit, at most MAX_OPEN_FILES; child processes inherit
-    it."""
+    """Raise the soft limit to the hard limit, but at most to MAX_OPEN_FILES; child processes
+    inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= target:
@@ -29,7 +28,7 @@ def raise_limit() -> None:
 
 
 def max_connections() -> int:
-    """Client connections that this process can open."""
+    """Maximum number of client connections of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_OPEN_FILES
@@ -37,7 +36,7 @@ def max_connections() -> int:
 
 
 def warn_if_low(max_queued_requests: int, max_num_seqs: int) -> None:
-    """Warn if connections run out before the queue is full."""
+    """Warn if connections would run out before the queue is full."""
     num_needed = max_queued_requests + max_num_seqs
     num_possible = max_connections()
     if num_possible < num_needed:

@@ -1,7 +1,8 @@
-"""StartProbes: a process that answers probes while the tokenizer library blocks the API server.
+"""StartProbes: a process that responds to probes while the tokenizers library blocks the API
+server.
 
 The library parses a tokenizer.json in a call that holds the GIL: 2 s for the 35 MB of a vocabulary
-of 262,144 tokens. No thread of the API server can answer meanwhile.
+of 262,144 tokens. No thread of the API server can respond meanwhile.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ from engine.process.child_process import (
 )
 
 LARGE_BYTES = 2 * 2**20
-"""Size of tokenizer files from which this process is worth its start: these take about 0.1 s."""
+"""Total size of tokenizer files from which on this process is started: about 0.1 s of parsing."""
 MAX_CONNECTIONS = 256
-"""Maximum open connections of this process; further connections are closed."""
+"""Maximum number of open connections; further connections are closed."""
 READ_S = 2.0
-"""Maximum time of a connection, TLS handshake included."""
+"""Maximum duration of a connection, including the TLS handshake."""
 MAX_HEAD_BYTES = 16_384
 STOP_S = 3.0
 START_S = 10.0
@@ -35,7 +36,7 @@ _NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merge
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
-    """Files of a server with TLS, as `ServerConfig` names them."""
+    """TLS files of the server, with the names in `ServerConfig`."""
 
     ssl_certfile: str
     ssl_keyfile: str
@@ -44,7 +45,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 class ProbeAnswers(msgspec.Struct, frozen=True):
-    """What the process answers: HTTP/1.1 responses without a connection header."""
+    """Responses of the process: HTTP/1.1 responses without a connection header."""
 
     live_paths: tuple[bytes, ...]
     """Paths of the liveness probe."""
@@ -58,12 +59,11 @@ class _Orders(msgspec.Struct, frozen=True):
     answers: ProbeAnswers
     listener: int
     ready: int
-    """Pipe that is closed when the process answers."""
+    """Pipe that is closed when the process is ready to respond."""
 
 
 class StartProbes:
-    """A process that answers the connections of the API server's listening socket until
-    `close`."""
+    """A process that serves connections of the API server's listening socket until `close`."""
 
     def __init__(self, listener: socket.socket, answers: ProbeAnswers) -> None:
         """`listener`: the listening socket of the API server."""
@@ -79,11 +79,11 @@ class StartProbes:
             os.close(ready)
 
     def wait_ready(self) -> None:
-        """Wait until the process answers or has ended, at most START_S."""
+        """Wait until the process is ready or has ended, for at most START_S."""
         select.select([self._ready], [], [], START_S)
 
     def close(self) -> None:
-        """Stop the process after it has answered its open connections. Safe to call twice."""
+        """Stop the process after it has responded on its open connections. Safe to call twice."""
         self._process.close(STOP_S)
         if self._ready >= 0:
             os.close(self._ready)
@@ -91,7 +91,7 @@ class StartProbes:
 
 
 def has_large_tokenizer(folder: str) -> bool:
-    """Whether the tokenizer files of a checkpoint take long to parse."""
+    """Whether the tokenizer files of a checkpoint are slow to parse."""
     files = (Path(folder, name) for name in _NAMES)
     return sum(file.stat().st_size for file in files if file.is_file()) >= LARGE_BYTES
 
@@ -101,7 +101,7 @@ def main() -> None:
     orders: _Orders = read_orders(_Orders)
     exit_with_parent()
     with socket.socket(fileno=orders.listener) as listener:
-        # The API server's socket shares the flag and does not block either.
+        # The API server's socket shares this flag, and is non-blocking too.
         listener.setblocking(False)
         asyncio.run(_serve(listener, orders))
 
@@ -144,7 +144,7 @@ async def _serve(listener: socket.socket, orders: _Orders) -> None:
 async def _answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: ProbeAnswers
 ) -> None:
-    # OSError: the client has gone. The other errors: it is too slow, or sends no HTTP.
+    # OSError: the client disconnected. Other errors: it is too slow, or does not send HTTP.
     with contextlib.suppress(
         OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError
     ):
@@ -160,7 +160,7 @@ async def _answer_once(
     await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
-    # A connection that is closed with unread data is reset, and the client loses the response.
+    # Closing a connection with unread data resets it, and the client loses the response.
     await reader.read(MAX_HEAD_BYTES)
 
 

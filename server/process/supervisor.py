@@ -1,19 +1,17 @@
-"""`gaudiserve serve`: runs the engines and the API servers on one port, from start to end.
-
-A single API server runs in this process. Several API servers are child processes, which this
-process supervises.
-"""
+"""`gaudiserve serve`: runs the engines and the API servers on a single port, from start to end. A
+single API server runs in this process. Several API servers are child processes that this process
+supervises."""
 
 import asyncio
 import dataclasses
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -28,7 +26,6 @@ from config.errors import ConfigError, ProfileWritten
 from config.loading.env import data_parallel_token
 from config.log import setup as setup_log
 from config.server import ServerConfig
-from config.whole_files import write_whole
 from engine.client.launcher import (
     PROFILE_EXIT,
     ChildProcess,
@@ -54,16 +51,17 @@ from server.process.api_server import (
     WRONG_SETTING,
     ApiServer,
     ApiServerArgs,
+    EngineEnd,
+    EngineRestart,
+    SupervisorMessage,
     resumes,
 )
 from server.process.listening import bind, bind_path, bind_port, remove_path
 from server.process.model_download import (
-    REPORT_INTERVAL_S,
     DownloadProgress,
     ModelDownload,
     ResolveCheckpoint,
     end_process,
-    read_progress,
 )
 from server.process.open_files import raise_limit, warn_if_low
 
@@ -72,20 +70,21 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 5.0
-RESERVED_BYTES = 64 * 2**10
-"""Size of a reserve file in the socket directory. It is freed when the disk is full, for the files
-that notify API servers of dead engines: a few blocks for each engine."""
+MAX_REASON_CHARACTERS = 1000
+"""Maximum length of the reason in an EngineEnd message, so that a pipe accepts the message in a
+single write."""
 EXIT_GRACE_S = 5.0
-"""Time for an API server to exit after the time for its requests."""
+"""Additional time for an API server to exit after the time for its requests."""
 
 
 def serve(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
     """Serve until stopped; returns the exit code: 0 after a drain. Leaves no process, socket or
-    file behind. Raises ConfigError when the port is taken, and the errors of `resolve`.
+    file behind. Raises ConfigError if the port is in use, and the errors of `resolve`.
 
-    `resolve` returns the checkpoint's folder. It may take long: the port already answers meanwhile.
+    `resolve` returns the checkpoint's folder. It may take long; the port already responds
+    meanwhile.
     """
     count = server_config.api_server_count
     raise_limit()
@@ -97,7 +96,7 @@ def serve(
         address, port = listener.getsockname()[:2]
         if not is_loopback(address) and not server_config.has_api_keys:
             logger.warning(
-                "listening on %s without an API key: whoever reaches this machine can use the "
+                "listening on %s without an API key: anyone who reaches this machine can use the "
                 "model; set --api-key, or listen on --host 127.0.0.1",
                 server_config.host or address,
             )
@@ -129,7 +128,6 @@ def serve(
 def main() -> None:
     """Entry point of an API-server process, if there are several."""
     args = read_orders(ApiServerArgs)
-    exit_with_parent()
     config = args.server
     setup_log("server", config.log, rank=args.index)
     listener = bind_port(config.host, config.port, shared=True)
@@ -145,26 +143,18 @@ def main() -> None:
 
 
 async def _run_api_server(args: ApiServerArgs, listener: socket.socket) -> int:
-    assert args.download_path is not None
     if not args.restart:
         listener.listen(BACKLOG)
+    loop = asyncio.get_running_loop()
     api_server = ApiServer(args)
-    following = asyncio.create_task(_follow_download(args.download_path, api_server))
-    try:
-        code = await api_server.run(listener)
-        is_last = code == FAILED and api_server.has_no_engine
-        return ENGINE_GONE if is_last or api_server.has_profile else code
-    finally:
-        following.cancel()
-
-
-async def _follow_download(path: str, api_server: ApiServer) -> None:
-    """Report the supervisor's progress file to `api_server` until the checkpoint is complete."""
-    progress = DownloadProgress()
-    while progress.folder is None:
-        await asyncio.sleep(REPORT_INTERVAL_S / 2)
-        progress = read_progress(path)
-        api_server.on_download(progress)
+    api_server.on_download(args.progress)
+    decoder = msgspec.msgpack.Decoder(SupervisorMessage)
+    exit_with_parent(
+        on_message=lambda payload: _call_on_loop(loop, api_server.receive, decoder.decode(payload))
+    )
+    code = await api_server.run(listener)
+    is_last = code == FAILED and api_server.has_no_engine
+    return ENGINE_GONE if is_last or api_server.has_profile else code
 
 
 def _serve_in_process(
@@ -200,14 +190,14 @@ def _serve_in_process(
                     1,
                     token=token,
                     on_exit=lambda engine, reason: _call_on_loop(
-                        loop, partial(api_server.fail, engine), reason
+                        loop, api_server.receive, EngineEnd(engine, reason)
                     ),
                     log=server_config.log,
                     remote_token=remote_token(engine_config.data_parallel),
                     max_restarts=max_restarts(engine_config, server_config),
                     max_wait_s=server_config.engine_restart_wait_s,
                     on_restart=lambda engine, end: _call_on_loop(
-                        loop, partial(api_server.set_exit_cause, engine), end
+                        loop, api_server.receive, EngineRestart(engine, end)
                     ),
                 )
             )
@@ -225,7 +215,7 @@ def _serve_in_process(
         for processes in engines:
             processes.close(ENGINE_STOP_S)
     if end_reason:
-        # Whoever started the server finds the reason in the last line.
+        # Print the reason last, where the user finds it.
         print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
     elif code == 0:
         logger.info("stopped")
@@ -233,19 +223,19 @@ def _serve_in_process(
 
 
 def max_restarts(engine: EngineConfig, server: ServerConfig) -> int:
-    """Consecutive restarts of an engine that are allowed; 0 if requests are not resumed."""
+    """Maximum consecutive restarts of an engine; 0 if requests are not resumed."""
     return server.max_engine_restarts if resumes(engine, server) else 0
 
 
 def max_api_server_restarts(engine: EngineConfig, server: ServerConfig) -> int:
-    """Consecutive restarts of an API server that are allowed; 0 if resuming is off, or with engines
-    of other hosts, which end with their API server."""
+    """Maximum consecutive restarts of an API server; 0 if resuming is off, or with engines on other
+    hosts, which end with their API server."""
     may_restart = server.resume and not engine.data_parallel.num_remote
     return server.max_api_server_restarts if may_restart else 0
 
 
 def remote_token(parallel: DataParallelConfig) -> str:
-    """Secret that engines of other hosts present; empty without such engines. Raises
+    """Secret that engines on other hosts present; empty without such engines. Raises
     ConfigError."""
     return data_parallel_token() if parallel.num_remote else ""
 
@@ -260,21 +250,21 @@ def _call_on_loop(
 
 
 class EngineExit(NamedTuple):
-    """Event: an engine's process has ended and is not restarted."""
+    """Event: an engine process has ended and is not restarted."""
 
     engine: int
     reason: str
 
 
 class ApiServerExit(NamedTuple):
-    """Event: an API server's process has ended."""
+    """Event: an API-server process has ended."""
 
     number: int
     reason: str
 
 
 class ApiServerDue(NamedTuple):
-    """Event: the wait before the restart of an API server is over."""
+    """Event: the delay before the restart of an API server is over."""
 
     number: int
 
@@ -283,9 +273,9 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 
 class Supervisor:
-    """Runs several API servers and the engines. Restarts an API server that exits, within limits.
-    Stops everything when an API server may not be restarted or when the last engine has exited;
-    logs the exit of an engine while other engines run."""
+    """Runs several API servers and the engines. Restarts API servers that exit, within limits.
+    Stops everything if an API server may not be restarted or the last engine has exited; logs the
+    exit of an engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -294,16 +284,6 @@ class Supervisor:
         self._config = server_config
         self._directory = directory
         self._token = token
-        # Reserve space now for notifications to API servers, in case the disk fills up.
-        self._reserve = Path(directory, "reserve")
-        try:
-            self._reserve.write_bytes(bytes(RESERVED_BYTES))
-        except OSError as error:
-            raise _unwritable(directory, error) from error
-        self._download_path = str(Path(directory, "checkpoint.json"))
-        engines = range(engine_config.data_parallel.data_parallel_size)
-        self._end_paths = tuple(str(Path(directory, f"e{engine}.ended")) for engine in engines)
-        self._death_paths = tuple(str(Path(directory, f"e{engine}.died")) for engine in engines)
         self._created = int(time.time())
         self._engines: EngineProcesses | None = None
         count = server_config.api_server_count
@@ -313,26 +293,38 @@ class Supervisor:
         ]
         self._num_restarts = [0] * count
         """Total restarts of each API server."""
+        self._metrics_folder = str(Path(directory, "metrics"))
+        try:
+            os.mkdir(self._metrics_folder, 0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"metrics of several API servers need a folder: {directory} cannot be written "
+                f"({error.strerror}); set TMPDIR to a folder with more room"
+            ) from error
+        self._children: dict[int, ChildProcess] = {}
+        """API servers by index."""
+        self._telling = threading.Lock()
+        """Serializes state changes, the messages about them, and starts of API servers."""
+        self._progress = DownloadProgress()
+        self._ends: list[EngineEnd] = []
         self._due: set[int] = set()
-        """API servers that have exited and wait for their restart."""
+        """API servers that have exited and will be restarted."""
         # Bounded: an event per signal, two events per child that exits, an event for the
         # checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 
     def run(self, download: ModelDownload) -> int:
-        """Start all processes, handle events until the server has to stop, stop all processes;
+        """Start all processes, handle events until the server has to stop, and stop all processes;
         returns the exit code. Raises the errors that `download` reports."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        children: list[ChildProcess] = []
         try:
-            children += [
-                self._start_api_server(index) for index in range(self._config.api_server_count)
-            ]
+            for index in range(self._config.api_server_count):
+                self._start_api_server(index)
             download.start(self._on_download)
-            return self._watch(children)
+            return self._watch()
         finally:
-            for child in children:
+            for child in self._children.values():
                 child.close(0)
             self._stop_engines()
 
@@ -345,7 +337,9 @@ class Supervisor:
 
     def _on_download(self, progress: DownloadProgress | Exception) -> None:
         if isinstance(progress, DownloadProgress):
-            self._notify(self._download_path, msgspec.json.encode(progress))
+            with self._telling:
+                self._progress = progress
+                self._tell(progress)
         if isinstance(progress, Exception) or progress.folder is not None:
             self._events.put(progress)
 
@@ -364,32 +358,31 @@ class Supervisor:
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:
-        """Notify the API servers, which hold the engine's requests, and this process."""
-        self._notify(self._end_paths[engine], reason.encode())
+        """Notify the API servers, which have requests in the engine, and the main loop."""
+        end = EngineEnd(engine, reason[:MAX_REASON_CHARACTERS])
+        with self._telling:
+            self._ends.append(end)
+            self._tell(end)
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
-        """Notify the API servers; the engine is restarted."""
-        self._notify(self._death_paths[engine], msgspec.json.encode(end))
+        """Notify the API servers of a crash after which the engine is restarted."""
+        with self._telling:
+            self._tell(EngineRestart(engine, end))
 
-    def _notify(self, path: str, content: bytes) -> None:
-        """Write a file that the API servers poll. If the disk is full, free the reserve file first.
-        If the file cannot be written at all, stop the server: requests would wait forever."""
-        try:
-            try:
-                write_whole(path, content)
-            except OSError:
-                self._reserve.unlink(missing_ok=True)
-                write_whole(path, content)
-        except OSError as error:
-            self._events.put(_unwritable(self._directory, error))
+    def _tell(self, message: SupervisorMessage) -> None:
+        for child in self._children.values():
+            child.send(message)
 
     def _ready_path(self, index: int) -> str:
         return str(Path(self._directory, f"a{index}.ready"))
 
-    def _start_api_server(self, index: int) -> ChildProcess:
-        metrics_folder = Path(self._directory, "metrics")
-        metrics_folder.mkdir(mode=0o700, exist_ok=True)
+    def _start_api_server(self, index: int) -> None:
+        # Under the lock, so that the process gets each event once: by its arguments or a message.
+        with self._telling:
+            self._children[index] = self._api_server_process(index)
+
+    def _api_server_process(self, index: int) -> ChildProcess:
         args = ApiServerArgs(
             self._engine_config,
             self._config,
@@ -397,12 +390,11 @@ class Supervisor:
             self._token,
             self._created,
             index,
-            str(metrics_folder),
+            self._metrics_folder,
             peer_socket_paths(self._directory, self._config.api_server_count),
             remote_token(self._engine_config.data_parallel),
-            self._download_path,
-            self._end_paths,
-            self._death_paths,
+            self._progress,
+            tuple(self._ends),
             self._ready_path(index),
             self._num_restarts[index],
         )
@@ -415,24 +407,24 @@ class Supervisor:
             stop_signal=signal.SIGTERM,
         )
 
-    def _watch(self, children: list[ChildProcess]) -> int:
+    def _watch(self) -> int:
         event = self._events.get()
-        while self._handle(event, children):
+        while self._handle(event):
             event = self._events.get()
         if isinstance(event, Exception):
-            self._close(children, RESPONSE_GRACE_S + 1)
+            self._close(RESPONSE_GRACE_S + 1)
             raise event
         if isinstance(event, ApiServerExit | EngineExit):
             engines = [] if self._engines is None else self._engines.processes.values()
-            processes: list[ChildProcess] = [*children, *engines]
+            processes = [*self._children.values(), *engines]
             # A process that exits with a positive code has logged the reason.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
             logger.log(level, "the server stops: %s", event.reason)
-            # The API servers notice the engine's end and send error responses; they exit too soon
-            # for a drain.
+            # The API servers notice the end of the engines and send error responses; they exit too
+            # early for a drain.
             self._stop_engines()
-            self._close(children, RESPONSE_GRACE_S + 1)
+            self._close(RESPONSE_GRACE_S + 1)
             if any(process.poll() == PROFILE_EXIT for process in processes):
                 return 0
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
@@ -440,14 +432,14 @@ class Supervisor:
         if event == signal.SIGINT:
             logger.info("stopping%s", SECOND_INTERRUPT)
         timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
-        if not self._close(children, timeout_s):
+        if not self._close(timeout_s):
             return INTERRUPTED
-        living = [child for index, child in enumerate(children) if index not in self._due]
+        living = [child for index, child in self._children.items() if index not in self._due]
         codes = [child.poll() or 0 for child in living]
-        # A child that got SIGTERM before it had set its handler had no open requests.
+        # A child that received SIGTERM before its handler was installed had no open requests.
         return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
 
-    def _handle(self, event: Event, children: list[ChildProcess]) -> bool:
+    def _handle(self, event: Event) -> bool:
         """Whether the server continues after `event`."""
         if isinstance(event, DownloadProgress):
             assert event.folder is not None
@@ -455,20 +447,20 @@ class Supervisor:
         elif isinstance(event, EngineExit):
             return self._can_go_on(event)
         elif isinstance(event, ApiServerExit):
-            return self._will_restart(event, children[event.number].poll() or 0)
+            return self._will_restart(event, self._children[event.number].poll() or 0)
         elif isinstance(event, ApiServerDue):
             index = event.number
             self._due.discard(index)
             self._num_restarts[index] += 1
-            children[index].close(0)
-            children[index] = self._start_api_server(index)
+            self._children[index].close(0)
+            self._start_api_server(index)
         else:
             return False
         return True
 
     def _will_restart(self, end: ApiServerExit, code: int) -> bool:
-        """Whether an API server that has exited with `code` is restarted. If so, schedules an
-        ApiServerDue event."""
+        """Whether to restart an API server that exited with `code`. If so, an ApiServerDue event is
+        scheduled."""
         if code in (WRONG_SETTING, ENGINE_GONE):
             return False
         limit = self._limits[end.number]
@@ -484,8 +476,8 @@ class Supervisor:
 
     def _can_go_on(self, end: EngineExit) -> bool:
         """Whether an engine still runs; if so, logs the exit of this engine. False for coupled
-        engines, which all end when one ends. When an engine fails during start-up, the API servers
-        exit instead."""
+        engines, which all end together. If an engine fails during start-up, the API servers exit by
+        themselves."""
         assert self._engines is not None
         parallel = self._engine_config.data_parallel
         num_left = self._engines.num_running + parallel.num_remote
@@ -496,18 +488,18 @@ class Supervisor:
             has_logged = (self._engines.processes[end.engine].poll() or 0) > 0
             logger.log(
                 logging.INFO if has_logged else logging.ERROR,
-                "%s, %d of %d engines go on",
+                "%s, %d of %d engines keep running",
                 end.reason,
                 num_left,
                 parallel.data_parallel_size,
             )
         return num_left > 0
 
-    def _close(self, children: list[ChildProcess], timeout_s: float) -> bool:
+    def _close(self, timeout_s: float) -> bool:
         """Let all children drain concurrently; False if another SIGINT came first."""
         closers = [
             threading.Thread(target=child.close, args=(timeout_s,), daemon=True)
-            for child in children
+            for child in self._children.values()
         ]
         for closer in closers:
             closer.start()
@@ -521,14 +513,7 @@ class Supervisor:
         return True
 
 
-def _unwritable(directory: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"the API servers cannot be told of engines: {directory} cannot be written "
-        f"({error.strerror}); set TMPDIR to a folder with more room"
-    )
-
-
 def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
-    """Sockets on which API servers forward requests to each other. The names are not longer than
-    the names of the engine endpoints, whose length has been checked."""
+    """Sockets on which API servers forward requests to each other. The paths are not longer than
+    the engine endpoints, whose length has been checked."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))

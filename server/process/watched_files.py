@@ -1,4 +1,4 @@
-"""Files that are reloaded when they change while the server runs."""
+"""Reloads files that change while the server runs."""
 
 import logging
 import os
@@ -12,21 +12,21 @@ Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Calls `reload` when the files have changed and two consecutive polls see the same state:
-    files that belong together may be replaced at different times. If `reload` raises ConfigError,
-    the earlier content stays in use and each later poll tries again."""
+    """Calls `reload` when files have changed and two consecutive polls see the same state, since
+    related files may be replaced at different times. If `reload` raises ConfigError, the earlier
+    content stays in use and each later poll tries again."""
 
     def __init__(self, paths: Sequence[str], what: str, reload: Callable[[], None]) -> None:
-        """`what`: name of the files for the log."""
+        """`what`: name of the files, for log lines."""
         self._paths = paths
         self._what = what
         self._reload = reload
         self._read = self._seen = self._signature()
         self._refused: Signature | None = None
-        """The last state of the files that `reload` refused; it is logged once."""
+        """Last state of the files that `reload` rejected, so that it is logged once."""
 
     def poll(self) -> None:
-        """Check the files once. Costs one call of stat per file."""
+        """Check the files once. Costs one stat call per file."""
         signature = self._signature()
         is_new = signature != self._read
         is_settled, self._seen = signature == self._seen, signature
@@ -36,7 +36,9 @@ class WatchedFiles:
             self._reload()
         except ConfigError as error:
             if signature != self._refused:
-                logger.error("%s: not read again, the old one stays in use: %s", self._what, error)
+                logger.error(
+                    "%s: not read again, the old contents stay in use: %s", self._what, error
+                )
             self._refused = signature
         else:
             self._read, self._refused = signature, None

@@ -1,2 +1,2 @@
-"""Shared by the routes of all APIs: the server's state, and a request from admission to
+"""Code shared by the routes of all APIs: the server's state, and requests from admission to
 response."""

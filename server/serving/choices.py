@@ -17,7 +17,7 @@ TokenFormatter = Callable[[TokenLogprob], str]
 
 
 def token_formatter(*, as_ids: bool) -> TokenFormatter:
-    """Formatter of tokens in log-probabilities: the token's text, or `token_id:N`."""
+    """Formatter for tokens in log-probabilities: the token's text, or `token_id:N`."""
     if as_ids:
         return lambda token: f"token_id:{token.token_id}"
     return lambda token: token.token
@@ -36,8 +36,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -
 
 
 def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogprobs]:
-    """The positions in order; each position is freed before the next: freeing a million positions
-    at once holds the GIL for 0.2 s."""
+    """The positions in order, each freed before the next: freeing a million positions at once holds
+    the GIL for 0.2 s."""
     positions = positions or []
     positions.reverse()
     while positions:
@@ -47,8 +47,8 @@ def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogpr
 def encoded_chat_logprobs(
     positions: Iterable[PositionLogprobs], name: TokenFormatter
 ) -> dict[str, Any]:
-    """`chat_logprobs` of a complete choice, as encoded JSON per position: JSON takes a fifth of the
-    memory of the objects, and the garbage collector does not visit it."""
+    """`chat_logprobs` of a complete choice, as encoded JSON per position: it takes a fifth of the
+    memory of the objects, and the garbage collector does not traverse it."""
     content: list[msgspec.Raw] = []
     for position in positions:
         (entry,) = chat_logprobs([position], name)["content"]
@@ -61,11 +61,10 @@ def _chat_token(token: TokenLogprob, name: TokenFormatter) -> dict[str, Any]:
 
 
 class TextLogprobs:
-    """Writer of the logprobs objects of a completion choice; text offsets continue between
-    calls."""
+    """Writer of the logprobs objects of a text completion; text offsets continue between calls."""
 
     def __init__(self, name: TokenFormatter, hidden: frozenset[int] = frozenset()) -> None:
-        """`hidden`: token ids without text (skipped special tokens)."""
+        """`hidden`: ids of tokens without text (skipped special tokens)."""
         self._name = name
         self._hidden = hidden
         self._start_at(0)
@@ -74,8 +73,8 @@ class TextLogprobs:
         """Set the character offset of the next token, which starts on a character boundary."""
         self._offset = offset
         self._text = ""
-        """The echoed prompt while its tokens are written. It contains control tokens that the
-        client sent, but not control tokens that the tokenizer added."""
+        """The echoed prompt while its tokens are written. It has the control tokens that the client
+        sent, but no control tokens that the tokenizer added."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, positions: Iterable[PositionLogprobs]) -> Choice:
@@ -93,9 +92,9 @@ class TextLogprobs:
         width: int,
         text: str,
     ) -> Choice:
-        """The logprobs object of the prompt's tokens with the `width` most likely tokens at each
-        position; the first token has null log-probabilities. `text` is the echoed prompt; the
-        generated text starts after it."""
+        """The logprobs object of the prompt's tokens, with the `width` most likely tokens at each
+        position; the first token has null log-probabilities. `text`: the echoed prompt, before the
+        generated text."""
         self._text = text
         first = TokenLogprob(first_id, first_bytes.decode("utf-8", "replace"), first_bytes, 0.0, 0)
         result = _empty()
@@ -115,7 +114,7 @@ class TextLogprobs:
         top: dict[str, float] = {}
         for token in position.top[:width]:
             label = self._name(token)
-            # Two tokens may have the same text (partial characters). Evaluation harnesses take the
+            # Two tokens can have the same text (partial characters). Evaluation harnesses take the
             # maximum of the values, so each token needs its own key; the chosen token keeps its
             # name in `tokens`.
             if label in top or (label == name and token.token_id != chosen.token_id):
@@ -128,8 +127,8 @@ class TextLogprobs:
         result["text_offset"].append(self._offset_of(chosen))
 
     def _offset_of(self, token: TokenLogprob) -> int:
-        """The character offset of `token`; a token that continues a character starts at that
-        character. Invalid bytes count as the replacement characters that are shown for them."""
+        """Character offset of `token`; a token that continues a character starts at that character.
+        Invalid bytes count as the replacement characters that are shown for them."""
         start = self._offset
         if token.token_id in self._hidden:
             if token.token and self._text.startswith(token.token, start):
@@ -140,7 +139,7 @@ class TextLogprobs:
         if self._text.startswith((piece, stripped), start) and not self._text.startswith(
             piece, start
         ):
-            # The tokenizer adds this space at the start of a text.
+            # The tokenizer added this space at the start of the text.
             piece = stripped
         self._offset += len(piece)
         return start
@@ -151,7 +150,7 @@ def _empty() -> Choice:
 
 
 def joined_logprobs(parts: Sequence[Choice]) -> Choice:
-    """The concatenation of logprobs objects."""
+    """Concatenate logprobs objects."""
     result = _empty()
     for part in parts:
         for key, entries in part.items():
@@ -162,8 +161,8 @@ def joined_logprobs(parts: Sequence[Choice]) -> Choice:
 def prompt_logprobs_of(
     positions: Iterable[PositionLogprobs | None] | None, width: int
 ) -> list[msgspec.Raw | None] | None:
-    """The `prompt_logprobs` extension: the JSON of an entry per token, keyed by token id; the first
-    entry is null."""
+    """The `prompt_logprobs` extension: encoded JSON of an entry per token, keyed by token id; the
+    first entry is null."""
     if positions is None:
         return None
     result: list[msgspec.Raw | None] = []
@@ -178,30 +177,30 @@ def prompt_logprobs_of(
                 "rank": token.rank,
                 "decoded_token": token.token,
             }
-        # JSON takes a fifth of the memory of the objects.
+        # Encoded JSON takes a fifth of the memory of the objects.
         result.append(msgspec.Raw(msgspec.json.encode(entries)))
     return result
 
 
 @dataclass(slots=True)
 class ChoiceOutput(Output):
-    """A choice of a response that is not streamed."""
+    """A choice of a complete response."""
 
     message: AssistantMessage = field(default_factory=AssistantMessage)
     """The parsed output."""
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the tokens; minus infinity without tokens. Requires
-        log-probabilities."""
+        """Mean log-probability of the tokens; minus infinity without tokens. Log-probabilities must
+        have been requested."""
         if not self.logprobs:
             return -math.inf
         return sum(position.chosen.logprob for position in self.logprobs) / len(self.logprobs)
 
 
 def most_likely(choices: list[ChoiceOutput], num_drawn: int, num_kept: int) -> list[ChoiceOutput]:
-    """The `num_kept` choices with the highest mean log-probability of every `num_drawn` consecutive
-    choices, highest first."""
+    """The `num_kept` choices with the highest mean log-probability among every `num_drawn`
+    consecutive choices, highest first."""
     best = []
     for start in range(0, len(choices), num_drawn):
         drawn = choices[start : start + num_drawn]

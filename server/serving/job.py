@@ -1,5 +1,5 @@
 """Requests in the engine: admission, submission, and the streamed or complete response. All
-generating APIs use this module; pooling requests use only admission and submission."""
+generation APIs use this module; pooling requests use only admission and submission."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
 from config.native import panics_as_errors
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
-from engine.client.terms import RequestTerms
+from engine.client.request_limits import RequestLimits
 from engine.transport.messages import COMPILE_GRAMMAR
 from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
@@ -34,6 +34,9 @@ from server.serving.choices import (
     ChoiceOutput,
     DeltaBatcher,
     TokenFormatter,
+    consumed,
+    encoded_chat_logprobs,
+    prompt_logprobs_of,
     token_formatter,
 )
 from server.serving.state import AppState
@@ -44,16 +47,18 @@ T = TypeVar("T")
 
 MAX_PROMPT_LOGPROBS = 2**19
 """Maximum number of prompt log-probabilities in a response: 35 MiB of JSON."""
+MAX_KEPT_LOGPROBS = 2**21
+"""Maximum number of log-probabilities of output tokens that are kept for a response: 300 MB."""
 CHOICE_VALUES_PER_TOKEN = 0.25
 """Cost of a token's text, in JSON values."""
 
 GRAMMAR_TIMEOUT_S = 10.0
-"""Maximum time until a grammar is compiled. The engine limits compilation itself to less than 2 s;
+"""Time limit for compiling a grammar. The engine limits the compilation itself to less than 2 s;
 the rest is the wait for other grammars."""
 
 
 class EngineOptions(Protocol):
-    """Fields that the bodies of all requests to the engine have in common."""
+    """Fields that the bodies of all engine requests have in common."""
 
     @property
     def priority(self) -> int | None: ...
@@ -86,15 +91,15 @@ class RunningRequest(Generic[StreamT]):
 
 @dataclass(slots=True, kw_only=True)
 class ServingRequest(RunningRequest[GenerationStream]):
-    """A generating request."""
+    """A generation request."""
 
     body: GenerationBody
     params: SamplingParams
     prompts: list[Prompt]
     parsers: ChoiceParsers | None = None
-    """Parsers of the output; None: the output is plain text."""
+    """Output parsers; None: the output is plain text."""
     num_echo_characters: int = 0
-    """Characters of the echoed text in all choices."""
+    """Characters of the echoed text, over all choices."""
 
     @property
     def generation(self) -> GenerationStream:
@@ -102,7 +107,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
 
     @property
     def token_formatter(self) -> TokenFormatter:
-        """Formatter of tokens in log-probabilities."""
+        """Formatter for tokens in log-probabilities."""
         as_ids = self.body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = self.state.config.return_tokens_as_token_ids
@@ -115,18 +120,18 @@ class ServingRequest(RunningRequest[GenerationStream]):
 
     @property
     def includes_usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream includes the usage."""
+        """Whether every chunk of a stream includes the usage so far."""
         options = self.body.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
 
     def events(self, delta: Delta) -> list[ParserEvent]:
-        """The parser events of `delta`; without parsers, its text. Call it once per delta."""
+        """Parser events for `delta`; without parsers, its text. Call it once per delta."""
         if self.parsers is None:
             return [TextDelta(delta.text)] if delta.text else []
         return self.parsers.parser(delta.index).parse(delta)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """The finish reason of the choice of `delta`; call it after `events`."""
+        """Finish reason of the choice of `delta`; call it after `events`."""
         if self.parsers is None:
             return delta.finish_reason
         return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
@@ -137,7 +142,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return 0 if self.parsers is None else self.parsers.num_reasoning_tokens
 
     def usage(self) -> dict[str, Any]:
-        """The usage object of the tokens so far."""
+        """Usage object for the tokens so far."""
         stream = self.generation
         return {
             "prompt_tokens": stream.num_prompt_tokens,
@@ -148,7 +153,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         }
 
     def usage_of_prompt(self) -> dict[str, Any]:
-        """The usage object before the first token."""
+        """Usage object before the first token."""
         usage = self.usage()
         return {
             **usage,
@@ -157,14 +162,32 @@ class ServingRequest(RunningRequest[GenerationStream]):
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
+    def num_unread_bytes(self) -> int:
+        """Memory of the output that has not been read from the engine's queues."""
+        return self.generation.num_unread_bytes
+
     @property
     def num_prompt_logprobs(self) -> int:
         """Number of prompt log-probabilities in the response."""
-        return num_prompt_logprobs(self.params, self.prompts)
+        return num_prompt_logprobs(self.body, self.params, self.prompts)
+
+    def check_kept_logprobs(self) -> None:
+        """Raise UserError for more than MAX_KEPT_LOGPROBS log-probabilities of output tokens."""
+        if self.params.logprobs is None:
+            return
+        width, num_tokens = 1 + self.params.logprobs, self.generation.num_output_tokens
+        if width * num_tokens > MAX_KEPT_LOGPROBS:
+            raise UserError(
+                f"the response has {width} log-probabilities of each of {num_tokens} tokens, "
+                f"{width * num_tokens} in total, at most {MAX_KEPT_LOGPROBS} are allowed; stream "
+                "chat or text completions, or lower n, max_tokens or the number of "
+                "log-probabilities",
+                param="logprobs",
+            )
 
     @property
     def num_echo_values(self) -> int:
-        """Estimated number of JSON values in the echo and in its log-probabilities."""
+        """Estimated number of JSON values in the echo, including its log-probabilities."""
         num_text_values = self.num_echo_characters // CHARACTERS_PER_WEIGHT
         return self.num_prompt_logprobs + num_text_values
 
@@ -181,7 +204,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return count
 
     def answer(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
+        """Body of a complete response."""
         return {
             "id": self.id,
             "object": kind,
@@ -194,58 +217,77 @@ class ServingRequest(RunningRequest[GenerationStream]):
             "kv_transfer_params": None,
         }
 
+    def prompt_logprobs(self, prompt_index: int) -> list[msgspec.Raw | None] | None:
+        """The `prompt_logprobs` of a prompt in a complete response; None: not requested."""
+        width = self.body.prompt_logprobs
+        if width is None:
+            return None
+        return prompt_logprobs_of(self.generation.prompt_logprobs[prompt_index], width)
+
+    def chat_logprobs(self, choice: ChoiceOutput) -> dict[str, Any] | None:
+        """The logprobs object of a complete choice; None if it is not requested. Frees the
+        log-probabilities of the choice."""
+        if self.params.logprobs is None:
+            return None
+        return encoded_chat_logprobs(consumed(choice.logprobs), self.token_formatter)
+
     def envelope(self, kind: str) -> Envelope:
         return Envelope(kind, self.id, self.created, self.model, self.state.fingerprint)
 
 
 class ChunkWriter(Protocol):
-    """Encoder of deltas as SSE frames."""
+    """Encodes deltas as SSE frames."""
 
     def feed(self, deltas: list[Delta]) -> bytes:
         """Frames for `deltas`; empty if nothing is visible yet."""
         ...
 
     async def ending(self) -> bytes:
-        """Frames after the last delta; nothing follows."""
+        """Frames after the last delta, at the end of the stream."""
         ...
 
     async def failing(self, fault: Fault) -> bytes:
-        """Frames for an error; nothing follows."""
+        """Frames for an error, at the end of the stream."""
         ...
 
 
 # Submission
 
 
-def num_prompt_logprobs(params: SamplingParams, prompts: list[Prompt]) -> int:
-    """Number of prompt log-probabilities that the request asks for."""
+def num_prompt_logprobs(body: GenerationBody, params: SamplingParams, prompts: list[Prompt]) -> int:
+    """Number of prompt log-probabilities in the response."""
     if params.prompt_logprobs is None:
         return 0
-    return (1 + params.prompt_logprobs) * sum(len(prompt.token_ids) for prompt in prompts)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    return (1 + params.prompt_logprobs) * num_tokens * body.num_prompt_logprob_lists
 
 
 def _check_prompt_logprobs(
     body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
 ) -> None:
     """Raise UserError for more than MAX_PROMPT_LOGPROBS prompt log-probabilities."""
-    count = num_prompt_logprobs(params, prompts)
+    count = num_prompt_logprobs(body, params, prompts)
     if count <= MAX_PROMPT_LOGPROBS:
         return
     width = 1 + (params.prompt_logprobs or 0)
-    num_tokens = count // width
+    num_lists = body.num_prompt_logprob_lists
+    num_tokens = count // width // num_lists
     # With echo, `logprobs` also sets the number for prompt tokens.
     name = "prompt_logprobs" if body.prompt_logprobs == params.prompt_logprobs else "logprobs"
-    most = MAX_PROMPT_LOGPROBS // num_tokens - 1
+    most = MAX_PROMPT_LOGPROBS // num_tokens // num_lists - 1
     advice = f"set {name} to {most}" if most >= 0 else "send fewer prompt tokens"
+    if most < 0 and num_lists > 1:
+        advice += " or a smaller n"
+    times = f", in {num_lists} lists" if num_lists > 1 else ""
     raise UserError(
-        f"the request asks for {width} log-probabilities of each of {num_tokens} prompt tokens, "
-        f"{count} in total, at most {MAX_PROMPT_LOGPROBS} are given; {advice}",
+        f"the request asks for {width} log-probabilities of each of {num_tokens} prompt "
+        f"tokens{times}, {count} in total, at most {MAX_PROMPT_LOGPROBS} are allowed; {advice}",
         param=name,
     )
 
 
 def check_admission(state: AppState, body: GenerationBody, num_sequences: int, param: str) -> None:
-    """Raise UserError for a request that could never be admitted."""
+    """Raise UserError for a request that can never be admitted."""
     _check_priority(state, body.priority)
     max_sequences = state.config.max_queued_requests
     if num_sequences > max_sequences:
@@ -255,14 +297,25 @@ def check_admission(state: AppState, body: GenerationBody, num_sequences: int, p
         )
 
 
+def check_queued_tokens(state: AppState, num_tokens: int, param: str) -> None:
+    """Raise UserError for more prompt tokens, over all sequences, than may wait."""
+    max_tokens = state.config.max_queued_prompt_tokens
+    if num_tokens > max_tokens:
+        raise UserError(
+            f"the request has {num_tokens} prompt tokens over all of its sequences, at most "
+            f"{max_tokens} may wait",
+            param=param,
+        )
+
+
 def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
-    """Raise UserError for a search of too many beams, and Overloaded for too many beams in total:
-    the steps of a search are exempt from the limits on waiting requests, and must leave other
-    requests half of the queue."""
+    """Raise UserError for a beam search with too many beams, and Overloaded for too many beams in
+    total. The steps of a search are exempt from the limits on waiting requests, and must leave half
+    of the queue to other requests."""
     max_beams = max(1, state.config.max_queued_requests // 2)
     if num_beams > max_beams:
         raise UserError(
-            f"the request asks for {num_beams} beams, at most {max_beams} may be searched",
+            f"the request asks for {num_beams} beams, at most {max_beams} are allowed",
             param=param,
         )
     num_running = sum(
@@ -272,8 +325,8 @@ def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
     )
     if num_running + num_beams > max_beams:
         raise Overloaded(
-            f"{num_running} beams are searched and this request has {num_beams}, and at most "
-            f"{max_beams} may."
+            f"{num_running} beams are running and this request has {num_beams}, at most "
+            f"{max_beams} are allowed."
         )
 
 
@@ -286,12 +339,12 @@ def _check_priority(state: AppState, priority: int | None) -> None:
 
 
 def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> str:
-    """The prefix-cache salt of a request whose body has `salt`. With --cache-salt-per-key it
-    includes the owner of the API key."""
+    """Prefix-cache salt of a request with `salt` in its body. With --cache-salt-per-key it includes
+    the owner of the API key."""
     salt = salt or ""
     if not state.config.cache_salt_per_key:
         return salt
-    # A salt in a body cannot contain @ (check_salt), so no client can use another client's salt.
+    # check_salt rejects @ in a body's salt, so no client can use another client's salt.
     return f"{record.owner}@{salt}"
 
 
@@ -306,9 +359,9 @@ def tenant_of(state: AppState, record: RequestRecord) -> int:
 async def check_grammar(
     state: AppState, request: Request, field: str, spec: GrammarSpec, *, place: str
 ) -> None:
-    """Compile the grammar of `field` in the engine, so that its errors are reported before the
-    response begins. `place`: path of the grammar in the body, for errors. Raises UserError,
-    Overloaded and ClientGone."""
+    """Compile the grammar of `field` in the engine, so that errors are reported before the response
+    starts. `place`: path of the grammar in the body, for errors. Raises UserError, Overloaded and
+    ClientGone."""
     record = record_of(request.scope)
     call = state.client.control(
         COMPILE_GRAMMAR,
@@ -322,12 +375,12 @@ async def check_grammar(
         raise UserError(f"{place}: {error.message}", param=field) from None
     except asyncio.TimeoutError:
         raise Overloaded(
-            f"the {spec.kind} waited {GRAMMAR_TIMEOUT_S:g} s for others to be compiled"
+            f"the {spec.kind} waited {GRAMMAR_TIMEOUT_S:g} s for other grammars to be compiled"
         ) from None
 
 
 def request_id_of(options: EngineOptions, prefix: str) -> str:
-    """The response id: `prefix` and the client's request id, or a random id."""
+    """Response id: `prefix`, and the client's request id or a random id."""
     return f"{prefix}{options.request_id or os.urandom(16).hex()}"
 
 
@@ -351,17 +404,19 @@ async def start_tracked(
     timeout = timeout_of(request, record, options.timeout)
     record.model = model
     record.num_prompt_tokens = num_prompt_tokens
-    terms = RequestTerms(None if timeout is None else timeout.deadline_s, tenant_of(state, record))
+    request_limits = RequestLimits(
+        None if timeout is None else timeout.deadline_s, tenant_of(state, record)
+    )
     priority = options.priority or 0
     if state.max_ttft_s:
-        state.client.check_ttft(num_first_tokens, priority=priority, terms=terms)
+        state.client.check_ttft(num_first_tokens, priority=priority, request_limits=request_limits)
     try:
         stream = await start(
             priority=priority,
             cache_salt=cache_salt_of(state, record, options.cache_salt),
             name=record.id,
             adapter=state.adapter_of(model),
-            terms=terms,
+            request_limits=request_limits,
         )
     except DeadlineExceeded as error:
         assert timeout is not None, "only a request with a timeout has a deadline"
@@ -401,19 +456,13 @@ async def start_job(
     param: str,
     parsers: ChoiceParsers | None = None,
 ) -> ServingRequest:
-    """Check the request and send it to the engine. After an exception, the engine holds nothing of
-    the request."""
+    """Check the request and send it to the engine. After an exception, nothing of the request is
+    left in the engine."""
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
     _check_prompt_logprobs(body, params, prompts)
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    max_tokens = state.config.max_queued_prompt_tokens
-    if num_tokens * params.n > max_tokens:
-        raise UserError(
-            f"the request has {num_tokens * params.n} prompt tokens over all of its sequences, at "
-            f"most {max_tokens} may wait",
-            param=param,
-        )
+    check_queued_tokens(state, num_tokens * params.n, param)
     start: Callable[..., Awaitable[GenerationStream]] = state.generation_pipeline().start
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty
@@ -453,26 +502,31 @@ async def start_job(
 def stream_response(job: ServingRequest, writer: ChunkWriter) -> Response:
     """A response that sends frames until the generation ends or the client disconnects."""
     return EventStream(
-        sse_frames(job, writer), keep_alive_s=job.state.config.keep_alive_s, on_close=job.close
+        sse_frames(job, writer),
+        keep_alive_s=job.state.config.keep_alive_s,
+        on_close=job.close,
+        num_unread_bytes=job.num_unread_bytes,
     )
 
 
 async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[bytes]:
-    """SSE frames of all of the job's deltas; an error becomes a frame."""
+    """SSE frames for all of the job's deltas; an error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
         is_long = job.num_echo_values > INLINE_VALUES
         with panics_as_errors():
             async for deltas in job.tracker:
                 ready = batcher.add(deltas)
-                # An echoed prompt and its log-probabilities are all in one chunk.
+                # A single chunk has the whole echoed prompt and its log-probabilities.
                 data = (
                     await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
                 )
                 if data:
                     yield data
             yield await writer.ending()
-    except Exception as error:  # process border: after status 200 an error can only be an event
+    except (
+        Exception
+    ) as error:  # process boundary: after status 200, an error can only be sent as an event
         if isinstance(error, EngineDied):
             error = EngineFailed(str(error))
         fault = fault_of(error)
@@ -481,13 +535,13 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
 
 
 async def collect_choices(job: ServingRequest, request: Request) -> list[ChoiceOutput]:
-    """All choices of the complete response. Raises ClientGone when the client disconnects."""
+    """All choices of the complete response. Raises ClientGone if the client disconnects."""
     return await run_to_end(job, request, _collect_choices(job))
 
 
 async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which reads all of the job's output; closes the job. Raises ClientGone
-    when the client disconnects."""
+    """Result of `work`, which reads all of the job's output; closes the job. Raises ClientGone if
+    the client disconnects."""
     try:
         with CancelOnDisconnect(request.receive):
             return await work
@@ -500,6 +554,7 @@ async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine
 async def _collect_choices(job: ServingRequest) -> list[ChoiceOutput]:
     choices = [ChoiceOutput() for _ in range(len(job.prompts) * job.params.n)]
     async for deltas in job.tracker:
+        job.check_kept_logprobs()
         for delta in deltas:
             choice = choices[delta.index]
             choice.add(delta)

@@ -1,5 +1,5 @@
-"""Start-up progress as text and as a bar. Each state is a log line of its own, because other
-processes write to the same log."""
+"""Formats start-up progress as text and as a progress bar. Each update is a separate log line,
+because other processes write to the same log."""
 
 from engine.transport.messages import Progress
 
@@ -17,7 +17,8 @@ def describe(progress: Progress) -> str:
 
 
 def bar(progress: Progress) -> str:
-    """Progress as a bar: `[######------------------] warmup, 12 of 48, about 3 min left`."""
+    """Progress as a progress bar: `[######------------------] warmup, 12 of 48, about 3 min
+    left`."""
     if not progress.total:
         return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total
@@ -25,8 +26,8 @@ def bar(progress: Progress) -> str:
 
 
 class ProgressReporter:
-    """Limits progress lines: a line per INTERVAL_S. If the text has not changed, the line says for
-    how long."""
+    """Rate limiter for progress lines: at most a line per INTERVAL_S. If the text has not changed,
+    the line says for how long."""
 
     def __init__(self, started_s: float) -> None:
         self._last = ""
@@ -34,7 +35,7 @@ class ProgressReporter:
         self._next_s = started_s + INTERVAL_S
 
     def line(self, text: str, now_s: float) -> str | None:
-        """The line to log now for the progress `text`; None: nothing is due."""
+        """The line to log now for the progress `text`; None if no line is due."""
         if text != self._last:
             self._last, self._since_s = text, now_s
         if now_s < self._next_s:

@@ -1,4 +1,4 @@
-"""Encoding of texts as prompts: bounded before tokenization, and truncated."""
+"""Encodes texts as prompts: checked against limits before tokenization, and truncated."""
 
 from config.errors import PromptTooLong, UserError
 from server.generation.outputs import Prompt
@@ -9,9 +9,9 @@ from server.text.tokenizer import TooManyCharacters
 
 COUNTED_CONTEXTS = 4
 MIN_COUNTED_TOKENS = 131_072
-"""A text is tokenized for counting up to the larger limit: COUNTED_CONTEXTS contexts of the model,
-or MIN_COUNTED_TOKENS. Clients that split documents for a small embedding model count the whole
-document first."""
+"""A text is tokenized for counting up to the larger of COUNTED_CONTEXTS context lengths of the
+model and MIN_COUNTED_TOKENS. Clients that split documents for a small embedding model count the
+whole document first."""
 
 
 async def encode_prompt(
@@ -26,8 +26,8 @@ async def encode_prompt(
 ) -> Prompt:
     """Encode `text`, truncated to its last `keep` tokens, or to its first `keep` tokens without
     `keep_end`; -1 keeps as many tokens as fit into the context with `limit` output tokens. Raises
-    PromptTooLong for a prompt that is longer than the context and not truncated; before tokenizing
-    if the length of the text is sufficient to tell."""
+    PromptTooLong for an untruncated prompt longer than the context, before tokenizing it if its
+    length in characters is enough to tell."""
     max_model_len = state.max_model_len
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_model_len, param)
@@ -41,7 +41,7 @@ async def encode_prompt(
 
 
 def max_counted_tokens(state: AppState) -> int:
-    """Maximum length in tokens of a text that is tokenized only for counting."""
+    """Maximum number of tokens of a text that is tokenized only for counting."""
     return max(COUNTED_CONTEXTS * state.max_model_len, MIN_COUNTED_TOKENS)
 
 
@@ -63,7 +63,7 @@ async def encode_for_counting(
     except TooManyTokens as error:
         more = "at least " if error.at_least else ""
         raise UserError(
-            f"the text has {more}{error.count} tokens, at most {max_tokens} are counted; this "
+            f"the text has {more}{error.count} tokens, at most {max_tokens} can be counted; this "
             f"model's maximum context length is {state.max_model_len} tokens",
             param=param,
             code="context_length_exceeded",
@@ -81,8 +81,8 @@ async def _encode(
     max_tokens: int,
     param: str,
 ) -> list[int]:
-    """Token ids of `text`, at most `max_tokens`. If the text is truncated, at least the tokens that
-    truncation keeps. Raises TooManyTokens and TooManyCharacters."""
+    """Token ids of `text`, at most `max_tokens`. If the text is truncated, they include at least
+    the tokens that truncation keeps. Raises TooManyTokens and TooManyCharacters."""
     tokenizer = state.text_tokenizer(param)
     num_kept = num_kept_tokens(keep, state.max_model_len, limit)
     try:

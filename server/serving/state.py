@@ -1,11 +1,11 @@
-"""AppState: state shared by all request handlers, and whether requests are accepted."""
+"""AppState: state shared by all request handlers, including whether requests are accepted."""
 
 import hashlib
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config.engine import EngineConfig
 from config.errors import EngineDied, NotFound, Overloaded, UserError
@@ -18,6 +18,7 @@ from server.generation.validation import OutputLimits
 from server.http.auth import ApiKeys
 from server.http.body import BodyReader
 from server.http.peer_proxy import Peers
+from server.http.unread_answers import UnreadAnswers
 from server.metrics.registry import Metrics
 from server.multimodal.inputs import ImageLoader
 from server.serving.progress import describe
@@ -34,6 +35,18 @@ DRAINING_RETRY_S = 30
 NAME_CHARACTERS_SHOWN = 200
 NAMES_SHOWN = 3
 MAX_RECENT = 100
+MAX_RESTARTS = 5
+"""Number of engine restarts that the page shows."""
+
+
+class PastRestart(NamedTuple):
+    """A restart of an engine."""
+
+    engine: int
+    ended: float
+    """Unix time at which the engine was ready again."""
+    seconds: float
+    reason: str
 
 
 @dataclass(slots=True)
@@ -51,38 +64,41 @@ class AppState:
     engine_config: EngineConfig | None = None
     """The engine's configuration; None if this process does not know it."""
     has_priorities: bool = False
-    """Whether the engine uses the priority policy."""
+    """Whether the engine uses priority scheduling."""
     has_fair_share: bool = False
-    """Whether the engine is shared among API keys."""
+    """Whether the engine is shared fairly among API keys."""
     max_ttft_s: float = 0.0
-    """Maximum expected time to first token of a new request; 0: unlimited."""
+    """Limit on the expected time to first token of a new request; 0: unlimited."""
     created: int = field(default_factory=lambda: int(time.time()))
     pipeline: Pipeline | None = None
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     images: ImageLoader | None = None
-    """Image inputs; None if the model does not accept images."""
+    """Image loader; None if the model does not support images."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     max_model_len: int = 0
     is_draining: bool = False
     stage: str = "starting"
-    """Start-up stage, shown until the engine reports its own progress."""
+    """Start-up stage that is shown until the engine reports its own progress."""
     active_requests: set[RequestTracker[Any]] = field(default_factory=set)
     """Requests in the engine; bounded by the engine client's limits on the queue and the batch."""
     recent_requests: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     """Statistics of the latest requests (see RequestRecord.summary)."""
+    engine_restarts: deque[PastRestart] = field(default_factory=lambda: deque(maxlen=MAX_RESTARTS))
     peers: Peers = field(default_factory=Peers)
     tracer: "Tracer | None" = None
-    """Exports a trace of each ended request; None without --otlp-traces-endpoint."""
+    """Exports a trace of each finished request; None without --otlp-traces-endpoint."""
     num_open_requests: int = 0
-    """Requests of any kind whose response has not ended, including streams."""
+    """Number of HTTP requests whose response has not ended, including streams."""
     bodies: BodyReader = field(init=False)
     """Reader of request bodies within this server's limits."""
+    unread_answers: UnreadAnswers = field(default_factory=UnreadAnswers)
+    """Long responses that clients have not read."""
     api_keys: ApiKeys = field(init=False)
     template_defaults: Mapping[str, Any] = field(init=False)
-    """Variables of the chat template that a request may override."""
+    """Default variables of the chat template, which a request may override."""
     fingerprint: str = field(init=False)
     """The system_fingerprint; constant for a model and version."""
 
@@ -119,7 +135,7 @@ class AppState:
 
     @property
     def media_kinds(self) -> tuple[bytes, ...]:
-        """Kinds of media that the model accepts besides text."""
+        """Kinds of media that the model supports besides text."""
         return () if self.images is None else tuple(self.images.marks)
 
     @property
@@ -142,14 +158,14 @@ class AppState:
         return "ready" if self.pipeline is not None else "starting"
 
     def generation_pipeline(self) -> Pipeline:
-        """The pipeline of a generating model. Raises the errors of `check_awake`, and UserError for
-        a pooling model."""
+        """Pipeline of a generative model. Raises the errors of `check_awake`, and UserError for a
+        pooling model."""
         pipeline = self.check_awake()
         pipeline.check_generates()
         return pipeline
 
     def check_open(self) -> Pipeline:
-        """The pipeline. Raises EngineDied or Overloaded while no requests are accepted."""
+        """The pipeline. Raises EngineDied or Overloaded while requests are not accepted."""
         if self.client.failure is not None:
             raise EngineDied(self.client.failure)
         if self.is_draining:
@@ -158,7 +174,7 @@ class AppState:
             )
         if self.pipeline is None:
             raise Overloaded(
-                f"The server is starting ({self.progress}), it takes no requests yet.",
+                f"The server is starting ({self.progress}), it accepts no requests yet.",
                 retry_after_s=STARTING_RETRY_S,
                 type="server_error",
             )
@@ -180,7 +196,7 @@ class AppState:
         return describe(progress)
 
     def model(self, name: str | None) -> str:
-        """The model name for the response: `name`, or the default. Raises NotFound."""
+        """Model name for the response: `name`, or the default. Raises NotFound."""
         if not name:
             return self.model_names[0]
         if name not in self.model_names and name not in self.client.adapters:
@@ -197,8 +213,8 @@ class AppState:
         return name
 
     def adapter_of(self, name: str) -> str:
-        """The LoRAInfo.content of the model `name`; empty for the base model. Raises NotFound if
-        the adapter has been unloaded since `model`."""
+        """LoRAInfo.content of the model `name`; empty for the base model. Raises NotFound if the
+        adapter has been unloaded since `model()` checked the name."""
         if name in self.model_names:
             return ""
         info = self.client.adapters.get(name)
@@ -211,7 +227,7 @@ class AppState:
         return info.content
 
     def text_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer. Raises UserError on a server that was started without a tokenizer."""
+        """The tokenizer. Raises UserError if the server was started without a tokenizer."""
         if self.tokenizer is None:
             raise UserError(
                 "this server has no tokenizer, send token ids to /v1/completions", param=param
@@ -219,7 +235,7 @@ class AppState:
         return self.tokenizer
 
     def chat_template(self) -> ChatTemplate:
-        """The chat template. Raises UserError on a server that was started without a tokenizer."""
+        """The chat template. Raises UserError if the server was started without a tokenizer."""
         if self.template is None:
             raise UserError("this server has no tokenizer and no chat template", param="messages")
         return self.template

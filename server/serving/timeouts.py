@@ -19,10 +19,10 @@ class RequestTimeout:
 
     seconds: float
     deadline_s: float
-    """End of the timeout, in time.perf_counter() seconds."""
+    """Time at which the request must have ended, in time.perf_counter() seconds."""
 
     def error(self, reached: str, taken_s: float) -> DeadlineExceeded:
-        """The error for the client after `taken_s`; `reached` says how far the request had come."""
+        """The error for the client after `taken_s`; `reached`: how far the request got."""
         return DeadlineExceeded(
             f"The request has taken {taken_s:.3f} s and its timeout is {self.seconds:g} s: "
             f"{reached}."
@@ -32,7 +32,7 @@ class RequestTimeout:
 def timeout_of(
     request: Request, record: RequestRecord, in_body: float | None
 ) -> RequestTimeout | None:
-    """The timeout of a request: the shorter of the body's and the header's; None without a timeout.
+    """Timeout of a request: the shorter of the timeouts in body and header; None without a timeout.
     Raises UserError for an invalid timeout."""
     header = request.headers.get(HEADER)
     given = []

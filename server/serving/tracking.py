@@ -14,11 +14,11 @@ from server.metrics.requests import RequestMetrics
 from server.serving.timeouts import RequestTimeout
 
 GRACE_S = 0.5
-"""Time for the engine to end a request after its timeout has passed."""
+"""Extra time for the engine to end a request after its timeout."""
 
 
 class RequestTracker(Generic[StreamT]):
-    """Iterator over a stream that counts its deltas into metrics.
+    """Wrapper of a stream that counts its deltas for metrics.
 
     `close` may be called at any time and more than once; it aborts unfinished sequences.
     """
@@ -34,7 +34,7 @@ class RequestTracker(Generic[StreamT]):
         timeout: RequestTimeout | None = None,
         priority: int = 0,
     ) -> None:
-        """`params` is None for a pooling request; `trace` is called once the request has ended."""
+        """`params`: None for a pooling request; `trace`: called when the request has ended."""
         self.stream = stream
         self._params = params
         self.sent_s = time.perf_counter()
@@ -48,7 +48,7 @@ class RequestTracker(Generic[StreamT]):
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
         if timeout is not None:
-            # Normally the engine ends the request; this timer covers an engine that is restarting
+            # Normally the engine ends the request. This timer is for an engine that is restarting
             # or busy with a long step.
             left_s = timeout.deadline_s - time.perf_counter()
             self._timer = asyncio.get_running_loop().call_later(left_s + GRACE_S, self._expire)
@@ -57,19 +57,19 @@ class RequestTracker(Generic[StreamT]):
         self._has_failed = False
         self._num_counted_tokens = 0
         self._num_tokens: dict[int, int] = {}
-        """Output tokens by choice."""
+        """Choice index -> number of output tokens."""
         self._last_token_s: dict[int, float] = {}
-        """Time of the latest token by choice."""
+        """Choice index -> time of the latest token."""
         self._first_token_s: float | None = None
         self._finish_reasons: dict[str, None] = {}
-        """Ordered set of finish reasons."""
+        """Finish reasons, as an ordered set."""
 
     def __aiter__(self) -> "RequestTracker[StreamT]":
         return self
 
     async def __anext__(self) -> list[Delta]:
         """The next deltas of the stream. Raises the errors of the stream, Overloaded after
-        `cancel`, and DeadlineExceeded when the timeout has passed."""
+        `cancel`, and DeadlineExceeded after the timeout."""
         try:
             deltas = await self.stream.__anext__()
         except StopAsyncIteration:
@@ -109,7 +109,7 @@ class RequestTracker(Generic[StreamT]):
             self.stream.abort()
 
     def set_error(self, fault: Fault) -> None:
-        """Keep the error of a stream for its log line."""
+        """Store the error of a stream for its log line."""
         self._record.set_error(fault.status, fault.message, fault.param)
 
     def close(self) -> None:
@@ -140,8 +140,10 @@ class RequestTracker(Generic[StreamT]):
                     self._first_token_s = now_s
                     self._record.ttft_s = now_s - self._record.started_s
                     metrics.time_to_first_token.observe(self._record.ttft_s)
-                if (last_s := self._last_token_s.get(index)) is not None:
-                    metrics.inter_token_latency.observe(now_s - last_s)
+                # Steps that were read together share the time since the last read equally.
+                if count := delta.num_merged + (index in self._last_token_s):
+                    elapsed_s = now_s - self._last_token_s.get(index, now_s)
+                    metrics.inter_token_latency.observe(elapsed_s / count, count)
                 self._last_token_s[index] = now_s
                 self._num_tokens[index] = self._num_tokens.get(index, 0) + num_tokens
             if delta.finish_reason is not None:
@@ -160,7 +162,7 @@ class RequestTracker(Generic[StreamT]):
         record.finish_reasons = ",".join(self._finish_reasons)
 
     def _observe_request(self) -> None:
-        """Observe times and sizes of a request that the engine has worked on. Call it once per
+        """Observe times and sizes of a request that the engine has processed. Call it once per
         request."""
         metrics, stream = self._metrics, self.stream
         metrics.prompt_processed(stream.num_prompt_tokens, stream.num_cached_tokens)
@@ -182,6 +184,6 @@ class RequestTracker(Generic[StreamT]):
             metrics.observe_size("request_generation_tokens", num_tokens)
         if longest > 1 and self._first_token_s is not None:
             seconds = max(self._last_token_s.values()) - self._first_token_s
-            # Zero if all tokens arrived together (beam search, a step that was read late).
+            # 0 if all tokens arrived together (beam search, or a step that was read late).
             if seconds:
                 metrics.time_per_output_token.observe(seconds / (longest - 1))

@@ -1,4 +1,4 @@
-"""BoundedEncoder: a tokenizer of a checkpoint that encodes within limits of time and memory."""
+"""BoundedEncoder: a checkpoint's tokenizer with limits on time and memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,22 +19,22 @@ from engine.process.isolation import (
 from server.text.long_texts import without_lone_surrogates
 
 UNLIMITED_GROWTH = 16
-"""Growth factor of texts up to which a tokenizer encodes all texts in this process."""
+"""Maximum TokenizerBounds.growth of tokenizers that encode texts of any length in this process."""
 MAX_DIRECT_BYTES = 16 * 2**20
-"""Maximum bytes, after growth, that other tokenizers encode in this process, in 1 to 8 s."""
+"""Maximum bytes, after growth, that other tokenizers encode in this process: 1 to 8 s."""
 LIMITS = Limits(cpu_s=5.0, wall_s=10.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
-"""Limits of the process that encodes all other texts."""
+"""Limits of the isolated process that encodes all other texts."""
 MAX_REPLY_BYTES = 64 * 2**20
 
 Text = str | tuple[str, str]
 
 
 class BoundedEncoder:
-    """A tokenizer of the tokenizers library with bounded encoding. Thread-safe.
+    """Tokenizer of the tokenizers library with bounded encoding. Thread-safe.
 
-    Texts whose time or memory is not bounded are encoded in a fork that can be killed. All other
-    texts, and all texts of ordinary checkpoints, are encoded directly. Other methods are the
-    library's.
+    Texts without known bounds on time or memory are encoded in a fork that can be killed. All other
+    texts, and all texts of ordinary checkpoints, are encoded directly. All other methods are
+    forwarded to the library's tokenizer.
     """
 
     def __init__(self, encoder: Encoder, bounds: TokenizerBounds) -> None:
@@ -54,15 +54,15 @@ class BoundedEncoder:
         return getattr(self._encoder, name)
 
     def copy_of(self, encoder: Encoder) -> "BoundedEncoder":
-        """A bounded encoder for `encoder`, a changed copy of this tokenizer, with equal bounds."""
+        """A bounded encoder for `encoder`, a modified copy of this tokenizer, with the same
+        bounds."""
         return BoundedEncoder(encoder, self.bounds)
 
     def encode_batch_fast(
         self, texts: Sequence[Text], add_special_tokens: bool = True
     ) -> list[Encoding]:
-        """The tokens of each text or pair. Raises UserError for a text that the tokenizer cannot
-        encode, or cannot encode within the limits; Overloaded when the process ended for another
-        reason."""
+        """Encode each text or pair. Raises UserError if the tokenizer cannot encode a text or
+        exceeds the limits, and Overloaded if the isolated process ended for another reason."""
         if not self.is_ordinary and _num_bytes(texts) > self._max_direct_bytes:
             return self._encode_isolated(texts, add_special_tokens)
         try:
@@ -86,7 +86,7 @@ class BoundedEncoder:
         return text
 
     def close(self) -> None:
-        """Stop the process that encodes isolated texts; safe to call twice."""
+        """Stop the isolated process; safe to call twice."""
         self._isolation.close()
 
     def _encode_isolated(self, texts: Sequence[Text], add_special_tokens: bool) -> list[Encoding]:
@@ -102,7 +102,7 @@ class BoundedEncoder:
 
 
 def prepare(setup: bytes) -> Call:
-    """Entry point of the fork server. `setup`: the tokenizer in JSON."""
+    """Entry point of the fork server. `setup`: the tokenizer as JSON."""
     encoder = Encoder.from_str(setup.decode())
 
     def encode(payload: bytes) -> bytes:
@@ -111,7 +111,9 @@ def prepare(setup: bytes) -> Call:
         encodings = encoder.encode_batch_fast(whole, add_special_tokens=add_special_tokens)
         reply = msgspec.msgpack.encode([encoding.__getstate__() for encoding in encodings])
         if len(reply) > MAX_REPLY_BYTES:
-            raise ValueError(f"its tokens take {len(reply)} bytes, at most {MAX_REPLY_BYTES} may")
+            raise ValueError(
+                f"its tokens take {len(reply)} bytes, at most {MAX_REPLY_BYTES} are allowed"
+            )
         return reply
 
     return encode

@@ -1,8 +1,8 @@
-"""Chat templates: which template renders a chat, and where it runs.
+"""Chat templates: selects the template for a chat, and the thread or process that renders it.
 
 The model's own template runs on threads with a time limit. Short chats are rendered on the event
-loop if the last short rendering was fast; a watchdog thread stops slow renderings. The template of
-a request runs in a disposable process with limits.
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. Templates in
+requests run in a disposable process with limits.
 """
 
 import asyncio
@@ -45,23 +45,23 @@ MAX_PENDING = 1_024
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
-"""Maximum time of the model's template for the last short chat; below it, the next short chat is
-rendered on the event loop, because a thread costs several times as much as the rendering."""
+"""Maximum rendering time of the last short chat for the next short chat to be rendered on the event
+loop. A thread costs several times as much as a short rendering."""
 INLINE_LIMIT_S = 0.03
 """CPU time after which a rendering on the event loop is stopped and restarted on a thread."""
 INLINE_POLL_S = 0.02
 INLINE_IDLE_POLLS = 50
 MEMORY_POLL_S = 0.05
 MAX_GROWTH_BYTES = 512 * 2**20
-"""Maximum growth of this process's memory while a template runs for longer than MEMORY_POLL_S."""
+"""Maximum memory growth of this process during a rendering that takes longer than MEMORY_POLL_S."""
 STOP_GRACE_S = 0.3
-"""Wait for a stopped template before the request abandons the thread."""
+"""Time to wait for a stopped rendering before its thread is abandoned."""
 T = TypeVar("T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def read_template(given: str) -> str:
-    """The template of `--chat-template`: the content of a file, or the text itself. Raises
+    """The template given by --chat-template: the content of a file, or the text itself. Raises
     ConfigError."""
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
@@ -90,10 +90,10 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source` is a template, several templates by name (default, tool_use), or None.
-        `isolation` renders templates of requests (see server/text/isolated_template.py); without it
-        they run like the model's templates. `generic_tools`: if a template does not support tools,
-        tools are rendered as text (see server/text/tool_template.py)."""
+        """`source`: a template, templates by name (default, tool_use), or None. `isolation`:
+        renders request templates (see server/text/isolated_template.py); without it they run
+        like the model's templates. `generic_tools`: render tools as text if a template does not
+        support them (see server/text/tool_template.py)."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
         self._time_limit_s = time_limit_s
@@ -103,7 +103,7 @@ class ChatTemplate:
         self._uses_generic_tools: bool | None = None
         self._inline = _InlineWatchdog()
         self._threads = FairThreads(threads, "template", per_client=max(1, threads // 2))
-        # Separate threads: the model's template must not wait for templates of requests.
+        # Separate threads, so that the model's template does not wait for request templates.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._slots = FairSlots(
             "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
@@ -113,17 +113,17 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of all templates."""
+        """Concatenated text of all templates."""
         return "\n".join(self._sources.values())
 
     @property
     def default(self) -> str | None:
-        """The template for requests that name no template."""
+        """Template for requests that name no template."""
         return self._sources.get("default")
 
     def uses_generic_tools(self) -> bool:
         """Whether tools are rendered as text because the model's template does not support them.
-        The first call runs the template, at most for its time limit."""
+        The first call renders the template, within its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools
@@ -141,12 +141,12 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """The prompt. Raises UserError if the template rejects the chat, takes too long or writes
-        too much text; Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError if the template rejects the chat, takes too long or
+        writes too much text; Overloaded if too many renderings wait.
 
-        `kwargs` are chat_template_kwargs; `template` replaces the model's template. `mark` is
-        applied to all text of the caller. `client` is the client that sent the request: threads for
-        request templates are shared fairly among clients.
+        `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
+        to all text of the caller; `client`: API key or address, so that clients share the threads
+        for request templates fairly.
         """
         if continue_final_message and add_generation_prompt:
             raise UserError(
@@ -158,7 +158,8 @@ class ChatTemplate:
         for name in kwargs or {}:
             if name in RESERVED_VARIABLES:
                 raise UserError(
-                    f"chat_template_kwargs sets {name!r}, which is a field of its own",
+                    f"chat_template_kwargs sets {name!r}, which is a field of the request: set "
+                    "the field",
                     param="chat_template_kwargs",
                 )
         source = self._source(template, tools)
@@ -182,7 +183,7 @@ class ChatTemplate:
             async with self._slots.hold(client):
                 return await self._render_isolated(self._isolation, request, mark)
         if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} chats wait for their template")
+            raise Overloaded(f"{self._pending} chats are waiting to be rendered")
         self._pending += 1
         try:
             return await self._run(_Job(call))
@@ -207,7 +208,9 @@ class ChatTemplate:
             return future.result(timeout=self._time_limit_s)
         except FutureTimeout:
             job.stop()
-        except Exception as error:  # templates are foreign code: the request will show the error
+        except (
+            Exception
+        ) as error:  # templates are untrusted code: the request will report the error
             release_frames(error)
         return True
 
@@ -233,7 +236,7 @@ class ChatTemplate:
         excess, before = "", _resident_bytes()
         try:
             while not excess:
-                # Queue time does not count: the limit applies from the start on the thread.
+                # The time limit starts when the thread starts, not in the queue.
                 left_s = self._time_limit_s - job.seconds()
                 if left_s <= 0:
                     excess = f"took longer than the {self._time_limit_s:g} s it may take"
@@ -247,7 +250,7 @@ class ChatTemplate:
                     excess = f"took more than the {MAX_GROWTH_BYTES >> 20} MiB it may take"
             job.stop()
             await asyncio.wait([future], timeout=STOP_GRACE_S)
-            # The rendering may have ended before it was stopped.
+            # The rendering may have finished before it was stopped.
             if future.done():
                 if not isinstance(error := future.exception(), TooSlow):
                     return future.result()
@@ -256,7 +259,7 @@ class ChatTemplate:
             if not future.done():
                 job.stop()
                 future.cancel()
-            # The future's exception refers to the template's variables.
+            # The future's exception would keep the template's variables alive.
             del future
         raise UserError(f"the chat template {excess}", param="messages")
 
@@ -280,13 +283,13 @@ class ChatTemplate:
 
 
 def _check_roles(messages: list[Message], source: str) -> None:
-    """Raise UserError for a role that is neither in ROLES nor named by the template."""
+    """Raise UserError for a role that is neither in ROLES nor mentioned in the template."""
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
             continue
         raise UserError(
-            f"messages[{index}].role is {str(role)[:40]!r}, this model takes {', '.join(ROLES)}",
+            f"messages[{index}].role is {str(role)[:40]!r}, this model accepts {', '.join(ROLES)}",
             param=f"messages[{index}].role",
         )
 
@@ -304,8 +307,8 @@ def may_run_inline(compiled: CompiledTemplate) -> bool:
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether there are at most MAX_INLINE_MESSAGES messages of role and text, with at most
-    SHORT_CHARACTERS."""
+    """Whether there are at most MAX_INLINE_MESSAGES messages, with only role and text, and at most
+    SHORT_CHARACTERS in total."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
@@ -314,7 +317,7 @@ def _is_short(messages: list[Message]) -> bool:
 
 
 class _Job(Generic[T]):
-    """A call that another thread can stop, once."""
+    """A call that another thread can interrupt with TooSlow."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
@@ -326,7 +329,7 @@ class _Job(Generic[T]):
         self._was_stopped = False
 
     def run(self) -> T:
-        """The result of the call. Raises TooSlow if it was stopped."""
+        """Run the call and return its result. Raises TooSlow if it is stopped."""
         with self._lock:
             self._thread = threading.get_ident()
             self._clock = time.pthread_getcpuclockid(self._thread)
@@ -338,7 +341,7 @@ class _Job(Generic[T]):
             with self._lock:
                 thread, self._thread = self._thread, None
                 if self._was_stopped:
-                    # A pending stop must not hit the thread's next task.
+                    # A pending stop must not reach the thread's next task.
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), None)
 
     def seconds(self) -> float:
@@ -353,8 +356,8 @@ class _Job(Generic[T]):
             return time.clock_gettime(self._clock) - self._began_cpu_s
 
     def stop(self) -> None:
-        """Raise TooSlow in the call if it is running. Only the first `stop` has an effect: a second
-        exception could arrive after the first has ended the call."""
+        """Raise TooSlow in the call if it is running. Only the first `stop` has an effect, because
+        a second exception could arrive after the first has ended the call."""
         with self._lock:
             if self._thread is not None and not self._was_stopped:
                 self._was_stopped = True
@@ -365,7 +368,7 @@ class _Job(Generic[T]):
 
 class _InlineWatchdog:
     """Stops calls on the event loop that take more than INLINE_LIMIT_S of CPU time. A thread polls
-    every INLINE_POLL_S while there are calls: waking the thread for each call would cost more than
+    every INLINE_POLL_S while there are calls, because waking it for each call would cost more than
     most calls."""
 
     def __init__(self) -> None:
@@ -377,7 +380,7 @@ class _InlineWatchdog:
         self._is_closed = False
 
     def run(self, call: Callable[[], str]) -> str:
-        """The result of `call`. Raises TooSlow."""
+        """Run `call` and return its result. Raises TooSlow."""
         self._num_calls += 1
         if not self._is_watched:
             self._start()
@@ -410,7 +413,7 @@ class _InlineWatchdog:
                 seen = self._num_calls
             self._wake.clear()
             self._is_watched = False
-            # A call that started before this line counts as watched.
+            # A call that started while `_is_watched` was set has not set `_wake`: keep polling.
             if self._num_calls == seen and not self._is_closed:
                 self._wake.wait()
             self._is_watched = True

@@ -1,9 +1,9 @@
-"""Protection against control-token text in messages: it stays plain text.
+"""Keeps control-token text in messages as plain text.
 
 The output of a template mixes control tokens and messages. To distinguish them, a random mark is
-inserted into each control-token text of a message before the template runs. Then the template's own
-control tokens, which have no mark, are renamed to random words, and the marks are removed. A copy
-of the tokenizer, which knows only the new names as control tokens, encodes the result.
+inserted into each control-token text in a message before the template runs. Then the template's own
+control tokens, which have no mark, are renamed to random words, and the marks are removed. The
+result is encoded by a copy of the tokenizer that knows only the new names as control tokens.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from config.errors import UserError
 from server.text.bounded_encoder import BoundedEncoder
 
 SEARCHED_CHARACTERS = 2**18
-"""Characters that are searched in a single call, which holds the GIL."""
+"""Characters searched in a single call, which holds the GIL."""
 _MARK_CHARACTERS = 8
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -28,7 +28,7 @@ class ControlMarker:
     """Inserts a mark into control-token texts. Thread-safe."""
 
     def __init__(self, control_texts: Iterable[str], elusive: Iterable[str], mark: str) -> None:
-        """`elusive` are the `control_texts` that a mark cannot split."""
+        """`elusive`: the `control_texts` that cannot be protected by inserting a mark."""
         self.mark = mark
         self._control_texts = list(control_texts)
         self._elusive = set(elusive)
@@ -38,7 +38,7 @@ class ControlMarker:
         self._longest = max(map(len, self._control_texts), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The constructor arguments for an equal marker, as JSON fields."""
+        """Constructor arguments for an equal marker, as JSON fields."""
         return {
             "control_texts": self._control_texts,
             "elusive": sorted(self._elusive),
@@ -46,8 +46,9 @@ class ControlMarker:
         }
 
     def mark_texts(self, value: Any) -> Any:
-        """A copy of messages, or of parts of them, with a mark in every control-token text. Raises
-        UserError for a control-token text that this tokenizer cannot encode as plain text."""
+        """A copy of messages, or of parts of messages, with a mark in every control-token text.
+        Raises UserError for a control-token text that this tokenizer cannot encode as plain
+        text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
@@ -59,14 +60,14 @@ class ControlMarker:
     def _marked_text(self, text: str) -> str:
         positions: set[int] = set()
         start = 0
-        # Continue at the next character: control-token texts may overlap.
+        # Continue at the next character, because control-token texts may overlap.
         while found := _search(self._control, text, start, self._longest):
             if found[0] in self._elusive:
                 raise _refused(found[0])
             start = found.start() + 1
             positions.add(start)
-        # The text that the template writes next, perhaps after trimming, must not complete a
-        # control token that starts in this text.
+        # What the template writes next, perhaps after trimming, must not complete a control token
+        # that starts in this text.
         for end in (len(text), len(text.rstrip())):
             for start in range(max(0, end - self._longest), end):
                 if text[start:end] in self._prefixes:
@@ -78,10 +79,10 @@ class ControlMarker:
 
 
 class ControlTokenEncoder:
-    """Encodes marked texts for a tokenizer. Thread-safe."""
+    """Encodes marked texts with a tokenizer. Thread-safe."""
 
     def __init__(self, encoder: BoundedEncoder, only: Collection[str] | None = None) -> None:
-        """`only`: the tokens that message texts must not become; None: all special tokens."""
+        """`only`: tokens that message text must not turn into; None: all special tokens."""
         added = encoder.get_added_tokens_decoder()
         special = {
             token.content: i
@@ -89,7 +90,7 @@ class ControlTokenEncoder:
             if (token.special if only is None else token.content in only)
         }
         self._token_of = {token_id: text for text, token_id in special.items()}
-        # Tokens that a mark cannot split, or whose matching depends on more than their own text.
+        # Tokens that are too short for a mark, or whose matching depends on surrounding text.
         elusive = {
             token.content
             for token in added.values()
@@ -98,11 +99,11 @@ class ControlTokenEncoder:
         }
         self._names = {text: secrets.token_hex(16) for text in special if text not in elusive}
         mark = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_CHARACTERS))
-        # A template may write a text as JSON, with the mark escaped.
+        # A template may write a text as JSON, which escapes the mark.
         self._marks = (mark, json.dumps(mark)[1:-1])
         self.marker = ControlMarker(special, elusive, mark)
         self.marked = self.marker.mark_texts
-        # Other added tokens compete for the same text.
+        # Other added tokens can match the same text.
         others = (
             t.content for t in added.values() if t.content not in special and not t.normalized
         )
@@ -118,7 +119,7 @@ class ControlTokenEncoder:
         }
 
     def close(self) -> None:
-        """Stop the processes of the renamed tokenizer; safe to call twice."""
+        """Stop the isolated process of the renamed tokenizer; safe to call twice."""
         self._renamed_encoder.close()
 
     def is_marked(self, text: str) -> bool:
@@ -132,8 +133,8 @@ class ControlTokenEncoder:
         return text
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a marked text. Raises UserError if the model's vocabulary turns plain text
-        into a control token."""
+        """Encode a marked text. Raises UserError if the model's vocabulary turns plain text into a
+        control token."""
         plain = self.unmarked(self._renamed(text))
         bare = self._encoded(plain, add_special_tokens=False)
         for token_id in bare:
@@ -143,7 +144,7 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _renamed(self, text: str) -> str:
-        """`text` with its control tokens replaced by their random names."""
+        """`text` with control tokens replaced by their random names."""
         parts: list[str] = []
         start = 0
         while found := _search(self._competing, text, start, self._longest):
@@ -173,14 +174,14 @@ def _search(
     """The first match at or after `start`; `longest`: maximum length of a match."""
     for first in range(start, len(text), SEARCHED_CHARACTERS):
         found = pattern.search(text, first, first + SEARCHED_CHARACTERS + longest)
-        # A match that starts beyond the piece may be cut off: the next piece contains all of it.
+        # A match that starts beyond the piece may be incomplete; the next piece contains all of it.
         if found is not None and found.start() < first + SEARCHED_CHARACTERS:
             return found
     return None
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
-    """A copy of `encoder` with its added tokens renamed by `names`."""
+    """A copy of `encoder` with added tokens renamed according to `names`."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
@@ -189,7 +190,7 @@ def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncode
 
 def _refused(token: str) -> UserError:
     return UserError(
-        f"a message has the text {token!r} of a control token, which this model's tokenizer cannot "
-        "take for plain text",
+        f"a message has the text {token!r} of a control token, which this model's tokenizer "
+        "cannot encode as plain text",
         param="messages",
     )

@@ -8,24 +8,21 @@ from server.text.tokenizer import MAX_CHARACTER_BYTES, Tokenizer
 
 REPLACEMENT = "\ufffd".encode()
 CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
-"""Tokens of context that affect the text of the first new token."""
+"""Number of context tokens that can affect the text of the first new token."""
 
 
 class Detokenizer(Protocol):
-    """Detokenizer of a sequence.
-
-    The joined texts equal the decoding of `prompt + output` after the part that the prompt alone
-    determines. U+FFFD appears only for invalid UTF-8 and for a character that the output leaves
-    incomplete. A character that the prompt started belongs to the output only if the output
-    completes it.
-    """
+    """Detokenizer of a sequence. The concatenated texts equal the decoding of `prompt + output`,
+    without the part that the prompt alone determines. U+FFFD appears only for invalid UTF-8 and for
+    a character that the output leaves incomplete. A character that starts in the prompt belongs to
+    the output only if the output completes it."""
 
     def push(self, ids: list[int]) -> str:
-        """Append `ids`; returns the text that is now final."""
+        """Append `ids`; returns the text that has become final."""
         ...
 
     def flush(self) -> str:
-        """The remaining text, when no token follows."""
+        """The remaining text, at the end of the sequence."""
         ...
 
 
@@ -47,20 +44,21 @@ def make_detokenizer(
 
 
 class ByteDetokenizer:
-    """Detokenizer for tokens whose bytes do not depend on neighbours: under 1 us per token,
-    independent of the context.
+    """Detokenizer for tokens whose bytes do not depend on neighbouring tokens: under 1 us per
+    token, for any context length.
 
-    (The DecodeStream of the tokenizers library buffers invalid bytes without limit, and raises when
-    a run of fallback bytes becomes invalid after a complete character of it was sent.)
+    (DecodeStream of the tokenizers library buffers invalid bytes without limit, and raises if a run
+    of fallback bytes becomes invalid after a complete character in it was sent.)
     """
 
     def __init__(self, pieces: TokenBytesTable, prompt: list[int], strip_first: int) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A character that the prompt leaves incomplete stays in the decoder; its text is dropped.
+        # A character that the prompt leaves incomplete stays in the decoder, and its text is
+        # dropped.
         self._decoder.decode(b"".join([pieces[i] for i in prompt[-CONTEXT_TOKENS:]]))
         self._incomplete: bytes = self._decoder.getstate()[0]
-        """The bytes of the incomplete character; empty once it is complete."""
+        """Bytes of the incomplete character; empty once it is complete."""
         at_the_start = strip_first > 0 and not any(pieces[i] for i in prompt)
         self._strip = strip_first if at_the_start else 0
 
@@ -91,12 +89,9 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer for decoders in which a token's text depends on its neighbours (WordPiece,
-    Metaspace, ...).
-
-    Decodes a short window twice, with and without the new tokens; the additional text is new. The
-    window advances when its text ends in a complete character.
-    """
+    """Detokenizer for decoders in which a token's text depends on neighbouring tokens (WordPiece,
+    Metaspace, ...). Decodes a short window twice, with and without the new tokens; the additional
+    text is new. The window advances when its text ends with a complete character."""
 
     def __init__(
         self,
@@ -108,7 +103,7 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids - shown if skip_special else frozenset()
-        # Hidden ids are dropped here; the library does not need to skip them.
+        # `_visible` drops the hidden ids, and the library must not skip the `shown` tokens.
         self._skip_special = skip_special and not shown
         self._spaces = spaces
         self._ids = self._visible(prompt[-CONTEXT_TOKENS:])

@@ -1,4 +1,4 @@
-"""Rendering of request templates in disposable processes; see engine/process/isolation.py."""
+"""Renders request templates in disposable processes; see engine/process/isolation.py."""
 
 import json
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from server.text.control_tokens import ControlMarker
 from server.text.template_renderer import MAX_CHARACTERS, Renderer, RenderRequest, TextTooLong
 
 LIMITS = Limits(cpu_s=1.0, wall_s=1.5, memory_bytes=256 * 2**20, stack_bytes=8 * 2**20)
-"""Limits of a rendering. A template normally takes a millisecond; a request must be refused within
+"""Limits of a rendering. A template normally takes a millisecond; a request must be rejected within
 2 s."""
 
 
 def isolated_templates(marker: ControlMarker | None) -> ForkServer:
-    """A fork server for templates of requests. `marker` marks control tokens in their messages."""
+    """A fork server for request templates. `marker`: marks control tokens in messages."""
     setup: dict[str, Any] = {"marker": None if marker is None else marker.to_dict()}
     return ForkServer("server.text.isolated_template", json.dumps(setup).encode(), LIMITS)
 
 
 def prepare(setup: bytes) -> Call:
-    """Entry point of the fork server. `setup`: the marker in JSON."""
+    """Entry point of the fork server. `setup`: the marker as JSON."""
     facts: Mapping[str, Any] | None = json.loads(setup)["marker"]
     marker = None if facts is None else ControlMarker(**facts)
     renderer = Renderer(MAX_CHARACTERS)

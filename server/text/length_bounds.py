@@ -1,4 +1,4 @@
-"""Lower bound of a text's number of tokens, from the longest text of a token."""
+"""Lower bound on the number of tokens of a text, from the longest text of a token."""
 
 import json
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from tokenizers.models import BPE
 from server.text.token_bytes import gpt2_alphabet
 
 COMPOSITION = 8
-"""Maximum ratio of bytes before and after NFC: a character is composed of at most four (Unicode's
-canonical decompositions) of four bytes each, and has at least two bytes itself."""
+"""Maximum ratio of bytes before and after NFC: a character is composed of at most four characters
+(Unicode's canonical decompositions) of four bytes each, and has at least two bytes itself."""
 _NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 _KEEP_ALL = ("ByteLevel", "Digits", "Metaspace")
-"""Pre-tokenizers that never drop text; pattern splits may drop text."""
+"""Pre-tokenizers that never drop text. Splits by a pattern may drop text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLengthBound:
-    """Limit of the text that tokens of a tokenizer can represent."""
+    """Limit on the text that a tokenizer's tokens can represent."""
 
     max_bytes_per_token: int
     """Maximum UTF-8 bytes of text that a token represents."""
@@ -33,7 +33,7 @@ class TokenLengthBound:
 
 
 def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
-    """The bound of `encoder`; None if a token may represent any number of bytes (unknown words,
+    """Bound for `encoder`; None if a token may represent any number of bytes (unknown words,
     dropped whitespace)."""
     added = encoder.get_added_tokens_decoder().values()
     growth = _shrinking(_state(encoder.normalizer))
@@ -71,7 +71,7 @@ def _steps(state: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 
 
 def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """The factor by which a text may shrink; None: unknown."""
+    """Factor by which normalization may shrink a text; None if unknown."""
     factor = 1
     for step in _steps(normalizer, "normalizers"):
         kind = step["type"]
@@ -99,6 +99,6 @@ def _is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 
 def _absent(byte_of: dict[str, int], tokens: dict[str, int]) -> bytes:
-    """The bytes that can occur in UTF-8 but have no token."""
+    """Bytes that can occur in UTF-8 but have no token."""
     absent = (byte for name, byte in byte_of.items() if name not in tokens)
     return bytes(sorted(set(absent) - _NEVER_IN_UTF8))

@@ -1,29 +1,29 @@
-"""Truncation of long texts: reads only as much text as the first or last tokens need."""
+"""Truncation of long texts that reads only as much text as the first or last tokens need."""
 
 import re
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 INITIAL_CHARACTERS = 16
-"""Characters per token that are read first, for the kept tokens and MARGIN_TOKENS. Ordinary text
-has 1 to 6 characters per token."""
+"""Characters read first per token, for the kept tokens and MARGIN_TOKENS. Ordinary text has 1 to 6
+characters per token."""
 MAX_CHARACTERS = 1_024
-"""Characters per token that are read at most. Longer runs of text without tokens (blanks, unknown
-words) are not read to their end."""
+"""Maximum characters read per token. Longer runs of text without tokens (blanks, unknown words) are
+not read to their end."""
 MARGIN_TOKENS = 256
-"""Tokens between the cut and the kept tokens: tokens differ where a text is cut."""
+"""Margin of tokens between a cut and the kept tokens: a cut changes the tokens near it."""
 WORD_CHARACTERS = 2_048
 """Maximum distance by which a cut is moved to the end of a word."""
 
 SEARCHED_CHARACTERS = 2**20
-"""Characters that are searched in a single call, which holds the GIL: 5 ms."""
+"""Characters searched in a single call, which holds the GIL for 5 ms."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TooManyTokens(Exception):
-    """Text number `index` has more tokens than allowed: `count` tokens; with `at_least`, `count` is
-    a lower bound."""
+    """Text number `index` has too many tokens. `count`: their number; with `at_least`, a lower
+    bound."""
 
     def __init__(self, count: int, *, at_least: bool = False, index: int = 0) -> None:
         super().__init__(f"{'at least ' if at_least else ''}{count} tokens")
@@ -33,7 +33,7 @@ class TooManyTokens(Exception):
 
 
 class Counted(Protocol):
-    """Tokens that have a length."""
+    """Any sequence of tokens: only its length is used."""
 
     def __len__(self) -> int: ...
 
@@ -42,7 +42,7 @@ Tokens = TypeVar("Tokens", bound=Counted)
 
 
 def without_lone_surrogates(text: str) -> str:
-    """`text` as valid UTF-8: lone surrogates become U+FFFD."""
+    """`text` with lone surrogates replaced by U+FFFD, so that it is valid UTF-8."""
     if text.isascii():
         return text
     if len(text) <= SEARCHED_CHARACTERS:
@@ -64,7 +64,7 @@ def max_characters(num_tokens: int) -> int:
 
 def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
     """The start or end of `text`: `num_characters` characters and, up to the next blank, at most
-    WORD_CHARACTERS more; all of `text` if it is not longer than both together."""
+    WORD_CHARACTERS more. All of `text` if it is not longer than that."""
     if len(text) <= num_characters + WORD_CHARACTERS:
         return text
     if from_end:
@@ -76,7 +76,7 @@ def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
 
 def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
     """Whether `tokens`, the tokens of `part`, determine the first (or last) `num_tokens` tokens of
-    `text`, or `part` has the maximum length that is read."""
+    `text`, or `part` already has the maximum length."""
     return (
         len(tokens) >= num_tokens + MARGIN_TOKENS
         or len(part) == len(text)
@@ -87,10 +87,13 @@ def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) ->
 def read_part(
     encode: Callable[[str], Tokens], text: str, num_tokens: int, *, from_end: bool
 ) -> Tokens:
-    """The tokens of a part of `text` whose first (or last) `num_tokens` tokens equal the tokens of
-    the whole text. The part is the whole text if it has few more tokens. Tokens may differ in two
-    cases: more than WORD_CHARACTERS without a blank at the cut, in a run that the tokenizer splits
-    by counting from its start (such as digits); and tokens of more than MAX_CHARACTERS each."""
+    """Tokens of a part of `text` whose first (or last) `num_tokens` tokens equal the tokens of the
+    whole text. The part is the whole text if it has only a few more tokens.
+
+    Tokens may differ in two cases: more than WORD_CHARACTERS without a blank at the cut, in a run
+    that the tokenizer splits by counting from its start (such as digits); and tokens of more than
+    MAX_CHARACTERS each.
+    """
     size = initial_characters(num_tokens)
     while True:
         part = part_of(text, size, from_end=from_end)

@@ -1,4 +1,4 @@
-"""Chat messages in the form that templates expect, and continuation of the last message."""
+"""Normalizes chat messages for templates, and handles the continuation of the last message."""
 
 import copy
 import json
@@ -11,8 +11,7 @@ from config.errors import UserError
 Message = dict[str, Any]
 
 IMAGE_PART = {"type": "image"}
-"""An image part in the form that templates expect; server/multimodal/parts.py has removed its
-source."""
+"""An image part as templates expect it; server/multimodal/parts.py has removed its source."""
 VIDEO_PART = {"type": "video"}
 MEDIA_PARTS = (IMAGE_PART, VIDEO_PART)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -20,18 +19,19 @@ IMAGE_TYPES = ("image_url", "input_image", "image")
 VIDEO_TYPES = ("video_url", "video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_ARGUMENTS_CHARACTERS = 2**19
-"""Maximum characters of a tool call's arguments: decoding takes 15 ms, and no model output is as
-long."""
+"""Maximum characters of a tool call's arguments: decoding takes 15 ms, and model output is never
+that long."""
 _KNOWN_PARTS = (*_TEXT_PARTS, "refusal", *IMAGE_TYPES, *VIDEO_TYPES)
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
-"""Marker at the end of the message that is continued; its trailing space shows whether the template
-trims text."""
+"""Marker at the end of the continued message; its trailing space shows whether the template trims
+text."""
 
 
 def normalize_messages(messages: list[Message]) -> list[Message]:
-    """Copies of `messages` without null fields, always with `content`. The developer role becomes
-    system, arguments of tool calls become objects, and reasoning is stored under each of its names.
-    Unknown parts and calls of earlier answers are dropped, not refused. Raises UserError."""
+    """Copies of `messages` without null fields, and always with `content`. The developer role
+    becomes system, arguments of tool calls become objects, and reasoning is stored under each of
+    its names. Unknown parts and calls in earlier answers are dropped without an error. Raises
+    UserError."""
     return [_normalized(message) for message in messages]
 
 
@@ -59,8 +59,8 @@ def _normalized(message: Message) -> Message:
 
 
 def is_ignored_part(part: object) -> bool:
-    """Whether a part of an earlier answer has a type that this server does not know, or a null as
-    its text. Images and videos are never ignored."""
+    """Whether a part of an earlier answer has a type that this server does not know, or null as its
+    text. Images and videos are never ignored."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or not kind:
         return False
@@ -70,7 +70,7 @@ def is_ignored_part(part: object) -> bool:
 
 
 def is_ignored_call(call: object) -> bool:
-    """Whether a call of an earlier answer is of a tool type that only other servers know."""
+    """Whether a call in an earlier answer has a tool type specific to other servers."""
     kind = call.get("type") if isinstance(call, dict) else None
     is_foreign = isinstance(kind, str) and kind not in ("", "function", "custom")
     return is_foreign and isinstance(call, dict) and not {"function", "custom"} & set(call)
@@ -92,9 +92,9 @@ def _part(part: object) -> dict[str, str]:
 
 
 def _read_call(call: dict[str, Any]) -> None:
-    """Convert the call to a function call whose arguments are an object, because templates iterate
-    over arguments. The model wrote the arguments and may have been cut off: arguments that are not
-    an object become {}. Raises UserError for arguments over MAX_ARGUMENTS_CHARACTERS."""
+    """Convert the call to a function call with an object as arguments, because templates iterate
+    over arguments. The model wrote the arguments and may have been truncated: arguments that are
+    not an object become {}. Raises UserError for arguments over MAX_ARGUMENTS_CHARACTERS."""
     custom = call.pop("custom", None)
     if isinstance(custom, dict):
         call["type"] = "function"
@@ -107,7 +107,7 @@ def _read_call(call: dict[str, Any]) -> None:
         if len(arguments) > MAX_ARGUMENTS_CHARACTERS:
             raise UserError(
                 f"the arguments of a tool call have {len(arguments)} characters, at most "
-                f"{MAX_ARGUMENTS_CHARACTERS} are taken",
+                f"{MAX_ARGUMENTS_CHARACTERS} are allowed",
                 param="messages",
             )
         try:
@@ -118,8 +118,8 @@ def _read_call(call: dict[str, Any]) -> None:
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """The normalized `messages`, with call ids shortened in place to 9 letters and digits: other
-    servers write longer ids."""
+    """The normalized `messages`, with call ids shortened in place to 9 letters and digits, since
+    other servers use longer ids."""
     for message in messages:
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = _short_id(message["tool_call_id"])
@@ -136,12 +136,13 @@ def _short_id(given: str) -> str:
 
 
 def joined_text(parts: list[dict[str, str]]) -> str:
-    """The joined text parts."""
+    """Concatenated text parts."""
     return "".join(part.get("text", "") for part in parts)
 
 
 def joined_contents(*contents: Any) -> str | list[dict[str, str]]:
-    """The contents of messages, joined in order: a text, or parts if there are images or videos."""
+    """Contents of messages, concatenated in order: a text, or parts if there are images or
+    videos."""
     parts: list[dict[str, str]] = []
     for content in contents:
         listed = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
@@ -154,7 +155,10 @@ def mark_continuation(messages: list[Message], source: str) -> str:
     has no text."""
     content = messages[-1]["content"]
     if "content" not in source:
-        raise UserError("the chat template shows no content to continue", param="messages")
+        raise UserError(
+            "the chat template does not render content, so no message can be continued",
+            param="messages",
+        )
     if isinstance(content, str):
         messages[-1]["content"] = content + _MARKER
         return content
@@ -168,14 +172,14 @@ def mark_continuation(messages: list[Message], source: str) -> str:
 
 
 def cut_at_marker(rendered: str, final: str) -> str:
-    """The prompt up to the end of the message that is continued."""
+    """The prompt up to the end of the continued message."""
     if final.strip() not in rendered or _MARKER.strip() not in rendered:
         raise UserError(
-            "continue_final_message: the chat template does not show the last message as it is",
+            "continue_final_message: the chat template changes the last message",
             param="continue_final_message",
         )
     position = rendered.rindex(_MARKER.strip())
     head = rendered[:position]
-    # A template that trimmed the marker's space would also have trimmed the message's trailing
+    # If the template trimmed the marker's space, it would also have trimmed the message's trailing
     # space.
     return head if rendered[position : position + len(_MARKER)] == _MARKER else head.rstrip()

@@ -1,4 +1,4 @@
-"""Tokenization of texts and text pairs for pooling models, with truncation."""
+"""Tokenizes texts and text pairs for pooling models, with truncation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class InputTokens:
 
     ids: list[int]
     num_first: int = 0
-    """Tokens before the first token of type 1; 0: all tokens are of type 0."""
+    """Number of tokens before the first token of type 1; 0: all tokens have type 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class TextInputOptions:
     special: bool = True
     """Whether special tokens are added around a text."""
     prefix: str = ""
-    """Prefix of each text that is not part of a pair."""
+    """Prefix for texts that are not part of a pair."""
     lowercase: bool = False
     cuts: bool = False
-    """Whether longer inputs are truncated; otherwise they are refused."""
+    """Whether longer inputs are truncated instead of rejected."""
     keep_end: bool = False
-    """Truncate the start of a text instead of its end."""
+    """Whether to truncate the start of a text instead of its end."""
     max_first_tokens: int | None = None
-    """Maximum tokens of the first text of a pair, without special tokens; the text is always
-    truncated to it. None: unlimited."""
+    """Length to which a single text, or the first text of a pair, is always truncated, in tokens
+    without special tokens; None: unlimited."""
     max_second_tokens: int | None = None
 
 
@@ -59,8 +59,8 @@ def num_characters(text: Text) -> int:
 
 
 def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Text]]:
-    """`texts` in batches of at most MAX_BATCH_TEXTS texts and `most_characters`; a longer text is a
-    batch of its own."""
+    """`texts` in batches of at most MAX_BATCH_TEXTS texts and `most_characters` characters; a
+    longer text is a separate batch."""
     start, size = 0, 0
     for place, text in enumerate(texts):
         length = num_characters(text)
@@ -76,8 +76,8 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
 def encode_inputs(
     encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions
 ) -> list[InputTokens]:
-    """The tokens of each text or pair. Raises TooManyTokens, and UserError when special tokens
-    alone do not fit."""
+    """Tokens of each text or pair. Raises TooManyTokens, and UserError if the special tokens alone
+    do not fit."""
     if rule.cuts or rule.max_first_tokens is not None or rule.max_second_tokens is not None:
         encodings = _cut(encoder, texts, rule)
     else:
@@ -102,7 +102,7 @@ def _first(encoding: Encoding) -> int:
 
 
 def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
-    """The encodings of truncated texts, including special tokens."""
+    """Encodings of truncated texts, including special tokens."""
     sources: list[_Source] = []
     for text in texts:
         if isinstance(text, str):
@@ -115,14 +115,14 @@ def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions)
     for text in texts:
         first = next(parts)
         second = None if isinstance(text, str) else next(parts)
-        both = _cut_one(encoder, [first] if second is None else [first, second], rule)
+        both = _truncated(encoder, [first] if second is None else [first, second], rule)
         result.append(encoder.post_process(*both, add_special_tokens=rule.special))
     return result
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A text that is truncated to `most` tokens; None: not truncated."""
+    """A text to truncate to `most` tokens; None: not truncated."""
 
     text: str
     most: int | None
@@ -131,27 +131,26 @@ class _Source:
 
     @property
     def first_part(self) -> str:
-        """The part that is read first."""
+        """The part of the text to tokenize first; see `read_part`."""
         if self.most is None:
             return self.text
         size = initial_characters(self.most)
         return part_of(self.text, size, from_end=self.rule.keep_end)
 
     def written(self, part: str) -> str:
-        """`part` in the form that is tokenized: with the prefix if it contains the start of the
-        text."""
+        """`part` as it is tokenized: with the prefix if it contains the start of the text."""
         has_prefix = len(part) == len(self.text) or not self.rule.keep_end
         return _written(self.prefix + part if has_prefix else part, self.rule)
 
 
 def _least(rule: TextInputOptions, most: int | None) -> int | None:
-    """The smallest limit of a text; None: unlimited."""
+    """The smallest limit on a text; None: unlimited."""
     limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
     return min(limits, default=None)
 
 
 def _read(encoder: BoundedEncoder, sources: list[_Source]) -> list[Encoding]:
-    """The tokens of the part of each text that truncation may keep (see `read_part`)."""
+    """Tokens of the part of each text that truncation may keep (see `read_part`)."""
     parts = [source.first_part for source in sources]
     written = [source.written(part) for source, part in zip(sources, parts, strict=True)]
     encodings = encoder.encode_batch_fast(written, add_special_tokens=False)
@@ -173,7 +172,7 @@ def _written(text: str, rule: TextInputOptions) -> str:
     return clean.lower() if rule.lowercase else clean
 
 
-def _cut_one(
+def _truncated(
     encoder: BoundedEncoder, both: list[Encoding], rule: TextInputOptions
 ) -> list[Encoding]:
     """A truncated text, or the two truncated texts of a pair."""
@@ -185,8 +184,8 @@ def _cut_one(
     room = rule.most - num_special
     if room < len(both):
         raise UserError(
-            f"truncate_prompt_tokens is {rule.most}, and {num_special} special tokens "
-            f"stand beside the text: it must be at least {num_special + len(both)}",
+            f"truncate_prompt_tokens is {rule.most}, and the text gets {num_special} special "
+            f"tokens: it must be at least {num_special + len(both)}",
             param="truncate_prompt_tokens",
         )
     shares = _shares([len(part) for part in both], room)
@@ -194,11 +193,9 @@ def _cut_one(
 
 
 def _shortened(part: Encoding, most: int | None, rule: TextInputOptions) -> Encoding:
-    """The first or last `most` tokens of a text.
-
-    Not Encoding.truncate, which keeps all other tokens as pieces: `post_process` combines each
-    piece of a text with each piece of its pair, for minutes.
-    """
+    """The first or last `most` tokens of a text. Not Encoding.truncate, which keeps the other
+    tokens as overflowing pieces: `post_process` would combine each piece of a text with each piece
+    of its pair, which takes minutes."""
     if most is None or len(part) <= most:
         return part
     kept = slice(len(part) - most, None) if rule.keep_end else slice(most)
@@ -219,7 +216,7 @@ def _shortened(part: Encoding, most: int | None, rule: TextInputOptions) -> Enco
 
 
 def _shares(lengths: list[int], room: int) -> list[int]:
-    """Number of tokens that each text keeps: the longer text is truncated first."""
+    """Number of tokens to keep of each text: the longer text is truncated first."""
     if sum(lengths) <= room or len(lengths) == 1:
         return [min(length, room) for length in lengths]
     first, second = lengths

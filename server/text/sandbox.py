@@ -1,8 +1,8 @@
-"""Jinja sandbox for untrusted templates, with the rendering rules of transformers.
+"""Jinja sandbox for untrusted templates, with the rendering settings of transformers.
 
-It bounds every operation that can make a long text from a short text, and every comparison and hash
-of nested values. A template that runs too long can be stopped, but a single interpreter operation
-that is slow or fills the memory cannot.
+It bounds every operation that can produce a long text from a short text, and every comparison and
+hash of nested values. A template that runs too long can be stopped, but not during a single
+interpreter operation that is slow or fills the memory.
 """
 
 import json
@@ -26,11 +26,11 @@ MAX_EXPONENT = 1_000
 MAX_BITS = 10_000
 MAX_JSON_INDENT = 16
 MAX_COMPARED_ITEMS = 2**18
-"""Maximum items of a value that is compared or hashed: some milliseconds. Shared items count each
+"""Maximum items of a value that is compared or hashed: a few milliseconds. Shared items count each
 time."""
 MAX_WRITTEN_ITEMS = 2**17
-"""Maximum items of a value that is written as text, including keys: the interpreter cannot be
-stopped meanwhile. Shared items count each time."""
+"""Maximum items, including keys, of a value that is converted to text: the conversion cannot be
+interrupted. Shared items count each time."""
 
 _WIDE_FORMAT = re.compile(r"\d{5}|\*")
 _WIDE_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "replace", "join")
@@ -44,7 +44,7 @@ class TooMuchText(TemplateError):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Environment in which templates can only read their variables and produce at most
+    """Environment in which templates can only read their variables and write at most
     `max_characters`."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -56,7 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
             finalize=self._sized,
-            # Do not fold constants at compile time, which has no time limit.
+            # Constant folding at compile time would have no time limit.
             optimized=False,
         )
         self.code_generator_class = _Bounded
@@ -96,7 +96,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, callee: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call `callee` for a template; methods that make long texts are checked first."""
+        """Call `callee` for a template; arguments of methods that can produce long texts are
+        checked first."""
         owner = getattr(callee, "__self__", None)
         if isinstance(owner, str):
             method = callee.__name__
@@ -105,7 +106,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if method == "join":
                 return self._join(self, args[0], owner)
             if method == "translate":
-                raise SecurityError("translate is not to be had in templates")
+                raise SecurityError("str.translate is not allowed in chat templates")
             if method in _WIDE_METHODS:
                 self._check_wide(owner, args)
         elif isinstance(owner, (list, tuple, dict)):
@@ -114,8 +115,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, callee, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """The value of `obj.attribute` in a template, and of `obj["attribute"]` if there is no such
-        item."""
+        """Value of `obj.attribute` in a template, or of `obj["attribute"]` if there is no such
+        attribute."""
         if isinstance(obj, str) and attribute in ("format", "format_map"):
             _check_format(obj)
         return super().getattr(obj, attribute)
@@ -137,7 +138,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     ) -> str:
         """`value` as JSON without Jinja's HTML escapes."""
         if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
-            raise TemplateError(f"tojson: indent is {indent!r}, at most {MAX_JSON_INDENT} is taken")
+            raise TemplateError(
+                f"tojson: indent is {indent!r}, it must be at most {MAX_JSON_INDENT}"
+            )
         return json.dumps(
             self._sized(value),
             ensure_ascii=ensure_ascii,
@@ -170,8 +173,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check(len(many) * count)
 
     def _check_wide(self, value: Any, args: Iterable[Any]) -> None:
-        """Check the maximum length of the result: each character at most once for every unit of the
-        arguments."""
+        """Check an upper bound on the length of the result: length of `value` times the sum of the
+        arguments (integers, and lengths of strings)."""
         units = sum(
             arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)
         )
@@ -179,8 +182,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._check((length + 1) * (units + 1))
 
     def _sized(self, value: Any) -> Any:
-        """`value`, if its text cannot be too long; otherwise raises TemplateError. Nested lists may
-        share elements many times."""
+        """Return `value` if its text cannot be too long; otherwise raise TemplateError. Nested
+        lists may share elements many times."""
         if not isinstance(value, (list, tuple, dict)):
             return value
         stack: list[Any] = [value]
@@ -201,9 +204,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def comparable(self, value: Any) -> Any:
-        """`value`, if it can be compared and hashed in a short time; otherwise raises
-        TemplateError. A comparison visits shared items repeatedly, in a single interpreter
-        operation."""
+        """Return `value` if it can be compared and hashed quickly; otherwise raise TemplateError. A
+        comparison visits shared items repeatedly, in a single interpreter operation."""
         if isinstance(value, (list, tuple, dict)):
             stack: list[Any] = [value]
             count = 0
@@ -222,7 +224,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a filter or test that compares or hashes its arguments: check the arguments
+        """Wrap a filter or test that compares or hashes its arguments, to check the arguments
         first."""
 
         @wraps(wrapped)
@@ -269,8 +271,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounded(CodeGenerator):
-    """Code generator that compiles `~` to the environment's concatenation, and checks operands of
-    comparisons and keys. Other code is Jinja's."""
+    """Jinja's code generator, except that `~` compiles to the environment's concatenation, and that
+    operands of comparisons and keys of dict literals are checked."""
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
         self.write("(")
@@ -312,7 +314,7 @@ class _Bounded(CodeGenerator):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training; it has no effect here."""
+    """`{% generation %}` marks assistant text for training, and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - declared without ClassVar in the base class
 
@@ -339,7 +341,7 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """`dict` in templates, without the type's other attributes."""
+    """`dict` in templates, without the other attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -355,7 +357,7 @@ def _check_name(name: object) -> None:
 
 def _check_format(form: str) -> None:
     if _WIDE_FORMAT.search(form):
-        raise TemplateError("a format may not ask for widths of five digits, or take them as *")
+        raise TemplateError("a format must not have a width of five digits or more, or *")
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -12,11 +12,9 @@ class Stopped:
 
 
 class StopMatcher:
-    """Returns text except a tail that may become a stop string.
-
-    The stop string that ends first wins; if two end together, the stop string that starts first.
-    The result does not depend on how the text was split into chunks.
-    """
+    """Passes text through, except for a suffix that may become a stop string. The stop string that
+    ends first wins; if two stop strings end together, the longer stop string wins. The result does
+    not depend on the chunking of the text."""
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
         self._stops = stops
@@ -24,8 +22,8 @@ class StopMatcher:
         self._buffered = ""
 
     def push(self, text: str, *, armed: bool = True) -> str | Stopped:
-        """Text to send now, or Stopped at a stop string. `armed=False` ignores stop strings that
-        end in `text`."""
+        """Text to send now, or Stopped at a stop string. Without `armed`, stop strings that end in
+        `text` are ignored."""
         if not text:
             return ""
         seen = len(self._buffered)
@@ -39,12 +37,13 @@ class StopMatcher:
         return buffer[: len(buffer) - pending]
 
     def flush(self) -> str:
-        """The buffered text, when no more text follows."""
+        """The buffered text, at the end of the sequence."""
         buffered, self._buffered = self._buffered, ""
         return buffered
 
     def _first_match(self, buffer: str, seen: int) -> tuple[int, int] | None:
-        """The match that ends first, and later than the `seen` characters searched before."""
+        """The match that ends first after the `seen` characters, which have been searched
+        before."""
         match: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop, max(0, seen - len(stop) + 1))

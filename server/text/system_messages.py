@@ -1,10 +1,10 @@
-"""System messages for templates that accept a system message only at the start."""
+"""Moves system messages for templates that accept a system message only at the start."""
 
 from server.text.messages import Message, joined_contents
 
 SEPARATOR = "\n\n"
 _TAKERS = ("user", "tool")
-"""Roles whose messages can hold the text of a system message."""
+"""Roles of messages that the text of a system message can be merged into."""
 
 
 def has_late_system(messages: list[Message]) -> bool:
@@ -13,10 +13,10 @@ def has_late_system(messages: list[Message]) -> bool:
 
 
 def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Message]:
-    """The normalized `messages` without system messages after the first message. With `merges_all`
-    the first message contains the texts of all system messages. Otherwise a later system text is
-    joined with an adjacent user message or tool result, which keeps the order of the texts and the
-    cached prefix."""
+    """The normalized `messages` without system messages after the first message. With `merges_all`,
+    the first message gets the texts of all system messages. Otherwise a later system text is merged
+    into an adjacent user message or tool result, which keeps the order of the texts and the cached
+    prefix."""
     leading: list[Message] = []
     rest: list[Message] = []
     for message in messages:
@@ -31,7 +31,8 @@ def with_leading_system(messages: list[Message], *, merges_all: bool) -> list[Me
 def _folded(messages: list[Message]) -> list[Message]:
     folded: list[Message] = []
     waiting: list[Message] = []
-    """System messages after an answer: a tool result must directly follow its call."""
+    """System messages after an answer. They wait, because a tool result must directly follow its
+    call."""
     for message in messages:
         role = message.get("role")
         if role == "system":

@@ -1,4 +1,4 @@
-"""Renderer of Jinja chat templates, with the results of transformers, within the limits of the
+"""Renders Jinja chat templates with the same results as transformers, within the limits of the
 sandbox.
 
 server/text/chat_template.py chooses the thread or process.
@@ -32,7 +32,8 @@ from server.text.tool_template import has_tool_messages, with_tools_as_text
 
 MAX_CHARACTERS = 16 * 2**20
 MAX_COMPILED = 32
-"""Maximum compiled templates in the cache: the model's own, and the most recent of requests."""
+"""Maximum number of cached compiled templates: the model's templates, and the latest templates in
+requests."""
 
 _PROBE: dict[str, Any] = {
     "type": "function",
@@ -50,7 +51,8 @@ _PROBE: dict[str, Any] = {
 _SHORT_IDS = re.compile(r"length (!=|==|of)? ?9\b")
 
 TextMarker = Callable[[Any], Any]
-"""Returns a copy of messages, or parts of them, with marked control tokens. Raises UserError."""
+"""Returns a copy of messages, or of parts of messages, with marked control tokens. Raises
+UserError."""
 
 
 class TextTooLong(UserError):
@@ -58,7 +60,7 @@ class TextTooLong(UserError):
 
 
 class TooSlow(BaseException):
-    """Raised in a rendering to stop it. A BaseException, so that no template can catch it."""
+    """Raised inside a rendering to stop it. A BaseException, so that a template cannot catch it."""
 
 
 class RenderRequest(msgspec.Struct, frozen=True):
@@ -68,11 +70,11 @@ class RenderRequest(msgspec.Struct, frozen=True):
     """Source text of the template."""
     messages: list[Message]
     variables: dict[str, Any]
-    """Variables of the client: tools, documents and chat_template_kwargs."""
+    """Variables from the client: tools, documents and chat_template_kwargs."""
     builtins: dict[str, Any]
-    """Variables of the server: special tokens, add_generation_prompt."""
+    """Variables from the server: special tokens, add_generation_prompt."""
     continue_final_message: bool = False
-    """Whether the prompt ends with the last message's text."""
+    """Whether the prompt ends with the text of the last message."""
     generic_tools: bool = True
     """Whether to render tools as text if the template does not support them."""
 
@@ -100,10 +102,9 @@ class Renderer:
     def render(
         self, request: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
     ) -> str:
-        """The prompt. Raises UserError if the template rejects the request, and TextTooLong.
-
-        `mark` is applied to all text of the caller. `is_timed`: record the template's time.
-        """
+        """Render the prompt. Raises UserError if the template rejects the request, and TextTooLong.
+        `mark`: applied to all text of the caller. `is_timed`: record the CPU time of the
+        rendering."""
         given, options = request.variables, request.builtins
         try:
             compiled = self._compile(request.template)
@@ -123,7 +124,7 @@ class Renderer:
                 given = {**given, "tools": None}
             elif given["tools"] and not compiled.shows_tools():
                 raise UserError(
-                    "the chat template has no place for tools; send none, or start the server "
+                    "the chat template does not render tools: send no tools, or start the server "
                     "with another --chat-template or with --tool-template auto",
                     param="tools",
                 )
@@ -148,10 +149,10 @@ class Renderer:
         except MemoryError as error:
             raise UserError("the chat template ran out of memory", param="messages") from error
         except Exception as error:
-            # Templates are foreign code: any exception is an error of the request.
+            # Templates are untrusted code: any exception is an error of the request.
             reason = str(error)[:300] or type(error).__name__
             raise UserError(
-                f"the chat template does not take this: {reason}", param="messages"
+                f"the chat template rejected the request: {reason}", param="messages"
             ) from error
         return without_lone_surrogates(text if final is None else cut_at_marker(text, final))
 
@@ -169,19 +170,20 @@ class Renderer:
 
 
 class CompiledTemplate:
-    """A compiled template, and the content formats that it accepts for each role: probed once."""
+    """A compiled template, and the content formats that it accepts for each role, which are probed
+    once."""
 
     def __init__(self, template: Template, source: str) -> None:
         self.template = template
         self._renders_calls = "tool_calls" in source
         self.needs_short_ids = _SHORT_IDS.search(source) is not None
-        """Whether the template refuses call ids that do not have 9 letters and digits (Mistral)."""
-        # Flatten the ChainMap that Jinja would search for every prompt.
+        """Whether the template accepts only call ids of 9 letters and digits (Mistral)."""
+        # Flatten the ChainMap, which Jinja would search for every prompt.
         template.globals = dict(template.globals)
         self.last_s: float | None = None
         """CPU time of the last timed rendering."""
         self.was_stopped = False
-        """Whether a rendering on the event loop was stopped: later renderings use threads."""
+        """Whether a rendering on the event loop was stopped; later renderings then use threads."""
         self._formats: dict[str, tuple[bool, bool]] = {}
         self._shows_tools: bool | None = None
         self._takes_late_system: bool | None = None
@@ -202,7 +204,7 @@ class CompiledTemplate:
         return messages
 
     def shows_tools(self) -> bool:
-        """Whether the prompt contains the tools."""
+        """Whether a prompt contains the tools."""
         if self._shows_tools is None:
             try:
                 text = self.template.render(
@@ -214,8 +216,8 @@ class CompiledTemplate:
                 self._shows_tools = _PROBE["function"]["name"] in text
             except TooSlow:
                 raise
-            except Exception as error:  # the probe lacks something that the template needs: the
-                # request will show
+            except Exception as error:
+                # The probe may lack a variable that the template needs: let the request decide.
                 self._shows_tools = True
                 release_frames(error)
         return self._shows_tools
@@ -227,23 +229,23 @@ class CompiledTemplate:
         return not self.shows_tools()
 
     def takes_role(self, role: str) -> bool:
-        """Whether the prompt shows the text of a message of `role`."""
+        """Whether the prompt contains the text of messages with `role`."""
         return any(self._accepted_formats(role))
 
     def takes_late_system(self) -> bool:
-        """Whether the prompt shows a system message that is not the first message."""
+        """Whether the prompt contains system messages after the first message."""
         if self._takes_late_system is None:
             before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             self._takes_late_system = "probe-1" in self._try("system", "probe-1", before)
         return self._takes_late_system
 
     def _accepted_formats(self, role: str) -> tuple[bool, bool]:
-        """Whether a text appears in the prompt, and whether each of two text parts does."""
+        """Returns (whether a text appears in the prompt, whether both of two text parts appear)."""
         if role not in self._formats:
             parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
             text = self._try(role, "probe-1")
             listed = self._try(role, parts)
-            # A list that is printed as a whole shows its texts in quotes.
+            # A template that prints the list itself shows the texts in quotes.
             self._formats[role] = (
                 "probe-1" in text,
                 all(re.search(rf"(?<!['\"]){mark}", listed) for mark in ("probe-1", "probe-2")),
@@ -251,7 +253,7 @@ class CompiledTemplate:
         return self._formats[role]
 
     def _try(self, role: str, content: object, before: Sequence[dict[str, Any]] = ()) -> str:
-        """The prompt with a message of `role`; empty if the template rejects the message."""
+        """The prompt with a message of `role`; empty if the template rejects it."""
         if role not in ("system", "user"):
             before = [{"role": "user", "content": "x"}]
         message = {"role": role, "content": content, "tool_call_id": "abcdefghi", "name": "f"}

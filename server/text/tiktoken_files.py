@@ -1,5 +1,5 @@
-"""Makes tokenizer.json from a vocabulary in the format of tiktoken, for tokenizers whose code is in
-the checkpoint. That code is never run."""
+"""Creates a tokenizer.json from a tiktoken vocabulary, for checkpoints whose tokenizer is remote
+code. The remote code is never run."""
 
 import base64
 import binascii
@@ -12,16 +12,16 @@ from config.model.json_fields import Json, shown
 
 VOCABULARY = "tokenizer.model"
 SPLITS = {"ChatGLM4Tokenizer": LLAMA3_SPLIT}
-"""tokenizer_class -> the pattern that splits a text before merges."""
+"""tokenizer_class -> pre-tokenization pattern."""
 PREFIXES = {"ChatGLM4Tokenizer": ("[gMASK]", "<sop>")}
 """tokenizer_class -> special tokens before every text."""
 MAX_TOKENS = 2**20
 MAX_ADDED_IDS = 2**16
-"""Distance from the vocabulary's end within which the ids of added tokens lie."""
+"""Maximum distance of added token ids from the end of the vocabulary."""
 
 
 def write_tokenizer(folder: Path, config: Json, target: Path) -> bool:
-    """Write the tokenizer.json of the checkpoint `folder` into `target`; False if the
+    """Write the tokenizer.json of the checkpoint `folder` to `target`; returns False if the
     tokenizer_class in `config`, its tokenizer_config.json, has another format. Raises
     ConfigError."""
     name = config.get("tokenizer_class")
@@ -33,7 +33,8 @@ def write_tokenizer(folder: Path, config: Json, target: Path) -> bool:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Token bytes -> rank, which is the token id. A line has the base64 of a token and its rank."""
+    """Token bytes -> rank, which is the token id. Each line of the file has a token in base64 and
+    its rank."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line.strip():
@@ -84,7 +85,7 @@ def _tokenizer(ranks: dict[bytes, int], config: Json, name: str) -> Json:
             "unk_token": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            # A piece that is in the vocabulary is a token.
+            # A piece that is in the vocabulary becomes a single token.
             "ignore_merges": True,
             "vocab": {spelled[token]: rank for token, rank in ranks.items()},
             "merges": [[spelled[token] for token in pair] for pair in _merges(ranks)],
@@ -93,7 +94,7 @@ def _tokenizer(ranks: dict[bytes, int], config: Json, name: str) -> Json:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that form a token, in the order of the rank of that token."""
+    """All pairs of tokens that form a token, in the order of that token's rank."""
     pairs = [
         (rank, ranks[token[:end]], ranks[token[end:]], (token[:end], token[end:]))
         for token, rank in ranks.items()
@@ -104,7 +105,8 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
-    """Entries of `added_tokens_decoder`, whose ids follow the vocabulary's `num_tokens`."""
+    """Entries of `added_tokens_decoder`, whose ids follow the `num_tokens` ids of the
+    vocabulary."""
     stored = config.get("added_tokens_decoder")
     entries = list(stored.items()) if isinstance(stored, dict) else []
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -119,8 +121,8 @@ def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"added_tokens_decoder in tokenizer_config.json has another form than transformers "
-            f"writes: {error!r}"
+            "added_tokens_decoder in tokenizer_config.json is not in the format of transformers: "
+            f"{error!r}"
         ) from error
     last = num_tokens + MAX_ADDED_IDS - 1
     for number in map(int, (number for number, _ in entries)):
@@ -133,7 +135,7 @@ def _added_tokens(config: Json, num_tokens: int) -> list[Json]:
 
 
 def _post_processor(name: str, ids: dict[str, int]) -> Json | None:
-    """Post-processor that puts the prefix of the class before a text."""
+    """Post-processor that adds the prefix of the class before a text."""
     prefix = PREFIXES.get(name, ())
     if not prefix or not ids.keys() >= set(prefix):
         return None

@@ -1,4 +1,4 @@
-"""Bytes of each token, by type of decoder."""
+"""Bytes of each token, depending on the type of decoder."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,18 +10,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class TokenBytesRule:
-    """Rule that converts a token to bytes; the concatenated bytes are the text in UTF-8."""
+    """Rule that converts a token to bytes. The concatenated bytes are the text in UTF-8."""
 
     bytes_of: Callable[[str], bytes]
     strip_first: int = 0
-    """Spaces removed from the start of the text."""
+    """Number of spaces removed from the start of the text."""
 
 
 class TokenBytesTable(dict[int, bytes]):
-    """Token id to bytes, filled lazily. Unknown and hidden ids have no bytes.
-
-    Bounded by the vocabulary: unknown ids are not stored.
-    """
+    """Token id -> bytes, filled lazily. Unknown and hidden ids have no bytes. Bounded by the
+    vocabulary, because unknown ids are not stored."""
 
     def __init__(
         self,
@@ -42,11 +40,9 @@ class TokenBytesTable(dict[int, bytes]):
 
 
 def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
-    """The rule for `decoder`, an object of tokenizer.json; None if a token's text depends on its
-    neighbours.
-
-    Byte-level decoders (GPT-2's alphabet) and decoders with a byte fallback (`<0x0A>`) have a rule.
-    """
+    """Rule for `decoder`, an object of tokenizer.json; None if a token's text depends on
+    neighbouring tokens. Byte-level decoders (GPT-2's alphabet) and decoders with byte fallback
+    (`<0x0A>`) have a rule."""
     if decoder is None:
         return None
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -68,7 +64,7 @@ def token_bytes_rule(decoder: dict[str, Any] | None) -> TokenBytesRule | None:
 
 
 def gpt2_alphabet() -> dict[str, int]:
-    """GPT-2's byte alphabet, character to byte: printable bytes map to themselves, other bytes to
+    """GPT-2's byte alphabet, character -> byte: printable bytes map to themselves, other bytes to
     characters from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}

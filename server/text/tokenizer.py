@@ -1,4 +1,4 @@
-"""Tokenizer: converts text to token ids and back; long texts on threads."""
+"""Tokenizer: converts text to token ids and back, using threads for long texts."""
 
 import asyncio
 import json
@@ -36,18 +36,19 @@ from server.text.token_bytes import TokenBytesRule, TokenBytesTable, token_bytes
 from server.text.tokenizer_files import TextFiles, read_text_files
 
 INLINE_CHARACTERS = 2_000
-"""Longest text that is encoded on the event loop: at 0.3 us per character, less than a
-millisecond."""
+"""Maximum characters of a text that is encoded on the event loop: at 0.3 us per character, less
+than a millisecond."""
 SHORT_CHARACTERS = 50_000
-"""Longest text of the threads for short texts."""
+"""Maximum characters of a text that is encoded on the threads for short texts."""
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
-"""Maximum number of short texts, and of long texts, that wait for a thread; more only for clients
-with less than their share."""
+"""Maximum number of short texts, and of long texts, that wait for a thread. Beyond it, only clients
+with less than their share may add texts."""
 INLINE_GROWN_BYTES = 2**17
-"""Maximum bytes, after the tokenizer's growth, of a text on the event loop: 0.06 s."""
+"""Maximum bytes, after the tokenizer's growth, of a text that is encoded on the event loop: 0.06
+s."""
 INLINE_COUNTED_CHARACTERS = 200_000
-"""Longest text whose bytes are counted on the event loop: 0.2 ms."""
+"""Maximum characters of a text whose bytes are counted on the event loop: 0.2 ms."""
 _CUT_TOKENS = 16
 
 Tokens = TypeVar("Tokens", Encoding, list[int])
@@ -55,11 +56,11 @@ Result = TypeVar("Result")
 
 
 class TooManyCharacters(UserError):
-    """A text exceeds the maximum number of characters for its maximum number of tokens."""
+    """A text has more characters than its maximum number of tokens allows."""
 
     def __init__(self, count: int, most: int) -> None:
         super().__init__(
-            f"a text has {count} characters, at most {most} are read",
+            f"a text has {count} characters, at most {most} are allowed",
             code="context_length_exceeded",
         )
 
@@ -79,7 +80,7 @@ class Tokenizer:
         """`special_tokens_as_text`: see `controls`."""
         self._encoder = BoundedEncoder(files.encoder, files.bounds)
         self.inline_characters = 0
-        """Longest text that is encoded on the event loop."""
+        """Maximum characters of a text that is encoded on the event loop."""
         if files.bounds.takes_linear_time:
             most = INLINE_GROWN_BYTES // files.bounds.growth
             self.inline_characters = min(INLINE_CHARACTERS, most)
@@ -96,18 +97,18 @@ class Tokenizer:
         self._pieces = TokenBytesTable(self._encoder.id_to_token, rule)
         self._rule = rule
         self._partly_shown: dict[frozenset[int], TokenBytesTable] = {}
-        """Tables by hidden ids; an entry for each combination of parsers."""
+        """Tables by set of hidden ids; an entry for each combination of parsers."""
         self._visible_pieces = TokenBytesTable(self._encoder.id_to_token, rule, self.special_ids)
         self._length_bound = token_length_bound(files.encoder)
         self._special_tokens_as_text = special_tokens_as_text
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
-        """Keeps text in messages from becoming control tokens; None: not protected."""
+        """Keeps text in messages from becoming control tokens; None: no protection."""
         self._short = self._threads(threads, "encode")
-        # Long texts have separate, fewer threads.
+        # Long texts have fewer, separate threads.
         self._long = self._threads(max(1, threads // 2), "encode-long")
 
     def protect(self, texts: Collection[str]) -> None:
-        """Keep texts of messages from becoming the tokens `texts`, even without
+        """Keep text in messages from becoming the tokens `texts`, even without
         special_tokens_as_text (see `controls`). Call it before the first text is encoded."""
         if self._special_tokens_as_text:
             added = self._encoder.get_added_tokens_decoder().values()
@@ -115,7 +116,7 @@ class Tokenizer:
         self.controls = ControlTokenEncoder(self._encoder, texts)
 
     def token(self, token_id: int) -> str | None:
-        """A token in the form of the vocabulary; None for an unknown id."""
+        """The token as it is in the vocabulary; None for an unknown id."""
         token: str | None = self._encoder.id_to_token(token_id)
         return token
 
@@ -137,12 +138,12 @@ class Tokenizer:
         self, text: str, add_special_tokens: bool, most: int | None = None
     ) -> list[int]:
         """Token ids of `text`; long texts are encoded on a thread. Raises Overloaded if too many
-        texts wait, TooManyTokens for more than `most` tokens (before tokenization if the length
-        shows it), and TooManyCharacters for a text that is too long to be read."""
+        texts wait, TooManyTokens for more than `most` tokens (before tokenization if the length is
+        enough to tell), and TooManyCharacters for a text that is too long to be tokenized."""
         if most is not None and len(text) <= INLINE_COUNTED_CHARACTERS:
             self._check_length(text, most)
         elif most is not None:
-            # Not on this class's threads: a refusal must not wait for other texts.
+            # Not on this class's threads, so that a rejection does not wait for other texts.
             await asyncio.to_thread(self._check_length, text, most)
         if len(text) <= self.inline_characters:
             return self.encode_now(text, add_special_tokens, most)
@@ -153,7 +154,7 @@ class Tokenizer:
     async def encode_part(
         self, text: str, add_special_tokens: bool, num_tokens: int, *, from_end: bool
     ) -> list[int]:
-        """Encode a text that is truncated to its first or last `num_tokens`: reads only as much of
+        """Encode a text that is truncated to its first or last `num_tokens`. Reads only as much of
         a long text as necessary (see `read_part`). Raises Overloaded if too many texts wait."""
 
         def encode(part: str) -> list[int]:
@@ -169,8 +170,8 @@ class Tokenizer:
     async def encode_inputs(
         self, texts: Sequence[Text], rule: TextInputOptions
     ) -> list[InputTokens]:
-        """Tokens of many texts or pairs, in batches, so that other requests run in between. Raises
-        TooManyTokens, TooManyCharacters, Overloaded and UserError."""
+        """Tokens of many texts or pairs, encoded in batches so that other requests can run in
+        between. Raises TooManyTokens, TooManyCharacters, Overloaded and UserError."""
         if not rule.cuts:
             if sum(map(length_of, texts)) <= INLINE_COUNTED_CHARACTERS:
                 self._check_inputs(texts, rule)
@@ -190,7 +191,7 @@ class Tokenizer:
         return result
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids of `text`, encoded on this thread; lone surrogates become U+FFFD. Raises
+        """Token ids of `text`, encoded on the calling thread; lone surrogates become U+FFFD. Raises
         TooManyTokens, and UserError for a marked text that would become a control token."""
         if most is not None and len(text) > initial_characters(most):
             self._check_density(text, most)
@@ -198,18 +199,18 @@ class Tokenizer:
             text = without_lone_surrogates(text)
         if self.controls is not None and self.controls.is_marked(text):
             return _checked(self.controls.encode(text, add_special_tokens), most)
-        # Check before the list is built: 8 million ids hold the GIL for 0.3 s.
+        # Check before building the list: 8 million ids hold the GIL for 0.3 s.
         ids: list[int] = _checked(self._encoding(text, add_special_tokens), most).ids
         return ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        # The batch call releases the GIL, the single call does not (measured with 390,000
-        # characters: other threads wait 2 ms instead of 250 ms).
+        # The batch call releases the GIL, the single call does not: for 390,000 characters, other
+        # threads wait 2 ms instead of 250 ms.
         return self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_length(self, text: str, most: int, index: int = 0) -> None:
-        """Raise TooManyTokens if the length of `text` implies more than `most` tokens. Without a
-        known bound, raise TooManyCharacters if the length exceeds the maximum."""
+        """Raise TooManyTokens if the length of `text` implies more than `most` tokens; for a
+        tokenizer without such a bound, TooManyCharacters if the length exceeds the maximum."""
         if self._length_bound is None:
             if len(text) > max_characters(most):
                 raise TooManyCharacters(len(text), max_characters(most))
@@ -239,7 +240,7 @@ class Tokenizer:
                     self._check_length(segment, rule.most, index)
 
     def _threads(self, count: int, name: str) -> FairThreads:
-        # A text without bounds may take 10 s: a client leaves a thread to other clients.
+        # A tokenizer without bounds may take 10 s for a text, so leave a thread to other clients.
         per_client = count if self._encoder.is_ordinary else max(1, count - 1)
         nouns = "texts to tokenize"
         return FairThreads(count, name, per_client=per_client, max_calls=MAX_PENDING, nouns=nouns)
@@ -262,13 +263,13 @@ class Tokenizer:
         return text if self.controls is None else self.controls.unmarked(text)
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Minimum number of tokens of `text`, derived from its length; 0 if the text is too short
-        to exceed `most`."""
+        """Minimum number of tokens of `text`, from its length; 0 if the text is too short to exceed
+        `most`."""
         bound = self._length_bound
         text = self.unmarked(text)
         if bound is None or len(text) * MAX_CHARACTER_BYTES < most * bound.max_bytes_per_token:
             return 0
-        # Stop counting the bytes of a huge text once there are too many.
+        # Stop counting the bytes of a huge text as soon as there are too many.
         num_bytes = 0
         for start in range(0, len(text), INLINE_COUNTED_CHARACTERS):
             num_bytes += bound.num_encoded_bytes(text[start : start + INLINE_COUNTED_CHARACTERS])
@@ -282,10 +283,8 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of `ids`; invalid UTF-8 becomes U+FFFD, unknown ids are dropped.
-
-        `spaces_between_special_tokens` matters only to decoders that put spaces between tokens.
-        """
+        """Decode `ids`; invalid UTF-8 becomes U+FFFD, unknown ids are dropped.
+        `spaces_between_special_tokens` affects only decoders that put spaces between tokens."""
         if self.rule is None:
             return self.decode_dependent(ids, skip_special_tokens, spaces_between_special_tokens)
         pieces = self.pieces(skip_special_tokens)
@@ -295,8 +294,8 @@ class Tokenizer:
         return text
 
     def decode_dependent(self, ids: list[int], skip_special: bool, spaces: bool) -> str:
-        """Decode with the library, for decoders in which a token's text depends on its
-        neighbours."""
+        """Decode with the library, for decoders in which a token's text depends on neighbouring
+        tokens."""
         if skip_special or spaces:
             text: str = self._encoder.decode(ids, skip_special_tokens=skip_special)
             return text
@@ -313,7 +312,7 @@ class Tokenizer:
     def pieces(
         self, skip_special_tokens: bool, shown: frozenset[int] = frozenset()
     ) -> TokenBytesTable:
-        """Table of token id to bytes. With `skip_special_tokens` special tokens have no bytes,
+        """Table of token id -> bytes. With `skip_special_tokens`, special tokens have no bytes,
         except `shown`."""
         if not skip_special_tokens:
             return self._pieces
@@ -327,18 +326,18 @@ class Tokenizer:
         return self._partly_shown[hidden]
 
     def special_ids_in(self, words: Iterable[str]) -> frozenset[int]:
-        """The special tokens whose texts occur in any of `words`."""
+        """Special tokens whose texts occur in any of `words`."""
         texts = {i: self._encoder.id_to_token(i) for i in self.special_ids}
         whole = "\0".join(words)
         return frozenset(i for i, text in texts.items() if text and text in whole)
 
     def id_of(self, token: str) -> int | None:
-        """The id of `token`; None if the vocabulary does not contain it."""
+        """The id of `token`; None if it is not in the vocabulary."""
         token_id: int | None = self._encoder.token_to_id(token)
         return token_id
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's bytes, possibly a partial character; b"" for an unknown id."""
+        """Bytes of a token, which may be a partial character; b"" for an unknown id."""
         return self._pieces[token_id]
 
     def close(self) -> None:
@@ -350,7 +349,7 @@ class Tokenizer:
         self._long.shutdown(wait=False, cancel_futures=True)
 
     def _isolated_bytes(self, token: str) -> bytes:
-        """A token's bytes inside a text: the bytes that a second occurrence adds to the first."""
+        """Bytes of a token inside a text: the bytes that a second occurrence adds to the first."""
         token_id = self._encoder.token_to_id(token) or 0
         once: str = self._encoder.decode([token_id], skip_special_tokens=False)
         twice: str = self._encoder.decode([token_id, token_id], skip_special_tokens=False)

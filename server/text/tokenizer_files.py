@@ -1,4 +1,4 @@
-"""Tokenizer, special tokens and chat templates of a checkpoint, read from its files."""
+"""Reads the tokenizer, special tokens and chat templates of a checkpoint."""
 
 import hashlib
 import subprocess
@@ -30,7 +30,7 @@ from config.whole_files import read_limited
 from server.text.tiktoken_files import write_tokenizer
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""transformers class of a tokenizer.json whose checkpoint names no class."""
+"""transformers class for a tokenizer.json if the checkpoint names no class."""
 CONVERTED_BYTES = 64 * 2**20
 """Disk space for a converted tokenizer; published tokenizers are below 40 MB."""
 MAX_REASON = 300
@@ -38,7 +38,7 @@ MAX_REASON = 300
 CONVERT_TIMEOUT_S = 300
 _POLL_S = 0.05
 
-# Runs in a child process: the conversion may import torch, which an API server never does.
+# Runs in a child process, because the conversion may import torch, which an API server never does.
 _CONVERT = """
 import sys
 from transformers import AutoTokenizer
@@ -52,12 +52,12 @@ class TextFiles:
 
     encoder: Encoder
     special_tokens: dict[str, str]
-    """Texts of the special tokens by name: bos_token, eos_token, ..."""
+    """Name (bos_token, eos_token, ...) -> text of the special token."""
     chat_template: str | dict[str, str] | None
     bounds: TokenizerBounds = field(default_factory=TokenizerBounds)
-    """Bounds of the tokenizer's time and growth."""
+    """Bounds on the tokenizer's time and on the growth of texts."""
     tokenizer_class: str = TOKENIZER_CLASS
-    """transformers class that the checkpoint names."""
+    """transformers class named by the checkpoint."""
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
@@ -79,8 +79,8 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
             _mark_special(encoder, config, named)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, NativePanic) as error:
         raise ConfigError(
-            f"the added or special tokens in {folder / 'tokenizer_config.json'} have another form "
-            f"than transformers writes: {error!r:.{MAX_REASON}}"
+            f"the added or special tokens in {folder / 'tokenizer_config.json'} are not in the "
+            f"format of transformers: {error!r:.{MAX_REASON}}"
         ) from error
     given = config.get("tokenizer_class")
     tokenizer_class = given if isinstance(given, str) and given else TOKENIZER_CLASS
@@ -90,11 +90,13 @@ def read_text_files(path: str, cache_dir: Path) -> TextFiles:
 
 def _check_size(file: Path) -> None:
     if (num_bytes := file.stat().st_size) > MAX_TOKENIZER_BYTES:
-        raise ConfigError(f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are read")
+        raise ConfigError(
+            f"{file} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
+        )
 
 
 def _reason(error: Exception) -> str:
-    """An error's text, which may quote the file, as a single line."""
+    """Text of an error, which may quote the file, as a single line."""
     return repr(str(error)[:MAX_REASON])[1:-1]
 
 
@@ -102,14 +104,14 @@ def _encoder(file: Path) -> Encoder:
     try:
         with panics_as_errors():
             return Encoder.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for every fault of the file
+    except Exception as error:  # the library raises bare Exception for every problem with the file
         raise ConfigError(f"{file} cannot be read: {_reason(error)}") from error
 
 
 def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) -> Path:
-    """The folder with the tokenizer.json of a checkpoint: the checkpoint's folder, or a folder of
-    the cache with a tokenizer converted from older files, which may take a minute. Raises
-    ConfigError, and the errors of `report`."""
+    """The folder with the tokenizer.json of a checkpoint: the checkpoint's folder, or a cache
+    folder with a tokenizer converted from older files, which may take a minute. Raises ConfigError,
+    and the errors of `report`."""
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"{path!r} is not a folder with tokenizer files")
@@ -123,14 +125,14 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
     the configuration lists."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
-    # Each call of the library takes time that grows with the number of added tokens.
+    # The time of each library call grows with the number of added tokens.
     num_tokens, new = encoder.get_vocab_size(with_added_tokens=True), []
     for token_id, entry in sorted(added.items(), key=lambda item: int(item[0])):
         if entry["content"] not in known and int(token_id) == num_tokens:
             token = AddedToken(**{k: v for k, v in entry.items() if k != "__type"})
             new.append(token)
             known[token.content] = token
-            # A token of the vocabulary keeps its id, and the library ignores an empty token.
+            # A token in the vocabulary keeps its id, and the library ignores an empty token.
             num_tokens += token.content != "" and encoder.token_to_id(token.content) is None
     encoder.add_tokens(new)
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
@@ -147,7 +149,8 @@ def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or several by name. For each name the first of these counts:
+    """The chat template, or several templates by name. For each name, the first of these sources
+    with a template of this name is used:
 
     1. chat_template.jinja (the name default) and additional_chat_templates/NAME.jinja.
     2. chat_template in the processor's files of a model with images: chat_template.json, then
@@ -155,8 +158,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
     3. chat_template in tokenizer_config.json, `config`.
     4. The files of 2, if the model has no processor.
 
-    Where 2 replaces the default template of 3, the latter is tool_use, the template of requests
-    with tools: a processor's template often renders no tools.
+    If 2 replaces the default template of 3, the replaced template becomes tool_use, the template
+    for requests with tools, because a processor's template often renders no tools.
     """
     own = _named_templates(config.get("chat_template"), folder / "tokenizer_config.json")
     processor: dict[str, str] = {}
@@ -182,7 +185,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str]
 
 
 def _named_templates(stored: object, file: Path) -> dict[str, str]:
-    """Templates by name. `stored` is a text (named default), a list, or an object of several
+    """Template name -> template. `stored`: a text (named default), a list, or an object of several
     templates."""
     if not stored:
         return {}
@@ -196,7 +199,7 @@ def _named_templates(stored: object, file: Path) -> dict[str, str]:
         name, text = named.get("name"), named.get("template")
         if not isinstance(name, str) or not isinstance(text, str):
             raise ConfigError(
-                f"chat_template in {file} holds {shown(entry)}, it must be a text, or a list of "
+                f"chat_template in {file} has {shown(entry)}, it must be a string, or a list of "
                 "objects with name and template"
             )
         templates[name] = text
@@ -213,14 +216,14 @@ def _text(file: Path) -> str:
 
 
 def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
-    """The cache folder of a tokenizer.json that is converted once from older files; its name is the
-    hash of their contents."""
+    """The cache folder of a tokenizer.json that is converted once from older files. The folder is
+    named by the hash of their contents."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
     files = [folder / name for name in names if (folder / name).is_file()]
     if not any(file.name != "tokenizer_config.json" for file in files):
         raise ConfigError(
-            f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json); "
-            "copy the tokenizer files of the base model into it, or serve token ids alone with "
+            f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); copy the "
+            "tokenizer files of the base model into it, or serve token ids alone with "
             "--skip-tokenizer-init"
         )
     digest = hashlib.sha256()
@@ -263,14 +266,14 @@ def _not_converted(folder: Path, config: Json, why: str) -> str:
         return f"the tokenizer in {folder} cannot be converted: {why}"
     return (
         f"the tokenizer in {folder} is a {shown(config.get('tokenizer_class'))}, whose code is in "
-        "the checkpoint (auto_map in tokenizer_config.json), and such code is never run: put a "
-        "tokenizer.json into the folder, or start with --skip-tokenizer-init to serve token ids "
-        "alone"
+        "the checkpoint (auto_map in tokenizer_config.json), and code in a checkpoint is never "
+        "run: put a tokenizer.json into the folder, or start with --skip-tokenizer-init to serve "
+        "token ids alone"
     )
 
 
 def _run(command: list[str], report: Report, folder: str) -> str:
-    """Run `command`; returns the last line of stderr if it failed, otherwise an empty text. Kills
+    """Run `command`; returns the last line of stderr if it fails, otherwise an empty text. Kills
     the process before it returns or raises."""
     end_s = time.monotonic() + CONVERT_TIMEOUT_S
     with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:

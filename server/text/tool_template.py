@@ -1,4 +1,4 @@
-"""Generic tool format for chat templates that do not support tools: tools, calls and results are
+"""Generic tool format for chat templates without tool support: tools, calls and results are
 rendered as text of ordinary messages, in the format that the `hermes` parser reads."""
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from live import LiveServer, running
 
-# Do not download its price table.
+# Do not download LiteLLM's price table.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def base_url(server: LiveServer) -> str:
 
 @pytest.fixture(scope="session")
 def node() -> tuple[str, Path]:
-    """Path of a new enough Node, and the folder with openai-node; skips without them."""
+    """Path of a recent enough Node, and the folder with openai-node; skips without them."""
     folder = HERE / "node"
     found = shutil.which("node")
     if found is None:

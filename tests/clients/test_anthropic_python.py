@@ -1,4 +1,4 @@
-"""anthropic-python: messages whole and streamed, tools, token counting, errors."""
+"""anthropic-python: whole and streamed messages, tools, token counting, errors."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ ASK: Any = {
     "model": "demo",
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "max_tokens": 24,
-    # Newer releases have no such parameter.
+    # Newer releases have no temperature parameter.
     "extra_body": {"temperature": 0},
 }
 WEATHER: Any = {

@@ -1,5 +1,5 @@
-"""The examples of docs/clients.md with the libraries of other makers, as written but for the
-server's address. tests/test_docs_examples.py runs the others."""
+"""Examples of docs/clients.md with third-party libraries, run as written except for the server's
+address. tests/test_docs_examples.py runs the other examples."""
 
 import subprocess
 import sys

@@ -34,7 +34,7 @@ def prompt_tokens(usage: Any) -> int:
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -> None:
+def test_all_apis_give_the_same_answer_and_usage_for_an_image(vision: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk:
         chat = sdk.chat.completions.create(
             model="tiny",
@@ -80,7 +80,7 @@ def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -
                 }
             ],
             max_tokens=16,
-            # Newer releases have no such parameter.
+            # Newer releases have no temperature parameter.
             extra_body={"temperature": 0},
         )
 
@@ -91,7 +91,9 @@ def test_chats_responses_and_messages_see_the_same_picture(vision: LiveServer) -
     assert chat.usage.prompt_tokens == response.usage.input_tokens == prompt_tokens(message.usage)
 
 
-def test_pictures_in_results_of_tools_are_counted_alike(vision: LiveServer) -> None:
+def test_images_in_tool_results_have_the_same_token_count_on_every_route(
+    vision: LiveServer,
+) -> None:
     with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk:
         response = sdk.responses.create(
             model="tiny",
@@ -137,12 +139,12 @@ def test_pictures_in_results_of_tools_are_counted_alike(vision: LiveServer) -> N
         counted = other.messages.count_tokens(model="tiny", messages=messages)
 
     assert response.usage is not None
-    # 16 are the picture's.
+    # The picture takes 16 tokens.
     assert response.usage.input_tokens > 16 + len(TEXT)
     assert prompt_tokens(message.usage) == response.usage.input_tokens == counted.input_tokens
 
 
-def test_what_is_no_picture_is_a_400_that_says_so(vision: LiveServer) -> None:
+def test_a_file_that_is_not_a_picture_is_refused_with_a_400(vision: LiveServer) -> None:
     broken = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     with (
         openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk,

@@ -3,12 +3,14 @@
 The compressor binds the card at import, so each card gets a fresh import.
 """
 
+import base64
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from live import ROOT, running
 from paged_harness import load_decoder
 from strict_card import COUNTERS, STRICT
 from tiny_models import make_tiny
+from tiny_vision import image_bytes, make_tiny_vision, picture
 from two_prompts import greedy, random_traffic, working
 from worker_rig import WorkerRig
 
@@ -46,8 +49,10 @@ ATTENTION = {
     *("matmul_qk", "matmul_av", "batch2block_matmul", "block2batch_matmul", "k_cache", "v_cache"),
     "fused_scaled_dot_product_attention",
 }
-"""What is called in a launch with fused attention."""
+"""Modules that a launch with fused attention calls."""
 ATTENTION_CLASSES = ("Matmul", "B2BMatmul", "Softmax", "ModuleFusedSDPA", "VLLMKVCache")
+LEAST_LOGPROB = -1000
+CROSS = ("q_proj", "kv_proj", "o_proj")
 EXPERTS = {
     "moe_op",
     *(f"{kind}_list.{i}" for kind in ("moe_op.w13", "moe_op.w2") for i in range(4)),
@@ -69,7 +74,7 @@ def unbound() -> Iterator[None]:
 
 
 def unbind() -> None:
-    """Forget the card that the compressor is bound to."""
+    """Unbind the compressor from its card, by removing its modules."""
     for name in list(sys.modules):
         if name.split(".")[0] == "neural_compressor":
             del sys.modules[name]
@@ -101,7 +106,8 @@ def compressed(
 def measure(
     folder: Path, out: Path, emulator: EmulatorSettings = STRICT, **configured: Any
 ) -> Path:
-    """Measure two prompts and random traffic; gives the configuration that quantizes by them."""
+    """Measure two prompts and random traffic; returns the configuration that quantizes with
+    these measurements."""
     out.mkdir()
     options: dict[str, Any] = {"quantizes_cache": True, "skipped": [], "scale_method": "maxabs_hw"}
     measuring, quantizing = write_configs(out, **{**options, **configured})
@@ -130,8 +136,8 @@ def served(
     execution: ExecutionConfig = GRAPHS,
     emulator: EmulatorSettings = STRICT,
 ) -> tuple[list[list[int]], int]:
-    """Tokens of two prompts and of random traffic by the quantized model, without compilations
-    after warm-up, and the number of its recipes."""
+    """(tokens of two prompts and of random traffic from the quantized model, number of recipes).
+    Asserts that nothing compiles after warm-up."""
     with compressed(folder, quantizing, execution, emulator) as rig:
         counters = torch.hpu.emulated.counters  # type: ignore[attr-defined]
         before = [counters.counts[name] for name in COUNTERS]
@@ -144,7 +150,7 @@ def served(
 
 
 def logprobs(folder: Path, **flags: Any) -> torch.Tensor:
-    """Log-probabilities of a prompt's tokens; the prompt is read in chunks, each over the cached
+    """Log-probabilities of a prompt's tokens. The prompt is prefilled in chunks over the cached
     context."""
     with LLM(
         str(folder),
@@ -181,7 +187,7 @@ def test_every_module_that_a_launch_calls_is_measured_under_its_name_in_vllm(
 
 
 def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """`x` rounded to FP8 of a Gaudi 2, which ends at 240."""
+    """`x` rounded to the FP8 range of a Gaudi 2, which ends at 240."""
     codes = (x / scale).clamp(-240, 240).to(torch.float8_e4m3fn)
     return codes.float() * scale
 
@@ -191,19 +197,19 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def with_blocked(quantizing: Path, path: Path, *types: str, names: tuple[str, ...] = ()) -> Path:
-    """Its configuration, with the same measures, but for these classes and names."""
+    """The configuration with the same measurements, and with these classes and names blocked."""
     blocklist = {"types": types, "names": names}
     path.write_text(json.dumps({**json.loads(quantizing.read_text()), "blocklist": blocklist}))
     return path
 
 
 @torch.inference_mode()
-def test_products_are_those_of_operands_that_are_rounded_with_the_scales(
+def test_products_equal_a_reference_with_fp8_rounded_operands(
     llama: Path, quantizing: Path
 ) -> None:
     weights = load_decoder(llama).state_dict()
     with compressed(llama, quantizing, warmup=NO_WARMUP) as rig:
-        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        model = rig.worker.loaded.model
         file = quantizing.parent / "inc_output_hooks_maxabs_MAXABS_HW_0_1.json"
         scales = json.loads(file.read_text())["Nodes"]
         names = [name for name in scales if f"{name}.weight" in weights]
@@ -218,7 +224,7 @@ def test_products_are_those_of_operands_that_are_rounded_with_the_scales(
     assert len(names) == 2 * len(LINEARS) + 1
 
 
-def test_probabilities_are_close_to_those_in_bfloat16(
+def test_logprobs_are_close_to_the_bfloat16_model(
     llama: Path, quantizing: Path, tmp_path: Path
 ) -> None:
     expected = logprobs(llama)
@@ -244,14 +250,28 @@ def test_each_mode_gives_the_same_tokens_and_compiles_nothing_after_warm_up(
     assert len({token for tokens in found["hpu-graphs"] for token in tokens}) > 20
 
 
-def of_two_and_four_layers(folder: Path) -> list[Path]:
+def test_split_qkv_has_no_effect_on_compressed_layers(
+    llama: Path, quantizing: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lazy = ExecutionConfig(mode="lazy")
+    with compressed(llama, quantizing, lazy, warmup=NO_WARMUP) as rig:
+        expected = greedy(rig)
+    unbind()
+    split = replace(lazy, split_qkv=True)
+    with compressed(llama, quantizing, split, warmup=NO_WARMUP) as rig:
+        assert greedy(rig) == expected
+
+    assert "--split-qkv has no effect on 2 of 2 layers" in caplog.text
+
+
+def two_and_four_layer_folders(folder: Path) -> list[Path]:
     return [make_tiny("llama", folder / f"{n}", num_hidden_layers=n) for n in (2, 4)]
 
 
-def test_layers_of_a_kind_share_their_recipes(tmp_path: Path) -> None:
-    small, large = of_two_and_four_layers(tmp_path)
+def test_layers_of_the_same_kind_share_recipes(tmp_path: Path) -> None:
+    small, large = two_and_four_layer_folders(tmp_path)
 
-    # The recipes of an embedding, a layer and a head; weights are moved separately.
+    # One recipe each for an embedding, a layer and a head; weights are moved separately.
     recipes = [served(item, measure(item, item / "measured"))[1] for item in (small, large)]
     assert recipes[0] == recipes[1]
 
@@ -272,12 +292,12 @@ def power_of_2(scale: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("emulator", "largest"), [(STRICT, 240), (GAUDI3, 448)])
-def test_dynamic_scales_are_of_each_token_and_of_each_output(
+def test_dynamic_scales_are_per_token_and_per_output(
     llama: Path, dynamic: Path, emulator: EmulatorSettings, largest: int
 ) -> None:
     weights = load_decoder(llama).state_dict()
     with compressed(llama, dynamic, emulator=emulator, warmup=NO_WARMUP) as rig:
-        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        model = rig.worker.loaded.model
         names = {
             name
             for name, parameter in model.named_parameters()
@@ -308,14 +328,14 @@ def test_dynamic_scales_give_the_same_tokens_in_each_mode(llama: Path, dynamic: 
     assert len({token for tokens in found["hpu-graphs"] for token in tokens}) > 20
 
 
-def test_dynamic_scales_are_near_bfloat16_and_share_recipes(
+def test_logprobs_with_dynamic_scales_are_close_to_bfloat16_and_layers_share_recipes(
     llama: Path, dynamic: Path, tmp_path: Path
 ) -> None:
     found = logprobs(llama, quantization="inc", quant_config=str(dynamic))
     # The bound of static scales: each operand has four significant bits.
     assert 0.01 < relative(found, logprobs(llama)) < 0.3
 
-    recipes = [served(folder, dynamic)[1] for folder in of_two_and_four_layers(tmp_path)]
+    recipes = [served(folder, dynamic)[1] for folder in two_and_four_layer_folders(tmp_path)]
     assert recipes[0] == recipes[1]
 
 
@@ -334,7 +354,7 @@ def test_experts_are_quantized_with_the_kernel(tmp_path: Path) -> None:
     assert len({token for tokens in found for token in tokens}) > 20
 
 
-def test_a_gaudi_3_multiplies_by_scales_of_its_own_range(llama: Path, tmp_path: Path) -> None:
+def test_scales_on_a_gaudi_3_use_the_fp8_range_of_gaudi_3(llama: Path, tmp_path: Path) -> None:
     quantizing = measure(llama, tmp_path / "out", GAUDI3)
 
     found, _ = served(llama, quantizing, emulator=GAUDI3)
@@ -366,16 +386,16 @@ def test_latent_attention_is_quantized_with_its_cache(tmp_path: Path) -> None:
     assert len({token for tokens in found for token in tokens}) > 20
 
 
-def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
+def test_weights_take_one_byte_and_a_skipped_cache_keeps_its_dtype(
     llama: Path, quantizing: Path, tmp_path: Path
 ) -> None:
     config = with_blocked(quantizing, tmp_path / "c.json", "VLLMKVCache", names=("lm_head",))
     found = {}
     for path in (quantizing, config):
         with compressed(llama, path, warmup=NO_WARMUP) as rig:
-            model = rig.worker._loaded.model  # type: ignore[union-attr]
+            model = rig.worker.loaded.model
             weights = dict(model.named_parameters())
-            cache = rig.worker._components.cache._layers[0][0]  # type: ignore[union-attr]
+            cache = rig.worker.serving.components.cache._layers[0][0]  # type: ignore[union-attr]
             found[path] = (
                 {name: weight.dtype for name, weight in weights.items() if weight.dim() == 2},
                 cache.dtype,
@@ -390,7 +410,7 @@ def test_weights_are_one_byte_on_the_card_and_a_cache_that_is_skipped_stays(
     assert dtypes["lm_head.weight"] == cache_dtype == bf16
 
 
-def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
+def test_loading_needs_the_memory_of_the_quantized_weights_and_one_extra_weight(
     llama: Path, quantizing: Path
 ) -> None:
     facts = read_model_config(str(llama))
@@ -411,14 +431,14 @@ def test_while_it_is_loaded_the_card_holds_the_quantized_weights_and_one_more(
         held = sum(parameter.nbytes for parameter in (*model.parameters(), *model.buffers()))
         peak = card.memory.peak
 
-    # The largest is the head, which is there in bfloat16, as magnitudes and in FP8.
+    # The largest temporary tensors belong to the head: bfloat16, magnitudes and FP8.
     assert peak - held < 2 * facts.vocab_size * facts.hidden_size * 2
     plain = sum(parameter.nbytes for parameter in load_decoder(llama).parameters()) // 2
     # All but the embedding and the norms take half.
     assert held < 0.65 * plain
 
 
-def test_a_model_wakes_up_as_it_was(llama: Path, quantizing: Path) -> None:
+def test_sleep_and_wake_up_change_no_output(llama: Path, quantizing: Path) -> None:
     with compressed(llama, quantizing) as rig:
         expected = greedy(rig)
         rig.sleep(1)
@@ -426,7 +446,7 @@ def test_a_model_wakes_up_as_it_was(llama: Path, quantizing: Path) -> None:
         assert greedy(rig) == expected
 
 
-def test_measures_of_another_model_are_refused_with_the_file_and_a_name(
+def test_measurements_of_another_model_are_refused_with_file_and_module(
     llama: Path, quantizing: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -443,7 +463,7 @@ def test_measures_of_another_model_are_refused_with_the_file_and_a_name(
         served(llama, config)
 
 
-def test_a_configuration_that_the_compressor_refuses_is_named(
+def test_an_invalid_compressor_configuration_is_refused_with_its_path(
     llama: Path, quantizing: Path, tmp_path: Path
 ) -> None:
     fields = json.loads(quantizing.read_text())
@@ -456,10 +476,12 @@ def test_a_configuration_that_the_compressor_refuses_is_named(
 
 def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gaudiserve", "calibrate", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
-def test_calibrate_writes_what_serve_needs_for_two_ranks(llama: Path, tmp_path: Path) -> None:
+def test_serve_on_two_ranks_uses_the_files_written_by_calibrate(
+    llama: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "hello"}\n"how are you"\n')
 
@@ -489,3 +511,61 @@ def test_calibrate_writes_what_serve_needs_for_two_ranks(llama: Path, tmp_path: 
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] == 6
         assert server.ask("/v1/completions", body).json()["choices"] == reply.json()["choices"]
+
+
+def question(index: int) -> list[dict[str, Any]]:
+    data = base64.b64encode(image_bytes(picture(60 + 20 * index, 50, seed=index))).decode()
+    url = {"url": f"data:image/png;base64,{data}"}
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "Who are you? " * 4}]
+    return [{"role": "user", "content": parts}]
+
+
+def logprobs_of_chat(folder: Path, **flags: Any) -> torch.Tensor:
+    """Log-probabilities of the text that follows an image."""
+    with LLM(
+        str(folder),
+        device="hpu-emulator",
+        dtype="bfloat16",
+        distributed_executor_backend="uni",
+        max_model_len=128,
+        max_num_seqs=2,
+        block_size=16,
+        warmup="skip",
+        **flags,
+    ) as llm:
+        params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0)
+        (output,) = llm.chat(question(2), params, use_tqdm=False)
+    unbind()
+    assert output.prompt_logprobs is not None
+    ids = output.prompt_token_ids
+    assert ids is not None
+    rows = zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    found = torch.tensor([row[token].logprob for row, token in rows if row is not None])
+    # The image token is never an output of this model.
+    return found[found > LEAST_LOGPROB]
+
+
+@pytest.mark.timeout(600)
+def test_cross_attention_is_quantized_with_measurements_of_images(tmp_path: Path) -> None:
+    folder = make_tiny_vision("mllama", tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    samples = [json.dumps({"messages": question(index)}) for index in range(3)]
+    data.write_text("\n".join([*samples, json.dumps("how are you")]) + "\n")
+
+    done = calibrate(
+        str(folder),
+        *("--data", str(data), "-o", str(tmp_path / "out"), "--device", "hpu-emulator"),
+        *("--max-model-len", "128", "--max-tokens", "4", "--all-modules"),
+    )
+
+    assert done.returncode == 0, done.stderr
+    file = tmp_path / "out" / "inc_output_hooks_maxabs_MAXABS_HW_0_1.json"
+    scales = json.loads(file.read_text())["Nodes"]
+    cross = {f"model.layers.{layer}.self_attn.{name}" for layer in (1, 3) for name in CROSS}
+    assert cross < scales.keys()
+    assert all(scales[name]["inputs"][0] > 0 for name in cross)
+    expected = logprobs_of_chat(folder)
+    config = tmp_path / "out" / "maxabs_quant.json"
+    found = logprobs_of_chat(folder, quantization="inc", quant_config=str(config))
+    # Each operand has four significant bits.
+    assert 0.01 < relative(found, expected) < 0.3

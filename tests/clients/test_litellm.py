@@ -56,7 +56,7 @@ async def test_an_async_stream_equals_the_whole_answer_and_its_usage(ask: dict[s
     assert built.usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_tools_are_called_whole_and_streamed(ask: dict[str, Any]) -> None:
+def test_a_streamed_tool_call_equals_the_whole_tool_call(ask: dict[str, Any]) -> None:
     ask = {**ask, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 100}
     whole = litellm.completion(**ask, parallel_tool_calls=False)
 
@@ -86,6 +86,6 @@ def test_a_long_prompt_falls_back_to_a_model_with_longer_context(ask: dict[str, 
         litellm.completion(**{**ask, "messages": long})
 
 
-def test_an_unknown_model_is_not_found(ask: dict[str, Any]) -> None:
+def test_an_unknown_model_raises_not_found(ask: dict[str, Any]) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(**{**ask, "model": "hosted_vllm/other"})

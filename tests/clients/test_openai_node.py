@@ -1,4 +1,4 @@
-"""openai-node: runs the tests in `node` with Node against the server."""
+"""openai-node: runs the tests in `node` against the server."""
 
 import os
 import subprocess

@@ -63,7 +63,7 @@ def test_the_raw_response_has_headers(client: openai.OpenAI) -> None:
     assert float(raw.headers["openai-processing-ms"]) >= 0
 
 
-def test_a_streamed_text_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_text_completion_equals_the_whole_completion(client: openai.OpenAI) -> None:
     ask: Any = {"model": "demo", "prompt": "One, two, three,", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**ask).choices[0].text
 
@@ -73,7 +73,7 @@ def test_a_streamed_text_completion_equals_the_whole_one(client: openai.OpenAI) 
     assert "".join(pieces) == whole
 
 
-async def test_concurrent_async_requests_answer_as_one_alone(
+async def test_concurrent_async_requests_get_the_answers_of_single_requests(
     async_client: openai.AsyncOpenAI,
 ) -> None:
     stream = await async_client.chat.completions.create(
@@ -102,7 +102,7 @@ def test_the_stream_helper_emits_text_and_the_final_completion(client: openai.Op
     assert final.choices[0].finish_reason == "stop"
 
 
-async def test_the_helpers_parse_answers_whole_and_streamed(
+async def test_the_helpers_parse_whole_and_streamed_answers(
     client: openai.OpenAI, async_client: openai.AsyncOpenAI
 ) -> None:
     ask = {**ASK, "max_tokens": 100}
@@ -134,7 +134,7 @@ def test_the_helper_parses_tool_call_arguments(client: openai.OpenAI) -> None:
     assert after.choices[0].message.content or after.choices[0].message.tool_calls
 
 
-def test_a_strict_tool_is_optional(client: openai.OpenAI) -> None:
+def test_a_strict_tool_may_be_answered_with_text_or_a_call(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(**{**ASK, "max_tokens": 100}, tools=[WEATHER])
 
     message = answer.choices[0].message
@@ -184,7 +184,9 @@ def test_responses_are_created_parsed_stored_and_continued(client: openai.OpenAI
         client.responses.retrieve(first.id)
 
 
-async def test_a_streamed_response_equals_the_whole_one(async_client: openai.AsyncOpenAI) -> None:
+async def test_a_streamed_response_equals_the_whole_response(
+    async_client: openai.AsyncOpenAI,
+) -> None:
     ask: Any = {
         "model": "demo",
         "input": "What is the capital of France?",

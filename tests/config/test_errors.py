@@ -19,5 +19,5 @@ from config.errors import bytes_text
         (7152.3 * 2**30, "7152.30 GiB"),
     ],
 )
-def test_a_size_is_given_in_a_unit_that_shows_it(num_bytes: float, text: str) -> None:
+def test_sizes_are_formatted_in_a_suitable_unit(num_bytes: float, text: str) -> None:
     assert bytes_text(num_bytes) == text

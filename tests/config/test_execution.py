@@ -1,4 +1,4 @@
-"""choose_mode: the vendor's table, what auto makes of it, and what contradicts it."""
+"""choose_mode: the vendor's table, the choices of auto, and contradictory settings."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from config.execution import ExecutionConfig, WarmupConfig, choose_mode, is_vend
         ("0", True, "eager"),
         ("1", False, "hpu-graphs"),
         ("1", True, "lazy"),
-        # Anything but the string 0 is lazy, as the runtime reads it.
+        # The runtime treats every value except the string 0 as lazy.
         ("false", False, "hpu-graphs"),
     ],
 )
-def test_the_variable_and_eager_choose_among_the_four_modes_of_the_vendors_table(
+def test_the_variable_and_eager_select_one_of_four_modes(
     variable: str, enforce_eager: bool, mode: str
 ) -> None:
     choice = choose_mode(
@@ -45,7 +45,7 @@ def test_the_variable_and_eager_choose_among_the_four_modes_of_the_vendors_table
         (True, "", "torch-compile", "release is unknown"),
     ],
 )
-def test_auto_takes_graphs_with_the_vendors_torch_of_older_releases_and_says_why(
+def test_auto_selects_the_mode_by_torch_and_release_with_a_reason(
     has_vendor_torch: bool, release: str, mode: str, why: str
 ) -> None:
     choice = choose_mode(
@@ -70,7 +70,7 @@ def test_auto_takes_graphs_with_the_vendors_torch_of_older_releases_and_says_why
         ("torch-compile", True, None, True, "enforce-eager"),
     ],
 )
-def test_a_contradiction_is_refused_with_both_sides_of_it(
+def test_contradictory_modes_are_refused_with_both_settings(
     asked: str, enforce_eager: bool, variable: str | None, has_vendor_torch: bool, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -83,7 +83,7 @@ def test_a_contradiction_is_refused_with_both_sides_of_it(
         )
 
 
-def test_shares_and_names_out_of_range_are_refused() -> None:
+def test_invalid_graph_memory_fractions_and_mode_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"graph_memory_fraction is 1\.5"):
         WarmupConfig(graph_memory_fraction=1.5)
     with pytest.raises(ConfigError, match="mode is 'fast'"):
@@ -100,7 +100,7 @@ def test_shares_and_names_out_of_range_are_refused() -> None:
         ({"fused_sdpa": False}, None),
     ],
 )
-def test_slices_are_half_of_the_threshold_in_whole_thousands(
+def test_slice_sizes_are_half_of_the_threshold_in_multiples_of_1024(
     settings: dict[str, Any], sizes: tuple[int, int] | None
 ) -> None:
     assert ExecutionConfig(**settings).slice_sizes == sizes
@@ -112,13 +112,13 @@ def test_a_slice_above_the_threshold_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(("text", "found"), [("2,128", (2, 128, 0)), ("1, 256, 3", (1, 256, 3))])
-def test_a_profiled_prefill_has_cached_context_or_none(
+def test_profile_prompt_is_read_with_and_without_cached_context(
     text: str, found: tuple[int, int, int]
 ) -> None:
     assert ExecutionConfig(profile_prompt=text).profiled_prompt == found
 
 
-def test_a_profiled_decode_has_one_token_a_sequence() -> None:
+def test_a_profiled_decode_has_one_token_per_sequence() -> None:
     assert ExecutionConfig(profile_decode="4,64").profiled_decode == (4, 1, 64)
     assert ExecutionConfig().profiled_decode is None
 
@@ -132,7 +132,7 @@ def test_a_profiled_decode_has_one_token_a_sequence() -> None:
         ({"profile_decode": "decode_4_64_t"}, "must be BATCH,BLOCKS"),
     ],
 )
-def test_a_profile_of_no_launch_is_refused_with_what_is_allowed(
+def test_an_invalid_profile_setting_is_refused_with_the_allowed_form(
     settings: dict[str, str], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -153,5 +153,5 @@ def test_a_profile_of_no_launch_is_refused_with_what_is_allowed(
         ("2.7.1", False),
     ],
 )
-def test_builds_of_torch_by_habana(version: str, is_vendor: bool) -> None:
+def test_torch_builds_by_habana_are_recognised(version: str, is_vendor: bool) -> None:
     assert is_vendor_torch(version) == is_vendor

@@ -22,7 +22,7 @@ from config.expressions import (
 NAME = "model.layers.11.self_attn.q_proj"
 MATCHERS = {FULL: re.fullmatch, START: re.match, SEARCH: re.search}
 
-# Forms that published adapters and checkpoints have.
+# Expressions in the forms of published adapters and checkpoints.
 PUBLISHED = (
     r".*\.(q|v)_proj",
     r"q_proj",
@@ -101,7 +101,7 @@ def test_random_expressions_match_as_in_python(seed: int) -> None:
     assert num_compared > 300
 
 
-def test_the_first_expression_in_order_counts() -> None:
+def test_the_first_matching_expression_takes_precedence() -> None:
     texts = [f"layers.{i}.q_proj" for i in range(600)] + [".*", "layers.1.q_proj"]
     found = Expressions(texts, "the test", FULL, prefix=r"(?:.*\.)?")
 
@@ -129,7 +129,7 @@ def test_the_first_expression_in_order_counts() -> None:
         (r"\0", "an octal number"),
     ],
 )
-def test_what_re2_does_not_have_is_named(text: str, what: str) -> None:
+def test_expressions_that_re2_does_not_support_are_refused_by_name(text: str, what: str) -> None:
     with pytest.raises(Unsupported, match=what):
         Expressions([text], "the test", FULL)
 
@@ -138,8 +138,8 @@ def test_what_re2_does_not_have_is_named(text: str, what: str) -> None:
     "text",
     ["(", ")", "a)|(b", "[a", "*", "a**", "(?P<a", r"\Q.\E", r"\pL", "\\", "\ud800", "(?<n>a)"],
 )
-def test_what_is_no_expression_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no regular expression"):
+def test_invalid_expressions_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a valid regular expression"):
         Expressions([text], "the test", FULL, prefix="(?:x)?")
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
         (["a" * 4000] * 70, "of 280000 characters, at most 262144"),
         (["a{1000}" * 6, "b{1000}" * 6], "repeat parts 12000 times, at most 10000"),
         (["a{1001}"], "repeats a part 1001 times or more, at most 1000"),
-        (["(a{99}b){99}"], "is no regular expression|need more than the"),
+        (["(a{99}b){99}"], "is not a valid regular expression|need more than the"),
         (["(?:abcdefghi){1000}"] * 9, "need more than the 4194304 bytes"),
     ],
 )
@@ -160,7 +160,7 @@ def test_large_expressions_are_refused(texts: list[str], message: str) -> None:
         Expressions(texts, "the test", FULL)
 
 
-def test_a_name_that_no_module_has_is_refused() -> None:
+def test_an_invalid_module_name_is_refused() -> None:
     expressions = Expressions([".*"], "the test", FULL)
 
     for name in ("a" * (MAX_NAME_CHARACTERS + 1), "a\n", "ä", "\ud800"):
@@ -168,7 +168,7 @@ def test_a_name_that_no_module_has_is_refused() -> None:
             expressions.first(name)
 
 
-def test_exponential_backtracking_takes_no_time() -> None:
+def test_exponential_patterns_are_matched_in_under_a_second() -> None:
     begin = time.thread_time()
 
     found = [
@@ -180,7 +180,7 @@ def test_exponential_backtracking_takes_no_time() -> None:
     assert time.thread_time() - begin < 1
 
 
-def test_expressions_that_are_slow_in_linear_time_too_are_stopped() -> None:
+def test_expressions_that_are_slow_despite_linear_time_are_stopped() -> None:
     texts = [rf"(?:a|b|\.)*a[a-z.]{{{1000 - i}}}.*" for i in range(10)]
     rng = random.Random(0)
     expressions = Expressions(texts, "the test", FULL)
@@ -190,7 +190,7 @@ def test_expressions_that_are_slow_in_linear_time_too_are_stopped() -> None:
             expressions.first("".join(rng.choices("aab.", k=1000)))
 
 
-def test_a_failure_is_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_expression_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     for text in ("(", "(?:abcdefghi){1000}" * 9):
         with pytest.raises(ConfigError):
             Expressions([text], "the test", FULL)

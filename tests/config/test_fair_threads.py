@@ -35,7 +35,7 @@ def test_a_new_client_waits_for_one_call_of_each_other_client() -> None:
     assert order == ["other 0", "busy 0", "other 1", "busy 1", "busy 2"]
 
 
-def test_a_client_runs_no_more_calls_at_once_than_it_may() -> None:
+def test_a_client_runs_at_most_its_limit_of_concurrent_calls() -> None:
     gate = threading.Event()
     running = [threading.Event() for _ in range(3)]
 
@@ -53,7 +53,7 @@ def test_a_client_runs_no_more_calls_at_once_than_it_may() -> None:
         assert all(each.result(timeout=10) for each in calls)
 
 
-def test_errors_and_cancelled_calls_let_the_next_call_run() -> None:
+def test_the_next_call_runs_after_errors_and_cancelled_calls() -> None:
     gate = threading.Event()
     with FairThreads(1, "test") as threads:
         submit(threads, "busy", gate.wait)

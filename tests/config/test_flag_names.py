@@ -19,11 +19,11 @@ RENAMED = {
         *("params/speculation", "server"),
     )
 }
-"""Their errors name fields, which the loader replaces by flags."""
+"""Files whose errors name fields, which the loader replaces by flags."""
 KEYS = {flag.key for flag in FLAGS if "-" in flag.key}
 FIELDS = {key.replace("-", "_") for key in KEYS}
 OF_FILES = {"chat_template"}
-"""Fields of tokenizer_config.json with the name of a flag."""
+"""Fields of tokenizer_config.json that share their name with a flag."""
 
 
 def error_texts(file: Path) -> Iterator[tuple[int, str]]:
@@ -52,7 +52,7 @@ def test_no_error_names_a_setting_without_its_dashes() -> None:
     assert wrong == []
 
 
-def test_the_finder_finds_bare_names() -> None:
+def test_bare_names_finds_settings_without_dashes() -> None:
     text = "max_model_len is 3 and --max-num-seqs is 4, set block-size"
 
     assert bare_names(text, allows_fields=False) == ["max_model_len", "block-size"]
@@ -67,7 +67,7 @@ def test_the_finder_finds_bare_names() -> None:
         ("--port=70000", "--port is 70000, it must be between 0 and 65535"),
     ],
 )
-def test_a_wrong_value_is_named_by_its_flag(flag: str, message: str) -> None:
+def test_an_invalid_value_is_refused_with_its_flag(flag: str, message: str) -> None:
     with pytest.raises(ConfigError) as found:
         load([flag], environ={}, default_model="demo")
 

@@ -1,4 +1,4 @@
-"""config/json_text.py: JSON of the operator."""
+"""config/json_text.py: parsing JSON that an operator writes."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_json_is_parsed() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a":' * 100_000, "9" * 5000])
-def test_all_that_is_no_json_raises_the_same_error(text: str) -> None:
+def test_all_invalid_json_raises_the_same_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_json(text)
 
@@ -30,7 +30,7 @@ def test_all_that_is_no_json_raises_the_same_error(text: str) -> None:
         ("[" * 100_000, "its values are nested too deeply"),
     ],
 )
-def test_the_problem_of_a_line_is_told_in_plain_words(text: str | bytes, problem: str) -> None:
+def test_the_error_describes_the_position_of_the_problem(text: str | bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=r".") as refused:
         parse_json(text)
 

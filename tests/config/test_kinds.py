@@ -35,7 +35,7 @@ def forgotten() -> None:
         del sys.modules[name]
 
 
-def test_the_kinds_of_all_files_are_found(package: str) -> None:
+def test_the_kinds_of_all_files_are_registered(package: str) -> None:
     colours = Kinds[int](package, "COLOURS", "colour")
 
     assert list(colours.all.items()) == [("red", 1), ("dark-red", 2), ("blue", 3), ("green", 4)]
@@ -49,18 +49,18 @@ def test_an_unknown_name_is_refused_with_all_known_names(package: str) -> None:
         colours["blau"]
 
     assert str(refused.value) == (
-        "'blau' is no colour, it must be one of blue, dark-red, green, red"
+        "'blau' is not a known colour, it must be one of blue, dark-red, green, red"
     )
 
 
-def test_two_kinds_of_the_same_name_are_a_fault(package: str, tmp_path: Path) -> None:
+def test_two_kinds_of_the_same_name_are_an_error(package: str, tmp_path: Path) -> None:
     (tmp_path / package / "dd.py").write_text("COLOURS = {'red': 5}", encoding="utf-8")
 
     with pytest.raises(AssertionError, match="dd defines the colour red again"):
         _ = Kinds[int](package, "COLOURS", "colour").all
 
 
-def test_the_other_half_of_a_kind_is_loaded_alone(package: str, tmp_path: Path) -> None:
+def test_half_imports_only_the_module_of_the_requested_kind(package: str, tmp_path: Path) -> None:
     for name in ("", "aa", "bb"):
         path = tmp_path / "colours_of_a_test_too" / f"{name or '__init__'}.py"
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""config/log.py: one form of line for us and for uvicorn."""
+"""config/log.py: the same line format for this server and for uvicorn."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from config import log
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Leave the process's logging as it was."""
+    """Restore the process's logging after the test."""
     root = logging.getLogger()
     names = (*log.CHATTY, *log.UVICORN)
     before = (root.handlers[:], root.level, [logging.getLogger(name).level for name in names])
@@ -25,7 +25,7 @@ def restored() -> Iterator[None]:
     access.disabled = False
 
 
-def test_role_rank_and_logger_stand_in_each_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_line_has_role_rank_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("worker", rank=3)
 
     logging.getLogger("hpu.worker.worker").info("loaded %d blocks", 7)
@@ -34,7 +34,7 @@ def test_role_rank_and_logger_stand_in_each_line(capsys: pytest.CaptureFixture[s
     assert line.endswith("INFO    worker 3 hpu.worker.worker: loaded 7 blocks")
 
 
-def test_the_role_stands_once_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_role_appears_once_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("server")
 
     logging.getLogger("server.process.api_server").info("ready")
@@ -51,7 +51,7 @@ def test_a_second_setup_replaces_the_first(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_below_the_level_are_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("server", log.LogConfig("warning"))
 
     logging.getLogger("x").info("hidden")
@@ -62,7 +62,7 @@ def test_the_level_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hidden" not in err
 
 
-def test_libraries_tell_of_no_more_than_warnings() -> None:
+def test_libraries_log_only_warnings() -> None:
     log.setup("engine", log.LogConfig("debug"))
 
     compiler = logging.getLogger("torch.any_module")
@@ -74,7 +74,7 @@ def test_libraries_tell_of_no_more_than_warnings() -> None:
     "text",
     ["\n", "\r", "\x1b[2J", "\x00", "\x7f", "\x85", "\x9b", "\u2028", "\u2029", "\u202e", "\ud800"],
 )
-def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
+def test_line_breaks_and_control_characters_of_users_are_escaped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     log.setup("server")
@@ -95,7 +95,7 @@ def test_text_from_outside_ends_no_line_and_reaches_no_terminal(
     assert err.endswith("2026-01-01 INFO forged, done\n")
 
 
-def test_letters_of_every_script_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_letters_of_every_script_are_not_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("server")
 
     logging.getLogger("x").info("Größe 漢字 שלום 🙂 C:\\new")
@@ -103,7 +103,7 @@ def test_letters_of_every_script_stay_as_they_are(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.endswith("Größe 漢字 שלום 🙂 C:\\new\n")
 
 
-def test_a_traceback_keeps_its_lines_and_none_of_them_looks_like_ours(
+def test_a_traceback_keeps_its_lines_and_cannot_forge_log_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log.setup("server")
@@ -129,7 +129,9 @@ def access(path: str) -> None:
     )
 
 
-def test_uvicorn_writes_our_lines_but_none_for_probes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_uvicorn_uses_this_format_and_does_not_log_probes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     log.setup("server")
 
     access("/health")
@@ -141,7 +143,7 @@ def test_uvicorn_writes_our_lines_but_none_for_probes(capsys: pytest.CaptureFixt
     assert err.count("\n") == 1
 
 
-def test_access_lines_can_be_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+def test_access_log_lines_can_be_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     log.setup("server", access_log=False)
 
     access("/v1/models")
@@ -164,7 +166,7 @@ def test_a_limited_warning_is_logged_once_a_minute_with_the_number(
     assert warning.count == 6
 
 
-def test_a_limited_warning_has_the_arguments_of_the_event_before_the_number(
+def test_a_limited_warning_formats_its_arguments_before_the_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     warning = log.LimitedWarning(logging.getLogger("x"), "%.1f s (%d so far)", clock=lambda: 0.0)
@@ -174,7 +176,7 @@ def test_a_limited_warning_has_the_arguments_of_the_event_before_the_number(
     assert caplog.messages == ["2.5 s (1 so far)"]
 
 
-def test_libraries_that_reset_their_levels_log_no_less_than_warnings(
+def test_libraries_that_reset_their_levels_still_log_only_warnings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.setup("engine", log.LogConfig("debug"))

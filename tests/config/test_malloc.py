@@ -1,4 +1,4 @@
-"""config/malloc.py: memory that a thread has freed is returned to the system."""
+"""config/malloc.py: memory that a thread frees is returned to the system."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Panics of native extensions become exceptions; nothing else changes."""
+"""Panics of native extensions become exceptions; other exceptions do not change."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def test_a_panic_becomes_an_exception() -> None:
         StopIteration,
     ],
 )
-def test_other_exceptions_pass(kind: type[BaseException]) -> None:
+def test_other_exceptions_are_raised_unchanged(kind: type[BaseException]) -> None:
     error = kind()
 
     with pytest.raises(kind) as raised, panics_as_errors():

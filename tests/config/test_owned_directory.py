@@ -1,4 +1,4 @@
-"""config/owned_directory.py: what a killed process left goes, and nothing else does."""
+"""config/owned_directory.py: directories of killed processes are removed, all others stay."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ time.sleep(60)
 
 @contextmanager
 def owner(parent: Path) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
-    """A process with a directory in which it has what a daemon has."""
+    """A process that owns a directory with a daemon's files."""
     command = [sys.executable, "-c", OWNER, str(parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -56,7 +56,7 @@ def made_in(parent: Path) -> OwnedDirectory:
     return OwnedDirectory(PREFIX, parent)
 
 
-def test_what_a_killed_owner_left_is_removed_at_the_next_start(
+def test_directories_of_a_killed_owner_are_removed_at_the_next_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -70,13 +70,14 @@ def test_what_a_killed_owner_left_is_removed_at_the_next_start(
     assert was_left
     assert names == [os.path.basename(mine.path)]
     assert os.listdir(tmp_path) == []
-    # Every start after a kill removes such folders: at INFO the line alarms.
+    # Logged at DEBUG: every start after a kill removes such folders, and a line at INFO would
+    # alarm.
     (line,) = caplog.records
     assert "left by a process that was killed" in line.getMessage()
     assert line.levelno == logging.DEBUG
 
 
-def test_the_directory_of_a_living_owner_stays(tmp_path: Path) -> None:
+def test_the_directory_of_a_living_owner_is_kept(tmp_path: Path) -> None:
     with owner(tmp_path) as (dead, killed), owner(tmp_path) as (living, _):
         kill(killed)
         before = sorted(os.listdir(living))
@@ -87,14 +88,14 @@ def test_the_directory_of_a_living_owner_stays(tmp_path: Path) -> None:
         assert sorted(os.listdir(living)) == before
 
 
-def test_two_in_one_process_do_not_remove_each_other(tmp_path: Path) -> None:
+def test_a_process_may_own_two_directories(tmp_path: Path) -> None:
     with closing(made_in(tmp_path)) as first, closing(made_in(tmp_path)) as second:
         both = sorted(os.listdir(tmp_path))
 
     assert both == sorted(map(os.path.basename, (first.path, second.path)))
 
 
-def test_many_starts_at_once_each_keep_their_own(tmp_path: Path) -> None:
+def test_directories_created_concurrently_are_all_kept(tmp_path: Path) -> None:
     """A thread may see another thread's directory before its file and its lock exist."""
     made: list[OwnedDirectory] = []
     barrier = threading.Barrier(8)
@@ -117,7 +118,7 @@ def test_many_starts_at_once_each_keep_their_own(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_has_another_name_or_no_lock_stays(tmp_path: Path) -> None:
+def test_directories_with_another_name_or_without_a_lock_are_kept(tmp_path: Path) -> None:
     others = [tmp_path / "another-1", tmp_path / f"{PREFIX}notes", tmp_path / f"{PREFIX}file"]
     others[0].mkdir()
     (others[0] / LOCK).touch()
@@ -132,7 +133,7 @@ def test_what_has_another_name_or_no_lock_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_the_directory_of_another_user_stays(tmp_path: Path) -> None:
+def test_the_directory_of_another_user_is_kept(tmp_path: Path) -> None:
     other = tmp_path / f"{PREFIX}theirs"
     other.mkdir()
     (other / LOCK).touch()
@@ -143,7 +144,7 @@ def test_the_directory_of_another_user_stays(tmp_path: Path) -> None:
     assert (other / LOCK).exists()
 
 
-def test_links_and_pipes_lead_nowhere(tmp_path: Path) -> None:
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     parent, elsewhere = tmp_path / "temporary", tmp_path / "precious"
     for folder in (parent, elsewhere):
         folder.mkdir()

@@ -1,8 +1,15 @@
 """config/progress.py: bars on a terminal, lines elsewhere, and reports in both."""
 
+import contextlib
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -16,7 +23,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("disable", [False, True])
-def test_where_there_is_no_terminal_each_tenth_is_a_line(
+def test_without_a_terminal_a_line_is_written_for_each_tenth(
     disable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, reports = io.StringIO(), []
@@ -55,10 +62,34 @@ def test_on_a_terminal_a_bar_is_drawn_and_no_line_is_written(
     assert "Fetching it" in out.getvalue() and caplog.records == []
 
 
+DRAWING = """
+from config.progress import Bar, CountBar, unreported
+with Bar("fetch", unreported, total=100, desc="Fetching it") as bar:
+    bar.update(100)
+for _ in CountBar(range(2), desc="Counting it"):
+    pass
+"""
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_bars_are_drawn_whatever_width_the_terminal_reports(columns: int) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", columns // 4, columns, 0, 0))
+
+    subprocess.run([sys.executable, "-c", DRAWING], stderr=theirs, check=True, timeout=60)
+
+    os.close(theirs)
+    text = b""
+    # At the end of a terminal's output, Linux raises an error.
+    with contextlib.suppress(OSError):
+        while data := os.read(ours, 4096):
+            text += data
+    os.close(ours)
+    assert b"Fetching it: 100%|" in text and b"Counting it: 100%|" in text
+
+
 @pytest.mark.parametrize("disable", [False, True])
-def test_a_bar_reaches_its_total_and_no_more(
-    disable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bar_stops_at_its_total(disable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[int] = []
     monkeypatch.setattr(sys, "stderr", io.StringIO())
 
@@ -73,7 +104,7 @@ def test_a_bar_reaches_its_total_and_no_more(
     assert reports == [0, 0, 30, 30, 30, 70, 100]
 
 
-def test_a_total_that_is_unknown_has_no_tenths(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_total_writes_no_lines_for_tenths(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         TenthLines("Fetching it").update(50, 0)
 

@@ -1,4 +1,4 @@
-"""--num-scheduler-steps: bad values, and settings that it excludes."""
+"""--num-scheduler-steps: bad values, and settings that lower it."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def taken(*words: str) -> EngineConfig:
         ("2.5", "is '2.5', it must be a whole number"),
     ],
 )
-def test_a_bad_value_is_one_error_with_the_range(name: str, value: str, error: str) -> None:
+def test_an_invalid_value_is_refused_with_the_range(name: str, value: str, error: str) -> None:
     with pytest.raises(ConfigError) as caught:
         taken(name, value)
 
@@ -37,18 +37,16 @@ def test_a_bad_value_is_one_error_with_the_range(name: str, value: str, error: s
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size is 2, so that a sampled"),
-        (["--speculative-config", DRAFTS], "--speculative-config is set, so that only the result"),
+        ([], ""),
+        (["--pipeline-parallel-size", "2"], "a sampled token reaches the first pipeline stage"),
+        (["--speculative-config", DRAFTS], "the next decode starts after"),
     ],
 )
-def test_a_setting_that_excludes_further_decodes_is_named_with_the_setting_that_works(
+def test_drafts_and_pipeline_stages_lower_the_decodes_of_a_step_to_one(
     words: list[str], reason: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        taken("--num-scheduler-steps", "4", *words)
-    alone = taken("--num-scheduler-steps", "1", *words)
+    config = taken("--num-scheduler-steps", "4", *words)
 
-    message = str(caught.value)
-    assert message.startswith(f"--num-scheduler-steps is 4 and {reason}")
-    assert "set --num-scheduler-steps to 1" in message
-    assert alone.scheduler.num_scheduler_steps == 1
+    assert config.decodes_per_step == (1 if words else 4)
+    assert config.single_decode_reason.startswith(reason)
+    assert bool(config.single_decode_reason) == bool(words)

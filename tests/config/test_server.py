@@ -6,7 +6,7 @@ from config.errors import ConfigError
 from config.server import ServerConfig
 
 
-def test_a_model_config_is_kept_or_left_out_under_the_override() -> None:
+def test_override_generation_config_applies_with_and_without_the_models_defaults() -> None:
     of_model = {"temperature": 0.6, "top_p": 0.9}
     override = '{"temperature": 0.5}'
 
@@ -30,12 +30,12 @@ def test_a_model_config_is_kept_or_left_out_under_the_override() -> None:
         ("{x", "it must be JSON"),
     ],
 )
-def test_sampling_defaults_that_make_no_sense_are_refused(value: str, message: str) -> None:
+def test_invalid_sampling_defaults_are_refused(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(override_generation_config=value)
 
 
-def test_a_name_that_is_no_sampling_parameter_of_vllm_either_is_ignored() -> None:
+def test_unknown_sampling_parameters_are_ignored() -> None:
     value = '{"attn_temperature_tuning": true, "top_k": 3}'
 
     assert ServerConfig(override_generation_config=value).sampling_defaults({}) == {"top_k": 3}
@@ -49,7 +49,7 @@ def test_a_name_that_is_no_sampling_parameter_of_vllm_either_is_ignored() -> Non
         ('{"tools": []}', "default_chat_template_kwargs sets 'tools', which is a field of a req"),
     ],
 )
-def test_variables_of_the_template_that_make_no_sense_are_refused(value: str, message: str) -> None:
+def test_invalid_template_variables_are_refused(value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig(default_chat_template_kwargs=value)
 

@@ -1,4 +1,4 @@
-"""config/startup_checks.py: what is refused before a process is started."""
+"""config/startup_checks.py: settings that are refused before a process is started."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def test_a_draft_model_has_no_stages(folder: str, tmp_path: Path) -> None:
+def test_a_draft_model_with_pipeline_stages_is_refused(folder: str, tmp_path: Path) -> None:
     small = make_tiny("llama", tmp_path, num_hidden_layers=1)
     method = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
     speculation = SpeculationConfig(speculative_config=json.dumps(method))
@@ -34,7 +34,7 @@ def test_a_draft_model_has_no_stages(folder: str, tmp_path: Path) -> None:
 
     check_checkpoint(EngineConfig(folder, parallel=two, speculation=speculation), folder)
 
-    with pytest.raises(ConfigError, match="has 1 layers, and 2 stages"):
+    with pytest.raises(ConfigError, match="has 1 layers and --pipeline-parallel-size is 2"):
         check_checkpoint(EngineConfig(str(small), parallel=two), str(small))
 
 
@@ -47,7 +47,7 @@ def test_drafts_for_a_model_with_states_are_refused(
     keys = {"method": method, "num_speculative_tokens": 1}
     speculation = SpeculationConfig(speculative_config=json.dumps(keys))
 
-    with pytest.raises(ConfigError, match=f"the method {method}, and .* has layers with a state"):
+    with pytest.raises(ConfigError, match=f"the method {method}, and .* has recurrent layers"):
         check_checkpoint(EngineConfig(folder, speculation=speculation), folder)
 
 
@@ -60,12 +60,13 @@ def test_a_context_longer_than_the_checkpoints_is_refused_with_both_numbers(fold
 
     assert choose_max_model_len(None, facts) == most
     assert choose_max_model_len(100, facts) == 100
-    # Asked or not: a long context is hours of warm-up on the emulated card.
+    # The emulated card limits the default context, because a long context takes hours of warm-up,
+    # but not a requested context.
     assert choose_max_model_len(None, facts, is_emulated=True) == min(most, 512)
     assert choose_max_model_len(most, facts, is_emulated=True) == most
 
 
-def test_a_longer_context_than_the_checkpoints_is_allowed_where_it_is_asked_for(
+def test_a_longer_context_than_the_checkpoints_is_allowed_on_request(
     folder: str,
 ) -> None:
     facts = read_model_config(folder)
@@ -81,11 +82,11 @@ def test_a_longer_context_than_the_checkpoints_is_allowed_where_it_is_asked_for(
         choose_max_model_len(2**24 + 1, facts, allows_longer=True)
 
 
-def test_a_context_beyond_the_learned_positions_is_refused_all_the_same(tmp_path: Path) -> None:
+def test_a_context_beyond_the_learned_positions_is_always_refused(tmp_path: Path) -> None:
     facts = read_model_config(str(make_pooling("bert", tmp_path)))
     most = facts.max_position
 
-    with pytest.raises(ConfigError, match=rf"has vectors for {most} positions and none for later"):
+    with pytest.raises(ConfigError, match=rf"has position embeddings for {most} positions only"):
         choose_max_model_len(most + 1, facts, allows_longer=True)
 
 
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_no_worker_could_read_is_refused(tmp_path: Path) -> No
 @pytest.mark.skipif(
     importlib.util.find_spec("habana_frameworks") is not None, reason="a Gaudi's software is here"
 )
-def test_a_gaudi_without_its_runtime_is_refused_and_an_emulated_one_is_not() -> None:
+def test_a_gaudi_without_its_runtime_is_refused_and_an_emulated_card_is_not() -> None:
     with pytest.raises(ConfigError, match=r"'hpu', and habana_frameworks.* hpu-emulator"):
         check_device("hpu")
 
@@ -109,7 +110,7 @@ def test_a_gaudi_without_its_runtime_is_refused_and_an_emulated_one_is_not() -> 
 
 @pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="torch is built for more")
 def test_a_gpu_is_refused_where_torch_is_built_for_the_cpu() -> None:
-    with pytest.raises(ConfigError, match=r"'cuda', and torch .*\+cpu is built for the CPU alone"):
+    with pytest.raises(ConfigError, match=r"'cuda', and torch .*\+cpu is a CPU build"):
         check_device("cuda")
 
 
@@ -134,7 +135,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_sizes_that_do(
     check(4)
     with pytest.raises(ConfigError, match=r"has 4 query heads, and 3 .* works with 1, 2, 4$"):
         check(3)
-    with pytest.raises(ConfigError, match="has no experts that could be distributed"):
+    with pytest.raises(ConfigError, match="has no experts to distribute"):
         check(2, enable_expert_parallel=True)
     check(1, enable_expert_parallel=True)
     pooling = str(make_pooling("bert", tmp_path))
@@ -151,7 +152,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_the_sizes_that_do(
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, it must be 1"),
     ],
 )
-def test_what_engines_that_share_experts_cannot_have_is_refused(
+def test_unsupported_settings_of_expert_parallel_engines_are_refused(
     more: dict[str, Any], error: str
 ) -> None:
     def build(experts: bool) -> EngineConfig:

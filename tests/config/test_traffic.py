@@ -18,7 +18,7 @@ vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 8.0
 """
 
 
-def test_json_lines_are_read_one_request_a_line(tmp_path: Path) -> None:
+def test_json_lines_are_read_as_one_request_per_line(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     file.write_text(
         '{"prompt_tokens": 5, "output_tokens": 7}\n\n'
@@ -30,7 +30,7 @@ def test_json_lines_are_read_one_request_a_line(tmp_path: Path) -> None:
     assert found == [Lengths(5, 7), Lengths(9, 0, 8)]
 
 
-def test_the_lines_of_a_request_log_are_found_among_others() -> None:
+def test_request_log_lines_are_found_among_other_lines() -> None:
     log = (
         "INFO 10:00 server: Ready\n"
         "INFO 10:01 server: POST /v1/completions id=a model=m status=200 prompt_tokens=12 "
@@ -44,7 +44,7 @@ def test_the_lines_of_a_request_log_are_found_among_others() -> None:
     assert found == [Lengths(12, 3)]
 
 
-def test_a_metrics_page_gives_the_pairs_of_its_two_histograms() -> None:
+def test_a_metrics_page_gives_all_pairs_of_prompt_and_output_lengths() -> None:
     found = parse_traffic(PAGE)
 
     assert [(entry.prompt_tokens, entry.output_tokens, entry.weight) for entry in found] == [
@@ -58,21 +58,21 @@ def test_a_metrics_page_gives_the_pairs_of_its_two_histograms() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds 0 requests"),
+        ("", "has 0 requests"),
         ('{"prompt_tokens": 5, "output_tokens": 7}\n{"prompt_tokens": 5}', "line 2.*output_tokens"),
         ('{"prompt_tokens": 0, "output_tokens": 7}', "line 1.*prompt_tokens is 0"),
         ('{"prompt_tokens": 4, "output_tokens": 7, "cached_tokens": 4}', "below.* which is 4"),
         ('{"prompt_tokens": true, "output_tokens": 7}', "True, it must be a whole number"),
-        ("[1, 2]", "no JSON object"),
+        ("[1, 2]", "not a JSON object"),
         ("nonsense", "line 1"),
         (PAGE.replace(" 8.0", " 0.0").replace(" 4.0", " 0.0"), "counts 0 requests in .*generation"),
     ],
 )
-def test_a_traffic_that_cannot_be_used_is_refused(text: str, words: str) -> None:
+def test_an_unusable_traffic_file_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_traffic(text)
 
 
-def test_a_file_that_is_not_there_is_named() -> None:
+def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/no/such.*cannot be read"):
         read_traffic("/no/such")

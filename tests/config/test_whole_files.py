@@ -1,4 +1,4 @@
-"""config/whole_files.py: limits of what is read, and files that are replaced at once."""
+"""config/whole_files.py: size limits of reads, and atomic replacement of files."""
 
 import errno
 import os
@@ -23,17 +23,17 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     assert read_limited(file, 10) == b"0123456789"
 
     file.write_bytes(b"0123456789a")
-    assert reason(file) == "it has 11 bytes, at most 10 are read"
+    assert reason(file) == "it has 11 bytes, at most 10 are allowed"
 
 
-def test_a_device_without_an_end_and_a_pipe_without_a_writer_are_refused(tmp_path: Path) -> None:
+def test_an_endless_device_and_a_pipe_without_a_writer_are_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
 
-    assert reason("/dev/zero") == "it has more, at most 10 are read"
+    assert reason("/dev/zero") == "it has more, at most 10 are allowed"
     assert reason(fifo) == "it did not end within 0.05 s"
     assert reason(tmp_path) == "it is a folder, it must be a file"
-    assert reason(fifo, takes_pipes=False) == "it is no regular file"
+    assert reason(fifo, takes_pipes=False) == "it is not a regular file"
 
 
 def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_full_disk_leaves_the_old_content_and_no_other_file(
     assert file.read_bytes() == b"old"
 
 
-def test_a_path_that_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
+def test_pipes_and_links_are_written_in_place(tmp_path: Path) -> None:
     fifo, link, target = tmp_path / "fifo", tmp_path / "link", tmp_path / "target"
     os.mkfifo(fifo)
     target.write_bytes(b"old")

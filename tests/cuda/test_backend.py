@@ -15,7 +15,7 @@ from hpu.backends.select import select_backend
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    # Warnings of a driver or an allocator are not errors of ours.
+    # Ignore warnings of a driver or an allocator.
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
@@ -40,7 +40,7 @@ def test_a_gpu_is_used_only_with_an_explicit_device() -> None:
 
 def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes(backend: CudaBackend) -> None:
     source = torch.ones(1000, device=backend.device)
-    # Pinned memory is reused; only its first allocation may wait for the device.
+    # Pinned memory is reused, and only its first allocation may wait for the device.
     backend.to_host(source)
     backend.synchronize()
 
@@ -55,7 +55,7 @@ def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes(backend: Cu
     assert copy.is_pinned() and copy.tolist() == [1.0] * 1000
 
 
-def test_copies_beside_work_are_there_for_later_work_and_do_not_wait_for_that_work(
+def test_side_stream_copies_precede_later_work_without_waiting_for_running_work(
     backend: CudaBackend,
 ) -> None:
     source = backend.host_tensor(1000, torch.float32)
@@ -69,7 +69,7 @@ def test_copies_beside_work_are_there_for_later_work_and_do_not_wait_for_that_wo
     copied = torch.cuda.Event()
     copied.record(backend._uploads)
     copied.synchronize()
-    # The sleep, which was submitted before the copy, is still on.
+    # The sleep, which was submitted before the copy, is still running.
     end = backend.event()
     was_done = end.done()
     doubled = target * 2
@@ -196,7 +196,7 @@ def test_out_of_memory_is_recognised_and_leaves_the_device_usable(backend: CudaB
 
 
 @pytest.mark.parametrize("failing_call", [1, WARM_RUNS + 1], ids=["warm run", "capture"])
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(
+def test_a_failed_capture_restores_the_current_stream(
     backend: CudaBackend, failing_call: int
 ) -> None:
     inputs = torch.ones(4, device=backend.device)

@@ -28,7 +28,7 @@ def test_decode_steps_are_measured_against_the_bound() -> None:
 
 
 @pytest.mark.slow
-def test_both_sides_of_the_comparison_answer() -> None:
+def test_the_comparison_runs_both_sides_without_failures() -> None:
     sides = ("--sides", "gaudiserve", "continuous")
 
     done = run("cuda_compare.py", *TINY, "--streams=2", "--prompt=8", "--output=4", *sides)
@@ -39,7 +39,7 @@ def test_both_sides_of_the_comparison_answer() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_a_benchmark_ends_with_one_sentence() -> None:
+def test_without_a_gpu_a_benchmark_fails_with_one_sentence() -> None:
     done = run("cuda_decode.py")
 
     assert done.returncode == 1 and done.stdout == ""

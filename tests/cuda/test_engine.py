@@ -1,5 +1,5 @@
 """The engine on a GPU compared with the CPU, in float32, with coarse buckets, chunks, prefix hits
-and preemption; and no graph is captured after start.
+and preemption. No graph is captured after start.
 
 Run by `make test-cuda`.
 """
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default:::torch"),
 ]
 
-# 26 blocks hold little more than a single context: requests of up to 100 tokens are preempted.
+# 26 blocks hold little more than one context: requests of up to 100 tokens are preempted.
 FEW_BLOCKS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 144,
@@ -92,7 +92,7 @@ def assert_captured_before_ready(stats: EngineStats) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_gpu_gives_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
+def test_gpu_tokens_equal_cpu_tokens(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path, seed=3)
     expected, _ = run(folder, {**FEW_BLOCKS, "device": "cpu"}, PROMPTS, GREEDY)
 
@@ -130,7 +130,7 @@ def test_replays_give_the_tokens_of_eager_mode(folder: Path) -> None:
 
 
 def any_params(rng: random.Random) -> SamplingParams:
-    """Random sampling parameters of a request."""
+    """Random sampling parameters for a request."""
     return SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.3]),
         top_p=rng.choice([1.0, 0.9]),
@@ -156,7 +156,7 @@ def test_random_traffic_captures_nothing_and_leaks_no_memory(folder: Path) -> No
     params = [any_params(rng) for _ in prompts]
 
     with LLM(str(folder), **MANY_BLOCKS, device="cuda") as llm:
-        # The first round allocates the penalty tables, which stay.
+        # The first round allocates the penalty tables, which stay allocated.
         llm.generate(prompts, params, use_tqdm=False)
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_allocated()

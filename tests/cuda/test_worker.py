@@ -55,7 +55,7 @@ def make_rig(folder: Path, device: str = "cuda") -> WorkerRig:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Operations that wait for the device raise."""
+    """Raise an error on operations that wait for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -78,7 +78,7 @@ def test_no_step_waits_for_the_device_to_launch_the_next(folder: Path) -> None:
     assert all(len(result.tokens) == len(rows) for result in results)
 
 
-def test_overlapped_steps_give_the_same_tokens_as_sequential_ones(folder: Path) -> None:
+def test_overlapped_steps_give_the_tokens_of_sequential_steps(folder: Path) -> None:
     sampled = []
     for depth in (1, 3):
         rig = make_rig(folder)
@@ -101,7 +101,7 @@ def test_overlapped_steps_give_the_same_tokens_as_sequential_ones(folder: Path) 
     assert all(len(tokens) == 13 for tokens in sampled[0])
 
 
-def test_logprobs_equal_those_of_the_cpu(folder: Path) -> None:
+def test_gpu_logprobs_equal_cpu_logprobs(folder: Path) -> None:
     scores = []
     for device in ("cpu", "cuda"):
         rig = make_rig(folder, device)

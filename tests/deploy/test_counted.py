@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy import counted
 from deploy.counted import CLEAR_LINE, LINE_S, MAX_CHARACTERS, Counter, run, shorten
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "counted.py"
@@ -24,7 +25,7 @@ def python(program: str) -> list[str]:
 
 
 @pytest.mark.parametrize("summarizes", [True, False])
-def test_a_silent_command_is_counted_with_its_last_words(
+def test_the_elapsed_seconds_of_a_silent_command_are_printed(
     summarizes: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = io.StringIO()
@@ -38,7 +39,7 @@ def test_a_silent_command_is_counted_with_its_last_words(
     assert LINE_S == 5
 
 
-def test_no_count_follows_the_last_line_of_the_command() -> None:
+def test_a_line_of_the_command_restarts_the_silence_timer() -> None:
     out = io.StringIO()
     program = "import sys, time; time.sleep(0.7); print('done', file=sys.stderr, flush=True); "
 
@@ -47,7 +48,7 @@ def test_no_count_follows_the_last_line_of_the_command() -> None:
     assert out.getvalue() == "done\n"
 
 
-def test_on_a_terminal_the_count_is_one_line_that_is_removed() -> None:
+def test_on_a_terminal_the_elapsed_time_is_a_single_line_that_is_cleared() -> None:
     out = Terminal()
     counter = Counter("pip", out)
     counter.step = "downloading " + "x" * 200
@@ -86,6 +87,12 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
         ("Obtaining file:///home/user/gaudiserve", "preparing the package of this folder"),
         ("Processing ./wheels/h11-0.16.0-py3-none-any.whl", "reading h11"),
         (
+            "Building wheels for collected packages: gaudiserve\n"
+            "  Building editable for gaudiserve (pyproject.toml): started",
+            "building the package gaudiserve",
+        ),
+        ("Successfully built gaudiserve", "preparing the installation"),
+        (
             "Installing collected packages: sortedcontainers, mpmath, uvloop",
             "installing 3 packages",
         ),
@@ -98,7 +105,7 @@ def test_errors_and_the_exit_status_of_the_command_are_passed_on() -> None:
         ),
     ],
 )
-def test_the_steps_of_pip_are_shown_in_words(lines: str, step: str) -> None:
+def test_the_output_of_pip_is_summarized_as_its_current_step(lines: str, step: str) -> None:
     counter = Counter("pip", io.StringIO())
 
     counter.follow(io.StringIO(lines), Path("nowhere"))
@@ -116,7 +123,7 @@ def test_a_repeated_warning_is_shown_once_and_a_repeated_error_each_time() -> No
     assert out.getvalue().splitlines() == ["WARNING: a", "ERROR: b", "  WARNING: c", "ERROR: b"]
 
 
-def test_a_long_line_is_cut_after_a_word() -> None:
+def test_a_long_line_is_truncated_after_a_word() -> None:
     line = "sortedcontainers, mpmath, uvloop, torch"
 
     assert shorten(line, 30) == "sortedcontainers, mpmath,..."
@@ -125,22 +132,49 @@ def test_a_long_line_is_cut_after_a_word() -> None:
 
 def test_packages_are_counted_while_pip_installs_them(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.13" / "site-packages"
-    (packages / "pip-25.dist-info").mkdir(parents=True)
-    counter = Counter("pip", out := io.StringIO())
+    counter = Counter("pip", out := Terminal())
 
+    def install(name: str, *, is_whole: bool = True) -> None:
+        (folder := packages / f"{name}.dist-info").mkdir(parents=True, exist_ok=True)
+        # pip writes this file last, after the bytecode.
+        if is_whole:
+            (folder / "INSTALLER").touch()
+
+    install("pip-25")
     counter.follow(io.StringIO("Installing collected packages: a, b, c\n"), tmp_path)
     counter.show()
-    (packages / "a-1.dist-info").mkdir()
-    (packages / "b-1.dist-info").mkdir()
+    install("a-1", is_whole=False)
     counter.show()
-    (packages / "b-1.dist-info").rmdir()
+    install("a-1")
+    install("b-1")
     counter.show()
-    for name in ("b", "c"):
-        (packages / f"{name}-2.dist-info").mkdir()
+    (packages / "b-1.dist-info" / "INSTALLER").unlink()
+    counter.show()
+    install("b-2")
+    install("c-2")
     counter.show()
 
-    assert out.getvalue().splitlines() == [
-        "pip, 0 s: installing 3 packages, 0 done, now a",
+    assert out.getvalue().split(CLEAR_LINE)[1:] == [
+        *["pip, 0 s: installing 3 packages, 0 done, now a"] * 2,
         *["pip, 0 s: installing 3 packages, 2 done, now c"] * 2,
         "pip, 0 s: installing 3 packages, 3 done",
     ]
+
+
+def test_an_unchanged_step_is_printed_at_increasing_intervals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(counted.time, "monotonic", lambda: now_s)
+    counter = Counter("pip", out := io.StringIO())
+    counter.step = "collecting torch"
+
+    for now_s in range(5, 101, 5):
+        counter.step = "installing 2 packages" if now_s > 70 else counter.step
+        assert counter.silence_left_s() == 0
+        counter.show()
+        assert counter.silence_left_s() == LINE_S
+
+    collecting = [f"pip, {seconds} s: collecting torch" for seconds in (5, 15, 35, 55)]
+    installing = [f"pip, {seconds} s: installing 2 packages" for seconds in (75, 85)]
+    assert out.getvalue().splitlines() == collecting + installing

@@ -22,12 +22,13 @@ RULES = [rule for group in GROUPS for rule in group["rules"]]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana.json").read_text(encoding="utf-8"))
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+VARIABLES = [entry["name"] for entry in DASHBOARD["templating"]["list"]]
 NAME = re.compile(r"\b(?:vllm:|gaudiserve:|hpu_|http_)\w+")
 WINDOW_S = 5
 
 
-def test_queries_name_metrics_of_the_documents() -> None:
-    # test_docs.py asks a server for all of them.
+def test_queries_use_documented_metrics() -> None:
+    # test_docs_examples.py checks that a server has all metrics of this page.
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     known = set(re.findall(r"`((?:vllm:|gaudiserve:|hpu_|http_)\w+)`", page))
     used = {name for _, text in QUERIES for name in NAME.findall(text)}
@@ -37,7 +38,7 @@ def test_queries_name_metrics_of_the_documents() -> None:
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= known
 
 
-def test_panels_have_their_own_ids_titles_and_places() -> None:
+def test_panels_have_unique_ids_titles_and_positions() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     titles = [panel["title"] for panel in PANELS]
     cells = [
@@ -52,13 +53,40 @@ def test_panels_have_their_own_ids_titles_and_places() -> None:
     assert len(set(cells)) == len(cells)
 
 
-def test_the_rules_of_the_operator_are_those_of_the_file() -> None:
+def test_every_query_filters_by_the_variables_of_the_dashboard() -> None:
+    # http_requests_total has no model.
+    filters = ["namespace", "pod", "instance"]
+    missing = [
+        (title, name)
+        for title, text in QUERIES
+        for selector in re.findall(r"\{[^}]*\}", text)
+        for name in filters + ["model_name"] * ("handler" not in selector)
+        if f'{name}=~"${name}"' not in selector
+    ]
+
+    assert missing == []
+    assert set(VARIABLES) == {"datasource", *filters, "model_name"}
+    # A metric without braces would follow no variable.
+    assert all(len(NAME.findall(text)) == text.count("{") for _, text in QUERIES)
+
+
+def test_alerts_and_legends_name_the_pod_of_a_cluster() -> None:
+    sums = [clause for rule in RULES for clause in re.findall(r"by \((.*?)\)", rule["expr"])]
+    legends = [target["legendFormat"] for panel in PANELS for target in panel["targets"]]
+
+    assert [clause for clause in sums if not clause.startswith("namespace, pod, instance")] == []
+    assert len(sums) > 2
+    for text in legends + [rule["annotations"]["summary"] for rule in RULES]:
+        assert ("instance" in text) == ("pod" in text), text
+
+
+def test_the_rules_of_the_prometheus_operator_equal_the_file() -> None:
     (rule,) = documents((KUBERNETES / "monitoring" / "alerts.yaml").read_text(encoding="utf-8"))
 
     assert rule["spec"]["groups"] == GROUPS
 
 
-def test_the_guide_says_what_to_do_for_each_alert() -> None:
+def test_the_guide_has_a_remedy_for_each_alert() -> None:
     guide = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
 
     assert [rule["alert"] for rule in RULES if f"`{rule['alert']}`" not in guide] == []
@@ -68,7 +96,7 @@ def test_the_guide_says_what_to_do_for_each_alert() -> None:
 @pytest.mark.parametrize("command", [["check", "rules", "deploy/alerts.yaml"],
                                      ["test", "rules", "tests/deploy/alerts_test.yaml"]],
                          ids=lambda words: words[0])  # fmt: skip
-def test_the_rules_hold_for_promtool(command: list[str]) -> None:
+def test_promtool_accepts_the_rules(command: list[str]) -> None:
     done = subprocess.run(["promtool", *command], cwd=ROOT, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -82,7 +110,7 @@ def test_each_alert_has_a_rule_test() -> None:
 
 
 class Prometheus:
-    """A real one, which scrapes one server each second."""
+    """A real Prometheus server that scrapes one server each second."""
 
     def __init__(self, folder: Path, server: LiveServer) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -114,7 +142,7 @@ class Prometheus:
         return self._http.get(f"/api/v1/{path}", params=params).raise_for_status().json()["data"]
 
     def wait(self) -> None:
-        """Until it has scraped the server."""
+        """Wait until Prometheus has scraped the server."""
         end = time.monotonic() + 30
         while time.monotonic() < end:
             assert self._process.poll() is None, self._log.read_text()
@@ -134,7 +162,8 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has scraped a server under load. The load goes on at a request a second."""
+    """A Prometheus that has scraped a server under load. The load continues at one request per
+    second."""
     folder = tmp_path_factory.mktemp("prometheus")
     model = str(make_tiny("llama", folder / "tiny"))
     with running(model, folder / "log", "--served-model-name=tiny", "--max-num-seqs=2") as live:
@@ -152,10 +181,12 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 @pytest.mark.deploy
-def test_no_panel_is_empty_after_a_load(prometheus: Prometheus) -> None:
+def test_no_panel_is_empty_under_load(prometheus: Prometheus) -> None:
     empty = []
     for title, query in QUERIES:
-        text = query.replace("$__rate_interval", f"{WINDOW_S * 2}s").replace("$model_name", ".*")
+        text = query.replace("$__rate_interval", f"{WINDOW_S * 2}s")
+        for name in VARIABLES:
+            text = text.replace(f"${name}", ".*")
         result = prometheus.get("query", query=text)["result"]
         numbers = [series["value"][1] for series in result]
         if not numbers or "NaN" in numbers:

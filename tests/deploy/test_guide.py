@@ -1,46 +1,95 @@
-"""Commands and manifests of docs/deployment.md. test_docs.py runs the commands of gaudiserve
-itself."""
+"""Commands and manifests of docs/deployment.md and docs/kubernetes.md. test_docs.py runs the
+commands of gaudiserve itself."""
 
+import configparser
+import json
 import re
 import shlex
+import shutil
+import subprocess
+from inspect import signature
+from pathlib import Path
 
 import pytest
-from manifests import KUBERNETES, OVERLAYS, ROOT, Document, documents
+from manifests import KUBERNETES, OVERLAYS, ROOT, Document, documents, pod_templates, rendered
 
-GUIDE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+from config.loading.env import settings
+from config.server import ServerConfig
+
+GUIDE = "\n".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("deployment.md", "kubernetes.md")
+)
 BLOCKS = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", GUIDE, re.MULTILINE | re.DOTALL)
-LINES = [line.strip() for kind, text in BLOCKS if kind == "console" for line in text.splitlines()]
+LINES = [
+    line.strip()
+    for kind, text in BLOCKS
+    if kind == "console"
+    for line in text.replace("\\\n", " ").splitlines()
+]
 BUILDS = re.findall(r"`(docker build [^`]*)`", GUIDE)
-MANIFESTS: list[Document] = [
+DOCUMENTS: list[Document] = [
     document for kind, text in BLOCKS if kind == "yaml" for document in documents(text)
 ]
-READ_ONLY = ("get", "describe", "logs")
+MANIFESTS = [document for document in DOCUMENTS if document["kind"] != "Kustomization"]
+UNIT = configparser.ConfigParser(strict=False, interpolation=None)
+UNIT.optionxform = str  # type: ignore[assignment, method-assign]
+UNIT.read_string((ROOT / "deploy" / "gaudiserve.service").read_text(encoding="utf-8"))
+OVERLAY, TWO_NODES = (
+    text for kind, text in BLOCKS if kind == "yaml" and "kind: Kustomization" in text
+)
+"""Overlays of a user, `deploy/kubernetes/mine`, for one node and for two nodes."""
+# Commands that name no file of the repository.
+NAME_NO_FILE = (
+    "get",
+    "describe",
+    "logs",
+    "exec",
+    "rollout",
+    "label",
+    "config",
+    "cp",
+    "delete",
+    "wait",
+    "patch",
+    "port-forward",
+)
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_names_what_exists(line: str) -> None:
+def test_a_command_names_existing_files_and_objects(line: str) -> None:
     program, *words = shlex.split(line)
 
-    if program in ("curl", "docker", "API_KEY=secret"):
+    if program in ("curl", "docker", "API_KEY=secret", "cp"):
         files = [path for path in words if path.startswith("deploy/")]
         assert [path for path in files if not (ROOT / path).is_file()] == []
         return
-    assert program in ("kubectl", "gaudiserve")
-    if program == "gaudiserve" or words[0] in READ_ONLY:
+    if program in ("make", "useradd", "systemctl", "journalctl"):
+        assert "gaudiserve" in words or words == ["install-hpu"]
         return
-    if words[:2] == ["apply", "-k"]:
-        assert (ROOT / words[2] / "kustomization.yaml").is_file()
+    assert program in ("kubectl", "gaudiserve", "oc")
+    if program == "gaudiserve" or words[0] in NAME_NO_FILE or words[1] == "namespace":
+        return
+    if words[:2] == ["apply", "-f"] and words[2].startswith("deploy/"):
+        assert (ROOT / words[2]).is_file()
+    elif words[:2] == ["apply", "-f"]:
+        assert f"Save this as `{words[2]}`" in GUIDE
+    elif words[0] in ("apply", "diff"):
+        overlay = ROOT / words[2]
+        assert overlay.name == "mine" or (overlay / "kustomization.yaml").is_file()
+    elif words[:2] == ["create", "configmap"]:
+        assert (ROOT / words[3].removeprefix("--from-file=")).is_file()
     elif words[:3] == ["create", "secret", "generic"]:
         name, key = words[3], words[4].removeprefix("--from-literal=").partition("=")[0]
         used = [path.read_text(encoding="utf-8") for path in KUBERNETES.rglob("*.yaml")]
         assert any(f"secretKeyRef: {{name: {name}, key: {key}" in text for text in used)
     else:
-        # The vendor's device plugin.
+        # URL of the vendor's device plugin.
         assert words[:2] == ["create", "-f"] and words[2].startswith("https://vault.habana.ai/")
 
 
 @pytest.mark.parametrize("command", BUILDS)
-def test_a_build_names_a_file_and_its_arguments(command: str) -> None:
+def test_a_build_command_uses_existing_files_and_build_arguments(command: str) -> None:
     words = shlex.split(command)
     text = (ROOT / words[words.index("-f") + 1]).read_text(encoding="utf-8")
 
@@ -62,7 +111,134 @@ def test_the_guide_names_every_overlay_and_image() -> None:
 
 
 def test_the_manifests_of_the_guide_are_complete() -> None:
-    assert [manifest["kind"] for manifest in MANIFESTS] == ["RuntimeClass", "ResourceQuota"]
+    kinds = [manifest["kind"] for manifest in MANIFESTS]
+
+    assert kinds == ["RuntimeClass", "Ingress", "PersistentVolumeClaim", "Pod"]
+    assert len(DOCUMENTS) == len(MANIFESTS) + 2
+
+
+@pytest.mark.deploy
+@pytest.mark.parametrize("in_a_claim", [False, True])
+def test_the_overlay_of_the_guide_is_rendered(tmp_path: Path, in_a_claim: bool) -> None:
+    import kubernetes_validate
+
+    text = re.sub(r"# (components|volume)", r"\1", OVERLAY) if in_a_claim else OVERLAY
+    folder = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"), "mine")
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(text)
+
+    found = {document["kind"]: document for document in rendered(str(folder))}
+
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    kubernetes_validate.validate(found["Deployment"], "1.32", strict=True)
+    assert {document["metadata"]["namespace"] for document in found.values()} == {"models"}
+    assert container["image"] == "registry.example.org/gaudiserve:hpu-0.2.0"
+    assert given["GAUDISERVE_MODEL"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert [name for name, _, _ in settings(given) if name == "max-model-len"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    assert ("models" in mounts) == ("PodMonitor" in found) == ("Route" in found) == in_a_claim
+    if in_a_claim:
+        # Kubernetes refuses a subject without a namespace.
+        assert found["RoleBinding"]["subjects"][0]["namespace"] == "models"
+
+
+@pytest.mark.deploy
+def test_the_overlay_of_the_guide_for_two_nodes_is_rendered(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"), "mine")
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(TWO_NODES)
+
+    found = {document["kind"]: document for document in rendered(str(folder))}
+
+    containers = [
+        template["spec"]["containers"][0] for template in pod_templates(found["LeaderWorkerSet"])
+    ]
+    assert len(containers) == 2
+    for container in containers:
+        names = [entry["name"] for entry in container["env"]]
+        given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+        assert container["image"] == "registry.example.org/gaudiserve:hpu-0.2.0"
+        assert given["GAUDISERVE_MODEL"] == "Qwen/Qwen3-30B-A3B"
+        assert len(names) == len(set(names))
+        assert [name for name, _, _ in settings(given) if name == "max-model-len"]
+
+
+def test_the_patch_for_a_sleeping_pod_removes_probes_and_arguments() -> None:
+    (line,) = (line for line in LINES if line.startswith("kubectl patch"))
+    patch = (ROOT / line.split()[-1]).read_text(encoding="utf-8")
+    (deployment,) = documents((KUBERNETES / "base" / "deployment.yaml").read_text("utf-8"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+
+    for entry in json.loads(patch):
+        folder, _, name = entry["path"].rpartition("/")
+        assert folder == "/spec/template/spec/containers/0"
+        # A removed or replaced field exists.
+        assert (name in container) == (entry["op"] != "add")
+        container[name] = entry.get("value")
+
+    assert (container["command"], container["args"]) == (["sleep", "infinity"], [])
+    assert [name for name in container if name.endswith("Probe") and container[name]] == []
+
+
+def test_the_unit_starts_and_stops_a_server() -> None:
+    service = UNIT["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    environment = dict(word.split("=", 1) for word in service["Environment"].split())
+
+    given = {name: value for name, value, _ in settings(environment)}
+
+    # A flag would win over a variable of the file.
+    assert (program, words) == ("/opt/gaudiserve/.venv/bin/gaudiserve", ["serve"])
+    assert given["host"] == "0.0.0.0"
+    # systemd kills the processes of the service after this time.
+    assert int(service["TimeoutStopSec"]) > float(given["shutdown-timeout"])
+    # Its own processes end with the server; SIGTERM is for the server alone.
+    assert service["KillMode"] == "mixed"
+
+
+def test_the_unit_has_the_capabilities_of_a_pod_and_the_documented_folders() -> None:
+    service = UNIT["Service"]
+    environment = dict(word.split("=", 1) for word in service["Environment"].split())
+    (deployment,) = documents((KUBERNETES / "base" / "deployment.yaml").read_text("utf-8"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    rights = [f"CAP_{name}" for name in container["securityContext"]["capabilities"]["add"]]
+    folders = [f"/var/cache/{service['CacheDirectory']}", f"/var/log/{service['LogsDirectory']}"]
+
+    assert [environment["XDG_CACHE_HOME"], environment["HABANA_LOGS"]] == folders
+    assert all(f"`{folder}`" in GUIDE for folder in folders)
+    assert f"`{service['EnvironmentFile']}`" in GUIDE
+    assert service["AmbientCapabilities"].split() == rights
+    assert service["CapabilityBoundingSet"].split() == rights
+    assert (service["ProtectSystem"], service["NoNewPrivileges"]) == ("strict", "yes")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    # The program and the user of the unit do not exist here.
+    text = (ROOT / "deploy" / "gaudiserve.service").read_text(encoding="utf-8")
+    unit = tmp_path / "gaudiserve.service"
+    text = text.replace(UNIT["Service"]["ExecStart"], shutil.which("true") or "")
+    unit.write_text(text.replace("User=gaudiserve", "User=daemon"))
+
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+    )
+
+    # An unknown name is a warning.
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if line.startswith("docker run") and " serve " in line]
+)
+def test_docker_waits_for_streams(line: str) -> None:
+    words = shlex.split(line)
+    timeout_s = signature(ServerConfig).parameters["shutdown_timeout_s"].default
+
+    assert int(words[words.index("--stop-timeout") + 1]) > timeout_s
 
 
 @pytest.mark.deploy
@@ -73,7 +249,7 @@ def test_a_manifest_of_the_guide_fits_the_schema(manifest: Document) -> None:
     kubernetes_validate.validate(manifest, "1.32", strict=True)
 
 
-def test_the_guide_says_what_the_manifests_say() -> None:
+def test_the_guide_agrees_with_the_manifests() -> None:
     (deployment,) = documents((KUBERNETES / "base" / "deployment.yaml").read_text("utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}

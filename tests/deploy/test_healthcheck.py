@@ -39,7 +39,7 @@ def serving(server: socketserver.BaseServer) -> Iterator[None]:
         thread.join()
 
 
-def test_the_port_is_that_of_the_flag_or_of_the_variable() -> None:
+def test_the_port_comes_from_the_flag_or_the_variable() -> None:
     server = HTTPServer(("127.0.0.1", 0), Live)
     port = str(server.server_port)
 
@@ -50,7 +50,7 @@ def test_the_port_is_that_of_the_flag_or_of_the_variable() -> None:
     assert not is_live(["gaudiserve", "serve", "--port", port], {})
 
 
-def test_a_server_on_a_unix_socket_is_asked_there(tmp_path: Path) -> None:
+def test_the_health_check_connects_to_a_unix_socket(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
 
     with serving(socketserver.UnixStreamServer(path, Live)):
@@ -58,7 +58,7 @@ def test_a_server_on_a_unix_socket_is_asked_there(tmp_path: Path) -> None:
     assert not is_live(["gaudiserve", "serve", "--uds", path], {})
 
 
-def test_a_server_with_tls_is_asked_by_tls(tmp_path: Path) -> None:
+def test_the_health_check_uses_tls_for_a_server_with_tls(tmp_path: Path) -> None:
     issued, file = trustme.CA().issue_cert("example.org"), str(tmp_path / "all.pem")
     issued.private_key_and_cert_chain_pem.write_to_path(file)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,7 +72,7 @@ def test_a_server_with_tls_is_asked_by_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["port", "uds", "ssl-certfile"])
-def test_the_settings_of_the_check_are_settings_of_the_server(name: str) -> None:
+def test_the_settings_of_the_health_check_are_settings_of_the_server(name: str) -> None:
     variable = f"GAUDISERVE_{name.upper().replace('-', '_')}"
 
     assert setting(name, [], {variable: "x"}) == "x"

@@ -1,5 +1,5 @@
 """`make test-deploy`: the install steps of the images, executed without Docker: each `RUN` of a
-Dockerfile that installs our package, in a clean environment and with other folders."""
+Dockerfile that installs this package, in a clean environment and with other folders."""
 
 import os
 import shutil
@@ -15,21 +15,22 @@ from manifests import ROOT
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(540)]
 
 VENDOR = {"torch": "2.11.0a0+git0a1b2c3", "habana-torch-plugin": "1.24.1.482"}
-"""Stand-ins for the vendor's packages, without content: the steps look at names and versions."""
+"""Empty substitutes for the vendor's packages: the install steps check only names and versions."""
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The tree that `COPY . .` copies."""
+    """A copy of the tree that `COPY . .` copies."""
     skipped = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     names = [name.removeprefix("**/") for name in skipped]
-    # Folders that only machines with a development environment have.
+    # Folders that exist only on machines with a development environment.
     names += [".venv*", "node_modules", "build", "*.egg-info"]
     return Path(shutil.copytree(ROOT, tmp_path / "src", ignore=shutil.ignore_patterns(*names)))
 
 
 def run_steps(name: str, folders: dict[str, Path], path: Path | None, cwd: Path) -> int:
-    """Run the steps that call pip, with other folders, and `path` first in PATH; their number."""
+    """Run the install steps that call pip, with other folders and with `path` first in PATH, and
+    return the number of steps."""
     environment = {**os.environ, "EXTRAS": "", "PIP_ROOT_USER_ACTION": "ignore"}
     environment.pop("PYTHONPATH", None)
     if path is not None:
@@ -49,7 +50,7 @@ def run_steps(name: str, folders: dict[str, Path], path: Path | None, cwd: Path)
 
 
 def stub_wheel(folder: Path, name: str, version: str, module: str) -> None:
-    """A wheel with an empty module."""
+    """Write a wheel with an empty module."""
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{module}/__init__.py", "")
@@ -74,7 +75,7 @@ def test_the_steps_of_an_hpu_image_install_the_server_and_keep_the_vendors_torch
     for package, version in VENDOR.items():
         stub_wheel(stubs, package, version, modules[package])
     subprocess.run(
-        # The vendor's image has numpy, too.
+        # The vendor's image also has numpy.
         [base / "bin/python", "-m", "pip", "install", "--no-deps", "numpy", *stubs.iterdir()],
         check=True,
     )
@@ -82,7 +83,7 @@ def test_the_steps_of_an_hpu_image_install_the_server_and_keep_the_vendors_torch
     for file in ("vendor_torch.py", "package_names.py"):
         shutil.copy(ROOT / "deploy" / file, build)
 
-    # The wheels are where the second stage copies them.
+    # Put the wheels where the second stage copies them.
     folders = {"/wheels": build / "wheels", "rm -rf /tmp/build": Path("true"), "/tmp/build": build}
     count = run_steps(name, folders, base / "bin", source)
 
@@ -105,7 +106,7 @@ def test_the_steps_of_the_cpu_image_install_a_server_that_starts(
 
     assert run_steps("Dockerfile", {"/opt/gaudiserve": venv}, None, source) == 1
 
-    # The environment holds all that it needs, none of it from the source.
+    # The environment contains everything that the server needs; the source folder is not used.
     said = subprocess.run(
         [venv / "bin/gaudiserve", "plan", "demo"], capture_output=True, text=True, cwd=tmp_path
     )

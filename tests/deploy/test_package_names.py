@@ -1,4 +1,5 @@
-"""deploy/package_names.py finds a distribution that owns one of our top-level packages."""
+"""deploy/package_names.py finds a distribution that owns one of this project's top-level
+packages."""
 
 import os
 import re
@@ -23,7 +24,7 @@ def run(site: Path) -> subprocess.CompletedProcess[str]:
 
 
 def distribution(site: Path, name: str, top_level: str | None, file: str) -> None:
-    """Metadata of an installed distribution."""
+    """Write the metadata of an installed distribution."""
     folder = site / f"{name}-1.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")

@@ -5,6 +5,7 @@ of Kubernetes. Custom resources are checked against `crd_expectations.yaml` and,
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.deploy
 EXPECTED = documents((Path(__file__).parent / "crd_expectations.yaml").read_text(encoding="utf-8"))[
     0
 ]
-KUBERNETES_VERSION = "1.32"
+KUBERNETES_VERSIONS = ("1.32", "1.35")
+"""The oldest and the newest version, whose schemas all resources fit."""
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -28,7 +30,7 @@ def overlay(request: pytest.FixtureRequest) -> tuple[str, list[Document]]:
 
 
 def at(value: Any, path: list[str]) -> Iterator[Document]:
-    """The mappings at a path, through lists."""
+    """The mappings at `path`; lists on the way are searched entry by entry."""
     if isinstance(value, list):
         for item in value:
             yield from at(item, path)
@@ -43,27 +45,39 @@ def test_resources_of_kubernetes_fit_its_schemas(overlay: tuple[str, list[Docume
 
     found = [item for item in overlay[1] if item["kind"] not in EXPECTED]
 
-    for entry in found:
-        # Strict: a field that the schema does not know is an error.
-        kubernetes_validate.validate(entry, KUBERNETES_VERSION, strict=True)
+    for entry, version in itertools.product(found, KUBERNETES_VERSIONS):
+        # In strict mode, a field that the schema does not know is an error.
+        kubernetes_validate.validate(entry, version, strict=True)
 
     assert {"Service", "NetworkPolicy", "ServiceAccount", "PodDisruptionBudget"} <= {
         entry["kind"] for entry in found
     }
 
 
-def test_the_cpu_overlay_asks_for_nothing_of_a_card() -> None:
+def test_the_cpu_overlay_requests_no_card_resources() -> None:
     found = rendered("cpu")
     (pod,) = [template["spec"] for entry in found for template in pod_templates(entry)]
     (container,) = pod["containers"]
 
     assert {"runtimeClassName", "hostIPC", "tolerations"}.isdisjoint(pod)
     assert container["image"] == "gaudiserve:cpu"
-    assert container["args"][:3] == ["serve", "--device", "cpu"]
+    assert container["args"] == ["serve"]
+    assert {"name": "GAUDISERVE_DEVICE", "value": "cpu"} in container["env"]
     for amounts in container["resources"].values():
         assert set(amounts) <= {"cpu", "memory"}
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert "habana" not in str(found)
+
+
+def test_the_disruption_budget_of_ray_clusters_uses_min_available(
+    overlay: tuple[str, list[Document]],
+) -> None:
+    (spec,) = [item["spec"] for item in overlay[1] if item["kind"] == "PodDisruptionBudget"]
+    kinds = {item["kind"] for item in overlay[1]}
+
+    # Kubernetes asks the owner of the pods for their number, unless minAvailable is a number.
+    expected = {"minAvailable": 1} if "RayCluster" in kinds else {"maxUnavailable": 1}
+    assert {name: spec[name] for name in spec if name != "selector"} == expected
 
 
 def test_pods_of_custom_resources_fit_the_schema_of_a_pod(
@@ -77,7 +91,8 @@ def test_pods_of_custom_resources_fit_the_schema_of_a_pod(
 
     for template in templates:
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
-        kubernetes_validate.validate(pod, KUBERNETES_VERSION, strict=True)
+        for version in KUBERNETES_VERSIONS:
+            kubernetes_validate.validate(pod, version, strict=True)
 
     assert templates
 
@@ -97,7 +112,7 @@ def test_custom_resources_have_the_expected_fields(overlay: tuple[str, list[Docu
 
 @functools.cache
 def schemas(folder: Path) -> dict[tuple[str, str, str], Document]:
-    """By group, kind and version."""
+    """Published schemas by group, kind and version."""
     found = {}
     for path in folder.rglob("*.yaml"):
         for document in documents(path.read_text(encoding="utf-8")):
@@ -112,7 +127,8 @@ def schemas(folder: Path) -> dict[tuple[str, str, str], Document]:
 
 
 def closed(schema: Any) -> Any:
-    """The schema with unknown fields forbidden, as an API server would drop them with a warning."""
+    """The schema with unknown fields forbidden: an API server would drop them with only a
+    warning."""
     if isinstance(schema, list):
         return [closed(option) for option in schema]
     if not isinstance(schema, dict):
@@ -137,7 +153,7 @@ def test_custom_resources_fit_published_schemas(
         if item["kind"] in EXPECTED:
             group, version = item["apiVersion"].split("/")
             schema = closed(known[group, item["kind"].lower(), version])
-            # Kubernetes itself checks these two.
+            # Kubernetes itself validates these two fields.
             body = {"spec": item["spec"]}
             schema["required"] = []
             errors = [
@@ -147,7 +163,9 @@ def test_custom_resources_fit_published_schemas(
             assert errors == [], item["kind"]
 
 
-def test_an_overlay_has_what_its_name_says(overlay: tuple[str, list[Document]]) -> None:
+def test_an_overlay_has_the_cards_and_autoscaling_of_its_name(
+    overlay: tuple[str, list[Document]],
+) -> None:
     name, found = overlay
     kinds = {entry["kind"] for entry in found}
     cards = [
@@ -163,5 +181,5 @@ def test_an_overlay_has_what_its_name_says(overlay: tuple[str, list[Document]]) 
     assert ("PodMonitor" in kinds) == autoscaled
     for entry in found:
         if entry["kind"] == "Deployment":
-            # An autoscaler and a number of replicas in the file would fight.
+            # An autoscaler must not be combined with a fixed number of replicas in the file.
             assert ("replicas" in entry["spec"]) != autoscaled

@@ -1,4 +1,5 @@
-"""deploy/torch_build.py and the Makefile: which torch pip installs, and what it is asked."""
+"""deploy/torch_build.py and the Makefile: the torch build that pip installs, and the queries before
+it."""
 
 import os
 import shutil
@@ -20,7 +21,7 @@ from deploy.torch_build import (
     NoCpuBuild,
     choose,
     has_nvidia_gpu,
-    index_answers,
+    index_problem,
     pinned,
 )
 
@@ -29,10 +30,10 @@ OTHER = "https://example.com/whl"
 
 
 class Machine:
-    """Answers of a machine, and which of its questions were asked."""
+    """Fake machine with fixed answers, which records the questions."""
 
-    def __init__(self, gpu: bool = False, offered: tuple[str, ...] = (), answers: bool = True):
-        self._gpu, self._offered, self._answers = gpu, offered, answers
+    def __init__(self, gpu: bool = False, offered: tuple[str, ...] = (), problem: str = ""):
+        self._gpu, self._offered, self._problem = gpu, offered, problem
         self.asked: list[str] = []
 
     def has_gpu(self) -> bool:
@@ -43,9 +44,9 @@ class Machine:
         self.asked.append("pip")
         return list(self._offered)
 
-    def answers(self, index: str) -> bool:
+    def problem(self, index: str) -> str:
         self.asked.append(index)
-        return self._answers
+        return self._problem
 
     def choose(
         self, index: str | None = None, installed: str | None = None
@@ -56,14 +57,14 @@ class Machine:
             installed=installed,
             has_gpu=self.has_gpu,
             offered=self.offered,
-            answers=self.answers,
+            problem=self.problem,
         )
 
 
 FROM_CPU_INDEX = ["--extra-index-url", CPU_INDEX, "torch==2.13.0+cpu"]
 
 
-def test_without_a_gpu_the_cpu_build_comes_from_its_index() -> None:
+def test_without_a_gpu_the_cpu_build_is_installed_from_its_index() -> None:
     machine = Machine(offered=("2.14.0+cpu", "2.13.0"))
 
     words, reason = machine.choose()
@@ -73,7 +74,7 @@ def test_without_a_gpu_the_cpu_build_comes_from_its_index() -> None:
     assert machine.asked == ["gpu", "pip", CPU_INDEX]
 
 
-def test_a_cpu_build_that_pip_finds_is_taken_and_no_index_is_asked() -> None:
+def test_a_cpu_build_that_pip_finds_is_used_without_the_cpu_index() -> None:
     machine = Machine(offered=("2.14.0", "2.13.0+cu130", "2.13.0+cpu", "2.13.0"))
 
     words, reason = machine.choose()
@@ -83,12 +84,14 @@ def test_a_cpu_build_that_pip_finds_is_taken_and_no_index_is_asked() -> None:
     assert CPU_INDEX not in machine.asked
 
 
-def test_cuda_is_never_taken_in_place_of_a_cpu_build_that_is_not_there() -> None:
-    with pytest.raises(NoCpuBuild, match=r"within 60 s.*TORCH_INDEX=URL.*TORCH_INDEX=none"):
-        Machine(offered=("2.13.0",), answers=False).choose()
+def test_a_missing_cpu_build_is_never_replaced_by_a_cuda_build() -> None:
+    with pytest.raises(
+        NoCpuBuild, match=r"used: no such host; .*TORCH_INDEX=URL.*TORCH_INDEX=none"
+    ):
+        Machine(offered=("2.13.0",), problem="no such host").choose()
 
 
-def test_with_a_gpu_the_ordinary_build_is_taken_without_a_question() -> None:
+def test_with_a_gpu_the_default_build_is_chosen_without_queries() -> None:
     machine = Machine(gpu=True, offered=("2.13.0+cpu",))
 
     words, reason = machine.choose()
@@ -102,7 +105,7 @@ def test_with_a_gpu_the_ordinary_build_is_taken_without_a_question() -> None:
     ("given", "expected"),
     [(OTHER, ["--extra-index-url", OTHER]), ("", []), ("none", []), ("NONE ", [])],
 )
-def test_the_users_choice_comes_first(given: str, expected: list[str]) -> None:
+def test_the_index_of_the_user_takes_precedence(given: str, expected: list[str]) -> None:
     machine = Machine()
 
     words, reason = machine.choose(given)
@@ -113,7 +116,7 @@ def test_the_users_choice_comes_first(given: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize("given", [None, OTHER])
-def test_a_torch_that_is_installed_stays_and_nothing_is_asked(given: str | None) -> None:
+def test_an_installed_torch_stays_without_queries(given: str | None) -> None:
     machine = Machine()
 
     words, reason = machine.choose(given, installed="2.13.0+cpu")
@@ -124,7 +127,7 @@ def test_a_torch_that_is_installed_stays_and_nothing_is_asked(given: str | None)
     assert machine.choose(installed="2.12.0")[0] == FROM_CPU_INDEX
 
 
-def test_the_version_is_the_one_that_the_package_pins() -> None:
+def test_the_version_is_pinned_by_the_package() -> None:
     assert pinned('dev = ["torch>=1"]\ncpu = ["torch==2.99.1"]\n') == "2.99.1"
     assert pinned((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[0] == "2"
 
@@ -164,25 +167,28 @@ def index_with(status: int, after_s: float = 0.0) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("status", "answers"), [(200, True), (404, False), (503, False)])
-def test_an_index_answers_if_it_has_torch(status: int, answers: bool) -> None:
+def test_index_problem_reports_the_status_of_an_index_without_torch(
+    status: int, answers: bool
+) -> None:
     with index_with(status) as url:
-        assert index_answers(url) is answers
+        problem = index_problem(url)
+        assert not problem if answers else str(status) in problem
 
 
 def test_a_slow_index_is_waited_for() -> None:
     with index_with(200, after_s=0.2) as url:
-        assert not index_answers(url, timeout_s=0.05)
-        assert index_answers(url, timeout_s=10)
+        assert index_problem(url, timeout_s=0.05) == "it gave no answer within 0.05 s"
+        assert not index_problem(url, timeout_s=10)
     assert INDEX_TIMEOUT_S == 60
 
 
-def test_an_index_that_says_nothing_is_waited_for_no_longer_than_the_limit() -> None:
+def test_an_unresponsive_index_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begun = time.monotonic()
 
-        answered = index_answers(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.3)
+        refusal = index_problem(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.3)
 
-        assert not answered
+        assert refusal == "it gave no answer within 0.3 s"
         assert time.monotonic() - begun < 1.5
 
 
@@ -205,6 +211,19 @@ def _write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
+def _make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # Without the variables that `make test TORCH_INDEX=...` exports.
+    ours = {name: v for name, v in os.environ.items() if name not in ("MAKEFLAGS", "TORCH_INDEX")}
+    return subprocess.run(
+        ["make", *words],
+        cwd=clone,
+        env={**ours, "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "flags", "line"),
     [
@@ -221,17 +240,7 @@ def _write_program(path: Path, text: str) -> None:
 def test_make_gives_pip_the_chosen_index(
     words: tuple[str, ...], flags: str, line: str, clone: Path
 ) -> None:
-    # Without what a `make test TORCH_INDEX=...` hands down.
-    ours = {name: v for name, v in os.environ.items() if name not in ("MAKEFLAGS", "TORCH_INDEX")}
-
-    done = subprocess.run(
-        ["make", "install", *words],
-        cwd=clone,
-        env={**ours, "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = _make(clone, "install", *words)
 
     calls = (clone / "calls").read_text().splitlines()
     version = pinned((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -239,3 +248,15 @@ def test_make_gives_pip_the_chosen_index(
     assert f"install --progress-bar off {flags}--editable .[cpu]" in calls[0]
     assert "install --progress-bar off --editable .[dev]" in calls[-1]
     assert line.format(version) in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("is_vendor", [False, True])
+def test_make_n_installs_nothing(is_vendor: bool, clone: Path) -> None:
+    if is_vendor:
+        (clone / ".venv" / "vendor.txt").touch()
+
+    done = _make(clone, "-n", "install")
+
+    assert done.returncode == 0, done.stderr
+    assert not (clone / "calls").exists()
+    assert "install --progress-bar off" in done.stdout

@@ -1,4 +1,5 @@
-"""deploy/vendor_torch.py: a machine without the vendor's package, and a replaced torch."""
+"""deploy/vendor_torch.py: errors on a machine without the vendor's package, and for a replaced
+torch."""
 
 import re
 import subprocess
@@ -17,7 +18,7 @@ def test_a_machine_without_the_vendors_package_is_refused() -> None:
     assert "habana_frameworks" in done.stderr
 
 
-def test_a_replaced_torch_is_noticed(tmp_path: Path) -> None:
+def test_a_replaced_torch_is_detected(tmp_path: Path) -> None:
     pins = subprocess.run(
         [sys.executable, SCRIPT, "constraints"], capture_output=True, text=True, check=True
     ).stdout
@@ -40,17 +41,17 @@ def distribution(folder: Path, name: str, number: str) -> None:
 
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """With the distributions of `folder` alone."""
+    """Run the script with only the distributions in `folder`."""
     code = (
         "import runpy, sys; own, script = sys.argv[1:3]; sys.argv = sys.argv[2:];"
-        "sys.path = [own, *(one for one in sys.path if 'site-packages' not in one)];"
+        "sys.path = [own, *(path for path in sys.path if 'site-packages' not in path)];"
         "runpy.run_path(script, run_name='__main__')"
     )
     command = [sys.executable, "-c", code, str(folder), str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
-def test_what_was_built_for_the_vendors_torch_is_pinned_with_it(tmp_path: Path) -> None:
+def test_packages_built_for_the_vendors_torch_are_pinned_with_it(tmp_path: Path) -> None:
     for name in ("torch", "torchvision", "torchaudio", "Pillow-SIMD"):
         distribution(tmp_path, name, "1.0")
 
@@ -59,7 +60,7 @@ def test_what_was_built_for_the_vendors_torch_is_pinned_with_it(tmp_path: Path) 
     assert pins == ["torch==1.0", "torchvision==1.0", "torchaudio==1.0", "pillow-simd==1.0"]
 
 
-def test_pillow_over_pillow_simd_is_noticed(tmp_path: Path) -> None:
+def test_pillow_installed_over_pillow_simd_is_detected(tmp_path: Path) -> None:
     before, simd = tmp_path / "before", tmp_path / "simd"
     distribution(simd, "Pillow-SIMD", "9.5.0")
     before.write_text(run(simd, "constraints").stdout)

@@ -11,7 +11,7 @@ from tiny_models import make_tiny
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny random Llama with a byte-level tokenizer."""
+    """Folder of a tiny random Llama with a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     return str(make_tiny("llama", folder, max_position_embeddings=2048))
 

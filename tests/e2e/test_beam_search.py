@@ -15,7 +15,7 @@ SHAPE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "max_model_len": 96,
-    # Small, so that beams fill several blocks and share some of them.
+    # Small blocks, so that beams fill several blocks and share some of them.
     "block_size": 4,
     "skip_tokenizer_init": True,
 }
@@ -30,7 +30,7 @@ SEARCHES = [
     (8, 16, 0.6),
 ]
 MANY_ENDS = [EOS, *range(10, 120, 10)]
-"""End tokens; there are enough of them that some beams finish early and must be outscored."""
+"""Many end tokens, so that some beams finish early and must be outscored."""
 
 
 def transformers_beam_search(
@@ -61,11 +61,11 @@ def transformers_beam_search(
 
 
 @pytest.mark.parametrize("ends", ["the model's", "many", "none"])
-def test_sequences_and_scores_equal_those_of_transformers(ends: str, tmp_path: Path) -> None:
+def test_sequences_and_scores_equal_transformers(ends: str, tmp_path: Path) -> None:
     end_ids = {"the model's": [EOS], "many": MANY_ENDS, "none": []}[ends]
     folder = make_tiny("llama", tmp_path, eos_token_id=end_ids or None)
     if not end_ids:
-        # It names an end token, too.
+        # tokenizer_config.json names another end token.
         (folder / "tokenizer_config.json").unlink()
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     num_stopped = 0

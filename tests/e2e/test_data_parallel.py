@@ -30,7 +30,7 @@ LONG = {"model": "tiny", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
 @pytest.fixture(scope="module")
 def live(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Shared by all tests of this file; the last one ends it."""
+    """A server shared by all tests of this file; the last test ends it."""
     log = tmp_path_factory.mktemp("dp") / "log"
     with running(tiny_model, log, *FLAGS, f"--profiler-trace={log.parent / TRACE}") as server:
         yield server
@@ -84,12 +84,14 @@ class Stream(threading.Thread):
         self.ended_s = time.monotonic()
 
 
-def test_each_engine_writes_a_trace_of_its_own(live: LiveServer) -> None:
+def test_each_engine_writes_its_own_trace(live: LiveServer) -> None:
     for name in (TRACE, "trace.engine1.json"):
         assert "traceEvents" in json.loads((live.log.parent / name).read_text())
 
 
-def test_two_engines_give_the_tokens_of_one(live: LiveServer, server: LiveServer) -> None:
+def test_two_engines_give_the_tokens_of_a_single_engine(
+    live: LiveServer, server: LiveServer
+) -> None:
     prompts = [f"{word} once upon a time" for word in ("red", "green", "blue", "grey")]
     body = {"model": "tiny", "prompt": prompts, "max_tokens": 24, "temperature": 0, "logprobs": 0}
 
@@ -120,7 +122,7 @@ def test_a_conversation_stays_with_its_engine(live: LiveServer) -> None:
     }
 
 
-def test_a_killed_engine_ends_its_requests_and_the_server_goes_on_until_the_last(
+def test_a_killed_engine_fails_its_requests_and_the_last_kill_ends_the_server(
     live: LiveServer,
 ) -> None:
     streams = [Stream(live, prompt) for prompt in ("first", "second")]
@@ -150,7 +152,7 @@ def test_a_killed_engine_ends_its_requests_and_the_server_goes_on_until_the_last
     kept.join(60)
     assert kept.events[-1] == "data: [DONE]" and '"finish_reason":"length"' in kept.events[-2]
     (error,) = errors(live)
-    assert "was killed by SIGKILL" in error and "1 of 2 go on" in error
+    assert "was killed by SIGKILL" in error and "1 of 2 keep running" in error
 
     os.kill(second, signal.SIGKILL)
 
@@ -172,9 +174,9 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
         def routed() -> dict[str, float]:
             return series(live, "gaudiserve:routed_requests_total")
 
-        # One API server's page has the counts of the other one a moment later.
+        # The API server's metrics include the counts of the other API server after a short delay.
         wait_for(lambda: sum(routed().values()) == 8, 5)
-        # Either knows where the prefix is, whichever of them sent it first.
+        # Each API server knows the location of the prefix, whichever API server sent it first.
         reasons = routed()
         prefix = [value for labels, value in reasons.items() if 'reason="prefix"' in labels]
         assert sorted(prefix) == [0, 7], reasons
@@ -188,7 +190,7 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
         wait_for(is_known, 5)
         assert live.ask("/v1/completions", body).status_code == 200
         (error,) = errors(live)
-        assert "was killed by SIGKILL, 1 of 2 engines go on" in error
+        assert "was killed by SIGKILL, 1 of 2 engines keep running" in error
         family = children_of(live.pid)
         os.kill(second, signal.SIGKILL)
         assert live.wait_exit(10) == 1
@@ -214,9 +216,9 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
 
         live = started(first / "log", env=token)
         wait_for(lambda: "waiting for engines 1 to 1" in live.text(), 20)
-        stranger = started(second / "wrong", "--data-parallel-rank=1", env=wrong)
-        assert stranger.wait_exit(40) == 2
-        assert "refused the token: all hosts need the same one" in stranger.text()
+        refused = started(second / "wrong", "--data-parallel-rank=1", env=wrong)
+        assert refused.wait_exit(40) == 2
+        assert "refused the token: all hosts need the same token" in refused.text()
         remote = started(second / "log", "--data-parallel-rank=1", env=token)
         live.wait_ready()
         body = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "max_tokens": 3}
@@ -228,10 +230,10 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
         wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"}, 5)
         assert remote.wait_exit(10) == 1
         assert live.ask("/v1/completions", body).status_code == 200
-        assert "engine 1 is gone, 1 of 2 go on: the engine has disconnected" in live.text()
+        assert "engine 1 has ended, 1 of 2 keep running: the engine has disconnected" in live.text()
 
 
-def test_other_engines_go_on_with_the_requests_of_one_that_dies(
+def test_other_engines_continue_the_requests_of_a_crashed_engine(
     tiny_model: str, tmp_path: Path
 ) -> None:
     flags = [flag for flag in FLAGS if flag != "--no-resume"]

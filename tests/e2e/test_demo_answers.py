@@ -1,5 +1,5 @@
-"""The demo model's answers to plain questions on each instruction set of this CPU: in bfloat16 they
-have the words that those in float32 have."""
+"""The demo model's answers to plain questions on each instruction set of this CPU: the bfloat16
+answers contain the words of the float32 answers."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ ANSWERS = {
 }
 PAGE = Path(__file__).parents[2] / "server" / "page" / "chat.js"
 SHARED_START = 0.7
-"""Part of each answer's characters that is the same as in float32, in the mean."""
+"""Mean fraction of an answer's characters that equals the float32 answer."""
 PARAMS = SamplingParams(temperature=0, max_tokens=48)
 
 
@@ -37,7 +37,7 @@ WORDS = {"photosynthesis": "light", "seasons": "Winter", "walking": "1. ", "wate
 
 
 def answers(dtype: str) -> list[str]:
-    """One request at a time, as a person asks."""
+    """Answers to the questions, computed one after the other as for a single user."""
     demo_gguf()
     with LLM(model="demo", dtype=dtype, max_model_len=512, max_num_seqs=2) as llm:
         asked = ([{"role": "user", "content": question}] for question in ANSWERS)
@@ -80,7 +80,7 @@ def test_twelve_plain_questions_are_answered_on_each_instruction_set(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_questions_on_the_page_are_answered_at_the_defaults() -> None:
+def test_the_questions_on_the_page_are_answered_with_default_settings() -> None:
     demo_gguf()
     block = re.search(r"^const EXAMPLES = \[(.*?)\];", PAGE.read_text(), re.M | re.S)
     assert block is not None

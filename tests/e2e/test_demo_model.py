@@ -37,7 +37,8 @@ QUESTIONS = [
     "Continue: once upon a time, in a village far away,",
     "Why do we sleep?",
     "Compare tea and coffee.",
-    # What a newcomer types first. The answers are odd, and in transformers the same.
+    # Typical first messages of new users. The answers are odd, and transformers gives the same
+    # answers.
     *("Hello", "Hello!", "Who are you?", "What can you do?"),
 ]
 FEW = [QUESTIONS[index] for index in (0, 3, 14, 16, 20)]
@@ -73,7 +74,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
 
 
-def test_prompts_and_defaults_are_those_of_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_defaults_equal_the_model_card(monkeypatch: pytest.MonkeyPatch) -> None:
     read_demo_once(monkeypatch)
     path = Path(demo_gguf())
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -87,7 +88,8 @@ def test_prompts_and_defaults_are_those_of_the_authors(monkeypatch: pytest.Monke
         assert text == expected
         assert prompt == tokenizer.encode(expected, add_special_tokens=False)
         assert "You are a helpful AI assistant named SmolLM, trained by Hugging Face" in text
-    # The card of SmolLM2-135M-Instruct; max_tokens is ours.
+    # Values of the model card of SmolLM2-135M-Instruct, except max_tokens, which this project
+    # chose.
     assert SAMPLING == {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
 
 
@@ -96,7 +98,7 @@ def test_prompts_and_defaults_are_those_of_the_authors(monkeypatch: pytest.Monke
     [(FEW, 16), pytest.param(QUESTIONS, 32, marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
-def test_greedy_text_equals_that_of_transformers(
+def test_greedy_text_equals_transformers(
     questions: list[str], max_tokens: int, reference: Any
 ) -> None:
     found = answers(questions, max_tokens)
@@ -106,7 +108,7 @@ def test_greedy_text_equals_that_of_transformers(
         logits = reference(texts).logits
 
     for (prompt, output), row in zip(found, logits, strict=True):
-        # The most likely token after every prefix of our output: greedy search would pick it.
+        # The most likely token after every prefix of the output, which greedy search picks.
         end = len(prompt) + len(output)
         expected = row[len(prompt) - 1 : end - 1].argmax(-1).tolist()
         assert output == expected

@@ -1,4 +1,4 @@
-"""Tokens behind drafts of a model and of a head are drawn by the distribution of the target."""
+"""Tokens after drafts of a draft model or a head follow the distribution of the target."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ VOCAB, NUM_DRAWS, ROUND = 9, 20_000, 2_000
 PROMPT = [5, 2, 7, 5, 1]
 TEMPERATURE = 2.0
 MAX_CHI_SQUARE = 133.0
-"""Limit for 80 degrees of freedom: chance exceeds it once in ten thousand runs."""
+"""Limit for 80 degrees of freedom: one run in ten thousand exceeds it by chance."""
 
 
 def expected_pairs(folder: Path) -> np.ndarray[Any, Any]:
-    """(VOCAB, VOCAB) probabilities of the second and third token, by transformers' own code."""
+    """(VOCAB, VOCAB) probabilities of the second and third token, computed by transformers."""
     model = load_reference(folder)
 
     @torch.no_grad()
@@ -40,7 +40,7 @@ def expected_pairs(folder: Path) -> np.ndarray[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_pairs_of_tokens_behind_drafts_are_drawn_by_the_target(
+def test_token_pairs_after_drafts_follow_the_target_distribution(
     method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target = make_tiny("llama", tmp_path, vocab_size=VOCAB, initializer_range=0.07)

@@ -1,5 +1,5 @@
 """Heads that draft from the target's hidden states: their drafts equal dense code, and no token
-changes; with chunks, prefix hits, preemptions, and requests that come and go."""
+changes, with chunks, prefix hits, preemptions, and requests that arrive and finish."""
 
 import itertools
 from pathlib import Path
@@ -44,8 +44,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(
     llama: Path, deepseek: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, dict[str, Any], Draft]]:
-    """By method, "-other" for another layout of its checkpoints: the target, keys of the config,
-    and the drafts that are expected."""
+    """By method, with "-other" for another layout of its checkpoints: the target, config keys, and
+    expected drafts."""
     eagle, eagle3 = tmp_path_factory.mktemp("eagle"), tmp_path_factory.mktemp("eagle3")
     others: list[tuple[str, Path, Draft]] = []
     for name, is_other in itertools.product(("medusa", "mlp_speculator"), (False, True)):
@@ -81,7 +81,7 @@ def drafts(method: str, **keys: Any) -> dict[str, Any]:
         *("medusa", "medusa-other", "mlp_speculator", "mlp_speculator-other"),
     ],
 )
-def test_drafts_are_those_of_dense_code_and_change_no_token(
+def test_drafts_equal_dense_code_and_change_no_token(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
     outputs, stats, kept, wrong = run_recorded(method, heads)
@@ -96,7 +96,7 @@ def test_drafts_are_those_of_dense_code_and_change_no_token(
 
 
 @pytest.mark.parametrize("method", CACHED)
-def test_every_draft_is_that_of_dense_code_without_shared_blocks(
+def test_every_draft_equals_dense_code_without_shared_blocks(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
     _, stats, _, wrong = run_recorded(method, heads, enable_prefix_caching=False)
@@ -108,7 +108,8 @@ def test_every_draft_is_that_of_dense_code_without_shared_blocks(
 def run_recorded(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]], **flags: Any
 ) -> tuple[list[RequestOutput], EngineStats, int, int]:
-    """Outputs, stats, and how many drafts were compared with dense code and differed from it."""
+    """Outputs, stats, number of drafts compared with dense code, and number of drafts that
+    differed."""
     target, keys, expected = heads[method]
     kept: list[tuple[list[int], list[int]]] = []
     with patch.object(
@@ -121,7 +122,7 @@ def run_recorded(
     return outputs, stats, len(compared), len(wrong)
 
 
-def test_the_compiled_decoder_gives_hidden_states(
+def test_a_draft_head_reads_hidden_states_of_the_compiled_decoder(
     llama: Path, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
     roomy: dict[str, Any] = {**ROOMY, "dtype": "bfloat16", "max_num_batched_tokens": 512}
@@ -136,7 +137,7 @@ def test_the_compiled_decoder_gives_hidden_states(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "mlp_speculator"])
-def test_tensor_parallel_ranks_draft_the_same(
+def test_tensor_parallel_ranks_draft_the_same_tokens(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
     target, keys, _ = heads[method]
@@ -150,22 +151,22 @@ def test_tensor_parallel_ranks_draft_the_same(
     assert stats.spec_decode["num_draft_tokens"] > 100
 
 
-def test_heads_that_do_not_fit_end_the_start(
+def test_incompatible_heads_are_refused_at_start(
     llama: Path, heads: dict[str, tuple[Path, dict[str, Any], Draft]], tmp_path: Path
 ) -> None:
     wide = make_tiny("llama", tmp_path / "wide", hidden_size=96, num_hidden_layers=1)
     eagle, eagle3 = heads["eagle"][1], heads["eagle3"][1]
     errors: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-        ("mtp", {}, ConfigError, "has no layer for it"),
-        ("eagle", {"model": str(llama)}, ConfigError, "has 3 layers, the method eagle has 1"),
+        ("mtp", {}, ConfigError, "has no MTP layer"),
+        ("eagle", {"model": str(llama)}, ConfigError, "has 3 layers, the method eagle requires 1"),
         ("eagle", {"model": str(wide)}, ConfigError, r"hidden_size of 96, and .* has 64"),
-        ("eagle", eagle3, EngineDied, "this model has no place for"),
+        ("eagle", eagle3, EngineDied, "the model does not have"),
         ("eagle3", eagle, EngineDied, "are missing"),
         (
             "medusa",
             {**heads["medusa"][1], "num_speculative_tokens": 4},
             ConfigError,
-            "asks for 4 draft tokens, and",
+            "asks for 4 draft tokens, it must ask for at most",
         ),
         ("mlp_speculator", heads["medusa"][1], ConfigError, "has no emb_dim|emb_dim"),
         ("medusa", heads["mlp_speculator"][1], EngineDied, "are missing"),

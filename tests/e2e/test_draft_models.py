@@ -1,5 +1,5 @@
-"""Drafts of a second model against the same engine without: float32, greedy or seeded, with chunks,
-prefix hits, preemptions and requests that come and go."""
+"""Drafts of a draft model compared with the same engine without drafts: float32, greedy or seeded,
+with chunks, prefix hits, preemptions, and requests that arrive and finish."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_all_drafts_of_the_target_itself_are_accepted(folder: Path) -> None:
 
     counts = stats.spec_decode
     assert choices(outputs) == choices(expected)
-    # But those behind the last token that was asked for.
+    # All drafts are accepted except drafts after the last requested token.
     assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 100
 
 
@@ -71,14 +71,14 @@ def test_the_drafter_is_rolled_back_and_starts_again_after_preemptions(folder: P
     assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 100
 
 
-def test_a_draft_that_is_not_finite_is_rejected_alone(folder: Path, tmp_path: Path) -> None:
+def test_drafts_of_a_nan_token_change_no_token(folder: Path, tmp_path: Path) -> None:
     target, drafter, poison = tmp_path / "target", tmp_path / "drafter", 200
     for copy in (target, drafter):
         shutil.copytree(folder, copy)
         tensors = load_file(copy / "model.safetensors")
         tensors["model.embed_tokens.weight"][poison] = torch.nan
         if copy == drafter:
-            # The drafter proposes the poison alone.
+            # Make the drafter propose only the poison token.
             tensors["lm_head.weight"] *= 0.01
             tensors["lm_head.weight"][poison] = 10 * tensors["model.norm.weight"]
         save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
@@ -100,7 +100,7 @@ def test_a_prefix_that_the_target_has_cached_is_computed_by_the_drafter(folder: 
         expected = choices(llm.generate(PROMPTS, params, use_tqdm=False))
 
     with LLM(str(folder), **flags, **drafts(folder)) as llm:
-        # These end before anything is drafted for them.
+        # These requests end before the drafter runs.
         llm.generate(PROMPTS, single, use_tqdm=False)
         before = llm._client.stats
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -112,8 +112,8 @@ def test_a_prefix_that_the_target_has_cached_is_computed_by_the_drafter(folder: 
     assert counts["num_accepted_tokens"] == counts["num_draft_tokens"] > 40
 
 
-def test_the_compiled_decoder_drafts(folder: Path) -> None:
-    # Without preemptions: a token computed again in a prompt is rounded differently.
+def test_a_draft_model_on_the_compiled_decoder_changes_no_token(folder: Path) -> None:
+    # Without preemptions: a recomputed token is rounded differently in a prompt.
     roomy: dict[str, Any] = {**ROOMY, "dtype": "bfloat16", "max_num_batched_tokens": 512}
     expected, _ = run(folder, **roomy)
 
@@ -123,7 +123,7 @@ def test_the_compiled_decoder_drafts(folder: Path) -> None:
     assert stats.spec_decode["num_accepted_tokens"] > 100
 
 
-def test_a_drafter_as_slow_as_the_target_drafts_nothing(folder: Path) -> None:
+def test_a_drafter_as_slow_as_the_target_is_hardly_used(folder: Path) -> None:
     expected, _ = run(folder, **ROOMY)
 
     outputs, stats = run(folder, **ROOMY, **drafts(folder, adaptive=True))
@@ -132,7 +132,7 @@ def test_a_drafter_as_slow_as_the_target_drafts_nothing(folder: Path) -> None:
     assert stats.spec_decode.get("num_draft_tokens", 0) < 20
 
 
-def test_a_drafter_with_a_short_context_stops_there(folder: Path) -> None:
+def test_a_drafter_stops_at_the_end_of_its_context(folder: Path) -> None:
     expected, _ = run(folder, **ROOMY)
 
     outputs, stats = run(folder, **ROOMY, **drafts(folder, max_model_len=40))
@@ -143,7 +143,7 @@ def test_a_drafter_with_a_short_context_stops_there(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_draft_the_same(folder: Path, plain: list[Any]) -> None:
+def test_tensor_parallel_ranks_draft_the_same_tokens(folder: Path, plain: list[Any]) -> None:
     flags = {"tensor_parallel_size": 2, "compare_ranks": True}
 
     outputs, stats = run(folder, MIXED, **flags, **drafts(folder, draft_tensor_parallel_size=2))
@@ -159,14 +159,16 @@ def test_tensor_parallel_ranks_draft_the_same(folder: Path, plain: list[Any]) ->
         ({"draft_tensor_parallel_size": 3}, {}, "is 3 and --tensor-parallel-size is 1"),
     ],
 )
-def test_what_does_not_fit_ends_the_start(
+def test_incompatible_draft_models_are_refused_at_start(
     folder: Path, keys: dict[str, Any], flags: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         run(folder, **flags, **drafts(folder, **keys))
 
 
-def test_another_vocabulary_ends_the_start(folder: Path, tmp_path: Path) -> None:
+def test_a_draft_model_with_another_vocabulary_is_refused_at_start(
+    folder: Path, tmp_path: Path
+) -> None:
     other = make_tiny("llama", tmp_path, vocab_size=400)
 
     with pytest.raises(ConfigError, match=r"has 400 tokens in its vocabulary, and .* has 320"):

@@ -26,7 +26,7 @@ CARD: dict[str, Any] = {
     "emulator_strict": True,
     "executor": "uni",
     "block_size": 16,
-    # Few buckets, and too few blocks: requests are preempted.
+    # Few buckets, and few blocks, so that requests are preempted.
     "num_gpu_blocks_override": 7,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
@@ -35,11 +35,11 @@ CARD: dict[str, Any] = {
 }
 DRAFTS = 3
 Kept = list[tuple[list[int], list[int]]]
-"""Known tokens, and the drafts behind them."""
+"""Known tokens, and the drafts for the tokens after them."""
 
 
 def requests(*, draws: bool) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts with a shared prefix, in chunks; greedy, but for two if it `draws`."""
+    """Prompts with a shared prefix, in chunks. All are greedy; with `draws`, two are sampled."""
     rng = random.Random(3)
     shared = [rng.randrange(300) for _ in range(35)]
     prompts = [
@@ -90,7 +90,8 @@ def test_a_draft_model_on_a_card_changes_no_token(mode: str, tmp_path: Path) -> 
     assert found == expected
     assert stats.preemptions > 0
     counts = stats.spec_decode
-    # The target itself drafts. A block found in the cache may lack the last token of its request.
+    # The target itself is the drafter. A block found in the cache may lack the last token of its
+    # request.
     assert counts["num_accepted_tokens"] > 0.95 * counts["num_draft_tokens"] > 50
     check_nothing_was_compiled(stats)
 
@@ -105,7 +106,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_a_head_on_a_card_drafts_what_dense_code_does(
+def test_drafts_of_a_head_on_a_card_equal_dense_code(
     method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, draft = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
@@ -123,7 +124,7 @@ def test_a_head_on_a_card_drafts_what_dense_code_does(
                 kept.append((known[req_index, : lasts[i] + 1].tolist(), drafts[i][: counts[i]]))
         return rows
 
-    # It waits for the card, which a strict one does not allow.
+    # Recording waits for the card, which the strict emulator does not allow.
     with patch.object(DeviceSpeculation, "prepare", recorded):
         found, _ = run(target, **{**CARD, "emulator_strict": False}, **speculation(method, **keys))
 
@@ -138,7 +139,7 @@ def test_a_head_on_a_card_drafts_what_dense_code_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "mlp_speculator"])
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-def test_a_head_on_a_card_compiles_nothing(
+def test_a_draft_head_on_a_card_compiles_nothing(
     mode: str, method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
@@ -151,7 +152,7 @@ def test_a_head_on_a_card_compiles_nothing(
 
 
 ASCII = GrammarSpec("regex", "[ -~]{1,200}")
-"""Half of the tokens."""
+"""Grammar that allows half of the tokens."""
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ ASCII = GrammarSpec("regex", "[ -~]{1,200}")
         ),
     ],
 )
-def test_drafts_behind_which_a_grammar_holds_are_verified(
+def test_drafts_under_a_grammar_are_verified(
     method: str, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if method == "draft_model":
@@ -198,13 +199,13 @@ def test_drafts_behind_which_a_grammar_holds_are_verified(
             assert re.fullmatch("[ -~]+", item.outputs[0].text)
     assert stats.spec_decode["num_draft_tokens"] > 50
     if method == "draft_model":
-        # The target itself.
+        # The target itself is the drafter.
         assert stats.spec_decode["num_accepted_tokens"] > 50
     check_nothing_was_compiled(stats)
 
 
 @pytest.mark.slow
-def test_a_drafter_with_a_short_context_stops_there(tmp_path: Path) -> None:
+def test_a_drafter_stops_at_the_end_of_its_context(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     expected, _ = run(folder, device="cpu")
     short = speculation("draft_model", model=str(folder), max_model_len=40)
@@ -218,7 +219,7 @@ def test_a_drafter_with_a_short_context_stops_there(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
-def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
+def test_two_cards_draft_the_same_tokens(method: str, tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path, num_hidden_layers=1)
     expected, _ = run(folder, device="cpu")
     keys: dict[str, Any] = {
@@ -252,7 +253,7 @@ def test_two_cards_draft_the_same(method: str, tmp_path: Path) -> None:
         pytest.param(CARD, id="card", marks=pytest.mark.slow),
     ],
 )
-def test_a_head_drafts_without_the_adapters_that_the_target_has(
+def test_a_head_drafts_without_the_adapters_of_the_target(
     flags: dict[str, Any], method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))

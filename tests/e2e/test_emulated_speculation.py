@@ -1,4 +1,4 @@
-"""Speculation on the strict emulated card, with two steps in flight: the answers are the CPU's
+"""Speculation on the strict emulated card, with two steps in flight: the answers equal the CPU's
 without speculation, and nothing is compiled or falls back after the warm-up."""
 
 import random
@@ -47,7 +47,7 @@ METHODS = {"ngram": CARD["speculative_config"], "suffix": SUFFIX}
 
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts that repeat themselves; greedy and other answers."""
+    """Prompts with repetitions; greedy and sampled answers."""
     rng = random.Random(3)
     prompts, params = [], []
     for _ in range(count):
@@ -79,7 +79,7 @@ def run(folder: Path, count: int, **flags: Any) -> tuple[list[Any], EngineStats]
 
 
 def _rounded(logprobs: Any) -> list[Any]:
-    """The log-probabilities of each token, rounded: the last digits differ between devices."""
+    """Rounded log-probabilities of each token: the last digits differ between devices."""
     return [
         {token: round(logprob.logprob, 2) for token, logprob in position.items()}
         for position in logprobs or ()
@@ -151,9 +151,7 @@ def test_drafts_of_requests_that_are_not_greedy_are_accepted(name: str, tmp_path
         pytest.param("suffix", "torch-compile", marks=pytest.mark.slow),
     ],
 )
-def test_drafts_behind_which_a_grammar_holds_are_accepted(
-    method: str, mode: str, tmp_path: Path
-) -> None:
+def test_drafts_under_a_grammar_are_accepted(method: str, mode: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     pairs = GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}")
     params = [

@@ -1,5 +1,5 @@
-"""Five thousand random requests over HTTP to the strict emulated card, whose copies to the host are
-late: the answers are the CPU's, nothing is compiled or falls back, and memory stays the same."""
+"""Five thousand random requests over HTTP to the strict emulated card, with late copies to the
+host: the answers equal the CPU's, nothing is compiled or falls back, and memory stays the same."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ from tiny_models import VOCAB_SIZE, make_tiny
 NUM_REQUESTS = 5000
 NUM_CLIENTS = 8
 MAX_BORDERLINE = 2
-"""Drawn answers that may differ: where a random number falls on the border of two tokens, the
-rounding of their probabilities, which depends on what else is in the batch, chooses between them.
-Expected are 5,000 answers x 4 drawn tokens x 2e-6."""
+"""Number of sampled answers that may differ: if a random number falls on the border of two tokens,
+the rounding of their probabilities, which depends on the rest of the batch, chooses between them.
+The expectation is 5,000 answers x 4 sampled tokens x 2e-6."""
 LENGTH = 160
-"""Tokens of a prompt and its answer at most; the chat template's included."""
+"""Maximum tokens of a prompt and its answer, including the chat template."""
 SHARED = ("--dtype=float32", "--max-model-len=320", "--enable-auto-tool-choice")
 CARD = (
     *("--device=hpu-emulator", "--emulator-strict", "--emulator-late-copy=0.002"),
@@ -55,7 +55,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[str, dict[str, Any]]:
-    """(path, body) of a request that has one right answer: greedy, or with a seed."""
+    """(path, body) of a request with a deterministic answer: greedy, or with a seed."""
     body: dict[str, Any] = {
         "temperature": rng.choice([0, 0, 0.7, 1.3]),
         "seed": rng.randrange(1000),
@@ -89,7 +89,7 @@ def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[str, 
             body |= {"logprobs": True, "top_logprobs": rng.choice([0, 3])}
         elif rng.random() < 0.2:
             body |= {"tools": [TOOL], "tool_choice": "required", "max_tokens": 40}
-            # The forms that bar what a call is made of are errors.
+            # Fields that forbid the tokens of a tool call would be errors.
             for name in ("allowed_token_ids", "bad_words", "structured_outputs"):
                 body.pop(name, None)
         return "/v1/chat/completions", body
@@ -105,7 +105,7 @@ def random_request(rng: random.Random, prefixes: list[list[int]]) -> tuple[str, 
 
 
 def joined(found: Any, more: Any) -> Any:
-    """What two parts of a stream say together."""
+    """The concatenation of two parts of a stream."""
     if found is None or more is None:
         return found if more is None else more
     if isinstance(found, dict):
@@ -131,21 +131,21 @@ def choices_of(text: str, *, stream: bool) -> list[dict[str, Any]]:
 
 
 def _plain(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without what no two answers share, and without the difference between a message and its
-    parts: the calls of tools become their texts."""
+    """The choice without unique ids, and without the difference between a message and its parts:
+    tool calls become their texts."""
     part = {**choice, **choice.pop("message", {}), **choice.pop("delta", {})}
     calls = part.pop("tool_calls", None) or []
     part["calls"] = "".join(
         f"{call['function'].get('name') or ''}{call['function'].get('arguments') or ''}"
         for call in calls
     )
-    # Parts of a stream give the others once, or in each part.
+    # Depending on the stream, these fields are in its first chunk or in every chunk.
     left_out = ("message", "delta", "role", "prompt_token_ids", "stop_reason")
     return {name: value for name, value in part.items() if name not in left_out and value != []}
 
 
 def equal(first: Any, other: Any) -> bool:
-    """Equal but for the rounding of floats."""
+    """Whether two values are equal, except for the rounding of floats."""
     if isinstance(first, float) and isinstance(other, float):
         return math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-3)
     if isinstance(first, dict) and isinstance(other, dict):
@@ -158,7 +158,7 @@ def equal(first: Any, other: Any) -> bool:
 async def ask_both(
     both: tuple[httpx.AsyncClient, httpx.AsyncClient], path: str, body: dict[str, Any]
 ) -> str | None:
-    """What differs between the two answers; None if nothing does."""
+    """The difference between the two answers; None if they are equal."""
     replies = await asyncio.gather(*(http.post(path, json=body) for http in both))
     for reply in replies:
         if reply.status_code != 200:

@@ -10,8 +10,8 @@ from live import LiveServer
 
 from gaudiserve import LLM, SamplingParams
 
-# The longest answer of the demo model ends at 126 tokens: chunks with and without context, one
-# decode bucket.
+# The longest answer of the demo model ends at 126 tokens. These flags give chunks with and without
+# context, and one decode bucket.
 CARD = (
     *("--device=hpu-emulator", "--dtype=float32", "--max-model-len=128", "--max-num-seqs=2"),
     *("--block-size=32", "--num-gpu-blocks-override=8", "--bucketing-strategy=linear"),
@@ -21,8 +21,8 @@ CARD = (
     "--decode-block-bucket-max=8",
 )
 REPEATS = {"tiny": 5, "demo": 25}
-"""Repetitions in the longer question, a prompt of several chunks. The shorter prompt has a single
-chunk."""
+"""Repetitions in the longer question, whose prompt has several chunks. The shorter prompt has a
+single chunk."""
 
 
 @pytest.fixture(params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
@@ -83,8 +83,8 @@ def test_the_emulated_card_gives_the_same_text_as_the_cpu(
     compiled = [line for line in metrics.splitlines() if 'stage="serving"' in line]
     assert all(line.endswith(" 0.0") for line in compiled), compiled
     assert "hpu_graphs" in metrics
-    # Every place that names the device says that the card is emulated.
+    # Every text that names the device says that the card is emulated.
     assert re.search(r'^hpu_info\{.*device="hpu-emulator"', metrics, re.MULTILINE)
     assert page["device"] == "hpu-emulator"
     assert " on hpu-emulator (float32)" in on_card.text()
-    assert "there is no Gaudi: it is emulated on the CPU" in on_card.text()
+    assert "the Gaudi is emulated on the CPU" in on_card.text()

@@ -1,5 +1,5 @@
-"""The engine offline compared with transformers and itself: float32, greedy or seeded, with coarse
-buckets, chunks, prefix hits and a KV cache far too small for the batch. Invariant 8."""
+"""The offline engine compared with transformers and with itself: float32, greedy or seeded, with
+coarse buckets, chunks, prefix hits and a KV cache far too small for the batch."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ from gaudiserve import LLM, RequestOutput
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-# 20 blocks hold little more than a single context: six requests of up to 130 tokens are preempted.
+# The blocks hold less than two contexts: six requests of up to 130 tokens are preempted.
 FEW_BLOCKS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -70,8 +70,8 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [choice.token_ids for output in outputs for choice in output.outputs]
 
 
-def assert_those_of_transformers(outputs: list[RequestOutput], folder: Path) -> None:
-    """The tokens behind PROMPTS."""
+def assert_tokens_equal_transformers(outputs: list[RequestOutput], folder: Path) -> None:
+    """Assert that the outputs for PROMPTS have the tokens of transformers."""
     found = tokens_of(outputs)
     assert [len(tokens) for tokens in found] == [NEW_TOKENS] * len(PROMPTS)
     for (expected, _), tokens in zip(
@@ -85,7 +85,8 @@ def assert_those_of_transformers(outputs: list[RequestOutput], folder: Path) -> 
 def assert_blocks_ran_short(
     outputs: list[RequestOutput], stats: EngineStats, *, has_hits: bool = True
 ) -> None:
-    """Preemption, chunks and, with `has_hits`, prefix hits happened, and all blocks are free."""
+    """Assert that preemption, chunks and, with `has_hits`, prefix hits happened, and that all
+    blocks are free."""
     assert stats.preemptions > 0
     assert any(output.num_cached_tokens for output in outputs) == has_hits
     assert stats.padding_tokens["prefill"] > 0 and stats.padding_tokens["decode"] > 0
@@ -101,11 +102,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-OF_BLOCKS = {"minimax_m3_vl_text": {"index_block_size": FEW_BLOCKS["block_size"]}}
-"""An indexer chooses blocks of the KV cache."""
+BLOCK_INDEXERS = {"minimax_m3_vl_text": {"index_block_size": FEW_BLOCKS["block_size"]}}
+"""Config of indexers, which choose whole blocks of the KV cache."""
 VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, OF_BLOCKS.get(family, {})) for family in FAMILIES},
-    # A window shorter than the text: whole blocks leave it.
+    **{family: (family, BLOCK_INDEXERS.get(family, {})) for family in FAMILIES},
+    # The window is shorter than the text, so that whole blocks leave it.
     "mistral: window": ("mistral", {"sliding_window": 24}),
     "phi3: window": ("phi3", {"sliding_window": 24}),
     "llama: llama3 rope, biases, one key head": (
@@ -165,8 +166,8 @@ LATER = {
 }
 
 
-# In the default run one family for each kind of cache, mask and feed-forward: to the engine the
-# others are the same, and tests/hpu/models compares all of them with transformers.
+# The default run has one family for each kind of cache, mask and feed-forward. The engine treats
+# the other families the same, and tests/hpu/models compares all of them with transformers.
 DISTINCT = {
     *("llama", "mixtral", "glm4_moe", "gpt_oss", "llama4_text", "deepseek_v2"),
     *("granitemoehybrid", "qwen3_next"),
@@ -185,7 +186,7 @@ def test_an_engine_short_of_blocks_gives_the_tokens_of_transformers(
 
     outputs, stats = run(folder, FEW_BLOCKS, PROMPTS, GREEDY)
 
-    assert_those_of_transformers(outputs, folder)
+    assert_tokens_equal_transformers(outputs, folder)
     assert_blocks_ran_short(outputs, stats, has_hits=family not in WITH_STATES)
 
 
@@ -206,11 +207,11 @@ def test_an_engine_short_of_blocks_gives_the_tokens_of_transformers(
         ),
     ],
 )
-def test_caches_of_the_size_of_a_window_give_the_tokens_of_transformers(
+def test_window_sized_caches_give_the_tokens_of_transformers(
     family: str, window: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sixteen requests of several windows on twelve request indices: chunks, preemptions, and
-    indices that are used again."""
+    """Sixteen requests of several windows on twelve request indices, with chunks, preemptions and
+    reused indices."""
     folder = make_tiny(family, tmp_path, seed=3, **window)
     shape = {
         **FEW_BLOCKS,
@@ -223,7 +224,7 @@ def test_caches_of_the_size_of_a_window_give_the_tokens_of_transformers(
         outputs, stats = run(folder, shape, [*PROMPTS, *PROMPTS], GREEDY)
 
     assert "for the windows of 12 requests" in caplog.text
-    assert_those_of_transformers(outputs[: len(PROMPTS)], folder)
+    assert_tokens_equal_transformers(outputs[: len(PROMPTS)], folder)
     assert tokens_of(outputs[len(PROMPTS) :]) == tokens_of(outputs[: len(PROMPTS)])
     assert_blocks_ran_short(outputs, stats, has_hits=False)
 
@@ -246,14 +247,14 @@ def test_caches_of_the_size_of_a_window_give_the_tokens_of_transformers(
         ),
     ],
 )
-def test_models_in_the_code_of_transformers_run_short_of_blocks_too(
+def test_the_transformers_fallback_gives_the_tokens_of_transformers_with_few_blocks(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, seed=3, **overrides)
 
     outputs, stats = run(folder, {**FEW_BLOCKS, "model_impl": "transformers"}, PROMPTS, GREEDY)
 
-    assert_those_of_transformers(outputs, folder)
+    assert_tokens_equal_transformers(outputs, folder)
     assert_blocks_ran_short(outputs, stats)
 
 
@@ -303,7 +304,7 @@ def assert_same_values(actual: list[list[Any]], expected: list[list[Any]]) -> No
             assert {t: e.logprob for t, e in here.items()} == pytest.approx(values, abs=1e-3)
 
 
-def test_prompt_logprobs_in_chunks_and_with_preemption_equal_those_of_one_launch(
+def test_prompt_logprobs_with_chunks_and_preemption_equal_a_single_launch(
     folder: Path,
 ) -> None:
     params = GREEDY.replace(prompt_logprobs=2, max_tokens=40)
@@ -407,6 +408,18 @@ def test_every_sampling_rule_gives_the_tokens_of_a_decode_per_step(
     assert stats.blocks_used == 0
 
 
+def test_drafts_give_the_tokens_of_a_decode_per_step(folder: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    shape = {**FEW_BLOCKS, "speculative_config": {**drafts, "adaptive": False}}
+    expected, _ = run(folder, FEW_BLOCKS, PROMPTS, GREEDY)
+
+    found, stats = run(folder, {**shape, "num_scheduler_steps": 4}, PROMPTS, GREEDY)
+
+    assert tokens_of(found) == tokens_of(expected)
+    assert stats.spec_decode["num_accepted_tokens"] > 0
+    assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -429,7 +442,7 @@ def test_states_windows_and_latents_advance_with_each_decode_of_a_step(
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
-def test_stop_strings_and_end_tokens_end_texts_and_usage_where_they_ended_before(
+def test_stop_strings_and_end_tokens_end_at_the_same_place_with_several_decodes(
     folder: Path,
 ) -> None:
     shape = {**FEW_BLOCKS, "skip_tokenizer_init": False}

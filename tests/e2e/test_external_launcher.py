@@ -1,5 +1,5 @@
-"""torchrun starts a process for each rank, and each has its own engine: all ranks give the tokens
-of a single process, though requests arrive at different moments."""
+"""torchrun starts a process with its own engine for each rank: all ranks give the tokens of a
+single process, although requests arrive at different moments."""
 
 import json
 import os
@@ -37,7 +37,7 @@ with LLM(
     folder, **settings, tensor_parallel_size=2, distributed_executor_backend="external_launcher"
 ) as llm:
     time.sleep(0.3 * rank)
-    params = [SamplingParams(**one) for one in sampling]
+    params = [SamplingParams(**fields) for fields in sampling]
     skipped = num_skipped * rank
     outputs = llm.generate(prompts[skipped:], params[skipped:], use_tqdm=False)
     again = llm.generate(prompts[:2], params[:2], use_tqdm=False)
@@ -49,7 +49,7 @@ print(json.dumps({"rank": rank, "tokens": tokens}), flush=True)
 def torchrun(
     folder: str, *, num_skipped: int = 0, num_processes: int = 2
 ) -> "subprocess.CompletedProcess[str]":
-    """Run SCRIPT; on rank 1 without the first `num_skipped` prompts."""
+    """Run SCRIPT with torchrun; rank 1 skips the first `num_skipped` prompts."""
     words = json.dumps([folder, SETTINGS, PROMPTS, SAMPLING, num_skipped])
     script = Path(folder, "script.py")
     script.write_text(SCRIPT)
@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("tiny"), num_hidden_layers=2))
 
 
-def test_two_ranks_of_torchrun_give_the_tokens_of_one_process(folder: str) -> None:
+def test_two_ranks_of_torchrun_give_the_tokens_of_a_single_process(folder: str) -> None:
     with LLM(folder, **SETTINGS) as llm:
         params = [SamplingParams(**item) for item in SAMPLING]
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)

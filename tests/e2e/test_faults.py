@@ -103,7 +103,7 @@ def test_a_failure_of_the_engine_is_logged_once(
         live.close()
 
     assert code == 2
-    # A single API server ends with the reason, without a line of the log.
+    # A single API server prints the reason as its last line and logs nothing.
     (error,) = live.text().splitlines()[-1:] if count == 1 else _errors(live)
     assert "lower --max-model-len to 64 or less, or raise --num-gpu-blocks-override" in error
     assert live.text().count("one full context of") == 1
@@ -113,16 +113,14 @@ def test_a_failure_of_the_engine_is_logged_once(
 
 def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> None:
     with running(tiny_model, tmp_path / "log", *FLAGS, "--executor=mp") as live:
+        family = children_of(live.pid)
+        assert len(family) >= 2
+        worker = workers_of(live.find("gaudiserve: engine"))[-1]
         stream = Stream(live, LONG)
         stream.start()
         assert stream.begun.wait(20)
-        family = children_of(live.pid)
-        assert len(family) >= 2
 
-        os.kill(
-            workers_of(live.find("gaudiserve: engine"))[-1],
-            signal.SIGKILL,
-        )
+        os.kill(worker, signal.SIGKILL)
 
         stream.join(5)
         assert not stream.is_alive()
@@ -131,7 +129,8 @@ def test_a_killed_worker_ends_the_server(tiny_model: str, tmp_path: Path) -> Non
         _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 2)
         assert live.leftovers() == []
         assert len(_errors(live)) == 1
-        # In the error, in the access log of the request, and as the reason in the last line.
+        # Three times: in the error, in the access log of the request, and as the reason in the last
+        # line.
         assert live.text().count("was killed by SIGKILL") == 3
         assert live.text().rstrip().endswith("was killed by SIGKILL")
 
@@ -188,9 +187,10 @@ def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
     time.sleep(0.3)
     begun = time.monotonic()
     fresh.signal(signal.SIGINT)
-    fresh.wait_exit(5)
+    fresh.wait_exit(10)
 
-    assert time.monotonic() - begun < 3
+    # A drain would take 30 s.
+    assert time.monotonic() - begun < 10
     _wait_for("orphans end", lambda: not any(alive(pid) for pid in family), 3)
     stream.join(2)
     waiting.join(2)
@@ -219,7 +219,7 @@ def test_a_disconnect_aborts_all_sequences_of_the_request(server: LiveServer, st
 
 def test_an_idle_server_uses_little_cpu_time(tiny_model: str, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        # In parallel, since most of the test is waiting.
+        # Start the servers in parallel, since most of the test is waiting.
         daemons = [
             stack.enter_context(
                 contextlib.closing(
@@ -232,7 +232,7 @@ def test_an_idle_server_uses_little_cpu_time(tiny_model: str, tmp_path: Path) ->
             daemon.wait_ready()
         families = [[daemon.pid, *children_of(daemon.pid)] for daemon in daemons]
         time.sleep(0.5)
-        # The same work takes longer beside other processes, at worst in all of a window.
+        # The same work takes longer beside other processes, possibly during a whole window.
         for _ in range(3):
             before = [sum(map(cpu_seconds, family)) for family in families]
             time.sleep(4)

@@ -1,4 +1,4 @@
-"""Ten thousand concurrent requests of an API key, beside a few requests of a second key."""
+"""Ten thousand concurrent requests with one API key, beside a few requests with another key."""
 
 import asyncio
 import json
@@ -17,17 +17,18 @@ from tiny_models import make_tiny
 FLOOD, NEWCOMER = "key-of-the-flood", "key-of-the-newcomer"
 NUM_FLOOD = int(os.environ.get("NUM_FLOOD", "10000"))
 NUM_CONNECTING = 500
-"""At once: fewer than the kernel keeps for a server that has not accepted them."""
+"""Connections opened at once: fewer than the kernel queues for a server that has not accepted
+them."""
 NUM_NEW = 20
 NEW_TOKENS, FLOOD_TOKENS = 8, 16
 PROMPT_S = 2.0
-"""In which the newcomer has each answer, on two cores that the flood's client needs as well."""
+"""Time limit of each answer to the second key, on two cores shared with the client of the flood."""
 BURST_S = 15.0
-"""In which one API server reads the requests of a flood, with what comes meanwhile in between."""
+"""Time in which an API server reads the requests of a flood, interleaved with later requests."""
 BYTES_PER_REQUEST = 64 << 10
 """Memory of all server processes for each waiting request."""
 GROWTH_BYTES = 32 << 20
-"""Between two floods."""
+"""Allowed memory growth between two floods."""
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 TENANTS = ("gaudiserve:waiting_tenants",)
 KEYS = (f"--api-key={FLOOD}", f"--api-key={NEWCOMER}")
@@ -39,7 +40,7 @@ FLAGS = (
 
 @dataclass
 class Flooded:
-    """The answers to a flood."""
+    """Answers to a flood."""
 
     codes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -70,7 +71,8 @@ def request_of(live: LiveServer) -> bytes:
 
 
 async def flood(live: LiveServer, found: Flooded) -> None:
-    """NUM_FLOOD requests, each over a connection of its own, as many at once as are taken."""
+    """Send NUM_FLOOD requests, each over its own connection; all accepted requests are open at
+    once."""
     raw, connecting = request_of(live), asyncio.Semaphore(NUM_CONNECTING)
 
     async def ask() -> None:
@@ -89,7 +91,7 @@ async def flood(live: LiveServer, found: Flooded) -> None:
 
 
 def ask(live: LiveServer, key: str, **fields: Any) -> tuple[int, float]:
-    """(status, seconds)."""
+    """(status, seconds) of a request with `key`."""
     body = {"prompt": "hello there", "max_tokens": NEW_TOKENS, "ignore_eos": True, **fields}
     begun_s = time.monotonic()
     answer = httpx.post(
@@ -122,8 +124,9 @@ async def until(check: Any, timeout_s: float) -> None:
         await asyncio.sleep(0.05)
 
 
-async def beside_a_flood(live: LiveServer, num_waiting: int) -> tuple[Flooded, list[float], int]:
-    """The flood's answers, the seconds of the newcomer's, and the memory while they waited."""
+async def during_a_flood(live: LiveServer, num_waiting: int) -> tuple[Flooded, list[float], int]:
+    """(answers to the flood, seconds of the second key's answers, memory of the server while the
+    flood waited)."""
     found = Flooded()
     flooding = asyncio.ensure_future(flood(live, found))
     await until(lambda: values(live, IDLE[1]) >= num_waiting, 120)
@@ -137,7 +140,8 @@ async def beside_a_flood(live: LiveServer, num_waiting: int) -> tuple[Flooded, l
         await asyncio.sleep(0.1)
     still_waiting = values(live, IDLE[1])
     await flooding
-    # Another one of the flood's key was behind the flood, and all the newcomer's were before it.
+    # A further request of the flood's key waited behind the flood; the second key's requests were
+    # answered before it.
     assert own in (504, 503) and still_waiting > num_waiting / 10
     await until(lambda: values(live, *IDLE, *TENANTS) == 0, 30)
     return found, seconds, memory
@@ -159,7 +163,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_ten_thousand_waiting_requests_of_one_key_do_not_delay_another(
+async def test_ten_thousand_waiting_requests_of_a_key_do_not_delay_another_key(
     model: str, tmp_path: Path
 ) -> None:
     flags = (*FLAGS, f"--max-queued-requests={NUM_FLOOD}")
@@ -167,7 +171,7 @@ async def test_ten_thousand_waiting_requests_of_one_key_do_not_delay_another(
         assert ask(live, FLOOD)[0] == 200
         sizes = [resident_bytes(live)]
         for _ in range(2):
-            found, seconds, memory = await beside_a_flood(live, NUM_FLOOD // 2)
+            found, seconds, memory = await during_a_flood(live, NUM_FLOOD // 2)
             sizes.append(resident_bytes(live))
             report("all taken", found, seconds, memory - sizes[0])
 
@@ -184,16 +188,14 @@ async def test_ten_thousand_waiting_requests_of_one_key_do_not_delay_another(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_what_a_full_queue_does_not_take_is_refused_at_once(
-    model: str, tmp_path: Path
-) -> None:
+async def test_a_full_queue_refuses_requests_at_once(model: str, tmp_path: Path) -> None:
     num_queued = NUM_FLOOD // 10
     flags = (*FLAGS, f"--max-queued-requests={num_queued}")
     with running(model, tmp_path / "log", *flags) as live:
         assert ask(live, FLOOD)[0] == 200
         before = resident_bytes(live)
 
-        found, seconds, memory = await beside_a_flood(live, num_queued * 9 // 10)
+        found, seconds, memory = await during_a_flood(live, num_queued * 9 // 10)
 
         report("bounded", found, seconds, memory - before)
         assert set(found.codes) == {200, 503} and len(found.codes) == NUM_FLOOD

@@ -1,5 +1,5 @@
-"""A server behind TLS, a path prefix and a file of keys, which change while it is under load; its
-log in JSON. A server on a Unix socket."""
+"""A server with TLS, a path prefix and a key file, whose certificate and keys change under load;
+its log in JSON. A server on a Unix socket."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
 
 @contextlib.contextmanager
 def https_server(model: str, folder: Path, authority: trustme.CA) -> Iterator[LiveServer]:
-    """A server below /gaudi, with the key `key-1` and the keys of a file."""
+    """A server at the path prefix /gaudi, with the key `key-1` and the keys of a file."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     authority.configure_trust(trusting)
     live = LiveServer(
@@ -86,7 +86,7 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
             return httpx.post(url, headers=headers, json=BODY, verify=trusting).status_code
 
         def load() -> None:
-            # A client per request: each makes a connection of its own.
+            # A new client per request, so that each request opens its own connection.
             while not done.is_set():
                 codes.append(status("key-1"))
 
@@ -96,7 +96,7 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
         try:
             assert name_shown() == "first.test"
             assert [status(key) for key in ("key-1", "key-2", "key-3")] == [200, 200, 401]
-            # A proxy that removes the prefix.
+            # Requests of a proxy that removes the prefix.
             assert status("key-2", path="/v1/completions") == 200
             write_certificate(authority, tmp_path, "second.test")
             (tmp_path / "keys").write_text("key-3\n")
@@ -133,7 +133,7 @@ def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
         transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any", timeout=60
     )
     try:
-        # Not by asking: httpx leaks the sockets of connections that are refused.
+        # Read the log instead of sending requests: httpx leaks the sockets of refused connections.
         wait_for(lambda: "ready after" in live.text(), 60)
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert live.http.post("/v1/completions", json=BODY).status_code == 200
@@ -155,7 +155,7 @@ def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
         (("--api-key-file=/none",), "--api-key-file is /none: No such file"),
     ],
 )
-def test_a_file_that_cannot_be_read_ends_the_start_with_its_name(
+def test_a_file_that_cannot_be_read_fails_the_start_with_its_name(
     flags: tuple[str, ...], message: str, tiny_model: str, tmp_path: Path
 ) -> None:
     live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags)

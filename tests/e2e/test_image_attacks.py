@@ -1,4 +1,4 @@
-"""Costly pictures of an API key, beside another key and a client that only asks for /health."""
+"""Costly pictures from one API key, beside another key and a client that only requests /health."""
 
 import base64
 import json
@@ -16,9 +16,9 @@ from watch import SecondClient
 
 ATTACKER, OTHER = "key-of-the-attacker", "key-of-another"
 NUM_ATTACKS = 40
-"""Each takes a second of a processor."""
+"""Number of costly pictures; each takes a second of CPU time."""
 ANSWER_S = 20.0
-"""In which another key's picture is answered: they would take minutes in one queue."""
+"""Time limit for another key's picture; in a single queue it would wait for minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def costly(number: int) -> str:
-    """A picture of 16-bit grey that no other number has, as base64."""
+    """A unique base64 picture of 16-bit grey for each number."""
     more = chunk(b"tEXt", b"number\0%d" % number)
     return base64.b64encode(black_png(8192, 8192, GREY, 16, more=more)).decode()
 
@@ -64,7 +64,7 @@ FORMS = (
 
 
 def attack(live: LiveServer, number: int) -> socket.socket:
-    """A request with a costly picture over a connection of its own, whose answer is not read."""
+    """Send a request with a costly picture over its own connection, without reading the answer."""
     route, form = FORMS[number % len(FORMS)]
     body = json.dumps(form(costly(number)))
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
@@ -95,7 +95,7 @@ def seconds_of_a_picture(live: LiveServer, seed: int) -> float:
     return time.monotonic() - began_s
 
 
-def test_costly_pictures_hold_up_neither_others_nor_the_server_when_their_client_has_gone(
+def test_costly_pictures_delay_no_other_key_and_are_cancelled_with_their_client(
     live: LiveServer,
 ) -> None:
     seconds_of_a_picture(live, 0)

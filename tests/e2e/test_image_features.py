@@ -40,10 +40,8 @@ def tokens_of(llm: LLM, prompts: list[Any], **options: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_an_adapter_of_the_text_model_is_applied_behind_pictures(
-    folder: Path, tmp_path: Path
-) -> None:
-    # The tower has none of these modules.
+def test_a_text_model_adapter_is_applied_after_pictures(folder: Path, tmp_path: Path) -> None:
+    # The tower has no modules with these names.
     adapter = write_adapter(tmp_path / "adapter", folder, targets=MLP)
     whole = merge(tmp_path / "merged", folder, adapter)
     prompts = [prompt(PICTURES[0]), prompt(*PICTURES), "text alone"]
@@ -57,11 +55,11 @@ def test_an_adapter_of_the_text_model_is_applied_behind_pictures(
     assert plain != found
 
 
-def test_phi_4_has_an_adapter_of_its_own_for_prompts_with_pictures(
+def test_phi_4_uses_its_built_in_adapter_for_prompts_with_pictures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny_vision("phi4_multimodal", tmp_path / "phi")
-    # The projections of layers alone: parts of the audio tower have the same names.
+    # Only the layers' projections: parts of the audio tower have the same names.
     pattern = r"model\.layers\.\d+\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)"
     parts = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     targets = [f"model.layers.{layer}.{part}" for layer in range(2) for part in parts]
@@ -74,7 +72,7 @@ def test_phi_4_has_an_adapter_of_its_own_for_prompts_with_pictures(
         adapted = tokens_of(llm, prompts)
     with LLM(str(folder), **OPTIONS) as llm:
         plain = tokens_of(llm, prompts)
-    assert f"without the adapter that the checkpoint has for them, {adapter}" in caplog.text
+    assert f"image adapter of the checkpoint, {adapter}" in caplog.text
 
     options = {"enable_lora": True, "default_mm_loras": json.dumps({"image": str(adapter)})}
     with LLM(str(folder), **OPTIONS, **options) as llm:
@@ -132,7 +130,7 @@ def ask(live: LiveServer, path: str, **body: Any) -> dict[str, Any]:
     return answer.json()  # type: ignore[no-any-return]
 
 
-def test_a_grammar_holds_behind_pictures_and_a_video(live: LiveServer) -> None:
+def test_a_grammar_is_enforced_after_pictures_and_a_video(live: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"it": {"enum": ["cat", "dog"]}},
@@ -156,7 +154,7 @@ def test_a_grammar_holds_behind_pictures_and_a_video(live: LiveServer) -> None:
         assert json.loads(choice["message"]["content"])["it"] in ("cat", "dog")
 
 
-def test_choices_of_one_seed_are_the_same_each_time(live: LiveServer) -> None:
+def test_choices_with_images_and_a_seed_are_reproducible(live: LiveServer) -> None:
     body = {
         "messages": [{"role": "user", "content": CONTENT}],
         "temperature": 1.0,
@@ -171,7 +169,7 @@ def test_choices_of_one_seed_are_the_same_each_time(live: LiveServer) -> None:
     assert len(set(texts)) > 1
 
 
-def test_several_pictures_are_the_same_in_all_apis(live: LiveServer) -> None:
+def test_all_apis_give_the_same_answer_and_usage_for_several_images(live: LiveServer) -> None:
     chat = ask(
         live,
         "/v1/chat/completions",
@@ -216,8 +214,8 @@ def test_several_pictures_are_the_same_in_all_apis(live: LiveServer) -> None:
     assert (len(counts), len(texts)) == (1, 1)
 
 
-def test_pictures_of_all_turns_are_seen(live: LiveServer) -> None:
-    """In the turns of a system, an assistant and a tool, as this template shows them."""
+def test_images_of_every_turn_affect_the_output(live: LiveServer) -> None:
+    """Pictures in the turns of a system, an assistant and a tool, as this template renders them."""
 
     def told(pictures: list[str]) -> Any:
         image = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]

@@ -1,4 +1,4 @@
-"""Images with two ranks that both have the whole tower: the tokens equal a single rank's, on the
+"""Images with two ranks that both hold the whole tower: the tokens equal a single rank's, on the
 CPU and on emulated cards, whether each rank encodes all images or a part of them."""
 
 from pathlib import Path
@@ -15,7 +15,7 @@ CPU: dict[str, Any] = {
     "max_model_len": 128,
     "block_size": 16,
     "max_num_seqs": 2,
-    # The images of a prompt are in several chunks.
+    # The chunks are small, so that the images of a prompt span several chunks.
     "max_num_batched_tokens": 24,
     "num_gpu_blocks_override": 24,
 }
@@ -27,7 +27,7 @@ CARD: dict[str, Any] = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 READS_TWO = {"mllama": {"cross_attention_images": 2}}
-"""Options of families whose layers read images: the second prompt has two."""
+"""Options of families with cross-attention to images: the second prompt has two images."""
 PICTURES = [picture(60, 40), picture(40, 60, seed=3), picture(56, 56, seed=5)]
 
 
@@ -37,7 +37,7 @@ def prompts_of(family: str) -> list[Any]:
         {"prompt": f"a {mark} b", "multi_modal_data": {"image": PICTURES[0]}},
         {"prompt": f"{mark}{mark} what?", "multi_modal_data": {"image": PICTURES[1:]}},
         "text alone",
-        # Again: nothing is encoded.
+        # A repeated image is not encoded again.
         {"prompt": f"c {mark}", "multi_modal_data": {"image": PICTURES[0]}},
     ]
 
@@ -59,7 +59,7 @@ def run(folder: Path, family: str, **options: Any) -> tuple[list[list[int]], Any
         ("qwen3_5", "replicated"),
     ],
 )
-def test_two_ranks_give_the_tokens_of_one(family: str, mode: str, tmp_path: Path) -> None:
+def test_two_ranks_give_the_tokens_of_a_single_rank(family: str, mode: str, tmp_path: Path) -> None:
     folder = make_tiny_vision(family, tmp_path)
     expected, _ = run(folder, family, **CPU)
 
@@ -83,7 +83,7 @@ def test_two_ranks_give_the_tokens_of_one(family: str, mode: str, tmp_path: Path
         ("qwen3_5", "16,32,64", "data"),
     ],
 )
-def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
+def test_two_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
     family: str, sizes: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_vision(family, tmp_path)

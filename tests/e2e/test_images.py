@@ -1,4 +1,4 @@
-"""Images over HTTP and from Python, from the bytes to the tokens, against transformers."""
+"""Images over HTTP and from Python, from the bytes to the tokens, compared with transformers."""
 
 import base64
 import json
@@ -37,7 +37,7 @@ from server.multimodal.messages import Setup, Video
 from server.multimodal.phi4_images import Phi4ImageProcessor
 from server.multimodal.video import read_frames
 
-# Images of the last two are known to transformers alone.
+# The last two families support images only in transformers.
 FAMILIES = ["llava", "qwen2_vl"]
 FAMILIES += [
     pytest.param(name, marks=pytest.mark.slow)
@@ -85,7 +85,8 @@ def turn(*parts: Any) -> dict[str, Any]:
 
 
 def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """By the processor of transformers, or without torchvision by the half of it for images."""
+    """Inputs from the processor of transformers; for families whose processor needs torchvision,
+    from its image processor and an expanded prompt."""
     if "mllama" in folder:
         return seen_by_layers(folder, text, images)
     if "phi4" in folder:
@@ -93,7 +94,7 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
     if "minimax" in folder:
         return with_own_patches(folder, text, images)
     if "onevision" in folder:
-        # Its class needs torchvision, for videos.
+        # The processor's class needs torchvision for videos.
         return with_rows(folder, text, images)
     if "qwen" not in folder:
         processor = AutoProcessor.from_pretrained(folder, backend="pil")
@@ -113,8 +114,8 @@ def processed(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
 
 
 def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """Inputs of Llama 3.2 Vision's processor, without the token that begins a text: the template
-    writes it."""
+    """Inputs from Llama 3.2 Vision's processor, without the BOS token, which the template
+    writes."""
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"]
     if not images:
         return {"input_ids": ids}
@@ -129,7 +130,7 @@ def seen_by_layers(folder: str, text: str, images: list[Image.Image]) -> dict[st
 
 
 def with_own_patches(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """By our image processor, which is compared with that of transformers elsewhere."""
+    """Inputs from this project's image processor, which other tests compare with transformers'."""
     inputs: dict[str, Any] = {}
     first, *others = text.split("]<]image[>[")
     if images:
@@ -144,13 +145,13 @@ def with_own_patches(folder: str, text: str, images: list[Image.Image]) -> dict[
 
 
 def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """With as many image tokens as transformers' tower makes embeddings."""
+    """Inputs with as many image tokens as transformers' tower makes embeddings."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not images:
         return {"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]}
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     inputs = dict(processor(images, return_tensors="pt"))
-    # The model's processor counts the images of each conversation.
+    # The model's processor gives the number of images per conversation.
     inputs["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -163,7 +164,8 @@ def with_rows(folder: str, text: str, images: list[Image.Image]) -> dict[str, An
 
 
 def with_crops(folder: str, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """By our image processor, each image with as many crops as the largest."""
+    """Inputs from this project's image processor, with each image padded to the largest number of
+    crops."""
     fields = json.loads(Path(folder, "preprocessor_config.json").read_text())
     found = [Phi4ImageProcessor(fields)(images=[image]) for image in images]
     inputs: dict[str, Any] = {}
@@ -196,7 +198,7 @@ def with_crops(folder: str, text: str, images: list[Image.Image]) -> dict[str, A
 def expected(folder: str, parts: tuple[Any, ...]) -> tuple[list[int], int]:
     """(greedy tokens of transformers, number of prompt tokens)."""
     kind = AutoModelForCausalLM if "phi4" in folder else AutoModelForImageTextToText
-    # With sdpa, transformers' tower of Phi-4 is causal where an image has no padding.
+    # With sdpa, transformers' tower of Phi-4 is causal for images without padding.
     options = {"attn_implementation": "eager"} if "phi4" in folder else {}
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     content = [
@@ -237,13 +239,13 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
     live: LiveServer, folder: str, family: str
 ) -> None:
     if "qwen" not in family:
-        pytest.skip("it takes no videos")
-    # Text behind a video whose times are more than its rows has other positions in transformers 5.
+        pytest.skip("it does not accept videos")
+    # In transformers 5, text after a video with more time steps than rows has other positions.
     frames = gif_bytes(clip(100, 90, 5))
     url = f"data:image/gif;base64,{base64.b64encode(frames).decode()}"
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "Then?"}]
     kind = AutoModelForCausalLM if "phi4" in folder else AutoModelForImageTextToText
-    # With sdpa, transformers' tower of Phi-4 is causal where an image has no padding.
+    # With sdpa, transformers' tower of Phi-4 is causal for images without padding.
     options = {"attn_implementation": "eager"} if "phi4" in folder else {}
     model = kind.from_pretrained(folder, dtype=torch.float32, **options).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -284,13 +286,13 @@ def test_a_chat_with_a_video_gives_the_tokens_of_transformers(
 @pytest.mark.parametrize(
     ("family", "status", "reason"),
     [
-        # Its processor writes 256 tokens for an image, this tower makes 16 embeddings.
-        ("got_ocr2", 500, "logits of output token 1 were not numbers"),
+        # The processor writes 256 tokens for an image, and this tower makes 16 embeddings.
+        ("got_ocr2", 500, "logits of output token 1 were NaN or infinite"),
         ("ovis2", 400, "the model takes 0"),
-        ("idefics2", 400, "this model takes no images"),
+        ("idefics2", 400, "this server does not accept images"),
     ],
 )
-def test_an_image_that_a_model_in_no_list_cannot_take_ends_its_request_alone(
+def test_an_image_that_an_unlisted_model_cannot_take_fails_only_its_request(
     family: str, status: int, reason: str, tmp_path: Path
 ) -> None:
     folder = str(make_tiny_vision(family, tmp_path / family))
@@ -344,7 +346,7 @@ def test_an_image_is_encoded_once(live: LiveServer) -> None:
     assert len(texts) == 1
 
 
-def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+def test_a_request_with_an_image_is_resumed_after_an_engine_kill(live: LiveServer) -> None:
     body = {
         "messages": [turn(picture(80, 60, seed=3), "and?")],
         **{"temperature": 0, "max_tokens": 350, "ignore_eos": True, "return_token_ids": True},
@@ -367,11 +369,11 @@ def test_a_request_with_an_image_goes_on_behind_a_killed_engine(live: LiveServer
     expected = tokens(kills=False)
 
     assert tokens(kills=True) == expected and len(expected) == 350
-    assert "goes on with 1 request" in live.text()
+    assert "resumes 1 request" in live.text()
 
 
 def shared_folder(pid: int) -> Path:
-    """The daemon's folder of files in shared memory; the daemon holds the folder's lock."""
+    """The daemon's folder in shared memory; the daemon holds the folder's lock."""
     opened = (Path(os.readlink(path)) for path in Path(f"/proc/{pid}/fd").iterdir())
     (lock,) = (descriptor for descriptor in opened if descriptor.match("/dev/shm/gaudiserve-*/*"))
     return lock.parent
@@ -382,7 +384,7 @@ def files_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
+def test_a_large_image_is_sent_in_shared_memory_that_is_freed(
     tmp_path: Path,
 ) -> None:
     folder = make_tiny_vision("qwen2_vl", tmp_path / "qwen2_vl", max_position_embeddings=4096)
@@ -409,8 +411,8 @@ def test_a_large_image_travels_in_shared_memory_of_which_nothing_is_left(
     assert not ours.exists()
 
 
-def test_python_gives_the_same(folder: str) -> None:
-    # With seed 0 Phi-4 generates the mark of an image, behind which transformers cannot go on.
+def test_offline_tokens_equal_transformers(folder: str) -> None:
+    # With seed 0, Phi-4 generates an image token, after which transformers cannot continue.
     image = picture(70, 50, seed=1)
     tokens, _ = expected(folder, (image, QUESTION))
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -437,10 +439,11 @@ def test_the_examples_of_the_page_run(
     replaced = {"http://localhost:8000": live.url, "/models/vision": folder}
     outputs: list[str] = []
     small = partial(LLM, dtype="float32", max_model_len=512)
+    # The blocks of the page continue each other.
+    names: dict[str, Any] = {"small": small, "print": outputs.append}
     for block in BLOCKS:
         for name, value in replaced.items():
             block = block.replace(name, value)
-        names: dict[str, Any] = {"small": small, "print": outputs.append}
         exec(
             compile(
                 block.replace("LLM(model=", "small(model=").replace("<image>", MARK),

@@ -1,11 +1,12 @@
-"""Bodies and answers of many MiB: the server works on them for less than a tenth of a second before
-it turns to other clients."""
+"""Requests and answers of many MiB: the server works on them for less than a tenth of a second
+before it serves other clients."""
 
 import contextlib
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,9 +17,13 @@ from tiny_models import make_tiny
 from watch import SecondClient
 
 SLICE_S = 0.1
-"""CPU time. The time on the clock depends on other work on the machine."""
+"""CPU seconds, since wall time depends on other work on the machine."""
 MEDIAN_S = 0.5
-"""Time on the clock of half of the requests of another client."""
+"""Wall-time limit for the median request of another client."""
+ATTEMPTS = 5
+"""Attempts per body: while the event loop waits for a core that other work uses, its slice also
+counts the CPU time of its process's other threads. A slice that the body causes is in each
+attempt."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 20_000
 LONG = [65] * 18_000
@@ -92,27 +97,43 @@ BODIES: dict[str, tuple[str, Made, int]] = {
         200,
     ),
 }
-"""By name: path, body, and status."""
+"""Requests by name: path, body, and status."""
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_large_body_delays_nobody(server: LiveServer, slices: LoopSlices, name: str) -> None:
+def test_a_large_body_delays_no_other_client(
+    server: LiveServer, slices: LoopSlices, name: str
+) -> None:
     path, make, status = BODIES[name]
     content = json.dumps(make()).encode()
     headers = {"content-type": "application/json"}
     short = {"prompt": [65], "max_tokens": 2}
-    begun_s = time.monotonic()
 
-    with (
-        SecondClient(server.url) as probe,
-        SecondClient(server.url, path=COMPLETIONS, body=short) as other,
-    ):
-        answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    def attempt() -> SecondClient:
+        with (
+            SecondClient(server.url) as probe,
+            SecondClient(server.url, path=COMPLETIONS, body=short) as other,
+        ):
+            answer = httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+        assert answer.status_code == status, answer.text
+        assert other.failures == []
+        return probe
 
-    assert answer.status_code == status, answer.text
-    assert probe.failures == other.failures == []
-    assert slices.longest_s(begun_s) < SLICE_S
-    assert probe.percentile_s(0.5) < MEDIAN_S
+    assert_delays_no_other_client(slices, attempt)
+
+
+def assert_delays_no_other_client(slices: LoopSlices, attempt: Callable[[], SecondClient]) -> None:
+    """At least one attempt keeps both limits, and no request of the other client fails."""
+    measured = []
+    for _ in range(ATTEMPTS):
+        begun_s = time.monotonic()
+        probe = attempt()
+        assert probe.failures == []
+        measured.append((slices.longest_s(begun_s), probe.percentile_s(0.5)))
+        slice_s, median_s = measured[-1]
+        if slice_s < SLICE_S and median_s < MEDIAN_S:
+            return
+    raise AssertionError(f"longest slices and median latencies in seconds: {measured}")
 
 
 NUM_FLOODING = 100
@@ -123,28 +144,57 @@ PROMPTS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_many_lists_of_prompts_delay_nobody(
+def test_many_lists_of_prompts_delay_no_other_client(
     server: LiveServer, slices: LoopSlices, name: str
 ) -> None:
     content = json.dumps({"prompt": PROMPTS[name], "max_tokens": 1}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
+
+    def attempt() -> SecondClient:
+        with contextlib.ExitStack() as connections, SecondClient(server.url) as probe:
+            flood = []
+            for _ in range(NUM_FLOODING):
+                connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+                flood.append(connections.enter_context(connection))
+                connection.sendall(head.encode() + content[:-1])
+            # Send the last bytes of all bodies at the same time.
+            for connection in flood:
+                connection.sendall(content[-1:])
+            statuses = [connection.recv(65536).split()[1] for connection in flood[:20]]
+        assert set(statuses) <= {b"200", b"503"}
+        return probe
+
+    assert_delays_no_other_client(slices, attempt)
+
+
+NUM_STREAMS = 64
+OUTPUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "streamed chats": (CHAT, {**HI, "logprobs": True, "top_logprobs": 20, "stream": True}),
+    "completions": (COMPLETIONS, {"prompt": [65], "logprobs": 20, "stream": True}),
+    "responses": (
+        "/v1/responses",
+        {"input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]},
+    ),
+}
+"""Requests with log-probabilities by name: path and body."""
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_log_probabilities_of_many_requests_delay_no_other_client(
+    server: LiveServer, slices: LoopSlices, name: str
+) -> None:
+    path, body = OUTPUTS[name]
+    limit = "max_output_tokens" if name == "responses" else "max_tokens"
+    content = {**body, limit: 100, "ignore_eos": True}
     begun_s = time.monotonic()
 
-    with contextlib.ExitStack() as connections, SecondClient(server.url) as probe:
-        flood = []
-        for _ in range(NUM_FLOODING):
-            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-            flood.append(connections.enter_context(connection))
-            connection.sendall(head.encode() + content[:-1])
-        # All bodies end at the same time.
-        for connection in flood:
-            connection.sendall(content[-1:])
-        statuses = [connection.recv(65536).split()[1] for connection in flood[:20]]
+    with ThreadPoolExecutor(NUM_STREAMS) as threads, SecondClient(server.url) as probe:
+        asked = [threads.submit(server.ask, path, content) for _ in range(NUM_STREAMS)]
+        statuses = {request.result().status_code for request in asked}
 
-    assert set(statuses) <= {b"200", b"503"}
+    assert statuses == {200}
     assert probe.failures == []
     assert slices.longest_s(begun_s) < SLICE_S
-    assert probe.percentile_s(0.5) < MEDIAN_S
 
 
 def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:
@@ -158,4 +208,4 @@ def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:
     assert (
         "21 log-probabilities of each of 36000 prompt tokens, 756000 in total" in error["message"]
     )
-    assert "at most 524288 are given; set prompt_logprobs to 13" in error["message"]
+    assert "at most 524288 are allowed; set prompt_logprobs to 13" in error["message"]

@@ -15,7 +15,7 @@ from gaudiserve import LLM, SamplingParams
 
 Scores = Callable[[list[int]], torch.Tensor]
 TEXTS = ["Hello there, how are you?", "a", "Söme ☃ text"]
-"""One of them is a single token, which has no log-probability because nothing precedes it."""
+"""The second text is a single token, which has no log-probability because no token precedes it."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def scores(tiny_model: str) -> Scores:
 
 
 def ask(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The choices by index; the chunks of a stream are joined."""
+    """The choices of an answer by index; the chunks of a stream are joined."""
     response = server.http.post(path, json={"return_token_ids": True, **body})
     assert response.status_code == 200, response.text
     if not body.get("stream"):
@@ -83,7 +83,7 @@ def check(choice: dict[str, Any], fields: dict[str, Any], scores: Scores, text: 
         assert top[logprobs["tokens"][i]] == value
         best = table[i + skipped - 1].topk(max(k, 1)).values.tolist()
         if k:
-            # Harnesses call a token greedy if no value of the dict is above its own.
+            # Harnesses call a token greedy if no value of the dict exceeds its own value.
             assert sorted(top.values(), reverse=True)[:k] == pytest.approx(best, abs=1e-4)
     offsets = logprobs["text_offset"]
     assert offsets == sorted(offsets)
@@ -117,7 +117,7 @@ COMBINATIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["texts", "token ids"])
 @pytest.mark.parametrize("fields", COMBINATIONS, ids=str)
-def test_log_probabilities_equal_those_of_transformers(
+def test_log_probabilities_equal_transformers(
     server: LiveServer, tokenizer: Tokenizer, scores: Scores, fields: dict[str, Any], as_ids: bool
 ) -> None:
     prompts: list[Any] = list(TEXTS)

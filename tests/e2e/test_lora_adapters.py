@@ -1,5 +1,5 @@
-"""Two adapters that PEFT trains on the demo model, one to answer in capitals and one in JSON, are
-served together and each shows its behaviour."""
+"""Two adapters that PEFT trains on the demo model, one for answers in capitals and one for JSON,
+are served together, and each changes the answers as trained."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ peft: Any = pytest.importorskip("peft", reason="trains the adapters")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # What peft calls in transformers.
+    # A warning about functions of transformers that PEFT calls.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
@@ -47,7 +47,7 @@ STEPS = 40
 def train(
     folder: Path, model_folder: str, tokenizer: Any, targets: list[str], **config: Any
 ) -> Path:
-    """An adapter that has learnt to answer QUESTIONS with `targets`."""
+    """Train an adapter that answers QUESTIONS with `targets`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -25,11 +25,11 @@ CARD: dict[str, Any] = {
     "settings",
     [
         pytest.param({}, id="cpu"),
-        # Warm-up computes every bucket on the host.
+        # Slow: warm-up computes every bucket on the host.
         pytest.param({**CARD, "dtype": "float32"}, id="card", marks=pytest.mark.slow),
     ],
 )
-def test_vectors_equal_those_of_sentence_transformers_batched_and_alone(
+def test_vectors_equal_sentence_transformers_batched_and_alone(
     settings: dict[str, Any],
 ) -> None:
     texts = [text for text, _ in reference()]

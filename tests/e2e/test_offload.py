@@ -1,4 +1,4 @@
-"""Offloaded KV blocks with processes of their own: two ranks, and an engine that is killed."""
+"""Offloaded KV blocks with separate processes: two ranks, and an engine that is killed."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def converse(llm: LLM) -> list[tuple[list[int], int]]:
     ],
     ids=["tensor", "pipeline"],
 )
-def test_each_rank_keeps_its_part_and_all_find_it_again(
+def test_each_rank_offloads_its_part_and_finds_it_again(
     parallel: dict[str, Any], folder: str, tmp_path: Path
 ) -> None:
     ranks: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_each_rank_keeps_its_part_and_all_find_it_again(
     with LLM(folder, **ranks) as llm:
         found = converse(llm)
     parts = [{path.name for path in tmp_path.glob(f"kv-*/*-rank-{rank}/*/*.kv")} for rank in (0, 1)]
-    # One rank has lost a block: none of them may use it.
+    # Rank 1 has lost a block, so no rank may use this block.
     next(tmp_path.glob("kv-*/*-rank-1/*/*.kv")).unlink()
     with LLM(folder, **ranks) as llm:
         again = converse(llm)

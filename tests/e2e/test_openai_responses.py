@@ -13,7 +13,7 @@ import pytest
 from http_rig import THINKING_TEMPLATE, TOKENIZER, TalkingClient, ids, on_port
 from scripted_client import ScriptedQueue
 
-from engine.client.terms import NO_TERMS, RequestTerms
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.transport.messages import AddRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "responses.md"
@@ -45,7 +45,7 @@ class Weather(pydantic.BaseModel):
 class Reporter(TalkingClient):
     """Replies with a tool call, then with an answer from its result, or with JSON for a schema."""
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> ScriptedQueue:
+    def add(self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS) -> ScriptedQueue:
         tokens = request.prompt.cast("I").tolist()
         text = TOKENIZER.decode(tokens, skip_special_tokens=False)
         reply = "Once upon a time."
@@ -56,7 +56,7 @@ class Reporter(TalkingClient):
         elif "get_weather" in text:
             reply = CALL
         self.reply_ids = ids(reply)
-        return super().add(request, terms)
+        return super().add(request, request_limits)
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_a_repeated_prompt_is_found_in_the_prefix_cache(client: openai.OpenAI) -
     assert second.choices[0].text == first.choices[0].text
 
 
-def test_metrics_move_by_exactly_the_usage(client: openai.OpenAI, server: LiveServer) -> None:
+def test_metrics_grow_by_exactly_the_usage(client: openai.OpenAI, server: LiveServer) -> None:
     def total(name: str) -> float:
         lines = server.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

@@ -98,7 +98,7 @@ ALL_CALLS = [
     'get_weather {"city": "Oslo"}',
     'get_weather {"city": "Bergen"}',
 ]
-"""What the two examples print of the calls."""
+"""Text that the two examples print about the calls."""
 
 
 async def run_examples(address: str) -> None:
@@ -166,7 +166,7 @@ def demo_client(demo: LiveServer) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
-def test_the_demo_model_calls_in_a_chat_and_reads_the_result(
+def test_the_demo_model_calls_a_tool_in_a_chat_and_reads_the_result(
     demo: LiveServer, demo_client: openai.OpenAI
 ) -> None:
     tools: Any = [{"type": "function", "function": {**WEATHER, "parameters": SCHEMA}}]
@@ -188,10 +188,10 @@ def test_the_demo_model_calls_in_a_chat_and_reads_the_result(
         **SHORT, messages=history, tools=tools, tool_choice="auto", max_tokens=24
     )
     assert told.choices[0].message.content
-    assert demo.text().count("the chat template has no place for tools") == 1
+    assert demo.text().count("the chat template does not render tools") == 1
 
 
-def test_the_demo_model_calls_in_a_response_and_reads_the_result(
+def test_the_demo_model_calls_a_tool_in_a_response_and_reads_the_result(
     demo_client: openai.OpenAI,
 ) -> None:
     tools: Any = [{"type": "function", **WEATHER, "parameters": SCHEMA, "strict": False}]
@@ -211,7 +211,7 @@ def test_the_demo_model_calls_in_a_response_and_reads_the_result(
     assert told.output_text
 
 
-def test_the_demo_model_uses_a_tool_in_a_message_and_reads_the_result(demo: LiveServer) -> None:
+def test_the_demo_model_calls_a_tool_in_a_message_and_reads_the_result(demo: LiveServer) -> None:
     tool = {"name": "get_weather", "description": "The weather", "input_schema": SCHEMA}
     asked: Any = {**SHORT, "max_tokens": 64, "tools": [tool]}
     messages: Any = [{"role": "user", "content": QUESTION}]
@@ -239,11 +239,13 @@ def test_the_demo_model_uses_a_tool_in_a_message_and_reads_the_result(demo: Live
 def test_the_example_with_the_demo_model_runs(
     demo: LiveServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (block,) = [block for block in examples() if 'model="demo"' in block]
+    text = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
+    blocks = [part.split("```", 1)[0] for part in text.split("```python\n")[1:]]
+    (block,) = [block for block in blocks if "get_weather" in block]
     names: dict[str, Any] = {}
 
     exec(block.replace("http://localhost:8000", demo.url), names)
     names["client"].close()
 
-    assert capsys.readouterr().out == 'get_weather {"city": "Oslo"}\n'
-    assert '# get_weather {"city": "Oslo"}' in block
+    printed = capsys.readouterr().out
+    assert "name='get_weather'" in printed and '{"city": "Oslo"}' in printed

@@ -49,7 +49,7 @@ def metric(live: LiveServer, name: str) -> float:
 def ask(live: LiveServer, key: str = "", **fields: Any) -> httpx.Response:
     body = {"prompt": "hello there", **FLOODING, **fields}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    # The certificates of the machine are not read: with many threads that takes a second.
+    # Skip reading the machine's certificates: with many threads that takes a second.
     url = f"{live.url}/v1/completions"
     return httpx.post(url, json=body, headers=headers, timeout=60, verify=False)
 
@@ -62,7 +62,7 @@ def wait_for(check: Callable[[], bool], timeout_s: float = 30) -> None:
 
 
 class Flood:
-    """One request of hundreds of prompts, which is ended at the end."""
+    """A request with hundreds of prompts, aborted at exit."""
 
     def __init__(self, live: LiveServer, key: str, **fields: Any) -> None:
         self._http = httpx.Client(base_url=live.url, timeout=60)
@@ -95,25 +95,25 @@ def idle(live: LiveServer) -> bool:
     return all(metric(live, name) == 0 for name in names)
 
 
-def test_one_key_with_hundreds_of_requests_does_not_starve_the_next(fair: LiveServer) -> None:
+def test_a_key_with_hundreds_of_requests_does_not_starve_another_key(fair: LiveServer) -> None:
     with Flood(fair, FLOOD):
         wait_for(lambda: metric(fair, "vllm:num_requests_waiting") > NUM_FLOOD / 2)
         own = ask(fair, FLOOD, timeout=1.0)
 
         answers = [ask(fair, NEWCOMER, max_tokens=8) for _ in range(5)]
 
-        # All of the newcomer's are answered while most of the flood still waits.
+        # All requests of the second key are answered while most of the flood still waits.
         assert [answer.status_code for answer in answers] == [200] * 5
         assert metric(fair, "vllm:num_requests_waiting") > NUM_FLOOD / 10
         assert metric(fair, "gaudiserve:waiting_tenants") == 1
-        # Another request of the flood's key is behind the flood.
+        # A further request of the flood's key waits behind the flood.
         assert own.status_code == 504
     wait_for(lambda: idle(fair))
     assert metric(fair, "vllm:kv_cache_usage_perc") == 0
     assert metric(fair, "gaudiserve:tenant_tokens_total") > 5 * 8
 
 
-def test_timeouts_end_requests_that_wait_and_that_run(fair: LiveServer) -> None:
+def test_timeouts_end_waiting_and_running_requests(fair: LiveServer) -> None:
     states = ('state="waiting"', 'state="running"')
     name = "gaudiserve:request_timeouts_total"
 
@@ -142,7 +142,7 @@ def test_timeouts_end_requests_that_wait_and_that_run(fair: LiveServer) -> None:
     assert ask(fair, FLOOD, timeout=30).status_code == 200
 
 
-def test_a_smaller_priority_passes_the_flood(fair: LiveServer) -> None:
+def test_a_request_with_a_smaller_priority_value_overtakes_the_flood(fair: LiveServer) -> None:
     counts = 'gaudiserve:priority_queue_seconds_count{engine="0",model_name="tiny",priority="first"'
     before = metric(fair, counts)
     with Flood(fair, FLOOD, priority=5):
@@ -157,7 +157,8 @@ def test_a_smaller_priority_passes_the_flood(fair: LiveServer) -> None:
 
 
 def test_a_request_that_would_wait_too_long_is_refused_at_once(bounded: LiveServer) -> None:
-    assert ask(bounded).status_code == 200  # nothing is known, nothing waits
+    # The server has no measurements yet, and no request waits.
+    assert ask(bounded).status_code == 200
     refused: list[httpx.Response] = []
     answered: list[httpx.Response] = []
     with ThreadPoolExecutor(80) as pool:
@@ -172,6 +173,6 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(bounded: LiveServ
     rejections = 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="max_ttft"}'
     assert metric(bounded, rejections) == len(refused)
     assert metric(bounded, "gaudiserve:prefill_tokens_per_second") > 0
-    # Once nothing waits, requests are taken again.
+    # Once no request waits, requests are accepted again.
     wait_for(lambda: idle(bounded))
     assert ask(bounded).status_code == 200

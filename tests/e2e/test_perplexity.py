@@ -1,4 +1,4 @@
-"""benchmarks/perplexity.py: its perplexity equals that of transformers."""
+"""benchmarks/perplexity.py: its perplexity equals transformers'."""
 
 import json
 import math

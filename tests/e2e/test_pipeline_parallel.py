@@ -1,5 +1,5 @@
-"""Pipeline stages in processes of their own: the tokens and log-probabilities of a single worker,
-alone and together with tensor parallelism, on the CPU and on the emulated card."""
+"""Pipeline stages in separate processes: tokens and log-probabilities equal a single worker's, with
+and without tensor parallelism, on the CPU and on the emulated card."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(llm: LLM) -> list[RequestOutput]:
-    """The outputs of every prompt with every kind of sampling."""
+    """Outputs of every prompt with every kind of sampling."""
     prompts = [prompt for prompt in PROMPTS for _ in SAMPLING]
     return llm.generate(prompts, SAMPLING * len(PROMPTS), use_tqdm=False)
 
@@ -87,12 +87,12 @@ def expected(folder: str) -> list[RequestOutput]:
         pytest.param(2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_stages_give_the_tokens_and_logprobs_of_one_worker(
+def test_stages_give_the_tokens_and_logprobs_of_a_single_worker(
     stages: int, shards: int, folder: str, expected: list[RequestOutput]
 ) -> None:
     with LLM(folder, **CPU, pipeline_parallel_size=stages, tensor_parallel_size=shards) as llm:
         found = answers(llm)
-        # A second time: the steps go on where they were.
+        # A second call checks that the steps continue correctly.
         again = answers(llm)
 
     assert tokens_of(found) == tokens_of(again) == tokens_of(expected)
@@ -130,7 +130,7 @@ def test_stages_follow_a_grammar(folder: str) -> None:
     [(2, 0.1), (2, 0.0), (3, 0.0)],
     ids=["graphs", "no graphs", "3 without graphs"],
 )
-def test_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
+def test_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
     stages: int, graph_memory: float, folder: str
 ) -> None:
     prompts = [{"prompt_token_ids": list(range(20))}, {"prompt_token_ids": [40, 41]}] * 2
@@ -141,7 +141,7 @@ def test_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
     with LLM(folder, **CPU) as llm:
         expected = llm.generate(prompts, sampling, use_tqdm=False)
     flags = {"execution_mode": "hpu-graphs", "graph_reserved_mem": graph_memory}
-    # Strict: a recipe that is compiled while serving ends the engine.
+    # With the strict emulator, compiling a recipe while serving ends the engine.
     with LLM(folder, **CARD, **flags, pipeline_parallel_size=stages) as llm:
         found = llm.generate(prompts, sampling, use_tqdm=False)
         compilations = llm._client.stats.compilations
@@ -151,7 +151,7 @@ def test_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
 
 
 def test_more_stages_than_layers_are_an_error_with_both_numbers(folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"3 layers, and 4 stages"):
+    with pytest.raises(ConfigError, match=r"3 layers and --pipeline-parallel-size is 4"):
         LLM(folder, **CPU, pipeline_parallel_size=4)
 
 

@@ -28,7 +28,7 @@ NGRAM = {
 }
 SUFFIX = {"method": "suffix", "suffix_decoding_max_spec_factor": 4.0, "adaptive": False}
 LOOP = SamplingParams(temperature=0, logit_bias={7: 100.0}, max_tokens=64, ignore_eos=True)
-"""One token again and again, so that its drafts are accepted."""
+"""The same token repeated, so that its drafts are accepted."""
 SAMPLINGS = [*MIXED[:-1], LOOP]
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(3, NGRAM, marks=pytest.mark.slow),
     ],
 )
-def test_stages_with_drafts_give_the_tokens_of_one_worker_without(
+def test_stages_with_drafts_give_the_tokens_of_a_worker_without_drafts(
     stages: int, speculation: dict[str, Any], folder: Path
 ) -> None:
     plain, _ = run(folder, SAMPLINGS)
@@ -97,7 +97,7 @@ def test_a_draft_model_on_the_last_stage_changes_no_token(ranks: int, folder: Pa
 
     assert choices(found) == choices(plain)
     assert stats.preemptions > 0
-    # The target itself drafts; drawn tokens are others.
+    # The target itself is the drafter; sampled tokens differ from its greedy drafts.
     counts = stats.spec_decode
     assert counts["num_accepted_tokens"] > 0.2 * counts["num_draft_tokens"] > 50
 
@@ -133,7 +133,8 @@ def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
     assert stats.preemptions > 0
     checked = kept[::7]
     assert len(checked) > 20
-    # Sequences that share a block and then differ: see tests/e2e/test_draft_heads.py.
+    # Sequences that share a block and then differ have wrong drafts: see
+    # tests/e2e/test_draft_heads.py.
     wrong = [item for item in checked if item[1] != draft(item[0], len(item[1]))]
     has_cache = method in ("eagle", "eagle3", "mtp")
     assert len(wrong) <= (len(checked) // 7 if has_cache else 0)
@@ -220,7 +221,7 @@ def test_the_last_of_two_emulated_cards_drafts_and_nothing_compiles(
     [(2, NGRAM), (3, NGRAM), (2, OWN_TEXT), (2, EARLIER), (3, EARLIER)],
     ids=["2 ngram", "3 ngram", "2 suffix alone", "2 suffix", "3 suffix"],
 )
-def test_stages_on_emulated_cards_draft_the_same_and_compile_nothing(
+def test_stages_on_emulated_cards_draft_the_same_tokens_and_compile_nothing(
     stages: int, keys: dict[str, Any], folder: Path
 ) -> None:
     samplings = [PAIRS, *SAMPLINGS[1:]]
@@ -248,7 +249,7 @@ def test_emulated_stages_draft_from_earlier_outputs(folder: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
     def accepted(keys: dict[str, Any], stages: int) -> int:
-        # One after the other: the second and third are the first again.
+        # In sequence: the second and third prompts repeat the first.
         flags = {**CARD, "max_num_seqs": 1, "pipeline_parallel_size": stages}
         with LLM(str(folder), **{**SHAPE, **flags}, speculative_config=keys) as llm:
             outputs = llm.generate([[9, 41, 7]] * 3, sampling, use_tqdm=False)

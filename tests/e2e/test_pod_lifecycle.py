@@ -1,5 +1,6 @@
-"""A pod's life as the kubelet drives it, on the real daemon: probes, preStop, SIGTERM, SIGKILL.
-Probes, flags and the pause come from the deployment in deploy/kubernetes, with shorter times."""
+"""A pod's lifecycle on the real daemon, driven as by the kubelet: probes, preStop, SIGTERM,
+SIGKILL. Probes, flags and the pause come from the deployment in deploy/kubernetes, with shorter
+times."""
 
 import json
 import os
@@ -23,21 +24,24 @@ KEY = {"authorization": "Bearer pod-key"}
 FLAGS = ("--served-model-name=tiny", "--dtype=float32")
 
 
-def pod_flags(shutdown_timeout_s: float) -> list[str]:
-    """The flags of the container, on a CPU and with another timeout."""
-    flags = list(CONTAINER["args"][1:])
-    flags[flags.index("--device") + 1] = "cpu"
-    flags[flags.index("--shutdown-timeout") + 1] = str(shutdown_timeout_s)
-    return flags
+def pod_variables(shutdown_timeout_s: float) -> dict[str, str]:
+    """The variables of the container, on a CPU and with another timeout."""
+    given = {item["name"]: item["value"] for item in CONTAINER["env"] if "value" in item}
+    changed = {
+        "GAUDISERVE_DEVICE": "cpu",
+        "GAUDISERVE_SHUTDOWN_TIMEOUT": str(shutdown_timeout_s),
+        "GAUDISERVE_API_KEY": "pod-key",
+    }
+    # The folders of the image.
+    return {name: given[name] for name in given if name != "XDG_CACHE_HOME"} | changed
 
 
 def start(model: str, folder: Path, shutdown_timeout_s: float = 60) -> LiveServer:
-    flags = (*FLAGS, *pod_flags(shutdown_timeout_s))
-    return LiveServer(model, folder / "log", *flags, env={"GAUDISERVE_API_KEY": "pod-key"})
+    return LiveServer(model, folder / "log", *FLAGS, env=pod_variables(shutdown_timeout_s))
 
 
 def probe(live: LiveServer, kind: str) -> int | None:
-    """The status that the kubelet gets; None without an answer."""
+    """Status that the kubelet receives; None without an answer."""
     request = CONTAINER[f"{kind}Probe"]
     try:
         with httpx.Client(base_url=live.url, timeout=request["timeoutSeconds"]) as http:
@@ -109,14 +113,14 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
         assert ask(live).status_code == 200
         assert httpx.post(f"{live.url}/v1/completions", json={}).status_code == 401
 
-        # The pod is deleted: while preStop runs, the server still takes requests.
+        # Deletion of the pod: while preStop runs, the server still accepts requests.
         streams = [started(live, 1500) for _ in range(2)]
         word, _ = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
         subprocess.run([word, "0.2"], check=True)
         assert probe(live, "readiness") == 200
         assert ask(live).status_code == 200
 
-        # SIGTERM: no new requests, not alive any less, and the streams go on.
+        # SIGTERM: new requests are refused, the server stays alive, and the streams continue.
         live.signal(signal.SIGTERM)
         while probe(live, "readiness") == 200:
             assert time.monotonic() < end
@@ -140,7 +144,7 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
 def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts(
     tiny_model: str, tmp_path: Path
 ) -> None:
-    """A timeout longer than the grace period, which the manifests rule out."""
+    """With a timeout longer than the grace period, which the manifests do not allow."""
     live = start(tiny_model, tmp_path, shutdown_timeout_s=60)
     try:
         live.wait_ready()
@@ -150,7 +154,7 @@ def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts
         live.signal(signal.SIGTERM)
         time.sleep(0.3)
         assert stream.is_alive()
-        # The container runtime kills its first process; here the others end by themselves.
+        # The container runtime kills its first process; here the other processes end by themselves.
         os.kill(live.pid, signal.SIGKILL)
 
         stream.join(10)
@@ -186,16 +190,14 @@ exec "$@"' {model} {python} "$@"
     reason="this environment lies in /tmp, which is another folder in the pod",
 )
 def test_a_pod_with_a_read_only_root_serves(tiny_model: str, tmp_path: Path) -> None:
-    """In a mount namespace, which only root may make, where only /tmp can be written."""
+    """Run in a mount namespace in which only /tmp is writable; creating it requires root."""
     shell = tmp_path / "python"
     shell.write_text(READ_ONLY.format(model=tiny_model, python=shlex.quote(sys.executable)))
     shell.chmod(0o755)
     folders = {"TMPDIR": "/tmp", "XDG_RUNTIME_DIR": "/tmp", "XDG_CACHE_HOME": "/tmp/cache"}
-    environment = {**folders, "GAUDISERVE_API_KEY": "pod-key"}
+    environment = {**folders, **pod_variables(10)}
 
-    live = LiveServer(
-        "/mnt", tmp_path / "log", *FLAGS, *pod_flags(10), env=environment, python=str(shell)
-    )
+    live = LiveServer("/mnt", tmp_path / "log", *FLAGS, env=environment, python=str(shell))
     try:
         live.wait_ready()
         assert ask(live).status_code == 200

@@ -1,17 +1,18 @@
 """Quantized checkpoints over HTTP."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
 from live import LiveServer, running
-from quantized_checkpoints import FORMATS, make_quantized, replace_tensor
+from quantized_checkpoints import FORMATS, as_auto_round, make_quantized, replace_tensor
 
 from gaudiserve import LLM, SamplingParams
 
 QUESTION = "Name three colours."
 ON_CPU = ("--device=cpu", "--max-model-len=128", "--max-num-seqs=2")
-# Few buckets.
+# Few buckets, so that warm-up is short.
 ON_CARD = (
     *("--device=hpu-emulator", "--max-model-len=128", "--max-num-seqs=2", "--block-size=32"),
     *("--num-gpu-blocks-override=8", "--bucketing-strategy=linear", "--max-num-batched-tokens=64"),
@@ -40,7 +41,7 @@ def answer(server: LiveServer) -> str:
         pytest.param("fp8, blocks", "fp8", ON_CARD, marks=pytest.mark.slow),
     ],
 )
-def test_the_flag_may_be_left_out(
+def test_a_quantized_checkpoint_is_served_without_the_quantization_flag(
     name: str, method: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = str(make_quantized(FORMATS[name], tmp_path / "checkpoint").folder)
@@ -58,7 +59,33 @@ def test_the_flag_may_be_left_out(
         assert output.outputs[0].text == found
 
 
-def test_a_scale_of_zero_ends_the_server_with_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [
+        ("gptq", "auto_round:auto_gptq"),
+        pytest.param("gptq, version 2", "auto_round", marks=pytest.mark.slow),
+        pytest.param("awq", "auto_round:auto_awq", marks=pytest.mark.slow),
+    ],
+)
+def test_packings_of_auto_round_give_the_answers_of_dequantized_weights(
+    name: str, packing: str, tmp_path: Path
+) -> None:
+    folder, reference = make_quantized(FORMATS[name], tmp_path / "checkpoint")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings.pop("checkpoint_format", None)
+    as_auto_round(packing)(folder, settings)
+
+    with running(str(folder), tmp_path / "log", *ON_CPU, "--dtype=float32") as server:
+        found = answer(server)
+        log = server.text()
+
+    assert "Quantization: auto-round, " in log
+    with LLM(str(reference), dtype="float32", max_model_len=128) as llm:
+        (output,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=16))
+    assert output.outputs[0].text == found
+
+
+def test_a_scale_of_zero_fails_the_start_in_one_sentence(tmp_path: Path) -> None:
     folder = make_quantized(FORMATS["gptq"], tmp_path / "checkpoint").folder
     name = "model.layers.1.self_attn.v_proj.scales"
     replace_tensor(folder, name, lambda scales: scales * 0)
@@ -68,7 +95,7 @@ def test_a_scale_of_zero_ends_the_server_with_one_sentence(tmp_path: Path) -> No
         lines = server.text().splitlines()
 
     assert status == 1
-    # The reason of a refused start is the last line, and no line besides has it.
+    # The last line has the reason of the refused start, and no other line repeats it.
     *before, error = lines
     assert not any("scales that are zero" in line for line in before)
     assert f"{name} in {folder / 'model.safetensors'} has 128 of 128 scales that are zero" in error

@@ -1,4 +1,4 @@
-"""The README's examples with the demo model: what a new user pastes gives text that makes sense."""
+"""The README's examples with the demo model: a new user's first commands give sensible text."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ EXAMPLES = FENCE.findall(README)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    # Skips without a network; then `demo` finds the same file.
+    # Skip without a network; otherwise download the file that `demo` uses.
     demo_gguf()
     with running("demo", tmp_path_factory.mktemp("log") / "log", "--max-model-len=1024") as live:
         yield live
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         ("/metrics", "vllm:num_requests_running"),
     ],
 )
-def test_an_example_gives_the_text_that_it_asks_for(
+def test_a_readme_example_prints_the_expected_answer(
     words: str, answer: str, server: LiveServer, tmp_path: Path
 ) -> None:
     (example,) = [example for example in EXAMPLES if words in example]
@@ -47,8 +47,10 @@ def test_an_example_gives_the_text_that_it_asks_for(
     assert re.search(answer, done.stdout.replace("\\", "")), done.stdout
 
 
-def test_every_example_is_tried(server: LiveServer) -> None:
+def test_the_readme_has_six_examples_and_the_page_is_served(server: LiveServer) -> None:
     page = server.ask("/")
 
     assert len(EXAMPLES) == 6
-    assert "http://localhost:8000/ is a page" in README and "<title>gaudiserve</title>" in page.text
+    assert (
+        "http://localhost:8000/\nis a page" in README and "<title>gaudiserve</title>" in page.text
+    )

@@ -1,4 +1,4 @@
-"""Streams outlive their engine: clients read what they would have read without its death."""
+"""Streams survive the crash of their engine: clients receive the same text as without the crash."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ def live(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 async def answers_of(live: LiveServer, asks: list[tuple[str, dict[str, Any]]]) -> list[bytes]:
-    """All at once."""
+    """Answers to `asks`, which are sent concurrently."""
     limits = httpx.Limits(max_connections=len(asks))
     async with httpx.AsyncClient(base_url=live.url, timeout=300, limits=limits) as http:
 
@@ -65,8 +65,10 @@ async def until(check: Any, timeout_s: float = 60) -> None:
         await asyncio.sleep(0.02)
 
 
-async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) -> list[bytes]:
-    """The answers to `asks`. The engine is killed once for each of `moments`: that many seconds
+async def answers_with_kills(
+    live: LiveServer, asks: list[Any], moments: list[float]
+) -> list[bytes]:
+    """Answers to `asks`, while the engine is killed once for each of `moments`: that many seconds
     after it became ready."""
     answering = asyncio.ensure_future(answers_of(live, asks))
     for moment_s in moments:
@@ -81,27 +83,27 @@ async def killed_while(live: LiveServer, asks: list[Any], moments: list[float]) 
     return await answering
 
 
-async def test_every_kind_of_stream_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+async def test_every_kind_of_stream_continues_after_an_engine_kill(live: LiveServer) -> None:
     asks = requests_of_every_kind(1, 400)
     expected = [content_of(raw) for raw in await answers_of(live, asks)]
     before = values(live, "gaudiserve:resumed_requests_total")
 
-    found = await killed_while(live, asks, [0.3, 0.3])
+    found = await answers_with_kills(live, asks, [0.3, 0.3])
 
     for raw, content in zip(found, expected, strict=True):
         assert differences(content_of(raw), content) == []
     assert values(live, "gaudiserve:resumed_requests_total") - before > 6
     assert restarts(live) == 2
     await until(lambda: values(live, *IDLE) == 0)
-    line = r"the engine is back after [\d.]+ s and goes on with (\d+) requests?: .*by SIGKILL"
+    line = r"the engine is ready again after [\d.]+ s and resumes (\d+) requests?: .*by SIGKILL"
     counts = re.findall(line, live.text())
     assert len(counts) == 2 and int(counts[0]) > 6, live.text()
     assert values(live, "gaudiserve:engine_pause_seconds_count") == 2
-    # During the pauses, which are longer than any wait for a token.
+    # Sent during the pauses, which are longer than any wait for a token.
     assert sum(raw.count(b": keep-alive") for raw in found) > 6
 
 
-async def test_a_background_response_goes_on_behind_a_killed_engine(live: LiveServer) -> None:
+async def test_a_background_response_continues_after_an_engine_kill(live: LiveServer) -> None:
     body = {"input": "far away", "max_output_tokens": 400, "temperature": 0}
 
     def response(name: str) -> dict[str, Any]:
@@ -127,12 +129,12 @@ async def test_a_background_response_goes_on_behind_a_killed_engine(live: LiveSe
     assert usage[0]["output_tokens"] == usage[1]["output_tokens"]
 
 
-async def test_a_stored_response_is_found_whole_behind_a_killed_engine(live: LiveServer) -> None:
+async def test_a_stored_response_is_complete_after_an_engine_kill(live: LiveServer) -> None:
     body = {"input": "kept", "max_output_tokens": 300, "temperature": 0, "stream": True}
     asks = [("/v1/responses", {**body, "store": True})]
     (expected,) = await answers_of(live, asks)
 
-    (found,) = await killed_while(live, asks, [0.3])
+    (found,) = await answers_with_kills(live, asks, [0.3])
 
     assert differences(content_of(found), content_of(expected)) == []
     names = [re.findall(rb'"(resp_\w+)"', raw)[0].decode() for raw in (expected, found)]
@@ -140,12 +142,12 @@ async def test_a_stored_response_is_found_whole_behind_a_killed_engine(live: Liv
     assert kept["status"] in ("completed", "incomplete") and len(kept["output"]) == 1
     assert kept["output"][0]["content"] == twin["output"][0]["content"]
     assert kept["usage"]["output_tokens"] == twin["usage"]["output_tokens"] == 300
-    # It can be continued.
+    # The resumed response can be continued.
     more = {"input": "more", "previous_response_id": kept["id"], "max_output_tokens": 3}
     assert live.ask("/v1/responses", more).status_code == 200
 
 
-async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: LiveServer) -> None:
+async def test_requests_wait_and_probes_fail_during_an_engine_restart(live: LiveServer) -> None:
     body = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
     expected = live.ask("/v1/completions", body).json()["choices"]
 
@@ -160,14 +162,14 @@ async def test_while_an_engine_starts_again_requests_wait_and_probes_tell(live: 
 
 
 @pytest.mark.slow
-async def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(
+async def test_a_hung_engine_is_killed_and_its_requests_continue(
     tiny_model: str, tmp_path: Path
 ) -> None:
     with running(tiny_model, tmp_path / "log", *FLAGS, "--engine-timeout=2") as live:
         asks = requests_of_every_kind(2, 300)[:3]
         expected = [content_of(raw) for raw in await answers_of(live, asks)]
         engine = engine_of(live)
-        await asyncio.sleep(2.2)  # idle for longer is no hang
+        await asyncio.sleep(2.2)  # An engine that is idle for longer is not treated as hung.
         assert engine_of(live) == engine
 
         os.kill(engine, signal.SIGSTOP)
@@ -175,7 +177,7 @@ async def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(
 
         for raw, content in zip(found, expected, strict=True):
             assert differences(content_of(raw), content) == []
-        assert "has said nothing for 2 s" in live.text() and engine_of(live) != engine
+        assert "has sent nothing for 2 s" in live.text() and engine_of(live) != engine
 
 
 def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) ->
     with running(tiny_model, tmp_path / "log", *flags) as live:
         os.kill(workers_of(engine_of(live))[-1], signal.SIGKILL)
         deadline_s = time.monotonic() + 60
-        while "is back after" not in live.text():
+        while "is ready again after" not in live.text():
             assert time.monotonic() < deadline_s, live.text()
             time.sleep(0.05)
 

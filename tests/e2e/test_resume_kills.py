@@ -1,5 +1,5 @@
-"""A hundred kills of engines and workers, at random moments, under streams of every kind: each ends
-as its undisturbed twin.
+"""A hundred kills of engines and workers, at random moments, under streams of every kind: each
+stream gets the same answer as without kills.
 
 NUM_KILLS and SEED divide the run into parts.
 """
@@ -24,9 +24,9 @@ SEED = int(os.environ.get("SEED", "0"))
 NUM_STREAMS = 32
 NUM_TOKENS = 32
 MAX_PAUSE_S = 6.0
-"""The longest time that the streams have from an engine's return to the next kill."""
+"""Maximum time between an engine's return and the next kill."""
 EARLY = 0.25
-"""The share of kills that come before the engine is back or, once it is, before it gave a token."""
+"""Fraction of kills before the engine is back, or before its first token."""
 ANSWER_TIMEOUT_S = 300
 READY_TIMEOUT_S = 60
 GROWTH_BYTES = 32 << 20
@@ -52,13 +52,14 @@ class Tally:
 
 
 def the_requests() -> list[tuple[str, dict[str, Any]]]:
-    """The same in each round and run: whether one draws close to a border is known once."""
+    """The same requests in each round and run: a sampled token close to the border of two tokens
+    stays the same."""
     asks = [ask for seed in range(4) for ask in requests_of_every_kind(seed, NUM_TOKENS)]
     return asks[:NUM_STREAMS]
 
 
 async def answers_of(live: LiveServer, asks: list[tuple[str, dict[str, Any]]]) -> list[bytes]:
-    """All at once."""
+    """Answers to concurrent requests."""
     limits = httpx.Limits(max_connections=len(asks))
     client = httpx.AsyncClient(base_url=live.url, timeout=ANSWER_TIMEOUT_S, limits=limits)
     async with client as http:
@@ -94,7 +95,7 @@ def num_files(pid: int) -> int:
 
 
 async def until(check: Any, answering: "asyncio.Future[Any]") -> None:
-    """Wait for `check`, or until all is answered."""
+    """Wait for `check`, or until all requests are answered."""
     end_s = time.monotonic() + READY_TIMEOUT_S
     while not answering.done() and not await asyncio.to_thread(check):
         assert time.monotonic() < end_s
@@ -122,8 +123,8 @@ async def kill_one(live: LiveServer, rng: random.Random, tally: Tally) -> None:
 async def kill_until_answered(
     live: LiveServer, rng: random.Random, answering: "asyncio.Future[Any]", tally: Tally
 ) -> None:
-    """Kill at random moments, up to NUM_KILLS. Behind a kill that came early there is a token
-    before the next one: requests without any in three deaths in a row are ended."""
+    """Kill the engine at random moments, at most NUM_KILLS times. After an early kill, wait for a
+    token before the next kill: a request that is the only suspect in three kills in a row fails."""
     was_early = False
     while tally.num_kills < NUM_KILLS:
         if is_early := not was_early and rng.random() < EARLY:
@@ -174,9 +175,11 @@ async def test_kills_at_random_moments_lose_and_repeat_no_token(
 
 
 @pytest.mark.slow
-async def test_with_two_engines_the_pause_is_below_a_second(tmp_path: Path) -> None:
-    """In bfloat16, as the demo model is served: as long as the other engine takes to compute the
-    contexts."""
+async def test_streams_pause_for_less_than_a_second_when_one_of_two_engines_is_killed(
+    tmp_path: Path,
+) -> None:
+    """In bfloat16, like the demo model's default: the pause is the time that the other engine takes
+    to compute the contexts."""
     body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with running("demo", tmp_path / "log", "--data-parallel-size=2") as live:
         async with httpx.AsyncClient(base_url=live.url, timeout=ANSWER_TIMEOUT_S) as http:

@@ -84,7 +84,7 @@ def test_all_checks_hold_on_a_card_without_faults(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_server_takes_the_settings_that_avoid_what_failed(
+def test_a_server_applies_the_settings_that_avoid_failed_checks(
     tiny_model: str, tmp_path: Path
 ) -> None:
     cache = f"--cache-dir={tmp_path / 'cache'}"
@@ -107,7 +107,9 @@ def test_a_server_takes_the_settings_that_avoid_what_failed(
     assert "Self-test: graph-marks fails: --config-hidden-layers=1000" in text
 
 
-def test_the_quick_part_runs_before_the_first_start_only(tiny_model: str, tmp_path: Path) -> None:
+def test_the_quick_self_test_runs_only_before_the_first_start(
+    tiny_model: str, tmp_path: Path
+) -> None:
     flags = (*CARD, f"--cache-dir={tmp_path / 'cache'}", "--selftest=on", QUICK_FAULTS)
     texts = []
 
@@ -145,7 +147,7 @@ def test_a_killed_self_test_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["", "collectives", "captured-collectives"])
-def test_a_fault_of_collectives_breaks_its_check(fault: str) -> None:
+def test_a_fault_of_collectives_fails_its_check(fault: str) -> None:
     """Two processes, each with an emulated card."""
     faults = [f"--emulator-faults={fault}"] if fault else []
     engine = load(["m", "--device=hpu-emulator", *faults], environ={}).engine
@@ -156,7 +158,7 @@ def test_a_fault_of_collectives_breaks_its_check(fault: str) -> None:
     checks = [check for check in all_checks().values() if check.name in wanted]
     place = place_of(engine, this_machine(env.environment()))
 
-    found = Runner(place, 300.0, lambda result: None).run(checks)
+    found = Runner(place, 300.0, lambda result: None, lambda what: None).run(checks)
 
     outcomes = {result.name: (result.status, result.detail) for result in found}
     wrong = {name for name, (status, _) in outcomes.items() if status == FAILS}
@@ -175,7 +177,7 @@ OFFLINE: dict[str, Any] = {
 }
 
 
-def test_an_offline_engine_takes_the_settings_that_avoid_what_failed(
+def test_an_offline_engine_applies_the_settings_that_avoid_failed_checks(
     tiny_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = {**OFFLINE, "cache_dir": str(tmp_path), "emulator_faults": ("fused-sdpa",)}

@@ -29,8 +29,10 @@ def run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_quoting_compares_servers_with_the_first(tiny_model: str, tmp_path: Path) -> None:
-    # Braces in a command are not taken for the port.
+def test_the_quoting_benchmark_compares_servers_with_the_first_server(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    # The braces in a command are kept and not replaced by the port.
     ngram = '--speculative-config={"method":"ngram","num_speculative_tokens":4}'
 
     printed = run(
@@ -55,7 +57,7 @@ def test_quoting_compares_servers_with_the_first(tiny_model: str, tmp_path: Path
 @pytest.mark.slow
 def test_adapters_are_measured_over_http(tiny_model: str) -> None:
     lora = ("--enable-lora", "--max-loras=2", "--max-lora-rank=4", "--lora-modules", "{modules}")
-    # The names of the adapters stay words of the command.
+    # The adapters' names remain words of the command.
     server = command(tiny_model, *lora).replace("'{modules}'", "{modules}")
 
     printed = run(

@@ -1,5 +1,5 @@
-"""Speculation against the same engine without: float32, greedy or seeded, with chunks, prefix hits
-and a KV cache far too small for the batch."""
+"""Speculation compared with the same engine without it: float32, greedy or seeded, with chunks,
+prefix hits and a KV cache far too small for the batch."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 ALWAYS = {**NGRAM, "adaptive": False}
-"""Verifies all drafts, whatever they cost."""
+"""Speculation that verifies all drafts, without cost limits."""
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}
 SHARED_PREFIX = [5 + 7 * i % 301 for i in range(41)]
 PROMPTS = [
@@ -107,12 +107,12 @@ def test_suffixes_of_earlier_outputs_are_accepted(folder: Path) -> None:
     drafts, accepted = (
         after[f"num_{name}_tokens"] - before[f"num_{name}_tokens"] for name in ("draft", "accepted")
     )
-    # The second time all answers are known.
+    # The second time, all answers are in the suffix index.
     assert accepted > max(200, before["num_accepted_tokens"])
     assert accepted / drafts > before["num_accepted_tokens"] / before["num_draft_tokens"]
 
 
-def test_it_holds_with_preemptions_and_adaptive_drafts(folder: Path) -> None:
+def test_preemptions_and_adaptive_drafts_change_no_token(folder: Path) -> None:
     plain, _ = run(folder, SAMPLINGS["greedy"])
 
     speculated, stats = run(folder, SAMPLINGS["greedy"], speculative_config=NGRAM)
@@ -121,7 +121,7 @@ def test_it_holds_with_preemptions_and_adaptive_drafts(folder: Path) -> None:
     assert stats.preemptions > 0
 
 
-def test_log_probabilities_are_those_of_each_token(folder: Path) -> None:
+def test_logprobs_with_speculation_equal_logprobs_without_speculation(folder: Path) -> None:
     params = SamplingParams(temperature=0.2, seed=1, max_tokens=40, logprobs=3, ignore_eos=True)
     plain, _ = run(folder, params)
 
@@ -138,8 +138,8 @@ def test_log_probabilities_are_those_of_each_token(folder: Path) -> None:
                 assert abs(position[token].logprob - logprob.logprob) < 1e-4
 
 
-def test_the_compiled_decoder_computes_rows_of_one_request(folder: Path) -> None:
-    # Without preemptions: a token computed again in a prompt is rounded differently.
+def test_the_compiled_decoder_verifies_drafts_without_changing_tokens(folder: Path) -> None:
+    # Without preemptions: a recomputed token is rounded differently in a prompt.
     roomy = {"dtype": "bfloat16", "num_gpu_blocks_override": 400, "max_num_batched_tokens": 512}
     plain, _ = run(folder, SAMPLINGS["greedy"], **roomy)
 
@@ -165,7 +165,7 @@ def test_requests_with_a_grammar_run_beside_drafts(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "seeded", "penalties"])
-def test_drafts_behind_which_a_grammar_holds_change_no_token(folder: Path, name: str) -> None:
+def test_drafts_under_a_grammar_change_no_token(folder: Path, name: str) -> None:
     pairs = GrammarSpec("regex", "((a[b-d]|[0-9]{2}),){5,20}")
     params = replace(SAMPLINGS[name], ignore_eos=False, structured_outputs=pairs)
     plain, _ = run(folder, params, skip_tokenizer_init=False)
@@ -197,9 +197,7 @@ def test_tensor_parallel_ranks_verify_the_same_drafts(keys: dict[str, Any], fold
 
 
 @pytest.mark.parametrize("method", [ALWAYS, SUFFIX], ids=["ngram", "suffix"])
-def test_tokens_that_are_not_finite_end_their_request_alone(
-    method: dict[str, Any], tmp_path: Path
-) -> None:
+def test_non_finite_logits_fail_only_their_request(method: dict[str, Any], tmp_path: Path) -> None:
     file = make_tiny("llama", tmp_path, num_hidden_layers=1) / "model.safetensors"
     tensors, poison = load_file(file), 200
     tensors["model.embed_tokens.weight"][poison] = torch.nan
@@ -212,11 +210,11 @@ def test_tokens_that_are_not_finite_end_their_request_alone(
             return choices(llm.generate(PROMPTS, params, use_tqdm=False))
 
         expected = answers()
-        with pytest.raises(RequestFailed, match="logits of output token 1 were not numbers"):
+        with pytest.raises(RequestFailed, match="logits of output token 1 were NaN or infinite"):
             llm.generate([[5, poison, *[9] * 90]], params, use_tqdm=False)
         # Drafts are verified together with the sampled token that is not finite.
         sampled = replace(params, logit_bias={poison: 100.0})
-        with pytest.raises(RequestFailed, match="logits of output token 2 were not numbers"):
+        with pytest.raises(RequestFailed, match="logits of output token 2 were NaN or infinite"):
             llm.generate([[5, 6, 7, 8] * 20], sampled, use_tqdm=False)
 
         assert answers() == expected

@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -40,7 +40,7 @@ def lock(source: Path, tmp_path: Path) -> Iterator[IO[str]]:
 @contextlib.contextmanager
 def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
     """A server that waits for the conversion."""
-    # Compiling them takes longer than everything else here.
+    # Link the compiled kernels: compiling them takes longer than the rest of the test.
     (tmp_path / "cache" / "kernels").symlink_to(kernel_folder(None))
     common_flags = (
         "--served-model-name=tiny",
@@ -59,7 +59,7 @@ def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
 
 
 def is_converting(live: LiveServer) -> bool:
-    """Asks several times, so that every API server reports it."""
+    """Request /ready several times, so that every API server reports the conversion."""
     try:
         return all("convert" in live.ask("/ready").text for _ in range(12))
     except httpx.ConnectError:
@@ -82,12 +82,12 @@ def test_the_port_answers_before_the_checkpoint_is_converted(
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "5"
             assert refused.json()["error"]["type"] == "server_error"
-        assert "takes no requests yet" in chat.json()["error"]["message"]
+        assert "accepts no requests yet" in chat.json()["error"]["message"]
         fcntl.flock(lock, fcntl.LOCK_UN)
         live.wait_ready(60)
 
 
-def test_a_wrong_checkpoint_ends_with_one_clear_line_and_status_1(
+def test_a_bad_checkpoint_fails_the_start_with_one_line_and_status_1(
     source: Path, lock: IO[str], tmp_path: Path
 ) -> None:
     with starting(source, tmp_path) as live:
@@ -130,7 +130,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("--host=0.0.0.0", "--api-server-count=2"), "localhost", True),
     ],
 )
-def test_the_first_lines_have_urls_that_answer_and_tell_of_an_open_server(
+def test_the_first_lines_have_working_urls_and_warn_of_an_open_server(
     flags: tuple[str, ...], host: str, is_warned: bool, tiny: str, tmp_path: Path
 ) -> None:
     with running(tiny, tmp_path / "log", "--max-model-len=64", *flags) as live:
@@ -156,9 +156,39 @@ def test_the_first_lines_have_urls_that_answer_and_tell_of_an_open_server(
     assert all("WARNING" in line and "--api-key" in line for line in warned)
 
 
-def test_the_urls_of_what_is_turned_off_are_not_shown(tiny: str, tmp_path: Path) -> None:
+def test_urls_of_disabled_features_are_not_shown(tiny: str, tmp_path: Path) -> None:
     flags = ("--max-model-len=64", "--no-enable-page", "--disable-fastapi-docs")
     with running(tiny, tmp_path / "log", *flags) as live:
         (line,) = [line for line in live.text().splitlines() if " ready after " in line]
 
     assert line.endswith(f"context 64 tokens; API http://127.0.0.1:{live.port}/v1")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_start_log_and_the_metrics_show_the_memory_of_each_process(
+    tiny: str, tmp_path: Path, count: int
+) -> None:
+    flags = ("--max-model-len=64", f"--api-server-count={count}")
+    with running(tiny, tmp_path / "log", *flags) as live:
+        wait_until(lambda: "; resident now: " in live.text())
+        (line,) = [line for line in live.text().splitlines() if "; resident now: " in line]
+        page = live.ask("/metrics").text
+
+    (cache,) = [line for line in live.text().splitlines() if " KV cache: " in line]
+    assert cache.endswith(
+        ": 32.0 sequences of 64 tokens at once (default: 2048 tokens for each of 32 sequences, at "
+        "most 10% of the free memory or one full context; --kv-cache-memory-bytes sets the size)"
+    )
+    names = {f"API server {index}" for index in range(count)} | {"engine 0"}
+    assert re.search(r"Memory of each engine: weights [\d.]+ \w+, KV cache [\d.]+ \w+ when", line)
+    assert all(re.search(rf"{name} [\d.]+ [MG]iB", line) for name in names)
+    sizes = dict(re.findall(r'process_resident_memory_bytes\{process="([^"]+)"\} (\S+)', page))
+    assert sizes.keys() >= names
+    assert all(float(size) > 2**20 for size in sizes.values())
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 10) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)

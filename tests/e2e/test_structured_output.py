@@ -49,7 +49,7 @@ def test_whole_and_streamed_answers_validate_with_n_logprobs_and_seeds(
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
         assert choice.logprobs is not None and choice.logprobs.content is not None
-        # Log-probabilities of the model, before the mask.
+        # Log-probabilities are computed before the mask.
         assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
     assert len(set(texts)) == 3
 

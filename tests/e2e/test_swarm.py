@@ -1,4 +1,4 @@
-"""Two hundred clients of every kind, many with disconnects: nothing leaks."""
+"""Two hundred clients of every kind, including clients that disconnect, leave no leaks."""
 
 import os
 import time
@@ -14,7 +14,7 @@ NUM_CLIENTS = 200
 SHORT_S = 2.0
 LONG_S = float(os.environ.get("SWARM_SECONDS", "300"))
 GROWTH_BYTES = 12 * 2**20
-"""Allowed growth between samples in the second half: noise of the heap size."""
+"""Allowed memory growth between samples in the second half: noise of the heap size."""
 GAUGES = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -58,7 +58,7 @@ def probe_text(server: LiveServer) -> str:
     return text
 
 
-async def test_every_gauge_is_zero_after_many_clients(server: LiveServer) -> None:
+async def test_every_gauge_is_zero_after_many_clients_have_disconnected(server: LiveServer) -> None:
     before = probe_text(server)
     swarm = Swarm(("127.0.0.1", server.port), NUM_CLIENTS)
 
@@ -87,5 +87,5 @@ async def test_memory_stays_flat_under_many_clients(server: LiveServer) -> None:
     assert not swarm.faults, swarm.faults[:3]
     assert sum(swarm.answered.values()) > 10 * LONG_S
     assert probe_text(server) == before
-    # Measured while idle, in the second half: caches are full by then.
+    # Measured while idle, in the second half, when caches are full.
     assert max(sizes[parts // 2 :]) - sizes[parts // 2 - 1] < GROWTH_BYTES, sizes

@@ -1,4 +1,4 @@
-"""Workers of a model in processes of their own: the tokens of a single worker, on the CPU and on
+"""Tensor-parallel workers in separate processes: the tokens of a single worker, on the CPU and on
 the emulated card, and the end of a group whose worker dies."""
 
 import os
@@ -50,14 +50,14 @@ def expected(folder: str) -> list[list[int]]:
         return answers(llm)
 
 
-def test_two_ranks_on_the_cpu_give_the_tokens_of_one(
+def test_two_ranks_on_the_cpu_give_the_tokens_of_a_single_rank(
     folder: str, expected: list[list[int]]
 ) -> None:
     with LLM(folder, **CPU, tensor_parallel_size=2, compare_ranks=True) as llm:
         assert answers(llm) == expected
 
 
-def test_two_ranks_that_decode_several_times_in_a_step_give_the_tokens_of_one(
+def test_two_ranks_with_several_decodes_per_step_give_the_tokens_of_a_single_rank(
     folder: str, expected: list[list[int]]
 ) -> None:
     with LLM(
@@ -70,7 +70,7 @@ def test_two_ranks_that_decode_several_times_in_a_step_give_the_tokens_of_one(
     "mode",
     ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)],
 )
-def test_two_emulated_cards_give_the_tokens_of_one_and_compile_nothing_after_warmup(
+def test_two_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
     mode: str, folder: str, expected: list[list[int]]
 ) -> None:
     with LLM(

@@ -51,7 +51,7 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once(
         process.kill()
         process.wait()
         assert out.read_bytes().count(b"\n") < 200
-        # Nothing is left that would answer, and write.
+        # No process is left that could answer a request and write its line.
         while any(map(alive, family)):
             assert time.monotonic() < end_s
             time.sleep(0.05)
@@ -73,7 +73,7 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once(
     assert {item["body"]["usage"]["completion_tokens"] for item in by_id.values()} == {40}
 
 
-def test_a_batch_asks_a_running_server_and_says_when_there_is_none(
+def test_a_batch_uses_a_running_server_and_reports_a_missing_server(
     server: LiveServer, tmp_path: Path
 ) -> None:
     write_batch(tmp_path / "in", 3, max_tokens=2)
@@ -109,7 +109,7 @@ class Terminal:
         self.text = ""
 
     def wait_for(self, words: str, timeout_s: float = 60) -> str:
-        """The text up to the end of `words`, which is taken off."""
+        """Text up to and including `words`; later calls begin after it."""
         end_s = time.monotonic() + timeout_s
         while words not in self.text:
             assert time.monotonic() < end_s, self.text
@@ -138,7 +138,7 @@ def chat(tiny_model: str) -> Iterator[Terminal]:
         terminal.close()
 
 
-def test_a_conversation_in_the_terminal(chat: Terminal) -> None:
+def test_a_terminal_chat_answers_and_forgets_the_conversation_on_clear(chat: Terminal) -> None:
     chat.wait_for("tiny: Ctrl-C stops an answer")
     chat.wait_for("> ")
     family = children_of(chat.process.pid)
@@ -173,7 +173,7 @@ def test_a_conversation_in_the_terminal(chat: Terminal) -> None:
     assert not any(map(alive, family))
 
 
-def test_one_message_to_a_running_server(server: LiveServer) -> None:
+def test_a_quick_chat_prints_the_answer_or_the_error(server: LiveServer) -> None:
     command = [*COMMAND, "chat", "--quick", "hello", "--base-url"]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
 
@@ -183,7 +183,7 @@ def test_one_message_to_a_running_server(server: LiveServer) -> None:
     missing = subprocess.run([*command, "http://127.0.0.1:1"], **options)
 
     assert done.returncode == 0 and len(done.stdout) > 5, done.stderr
-    # The flag's default is more than the context of 256 tokens leaves.
+    # The flag's default exceeds the room in the context of 256 tokens.
     lines = [line for line in server.text().splitlines() if "POST /v1/chat" in line]
     assert [line.partition("status=")[2][:3] for line in lines[-3:]] == ["200", "200", "400"]
     assert "output_tokens=3 " in lines[-2]

@@ -1,4 +1,4 @@
-"""engine/request.py: the state and the parameters of a request."""
+"""engine/request.py: state and parameters of a request."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def make(prompt: list[int], *, key: int = 1, **sampling: object) -> Request:
     )
 
 
-def test_no_max_tokens_means_the_rest_of_the_context() -> None:
+def test_without_max_tokens_the_limit_is_the_rest_of_the_context() -> None:
     assert make([1] * 5, max_tokens=None).max_num_tokens == 20
     assert make([1] * 5, max_tokens=100).max_num_tokens == 20
     assert make([1] * 5, max_tokens=3).max_num_tokens == 8
@@ -33,7 +33,7 @@ def test_the_top_bits_of_a_key_name_the_front_end() -> None:
     assert make([1], key=(3 << 48) | 17).front_end == 3
 
 
-def test_end_tokens_are_those_of_the_model_and_those_asked_for() -> None:
+def test_end_tokens_include_the_models_and_the_requested_tokens() -> None:
     plain = make([1], stop_token_ids=(2, 7))
     ignoring = make([1], stop_token_ids=(7,), ignore_eos=True)
 
@@ -48,7 +48,7 @@ def test_a_stop_token_outside_the_vocabulary_never_reaches_the_device() -> None:
     assert request.request_sampling().end_token_ids == (2, 7)
 
 
-def test_many_end_tokens_are_the_same_as_few() -> None:
+def test_duplicate_and_out_of_range_stop_token_ids_are_removed() -> None:
     listed = (*range(3, 50, 3), *range(3, 50, 3)) * 40 + (90, 4_000_000)
     few = make([1], stop_token_ids=tuple(range(3, 50, 3)), min_tokens=1)
     for ids in (listed, packed(np.array(listed))):
@@ -59,7 +59,7 @@ def test_many_end_tokens_are_the_same_as_few() -> None:
         assert many.request_sampling() == few.request_sampling()
 
 
-def test_neutral_sampling_stays_neutral_and_gets_its_seed() -> None:
+def test_request_sampling_normalizes_neutral_values_and_sets_the_seed() -> None:
     row = make([1], top_k=-1, logit_bias={9: 1.0, 3: -1.0}).request_sampling()
 
     assert (row.top_k, row.seed, row.num_logprobs, row.num_prompt_logprobs) == (0, 99, -1, -1)
@@ -76,7 +76,7 @@ def test_a_repetition_penalty_stays_within_what_32_bits_can_apply(
     assert row.repetition_penalty == pytest.approx(told)
 
 
-def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
+def test_prompt_logprobs_are_requested_until_all_were_sent() -> None:
     request = make([1, 2, 3], prompt_logprobs=2)
     before = request.request_sampling()
 
@@ -87,7 +87,7 @@ def test_scores_of_the_prompt_are_asked_for_until_all_went_up() -> None:
     assert request.request_sampling().temperature == before.temperature
 
 
-def test_known_tokens_are_prompt_and_output() -> None:
+def test_token_ids_returns_the_prompt_and_the_output() -> None:
     request = make([5, 6, 7])
     fresh = bytes(request.token_ids())
     request.output_token_ids.extend([8, 9])

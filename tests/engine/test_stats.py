@@ -20,7 +20,7 @@ def snapshot(stats: StepStats, *, with_samples: bool = True) -> EngineStats:
     return stats.snapshot(**GAUGES, with_samples=with_samples)
 
 
-def test_launches_are_counted_by_phase_and_lookup() -> None:
+def test_launches_are_counted_by_phase_and_lookup_result() -> None:
     stats = StepStats()
 
     stats.count_launch("prefill", "hit", useful=10, padded=16, shape=(1, 16, 0))
@@ -33,7 +33,7 @@ def test_launches_are_counted_by_phase_and_lookup() -> None:
     assert sent.padding_tokens == {"prefill": 6, "decode": 2}
 
 
-def test_samples_go_up_once_and_counters_stay() -> None:
+def test_samples_are_sent_once_and_counters_accumulate() -> None:
     stats = StepStats()
     stats.count_step(12, [DECODE, PREFILL], [0.1, 0.2])
 
@@ -48,7 +48,7 @@ def test_samples_go_up_once_and_counters_stay() -> None:
     assert second.steps == 1
 
 
-def test_a_step_without_tokens_is_no_sample() -> None:
+def test_a_step_without_tokens_adds_no_sample() -> None:
     stats = StepStats()
     stats.count_step(0, [PREFILL], [0.1])
 
@@ -58,7 +58,7 @@ def test_a_step_without_tokens_is_no_sample() -> None:
     assert sent.step_seconds == [(PREFILL, 0.1)]
 
 
-def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
+def test_a_snapshot_does_not_change_with_later_counts() -> None:
     stats = StepStats()
     stats.count_launch("decode", "hit", useful=1, padded=1, shape=(1, 1, 0))
 
@@ -68,7 +68,7 @@ def test_a_snapshot_does_not_change_when_counting_goes_on() -> None:
     assert sent.lookups == {"decode.hit": 1}
 
 
-def test_samples_nobody_fetches_are_bounded() -> None:
+def test_unread_samples_are_bounded() -> None:
     stats = StepStats()
 
     for _ in range(MAX_SAMPLES + 10):
@@ -79,7 +79,7 @@ def test_samples_nobody_fetches_are_bounded() -> None:
     assert len(sent.step_seconds) <= MAX_SAMPLES
 
 
-def test_worker_counters_replace_what_they_name() -> None:
+def test_worker_counters_replace_earlier_values() -> None:
     stats = StepStats(graph_bytes=7)
 
     stats.update_counters({"compilations.decode.warmup": 3.0, "graphs": 2.0, "unheard_of": 1.0})
@@ -91,7 +91,7 @@ def test_worker_counters_replace_what_they_name() -> None:
     assert (sent.graphs, sent.graph_bytes) == (2, 7)
 
 
-def test_what_the_runtime_counts_goes_up_by_name() -> None:
+def test_runtime_counters_are_sent_by_name() -> None:
     stats = StepStats()
 
     stats.update_counters({"recompilations": 2.0, "cpu_fallbacks": 3.0, "recipe_hits": 9.0})

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.fuzz
 NUM_CLIENTS = 3
 MAX_GROWTH_BYTES = 64 * 2**20
 WARM_UP_SHARE = 0.2
-"""Share of the time in which the attack runs before memory is first measured: libraries and caches
-keep the memory of their first use."""
+"""Fraction of the attack before memory is first measured: libraries and caches keep the memory of
+their first use."""
 NUM_CACHED_GRAMMARS = 320
 MAX_OTHER_S = 0.2
-"""Time in which another client is answered; one of a thousand answers may wait for a core that the
+"""Response-time limit for another client; one of a thousand answers may wait for a core that the
 attackers use."""
 SETTLE_S = 20.0
 KEY = "correct-key"
@@ -82,7 +82,7 @@ def test_hostile_requests_leave_the_server_unchanged(
 
 
 def attacked(server: LiveServer, target: Target, first_seed: int, seconds: float) -> list[Outcome]:
-    """What NUM_CLIENTS attackers saw, which send hostile requests for `seconds`."""
+    """Outcomes of NUM_CLIENTS attackers that send hostile requests for `seconds`."""
     spawn = multiprocessing.get_context("spawn")
     stop, reports = spawn.Event(), spawn.Queue()
     attackers = [
@@ -101,7 +101,7 @@ def attacked(server: LiveServer, target: Target, first_seed: int, seconds: float
 
 
 def warm_up(server: LiveServer, seed: int, takes_pictures: bool) -> None:
-    """Send one request of each kind, so that lazy initialization is done."""
+    """Send a request of each kind, so that lazy initialization is done."""
     if takes_pictures:
         for i in range(10):
             status_of(server, *picture_chat(seed - 1 - i))
@@ -115,7 +115,7 @@ def warm_up(server: LiveServer, seed: int, takes_pictures: bool) -> None:
 
 
 def forget_grammars(server: LiveServer) -> None:
-    """Replace the cached grammars, which may take 512 MiB, by small ones."""
+    """Replace the cached grammars, which may take 512 MiB, with small grammars."""
     for i in range(NUM_CACHED_GRAMMARS):
         constraint = {"structured_outputs": {"choice": [str(i)]}}
         body = {"prompt": "a", "max_tokens": 1, **constraint}

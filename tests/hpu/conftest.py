@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU, where they can be compiled."""
+"""The CPU's compiled kernels, skipped on machines that cannot compile them."""
 
 import os
 import shutil
@@ -15,8 +15,8 @@ from hpu.native.library import COMPILERS, NEEDED, Library, open_library
 
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the kernels in `built`. Servers that tests start share it, because a
-    compilation takes longer than most test files."""
+    """Folder of the kernels in `built`. Servers that tests start share it, because a compilation
+    takes longer than most test files."""
     if os.environ.get("KERNEL_FLAGS"):
         return tmp_path_factory.mktemp("kernels")
     return module.kernel_folder(None)
@@ -24,7 +24,7 @@ def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(kernel_folder: Path) -> Iterator[Library]:
-    """Compiled with the words of KERNEL_FLAGS too, if that is set."""
+    """Compiled kernels; KERNEL_FLAGS adds compiler flags."""
     if not cpu_flags() >= NEEDED or not any(map(shutil.which, COMPILERS)):
         pytest.skip("no compiler, or a CPU without AVX2")
     with pytest.MonkeyPatch.context() as patch:
@@ -36,7 +36,7 @@ def built(kernel_folder: Path) -> Iterator[Library]:
 
 @pytest.fixture
 def lone(built: Library) -> Iterator[Library]:
-    """On one thread, as torch is then."""
+    """The kernels on one thread, with torch on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     built.use_threads(1)
@@ -65,8 +65,8 @@ def _in_mode(built: Library, mode: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 def library(
     built: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Library]:
-    """Each kind of products with weights in bfloat16; those with quantized weights take inputs in
-    bfloat16."""
+    """Kernels in each mode of products with bfloat16 weights; the modes with quantized weights use
+    bfloat16 inputs."""
     yield from _in_mode(built, request.param, monkeypatch)
 
 
@@ -74,12 +74,12 @@ def library(
 def quantizing(
     built: Library, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Library]:
-    """Each kind of products with quantized weights."""
+    """Kernels in each mode of products with quantized weights."""
     yield from _in_mode(built, request.param, monkeypatch)
 
 
 @pytest.fixture
 def rounds_weights(quantizing: Library) -> bool:
     """Whether products of many rows round quantized weights to bfloat16. Without BF16 instructions,
-    and with inputs in 8 bits, they are computed in integers, with unrounded weights."""
+    and with 8-bit inputs, products are computed in integers with unrounded weights."""
     return quantizing.instruction_set == "AVX512-BF16" and not quantizing.rounds_inputs

@@ -1,4 +1,4 @@
-"""The table of devices, and what it says of kernels and releases."""
+"""The table of devices, and its entries for kernels and releases."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_the_generations_differ_in_memory_and_fp8_range() -> None:
     assert round(older.usable_bytes / 2**30, 2) == 94.62
 
 
-def test_an_unknown_generation_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_generation_is_refused_with_the_known_generations() -> None:
     with pytest.raises(ConfigError, match="'gaudi1' is not one of gaudi2, gaudi3"):
         generation("gaudi1")
 
@@ -52,7 +52,7 @@ def test_an_emulated_card_is_as_large_as_the_table_says(name: str) -> None:
         ("mixture_of_experts.bias_fused_weights", "gaudi3", (1, 23, 0), True),
     ],
 )
-def test_a_kernel_is_there_from_its_release_on(
+def test_a_kernel_exists_since_its_release(
     kernel: str, device: str, release: tuple[int, ...] | None, expected: bool | None
 ) -> None:
     assert has_kernel(kernel, device, release) is expected
@@ -64,7 +64,7 @@ def test_release_1_20_takes_64_experts_in_a_call() -> None:
     assert [max_experts(release) for release in releases] == [64, 64, None, None, None]
 
 
-def test_a_release_is_read_off_a_version() -> None:
+def test_the_release_is_parsed_from_a_version_string() -> None:
     texts = ("1.22.1-6f0bb5a", "1.22.0.740", "hl-smi", "1")
 
     releases = [release_of(text) for text in texts]

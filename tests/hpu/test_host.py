@@ -1,4 +1,4 @@
-"""What the host lets a process use, read from laid-out kernel files."""
+"""Host resources that a process may use, read from simulated kernel files."""
 
 import os
 from pathlib import Path
@@ -15,13 +15,13 @@ def _lay_out(root: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def test_memory_is_the_machines_when_nothing_limits_it(tmp_path: Path) -> None:
+def test_memory_without_limits_is_the_machines_memory(tmp_path: Path) -> None:
     _lay_out(tmp_path, {"proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n"})
 
     assert usable_memory(tmp_path) == (4 * GIB, 8 * GIB)
 
 
-def test_a_control_group_limits_memory_and_its_dropped_cache_counts_as_free(tmp_path: Path) -> None:
+def test_a_cgroup_limits_memory_and_its_reclaimable_cache_counts_as_free(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/a/b"
     _lay_out(
         tmp_path,
@@ -38,7 +38,7 @@ def test_a_control_group_limits_memory_and_its_dropped_cache_counts_as_free(tmp_
     assert usable_memory(tmp_path) == (2 * GIB - GIB // 2, 2 * GIB)
 
 
-def test_the_first_version_of_control_groups_limits_memory_too(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_memory(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/memory/job"
     _lay_out(
         tmp_path,
@@ -53,7 +53,7 @@ def test_the_first_version_of_control_groups_limits_memory_too(tmp_path: Path) -
     assert usable_memory(tmp_path) == (GIB - GIB // 4, GIB)
 
 
-def test_a_container_that_sees_only_its_own_group_is_limited_by_the_mounted_root(
+def test_a_container_that_sees_only_its_own_cgroup_is_limited_by_the_mounted_root(
     tmp_path: Path,
 ) -> None:
     _lay_out(
@@ -69,7 +69,7 @@ def test_a_container_that_sees_only_its_own_group_is_limited_by_the_mounted_root
     assert usable_memory(tmp_path)[1] == GIB
 
 
-def test_a_cpu_quota_of_half_a_core_leaves_one(tmp_path: Path) -> None:
+def test_a_cpu_quota_of_half_a_core_allows_a_single_core(tmp_path: Path) -> None:
     _lay_out(
         tmp_path,
         {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},

@@ -1,4 +1,4 @@
-"""Which cores a worker gets, from the kernel's files of an imagined host."""
+"""Cores of a worker, from the kernel files of a simulated host."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,8 @@ from hpu.protocol import Ranks
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """Two nodes of four cores with their second threads, and a card on each, in reverse order."""
+    """Two nodes of four cores with their second threads, and a card on each node, in reverse
+    order."""
     for node, cores in ((0, "0-3,8-11"), (1, "4-7,12-15"), (2, "")):
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -50,7 +51,7 @@ def test_workers_on_a_cpu_share_the_usable_cores_node_by_node(host: Path) -> Non
     assert sum(len(host.cores) for host in three if host is not None) == 16
 
 
-def test_a_host_with_one_node_or_too_few_cores_divides_nothing(host: Path, tmp_path: Path) -> None:
+def test_a_host_with_a_single_node_or_few_cores_binds_no_worker(host: Path, tmp_path: Path) -> None:
     assert cores_of_rank(0, 2, range(4), host) is None
     assert cores_of_rank(0, 3, (3, 4), host) is None
     assert cores_of_rank(0, 2, range(16), tmp_path / "none") is None

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/page.md, from a server with a script: `make page-pictures`."""
+"""Makes the pictures of docs/page.md, from a server with scripted answers: `make page-pictures`."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ QUESTION = "Write a Python function that reverses a string, with a test."
 
 
 def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Page:
-    """A new window with the page, which has asked a question."""
+    """A new window with the page, in which a question was asked."""
     page = browser.new_page(
         viewport={"width": size[0], "height": size[1]},
         color_scheme="dark" if scheme == "dark" else "light",
@@ -26,7 +26,7 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Pa
 
 def main() -> None:
     """Write the pictures into docs/."""
-    # The answer is written by a script: no model that this project serves is named.
+    # A script writes the answer, so the name must not belong to a real model.
     names = ("your-model",)
     with serving(context=8192, reasoning_parser="qwen3", served_model_names=names) as server:
         server.answer(THINKS + MARKDOWN, pace_s=0.03)

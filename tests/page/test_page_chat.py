@@ -1,4 +1,4 @@
-"""The chat of the page in a browser: what it sends, streams, keeps and copies."""
+"""The page's chat in a browser: requests, streaming, storage and copying."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
 
 
 def bodies(page: Page) -> list[Any]:
-    """The chat requests from now on."""
+    """Bodies of all chat requests from now on."""
     sent: list[Any] = []
 
     def keep(request: Any) -> None:
@@ -100,7 +100,7 @@ def test_code_can_be_copied_and_selected_while_the_answer_grows(
     page.click("#send")
 
 
-def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
+def test_a_request_has_max_tokens_and_the_settings_of_the_page(page: Page) -> None:
     sent = bodies(page)
     ask(page, "Hi")
     settle(page, system="Be short.", temperature="0.3", max_tokens="77", tools=TOOLS)
@@ -122,7 +122,7 @@ def test_a_request_has_a_maximum_and_what_the_settings_say(page: Page) -> None:
     assert third["max_tokens"] == 77
 
 
-def test_max_tokens_is_what_the_context_leaves(page: Page) -> None:
+def test_max_tokens_is_the_rest_of_the_context(page: Page) -> None:
     sent = bodies(page)
     settle(page, max_tokens="200000")
 
@@ -132,10 +132,10 @@ def test_max_tokens_is_what_the_context_leaves(page: Page) -> None:
     assert 99_000 < sent[0]["max_tokens"] < 100_000
 
 
-def test_a_text_of_few_characters_and_many_tokens_fits_too(page: Page) -> None:
+def test_max_tokens_is_reduced_after_a_text_with_several_tokens_per_character(page: Page) -> None:
     sent = bodies(page)
 
-    # Three bytes, and as many tokens, a character.
+    # Each character has three bytes and three tokens.
     ask(page, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 33_200)
 
     expect(answers(page)).to_have_text("Hello!")
@@ -165,11 +165,13 @@ def test_the_seconds_before_the_first_token_are_counted(page: Page, server: Page
     )
 
 
-def test_names_of_the_same_model_are_no_choice(page: Page) -> None:
+def test_aliases_of_a_single_model_show_no_model_choice(page: Page) -> None:
     expect(page.locator("#model-choice")).to_be_hidden()
 
 
-def test_adapters_are_a_choice_that_is_remembered(browser: Browser, server: PageServer) -> None:
+def test_adapters_can_be_chosen_and_the_choice_is_remembered(
+    browser: Browser, server: PageServer
+) -> None:
     with window(browser) as page:
         state = page.request.get(f"{server.url}/page/state").json()
         state["models"] = ["demo", "org/demo", "chess"]
@@ -187,7 +189,7 @@ def test_adapters_are_a_choice_that_is_remembered(browser: Browser, server: Page
         assert sent[0]["model"] == "chess"
 
 
-def test_a_text_that_cannot_be_copied_is_shown(page: Page) -> None:
+def test_text_is_shown_in_a_dialog_if_the_clipboard_fails(page: Page) -> None:
     for name in ("curl", "python"):
         expect(page.locator(f"#copy-{name}")).to_be_disabled()
     ask(page, "Hi")
@@ -220,7 +222,7 @@ def test_a_stopped_answer_stays_and_can_be_retried(page: Page, server: PageServe
     assert [body["messages"] for body in sent] == [[{"role": "user", "content": "Tell"}]] * 2
 
 
-def test_enter_during_an_answer_keeps_the_message_and_says_why(
+def test_enter_during_an_answer_keeps_the_message_with_a_hint(
     page: Page, server: PageServer
 ) -> None:
     server.answer(LONG, pace_s=0.01)
@@ -238,7 +240,7 @@ def test_enter_during_an_answer_keeps_the_message_and_says_why(
     expect(page.locator("#hint")).to_have_text("")
 
 
-def test_an_answer_that_repeats_itself_is_ended_with_a_word(page: Page, server: PageServer) -> None:
+def test_a_repeating_answer_is_stopped_with_a_message(page: Page, server: PageServer) -> None:
     sent = bodies(page)
     server.answer("First. " + "oWLHLEoWLHLE" * 400, pace_s=0.001)
     ask(page, "Reverse")
@@ -271,13 +273,13 @@ def test_an_answer_that_repeats_itself_is_ended_with_a_word(page: Page, server: 
     ],
     ids=("repeats", "too-short", "after-a-start", "counting", "table", "sentences"),
 )
-def test_repetition_is_the_same_text_again(page: Page, text: str, found: bool) -> None:
+def test_repetition_is_detected_as_the_same_text_again(page: Page, text: str, found: bool) -> None:
     code = """async (text) => (await import("./page/files/repetition.js")).repeats(text)"""
     assert page.evaluate(code, text) is found
 
 
 @pytest.mark.parametrize(("name", "is_demo"), [("demo", True), ("org/model", False)])
-def test_the_empty_chat_says_what_the_demo_model_is_for(
+def test_the_empty_chat_explains_the_purpose_of_the_demo_model(
     browser: Browser, name: str, is_demo: bool
 ) -> None:
     with serving(served_model_names=(name,)) as opened, window(browser) as page:
@@ -309,7 +311,9 @@ def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServe
     assert page.evaluate("Object.keys(localStorage).filter((name) => /chat:/.test(name))") == []
 
 
-def test_a_conversation_is_in_the_list_when_it_is_sent(page: Page, server: PageServer) -> None:
+def test_a_conversation_is_listed_as_soon_as_its_first_message_is_sent(
+    page: Page, server: PageServer
+) -> None:
     server.answer(LONG, pace_s=0.01)
     send(page, "Tell me")
     expect(answers(page).last).to_contain_text("number 1")
@@ -318,7 +322,7 @@ def test_a_conversation_is_in_the_list_when_it_is_sent(page: Page, server: PageS
     expect(names).to_have_text("Tell me")
     expect(names).to_have_attribute("aria-current", "true")
     names.click()
-    # The answer goes on.
+    # The answer continues.
     expect(answers(page).last).to_contain_text("number 9")
     page.click("#send")
     expect(page.locator("#send")).to_have_text("Send")
@@ -359,7 +363,7 @@ def test_a_wide_table_scrolls_in_its_answer(
 
         assert inner > outer
         heights = page.locator(".markdown th").evaluate_all("all => all.map(h => h.offsetHeight)")
-        # Words are not squeezed below each other.
+        # A taller row would mean that words are wrapped.
         assert max(heights) < 60
         fits = "() => document.documentElement.scrollWidth <= innerWidth"
         assert page.evaluate(fits)
@@ -392,7 +396,9 @@ def test_a_deletion_can_be_undone(page: Page, server: PageServer) -> None:
     expect(names).to_have_text(["Third", "Second"])
 
 
-def test_an_undone_deletion_has_the_answer_that_it_stopped(page: Page, server: PageServer) -> None:
+def test_undoing_a_deletion_restores_the_answer_that_it_stopped(
+    page: Page, server: PageServer
+) -> None:
     ask(page, "First")
     server.answer(LONG, pace_s=0.01)
     send(page, "Tell")
@@ -427,7 +433,7 @@ def test_an_answer_that_was_replaced_can_be_brought_back(page: Page, server: Pag
     expect(page.locator("#replaced")).to_be_hidden()
 
 
-def test_a_long_title_ends_with_a_sign_that_text_is_missing(page: Page) -> None:
+def test_a_long_title_ends_with_an_ellipsis(page: Page) -> None:
     ask(page, "What do the four seasons of the year have to do with the axis of the earth?")
 
     title = "What do the four seasons of the year have to do with the…"
@@ -436,7 +442,7 @@ def test_a_long_title_ends_with_a_sign_that_text_is_missing(page: Page) -> None:
 
 
 @pytest.mark.parametrize(("width", "is_focused"), [(360, False), (900, True), (1600, True)])
-def test_the_box_has_the_focus_where_it_opens_no_keyboard(
+def test_the_input_is_focused_only_on_wide_screens_in_the_chat_view(
     browser: Browser, server: PageServer, width: int, is_focused: bool
 ) -> None:
     with window(browser, width) as page:
@@ -448,7 +454,7 @@ def test_the_box_has_the_focus_where_it_opens_no_keyboard(
         assert page.evaluate("document.activeElement.id") == ""
 
 
-def test_escape_stops_an_answer_but_not_from_a_dialog(page: Page, server: PageServer) -> None:
+def test_escape_closes_a_dialog_before_it_stops_an_answer(page: Page, server: PageServer) -> None:
     server.answer(LONG, pace_s=0.01)
     send(page, "Tell")
     expect(answers(page)).to_contain_text("number 1")
@@ -479,7 +485,7 @@ def test_a_deleted_conversation_does_not_return_with_its_answer(
     expect(page.locator(".chat-name")).to_have_text(["Next"])
 
 
-def test_an_answer_that_is_left_does_not_end_the_next_one(page: Page, server: PageServer) -> None:
+def test_an_abandoned_answer_does_not_end_the_next_answer(page: Page, server: PageServer) -> None:
     server.answer(LONG, pace_s=0.01)
     send(page, "First")
     expect(answers(page)).to_contain_text("number 1")
@@ -499,7 +505,7 @@ def test_an_answer_that_is_left_does_not_end_the_next_one(page: Page, server: Pa
     expect(page.locator(".chat-name")).to_have_text(["Second", "First"])
 
 
-def test_what_the_browser_keeps_is_bounded(page: Page) -> None:
+def test_browser_storage_is_bounded(page: Page) -> None:
     kept = page.evaluate(
         """async () => {
             const storage = await import("./page/files/storage.js");
@@ -519,7 +525,7 @@ def test_what_the_browser_keeps_is_bounded(page: Page) -> None:
     assert kept == [50, False, True, "d49"]
 
 
-def test_a_spoilt_storage_does_not_break_the_page(page: Page) -> None:
+def test_corrupt_storage_does_not_break_the_page(page: Page) -> None:
     page.evaluate(
         """() => {
             localStorage.setItem("gaudiserve:/:chat:bad", "{");
@@ -560,7 +566,7 @@ def test_a_tool_call_is_folded_and_the_next_message_is_its_result(
     }
 
 
-def test_a_tool_call_that_is_cut_off_takes_no_result(page: Page) -> None:
+def test_a_truncated_tool_call_is_not_answered_by_the_next_message(page: Page) -> None:
     call = {"index": 0, "id": "c", "function": {"name": "get_weather", "arguments": '{"ci'}}
     half = f"data: {json.dumps({'choices': [{'delta': {'tool_calls': [call]}}]})}\n\n"
     page.route(
@@ -579,7 +585,9 @@ def test_a_tool_call_that_is_cut_off_takes_no_result(page: Page) -> None:
     assert all("tool_calls" not in message for message in sent[0]["messages"])
 
 
-def test_the_view_follows_an_answer_only_from_its_end(page: Page, server: PageServer) -> None:
+def test_the_view_scrolls_with_an_answer_only_from_the_end_of_the_list(
+    page: Page, server: PageServer
+) -> None:
     settle(page, max_tokens="20000")
     server.answer(LONG.replace(". ", ".\n\n"), pace_s=0.002)
     messages = page.locator("#messages")
@@ -600,7 +608,7 @@ def test_the_view_follows_an_answer_only_from_its_end(page: Page, server: PageSe
     page.click("#send")
 
 
-def test_the_conversation_as_curl_is_a_command_that_works(page: Page, server: PageServer) -> None:
+def test_the_copied_curl_command_works(page: Page, server: PageServer) -> None:
     command = copied(page, "#copy-curl", """It's "$HOME" \\ `id`""")
 
     ran = subprocess.run(
@@ -621,7 +629,7 @@ def test_the_conversation_as_curl_is_a_command_that_works(page: Page, server: Pa
     assert """It's "$HOME" \\ `id`""" in asked
 
 
-def test_the_conversation_as_python_is_a_script_that_works(page: Page, server: PageServer) -> None:
+def test_the_copied_python_script_works(page: Page, server: PageServer) -> None:
     settle(page, tools=TOOLS, temperature="0.5")
     script = copied(page, "#copy-python", "It's \"é\" \\ \n'''x'''")
 
@@ -641,7 +649,7 @@ def copied(page: Page, button: str, question: str) -> str:
     return text
 
 
-def test_a_key_is_needed_in_copies_only_if_the_page_has_one(page: Page) -> None:
+def test_copied_commands_contain_a_key_variable_only_if_the_page_has_a_key(page: Page) -> None:
     made = page.evaluate(
         """async () => {
             const { curl, lastRequest, python } = await import("./page/files/snippets.js");

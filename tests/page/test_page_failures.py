@@ -1,4 +1,4 @@
-"""What the page does when something fails: words where the eye is, and no text is lost."""
+"""Failures on the page: the message is in view, and no text is lost."""
 
 import json
 from collections.abc import Iterator
@@ -9,6 +9,9 @@ from page_browser import HEIGHTS, ask, chromium, open_page, send, window
 from page_replies import LONG
 from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, Route, expect
+
+from engine.client.state import Failure
+from server.serving.state import PastRestart
 
 pytestmark = pytest.mark.page
 
@@ -39,7 +42,8 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
 
 
 def refused(page: Page, text: str, reason: str, *, earlier: int = 0) -> None:
-    """The message is in the box again, the reason is in view, the conversation is as before."""
+    """Assert that the message is in the box again, the reason is in view, and the conversation is
+    unchanged."""
     expect(page.locator("#failure-text")).to_contain_text(reason)
     expect(page.locator("#failure")).to_be_in_viewport(ratio=0.99)
     expect(page.locator("#question")).to_have_value(text)
@@ -47,7 +51,7 @@ def refused(page: Page, text: str, reason: str, *, earlier: int = 0) -> None:
 
 
 @pytest.mark.parametrize("width", HEIGHTS)
-def test_a_text_that_is_too_long_is_refused_in_view(
+def test_the_refusal_of_a_text_that_is_too_long_is_in_view(
     browser: Browser, server: PageServer, width: int
 ) -> None:
     text = "word " * 30_000
@@ -65,7 +69,7 @@ def test_a_text_that_is_too_long_is_refused_in_view(
         expect(page.locator("#failure")).to_be_hidden()
 
 
-def test_a_server_that_shuts_down_says_so(page: Page, server: PageServer) -> None:
+def test_a_shutting_down_server_is_reported(page: Page, server: PageServer) -> None:
     server.rig.state.is_draining = True
 
     ask(page, "Hi")
@@ -77,19 +81,19 @@ def test_a_server_that_shuts_down_says_so(page: Page, server: PageServer) -> Non
     )
 
 
-def test_a_server_that_starts_says_how_far_it_is(page: Page, server: PageServer) -> None:
+def test_a_starting_server_shows_its_progress(page: Page, server: PageServer) -> None:
     state = server.rig.state
     state.pipeline, state.stage = None, "loading the weights"
     expect(page.locator("#trouble")).to_have_text(
-        "The server is starting: loading the weights. It takes no requests yet."
+        "The server is starting: loading the weights. It accepts no requests yet."
     )
 
     ask(page, "Hi")
 
-    refused(page, "Hi", "The server is starting: loading the weights. It takes no requests yet.")
+    refused(page, "Hi", "The server is starting: loading the weights. It accepts no requests yet.")
 
 
-def test_an_engine_that_ends_leaves_a_half_answer_and_a_word(
+def test_an_engine_crash_leaves_a_partial_answer_and_a_message(
     page: Page, server: PageServer
 ) -> None:
     server.answer(LONG, pace_s=0.01)
@@ -124,13 +128,33 @@ def test_a_failed_engine_is_named(page: Page, server: PageServer) -> None:
     server.client.failure = "out of memory"
 
     expect(page.locator("#status")).to_have_text("failed")
-    expect(page.locator("#trouble")).to_contain_text("The server's log says why")
+    expect(page.locator("#trouble")).to_have_text(
+        "The engine has failed: out of memory. The server's log says more."
+    )
     ask(page, "Hi")
     expect(page.locator("#question")).to_have_value("Hi")
     expect(page.locator("#failure")).to_be_visible()
 
 
-def test_a_server_that_is_gone_shows_no_old_figures(browser: Browser) -> None:
+def test_the_reason_of_a_restart_is_shown_during_and_after_the_restart(
+    page: Page, server: PageServer
+) -> None:
+    reason = f"the engine was killed {MARKUP}"
+    page.click("#to-server")
+    expect(page.locator("#restarts")).to_be_hidden()
+
+    server.client.lost = Failure(reason)
+
+    expect(page.locator("#trouble")).to_contain_text(f"is being restarted: {reason}.")
+    server.client.lost = None
+    server.rig.state.engine_restarts.append(PastRestart(0, 1_790_000_000.0, 2.5, reason))
+    expect(page.locator("#restart-list li")).to_contain_text(
+        f"engine 0 was back after 2.50 s: {reason}"
+    )
+    expect(page.locator("#trouble")).to_be_hidden()
+
+
+def test_the_page_clears_its_figures_when_the_server_is_gone(browser: Browser) -> None:
     with window(browser) as page:
         with serving() as server:
             server.fill()
@@ -147,14 +171,14 @@ def test_a_server_that_is_gone_shows_no_old_figures(browser: Browser) -> None:
         for name in ("running", "waiting", "kv", "hits", "padding", "graphs"):
             expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
         expect(page.locator("#bars span")).to_have_count(0)
-        # Nothing is known of a server that cannot be reached, not even that it has done nothing.
+        # The figures of an unreachable server are unknown and must not be shown as 0.
         for name in ("recent", "no-prefill", "no-decode"):
             expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
         expect(page.locator("td[data-share]")).to_have_count(0)
         expect(page.locator("#latencies")).to_have_text("")
 
 
-def test_a_connection_that_breaks_is_told_in_words(page: Page) -> None:
+def test_a_broken_connection_is_reported(page: Page) -> None:
     page.route(CHAT, lambda route: route.abort())
     ask(page, "Hi")
     refused(page, "Hi", "The server cannot be reached. Is it still running?")
@@ -175,7 +199,7 @@ def stream(body: str, route: Route) -> None:
     route.fulfill(status=200, content_type="text/event-stream", body=body)
 
 
-def test_a_wrong_key_is_said(browser: Browser) -> None:
+def test_a_wrong_key_is_reported(browser: Browser) -> None:
     with serving(api_keys=(KEY,)) as server, window(browser) as page:
         server.answer("Hello!")
         open_page(page, server.url, "key needed")
@@ -189,7 +213,7 @@ def test_a_wrong_key_is_said(browser: Browser) -> None:
             expect(page.locator("#key-error")).to_have_text(
                 "The server refuses this key. Check it and give it again."
             )
-        # The word stays although the page goes on asking, without a key.
+        # The message stays, although the page continues to poll without a key.
         for _ in range(2):
             page.wait_for_event("response", lambda r: r.url.endswith("/page/state"))
         expect(page.locator("#key-error")).to_contain_text("refuses this key")
@@ -213,7 +237,7 @@ HOSTILE = (
 )
 
 
-def test_no_name_answer_or_error_becomes_markup(browser: Browser) -> None:
+def test_names_answers_and_errors_are_not_rendered_as_html(browser: Browser) -> None:
     with serving(served_model_names=(MARKUP,)) as server, window(browser) as page:
         open_page(page, server.url)
         expect(page.locator("#model")).to_have_text(MARKUP)
@@ -250,7 +274,7 @@ def event(data: object) -> str:
 def test_the_policy_stops_a_string_that_would_become_markup(
     browser: Browser, server: PageServer
 ) -> None:
-    # Without `window`: the browser logs what it stops.
+    # A page without the `window` fixture, because the browser logs the blocked string.
     page = browser.new_page()
     open_page(page, server.url)
 

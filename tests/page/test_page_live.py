@@ -1,4 +1,4 @@
-"""The page of a whole server: pictures for a model that takes them, and a killed engine."""
+"""The page of a complete server: pictures for a vision model, and a killed engine."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 
 def give(page: Page, kind: str, name: str, data: bytes, media_type: str = "image/png") -> None:
-    """Drop a file on the chat, or paste it into the box, as a hand does."""
+    """Drop a file on the chat, or paste it into the box, like a user."""
     page.evaluate(
         """([kind, name, bytes, type]) => {
             const given = new DataTransfer();
@@ -40,7 +40,7 @@ def give(page: Page, kind: str, name: str, data: bytes, media_type: str = "image
     )
 
 
-def test_pictures_are_chosen_dropped_pasted_removed_and_sent(
+def test_images_can_be_chosen_dropped_pasted_removed_and_sent(
     browser: Browser, tmp_path: Path
 ) -> None:
     folder = make_tiny_vision("llava", tmp_path / "llava")
@@ -83,11 +83,11 @@ def test_pictures_are_chosen_dropped_pasted_removed_and_sent(
     parts = body["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
     assert all(part["image_url"]["url"].startswith("data:image/png;base64,") for part in parts[:2])
-    # The context of 512 tokens leaves less than the page's 1,024.
+    # The context of 512 tokens leaves less than the page's default of 1,024.
     assert 0 < body["max_tokens"] < 512
 
 
-def test_an_answer_outlives_a_killed_engine_and_a_text_model_takes_no_pictures(
+def test_an_answer_survives_an_engine_kill_and_a_text_model_offers_no_pictures(
     browser: Browser, tmp_path: Path
 ) -> None:
     with running("demo", tmp_path / "log") as live, window(browser) as page:

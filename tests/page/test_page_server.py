@@ -42,12 +42,12 @@ def test_the_figures_have_units_and_legends(
         expect(page.locator(".legend").first).to_contain_text("each line is ten times")
         expect(page.locator("#ticks span").first).to_have_text("10 ms")
         expect(page.locator("#ticks span").last).to_have_text("1000 s")
-        # Every bar of the chart has a row.
+        # Every bar of the chart has a row in the table.
         expect(page.locator("#recent tr")).to_have_count(60)
 
 
 @pytest.mark.parametrize("width", HEIGHTS)
-def test_bars_are_wide_apart_and_the_newest_is_in_view(
+def test_bars_are_spaced_and_the_newest_is_in_view(
     browser: Browser, server: PageServer, width: int
 ) -> None:
     server.fill()
@@ -84,7 +84,9 @@ def test_the_terms_are_explained_where_they_are_used(browser: Browser, server: P
         expect(page.locator("#glossary")).to_contain_text("Padding")
 
 
-def test_a_long_request_flattens_no_other(browser: Browser, server: PageServer) -> None:
+def test_bars_of_short_requests_stay_visible_beside_a_long_request(
+    browser: Browser, server: PageServer
+) -> None:
     server.fill()
     with window(browser) as page:
         open_page(page, server.url)
@@ -95,12 +97,12 @@ def test_a_long_request_flattens_no_other(browser: Browser, server: PageServer) 
 
         chart = page.locator("#bars").evaluate("bars => bars.offsetHeight")
         assert max(heights) > 0.9 * chart
-        # 0.8 s beside 600 s.
+        # Bars of 0.8 s beside a bar of 600 s.
         assert min(heights) > 0.35 * chart
         expect(page.locator("#bars .failed")).to_have_count(2)
 
 
-def test_a_cell_tells_its_numbers_to_the_keyboard(browser: Browser, server: PageServer) -> None:
+def test_a_focused_cell_shows_its_numbers(browser: Browser, server: PageServer) -> None:
     server.fill()
     with window(browser) as page:
         open_page(page, server.url)
@@ -109,7 +111,7 @@ def test_a_cell_tells_its_numbers_to_the_keyboard(browser: Browser, server: Page
         cell.focus()
 
         expect(page.locator("#cell")).to_contain_text(": 896 launches, 896 hits")
-        # The next poll draws the table again.
+        # The next poll redraws the table.
         page.wait_for_timeout(2500)
         assert page.evaluate("document.activeElement.dataset.share") is not None
         page.click("[data-shows=padding]")
@@ -117,7 +119,9 @@ def test_a_cell_tells_its_numbers_to_the_keyboard(browser: Browser, server: Page
         expect(page.locator("#scale-high")).to_have_text("100 % of the tokens")
 
 
-def test_the_view_has_an_address_and_links(browser: Browser, server: PageServer) -> None:
+def test_the_server_view_has_its_own_url_and_working_links(
+    browser: Browser, server: PageServer
+) -> None:
     with window(browser) as page:
         open_page(page, server.url)
         page.goto(f"{server.url}/#server")
@@ -132,7 +136,7 @@ def test_the_view_has_an_address_and_links(browser: Browser, server: PageServer)
 
 
 @pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
-def test_the_documentation_of_the_api_has_the_colours_of_the_browser(
+def test_the_api_documentation_follows_the_colour_scheme_of_the_browser(
     browser: Browser, server: PageServer, scheme: str, is_dark: bool
 ) -> None:
     with window(browser, scheme=scheme) as page:
@@ -146,7 +150,7 @@ def test_the_documentation_of_the_api_has_the_colours_of_the_browser(
             })"""
         )
 
-        # Without a colour of its own the ground is white.
+        # Without a background colour, the background is white.
         shown = [colour.replace("rgba(0, 0, 0, 0)", "rgb(255, 255, 255)") for colour in colours]
         ground, text = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in shown)
         assert (ground < text) is is_dark, colours

@@ -1,4 +1,5 @@
-"""States of the page at three widths, light and dark: axe finds nothing, nothing is cut off."""
+"""States of the page at three widths, light and dark: axe finds no violation, and no element is cut
+off."""
 
 from collections.abc import Iterator
 
@@ -30,6 +31,32 @@ def server() -> Iterator[PageServer]:
 def locked() -> Iterator[PageServer]:
     with serving(api_keys=("k",)) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("scale", (1, 1.5))
+def test_the_header_has_room_for_the_name_of_the_model(browser: Browser, scale: float) -> None:
+    """On a phone, with the longest status, and with larger text as its owner may choose."""
+    with window(browser, 360) as page:
+        with serving() as server:
+            open_page(page, server.url)
+            page.evaluate(
+                """(size) => {
+                    for (const element of [document.documentElement, document.body])
+                        element.style.fontSize = size;
+                }""",
+                f"{16 * scale}px",
+            )
+        expect(page.locator("#status")).to_have_text("unreachable")
+
+        name, *others = page.eval_on_selector_all(
+            ".top > *",
+            """(parts) => parts.map((part) => {
+                const { left, right } = part.getBoundingClientRect();
+                return [left, right];
+            })""",
+        )
+        assert name[1] - name[0] >= 7 * 16 * scale
+        assert all(0 <= left < right <= 360 for left, right in (name, *others))
 
 
 @pytest.mark.parametrize("width", (360, 900, 1600))
@@ -161,6 +188,6 @@ def key_states(page: Page, url: str) -> None:
 
 
 def in_view(page: Page, *selectors: str) -> None:
-    """The elements lie whole within the window, without scrolling."""
+    """Assert that the elements are completely visible without scrolling."""
     for selector in selectors:
         expect(page.locator(selector).last).to_be_in_viewport(ratio=0.99)

@@ -1,5 +1,5 @@
-"""Engines that share experts (dp with --enable-expert-parallel): the tokens of a single process
-under unequal load, no work when idle, and a common end."""
+"""Expert-parallel engines (dp with --enable-expert-parallel): the tokens of a single process under
+unequal load, no work when idle, and a common end."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,8 @@ async def read(queue: Any) -> list[int]:
 
 
 async def uneven(llm: LLM) -> list[list[int]]:
-    """Five requests to engine 0 and none to engine 1; then late ones there, and an abort."""
+    """Tokens of five requests to engine 0 and none to engine 1, then of later requests to engine 1,
+    with an abort."""
     first, second = llm._client.engines
     early = [first.add(request_of(raw(prompt), GREEDY)) for prompt in PROMPTS[:5]]
     aborted = first.add(request_of(raw(PROMPTS[0]), LONG))
@@ -73,7 +74,7 @@ def cpu_s(pids: list[int]) -> float:
     return total / os.sysconf("SC_CLK_TCK")
 
 
-def test_unequal_load_gives_the_tokens_of_one_process_and_a_killed_engine_ends_all(
+def test_unequal_load_gives_the_tokens_of_a_single_process_and_a_killed_engine_stops_all(
     folder: str,
 ) -> None:
     with LLM(folder, **SHORT_OF_BLOCKS) as llm:
@@ -100,7 +101,7 @@ def test_unequal_load_gives_the_tokens_of_one_process_and_a_killed_engine_ends_a
         assert seconds < END_S
         assert all(isinstance(end, EngineDied) for end in ends), ends
         assert {str(end) for end in ends} == {
-            "engine 1 has ended, and the others with it, since they share experts: engine 1 "
+            "engine 1 has ended, and all engines with it, since they share experts: engine 1 "
             f"(process {pids[1]}) was killed by SIGKILL"
         }
         end_s = time.monotonic() + END_S
@@ -110,7 +111,7 @@ def test_unequal_load_gives_the_tokens_of_one_process_and_a_killed_engine_ends_a
 
 
 async def kill(llm: LLM, victim: int) -> tuple[list[Any], float]:
-    """What requests on both engines end with when `victim` is killed, and after how long."""
+    """The end of requests on both engines when `victim` is killed, and the seconds until then."""
     queues = [engine.add(request_of(raw(PROMPTS[1]), LONG)) for engine in llm._client.engines]
     for queue in queues:
         await queue.get()
@@ -131,7 +132,7 @@ def test_a_killed_worker_of_one_engine_ends_all_engines(folder: str) -> None:
 
         assert seconds < END_S
         assert {str(end) for end in ends} == {
-            "engine 1 has ended, and the others with it, since they share experts: worker 1 "
+            "engine 1 has ended, and all engines with it, since they share experts: worker 1 "
             f"(process {workers[1][1]}) was killed by SIGKILL"
         }
         end_s = time.monotonic() + END_S
@@ -141,7 +142,7 @@ def test_a_killed_worker_of_one_engine_ends_all_engines(folder: str) -> None:
 
 
 class Stream(threading.Thread):
-    """A long completion: its events, until it ends."""
+    """A long completion, with its events."""
 
     def __init__(self, url: str, prompt: list[int]) -> None:
         super().__init__(daemon=True)
@@ -157,7 +158,7 @@ class Stream(threading.Thread):
 
 
 def listening(ports: range) -> set[tuple[str, int]]:
-    """Address and port of the sockets that listen on `ports`."""
+    """(address, port) of the sockets that listen on `ports`."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, local, _, state, *_ = line.split()
@@ -203,13 +204,13 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
         while hub not in listening(range(port, port + 4)):
             assert time.monotonic() < end_s and first.process.poll() is None, first.text()
             time.sleep(0.05)
-        # It has no token, and does not take the place of the engine that has.
-        stranger = stack.enter_context(socket.create_connection(hub))
-        stranger.sendall(b"\xff" * 64)
+        # A peer without the token must not replace the engine that has the token.
+        foreign = stack.enter_context(socket.create_connection(hub))
+        foreign.sendall(b"\xff" * 64)
         second = started(folders[1] / "log", "--data-parallel-start-rank=1")
         first.wait_ready()
 
-        # The ports of an API server, of the ranks' meeting, and of the hub.
+        # Ports of an API server, of the ranks' rendezvous, and of the hub.
         assert listening(range(port, port + 4)) == {(address, port + path) for path in (1, 2, 3)}
         body = {**BODY, "prompt": PROMPTS, "max_tokens": 20}
         found = first.ask("/v1/completions", body).json()["choices"]
@@ -227,7 +228,7 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
 
         assert time.monotonic() - start < END_S
         assert all(
-            "engine 1 has ended, and the others with it" in stream.events[-2] for stream in streams
+            "engine 1 has ended, and all engines with it" in stream.events[-2] for stream in streams
         ), [stream.events[-2:] for stream in streams]
         assert (first.wait_exit(10), second.wait_exit(10)) == (1, 1)
         assert "was killed by SIGKILL" in second.text()
@@ -243,7 +244,7 @@ def test_models_without_experts_and_numbers_that_do_not_divide_are_refused(
 ) -> None:
     dense = str(make_tiny("llama", tmp_path / "llama"))
 
-    with pytest.raises(ConfigError, match="has no experts that could be distributed over ranks"):
+    with pytest.raises(ConfigError, match="has no experts to distribute over ranks"):
         LLM(dense, **SHORT_OF_BLOCKS, **COUPLED)
     with pytest.raises(ConfigError, match=r"has 4 experts, and 3 \(--data-parallel-size 3 x"):
         LLM(folder, **SHORT_OF_BLOCKS, **{**COUPLED, "data_parallel_size": 3})

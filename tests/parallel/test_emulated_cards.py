@@ -1,5 +1,5 @@
-"""Random requests to several strict emulated cards: the tokens of a single CPU, no compilation and
-no fallback after the warm-up, on any of them."""
+"""Random requests to several strict emulated cards: the tokens of a single CPU, and no compilation
+or fallback after the warm-up on any card."""
 
 import random
 import time
@@ -15,9 +15,9 @@ from gaudiserve import LLM, SamplingParams
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(480)]
 
 NUM_REQUESTS = 1000
-"""On two cards; four on the same cores take twice as long, and get fewer."""
+"""Requests for two cards; four cards on the same cores take twice as long and get fewer."""
 MAX_BORDERLINE = 2
-"""Drawn answers that may differ: see tests/e2e/test_emulated_traffic.py."""
+"""Number of sampled answers that may differ: see tests/e2e/test_emulated_traffic.py."""
 LENGTH = 64
 CPU: dict[str, Any] = {
     "device": "cpu",
@@ -32,7 +32,7 @@ CARD: dict[str, Any] = {
     **CPU,
     "device": "hpu-emulator",
     "emulator_strict": True,
-    # Fewer than eight requests may take: they are preempted.
+    # Fewer blocks than eight requests may need, so that some are preempted.
     "num_gpu_blocks_override": 24,
     "max_prefill_batch": 2,
     "bucketing_strategy": "exponential",
@@ -53,7 +53,7 @@ def random_requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     for _ in range(count):
         sampling = random_sampling(rng)
         if sampling.structured_outputs is not None:
-            # These may bar all that the grammar leaves, which is an error.
+            # These settings may forbid all tokens that the grammar allows, which is an error.
             sampling = sampling.replace(allowed_token_ids=None, bad_words_token_ids=())
         requests.append((random_prompt(rng, prefixes)[:LENGTH], sampling))
     return requests
@@ -79,7 +79,7 @@ def tokens(llm: LLM, count: int) -> list[list[int]]:
     ],
     ids=["tp 2", "ep 4", "dp 2, ep", "dp 2, ep 2"],
 )
-def test_random_requests_compile_nothing_and_fall_back_never(
+def test_random_requests_compile_nothing_and_never_fall_back(
     family: str, setup: dict[str, Any], count: int, tmp_path: Path
 ) -> None:
     folder = str(make_tiny(family, tmp_path, seed=3))

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
 LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 KILLED_S = 5.0
-"""How long requests may wait after a worker was killed."""
+"""Maximum wait of requests after a worker was killed."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 async def _answer_and_kill(llm: LLM, victim: int, num_requests: int) -> tuple[list[Any], float]:
-    """What each of several long requests ends with, when the process `victim` is killed while they
-    run, and the seconds from there to the end of the last one."""
+    """The end of each of several long requests when the process `victim` is killed while they run,
+    and the seconds until the last end."""
     prompts = [bytes([10 + index, 0, 0, 0]) for index in range(num_requests)]
     queues = [llm._client.add(request_of(prompt, LONG)) for prompt in prompts]
     for queue in queues:
@@ -120,7 +120,7 @@ def test_a_killed_rank_of_a_pipeline_ends_all_stages(
         wait_until_gone(workers)
 
 
-def test_a_killed_worker_ends_its_engine_and_the_other_engine_goes_on(folder: str) -> None:
+def test_a_killed_worker_ends_its_engine_and_the_other_engine_continues(folder: str) -> None:
     with LLM(folder, **SHORT_OF_BLOCKS, tensor_parallel_size=2, data_parallel_size=2) as llm:
         family = workers_of(os.getpid())
         engines = {pid: workers_of(pid) for pid in family if len(workers_of(pid)) == 2}

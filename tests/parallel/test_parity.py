@@ -1,4 +1,4 @@
-"""Tensor, pipeline, expert and data parallelism against one process: the same tokens and
+"""Tensor, pipeline, expert and data parallelism compared with a single process: the same tokens and
 log-probabilities, with chunks, preemptions, prefix hits, grammars, beams, seeds and penalties at
 once."""
 
@@ -32,14 +32,14 @@ SETUPS = {
     "ep 2, pp 2": {**EP2, **PP2},
     "dp 2": DP2,
     "dp 2, tp 2": {**DP2, **TP2},
-    # Engines that share experts, with a rank each and with two ranks each.
+    # Expert-parallel engines, with one rank each and with two ranks each.
     "dp 2, ep": {**DP2, "enable_expert_parallel": True},
     "dp 2, ep 2": {**DP2, **EP2},
 }
 
 
 class Case(NamedTuple):
-    """A tiny model of 4 heads, and the set-ups that it runs in."""
+    """A tiny model with 4 heads, and the set-ups in which it runs."""
 
     family: str
     setups: tuple[str, ...]
@@ -66,7 +66,7 @@ CASES = {
     "minimax_m3": Case("minimax_m3_vl_text", ("tp 2", "tp 4", "pp 2"), {"index_block_size": 8}),
     "granitemoehybrid": Case("granitemoehybrid", ("tp 2", "tp 4", "dp 2")),
 }
-# gemma3_text is a model of transformers and needs no fields of its own in FAMILIES.
+# gemma3_text is a model of transformers and needs no fields in FAMILIES.
 CASES = {
     name: case
     for name, case in CASES.items()
@@ -75,7 +75,7 @@ CASES = {
 
 
 class Tiny:
-    """The checkpoint of each case, and what one process answers with it."""
+    """Checkpoints of the cases, and the answers of a single process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -103,7 +103,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.parametrize(
     ("name", "setup"), [(name, setup) for name, case in CASES.items() for setup in case.setups]
 )
-def test_a_group_gives_the_answers_of_one_process(name: str, setup: str, tiny: Tiny) -> None:
+def test_a_group_gives_the_answers_of_a_single_process(name: str, setup: str, tiny: Tiny) -> None:
     expected = tiny.expected(name)
 
     with LLM(tiny.make(name), **SHORT_OF_BLOCKS, **SETUPS[setup]) as llm:
@@ -128,7 +128,7 @@ def test_a_group_gives_the_answers_of_one_process(name: str, setup: str, tiny: T
     reason="quantized weights need a CPU with bfloat16 instructions",
 )
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_ranks_give_the_log_probabilities_of_one_process(
+def test_quantized_ranks_give_the_log_probabilities_of_a_single_process(
     quantization: str, tiny: Tiny
 ) -> None:
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -146,5 +146,5 @@ def test_quantized_ranks_give_the_log_probabilities_of_one_process(
             ]
         )
 
-    # Each rank rounds its part of a sum to bfloat16.
+    # Each rank rounds its partial sum to bfloat16.
     assert difference(found[1], found[0], tolerance=0.3) == ""

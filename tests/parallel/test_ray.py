@@ -1,5 +1,5 @@
-"""A real Ray cluster of two nodes on this machine: the ranks of a model run on both, and the loss
-of a node ends the engine with an error, immediately, and leaves nothing running."""
+"""A real Ray cluster of two nodes on this machine: the ranks of a model run on both nodes; the loss
+of a node ends the engine at once with an error and leaves no process."""
 
 import contextlib
 import json
@@ -79,7 +79,7 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def test_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_ends_the_engine(
+def test_two_nodes_give_the_tokens_of_a_single_process_and_a_lost_node_ends_the_engine(
     tmp_path: Path,
 ) -> None:
     folder = str(make_tiny("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=8192))

@@ -1,4 +1,4 @@
-"""`gaudiserve serve` with several workers: what it refuses, and what it reports of each rank."""
+"""`gaudiserve serve` with several workers: refusals, and reports about each rank."""
 
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ def _command(pid: int) -> str:
         return ""
 
 
-def test_a_size_that_does_not_divide_the_heads_ends_the_server_before_any_worker(
+def test_a_size_that_does_not_divide_the_heads_is_refused_before_any_worker_starts(
     tmp_path: Path,
 ) -> None:
     # Nine heads, three KV heads.
@@ -42,7 +42,7 @@ def test_a_size_that_does_not_divide_the_heads_ends_the_server_before_any_worker
         live.close()
 
 
-def test_ready_and_metrics_tell_of_every_rank_of_every_engine(tmp_path: Path) -> None:
+def test_ready_and_metrics_include_every_rank_of_every_engine(tmp_path: Path) -> None:
     model = str(make_tiny("llama", tmp_path / "tiny"))
     flags = ("--dtype=float32", "-tp", "2", "-dp", "2", "--served-model-name=tiny")
     with running(model, tmp_path / "log", *flags) as live:

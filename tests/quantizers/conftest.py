@@ -1,4 +1,4 @@
-"""Tests with tools that quantize. These have their own environment, `make test-quantizers`."""
+"""Tests with quantization tools, in their own environment: `make test-quantizers`."""
 
 import re
 from pathlib import Path

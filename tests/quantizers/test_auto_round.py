@@ -1,6 +1,6 @@
-"""Files of AutoRound are loaded as the weights that it dequantizes.
+"""Files of AutoRound are loaded as the weights that AutoRound dequantizes.
 
-Skipped without it."""
+Skipped without AutoRound."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ SAMPLES = [torch.tensor([[3 + (i * step + step) % 300 for step in range(64)]]) f
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Path) -> None:
+def test_the_weights_equal_the_tools_dequantization(name: str, family: str, tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 256, **FAMILIES[family]}
     plain = make_tiny(family.partition(",")[0], tmp_path / "plain", **shape)
     packing, settings = FORMATS[name]
@@ -53,7 +53,7 @@ def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Pat
         device_map="cpu",
     )
     tool.quantize_and_save(str(tmp_path / "quantized"), format=packing)
-    # Some packings are saved in a folder below.
+    # Some packings are saved in a subfolder.
     (config,) = (tmp_path / "quantized").rglob("config.json")
     _write_reference(plain, config.parent, tmp_path / "reference")
 
@@ -62,13 +62,13 @@ def test_the_weights_are_those_of_the_tool(name: str, family: str, tmp_path: Pat
     expected = load_decoder(tmp_path / "reference").state_dict()
     assert found.keys() == expected.keys()
     for path, tensor in expected.items():
-        # The tool dequantizes to float16.
+        # AutoRound dequantizes to float16.
         torch.testing.assert_close(found[path], tensor, rtol=2e-3, atol=2e-5)
 
 
 def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: int) -> None:
-    """See _write_reference; by the definition of AWQ, because transformers needs GPTQModel for
-    it."""
+    """Write the reference from the definition of AWQ, because transformers needs GPTQModel for AWQ;
+    see _write_reference."""
     shutil.copytree(plain, target)
     tensors = load_file(folder / "model.safetensors")
     weights = {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -83,21 +83,21 @@ def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: in
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """(rows, 8 * columns) of int32 (rows, columns), whose lowest bits have the output 0, the next
-    bits the output 2."""
+    """Unpack int32 (rows, columns) to (rows, 8 * columns). The lowest bits are output 0, the next
+    bits output 2."""
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return torch.stack([packed >> 4 * order.index(i) & 15 for i in range(8)], -1).flatten(1)
 
 
 def _write_reference(plain: Path, folder: Path, target: Path) -> None:
-    """The model of `folder` with the weights that the tool dequantizes."""
+    """Write the model of `folder` with the weights that AutoRound dequantizes."""
     settings = json.loads((folder / "config.json").read_text())
     own = settings["quantization_config"]
     if own["quant_method"] == "awq":
         _write_awq_reference(plain, folder, target, own["group_size"])
         return
     if own["quant_method"] == "gptq":
-        # The same tensors under the label that this tool loads itself.
+        # The same tensors with the label that AutoRound itself loads.
         packing = "auto_round:auto_gptq"
         own |= {"quant_method": "auto-round", "packing_format": packing, "data_type": "int"}
         folder = shutil.copytree(folder, target.with_name("relabelled"))

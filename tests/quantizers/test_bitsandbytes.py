@@ -1,6 +1,6 @@
-"""Files of transformers with bitsandbytes are loaded as the weights that it dequantizes.
+"""Files of transformers with bitsandbytes are loaded as the weights that bitsandbytes dequantizes.
 
-Skipped without it."""
+Skipped without bitsandbytes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ import torch
 from paged_harness import load_decoder
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from hpu.model_loader.bitsandbytes import decode_flat, encode_nf4
 
 functional = pytest.importorskip("bitsandbytes").functional
 
@@ -23,7 +25,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_weights_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
+def test_the_weights_equal_the_tools_dequantization(name: str, tmp_path: Path) -> None:
     plain = make_tiny("llama", tmp_path / "plain", hidden_size=128, intermediate_size=256)
     config = BitsAndBytesConfig(**FORMATS[name])
     model = AutoModelForCausalLM.from_pretrained(
@@ -48,6 +50,21 @@ def test_the_weights_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     for path, tensor in expected.items():
         torch.testing.assert_close(found[path], tensor, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(16, 192), (3, 50)])
+def test_nf4_encoding_equals_bitsandbytes(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    stored, state = functional.quantize_4bit(weight, quant_type="nf4")
+
+    parts = encode_nf4(weight)
+
+    assert state.blocksize == 64 and not state.nested
+    assert torch.equal(parts["values"], stored.flatten())
+    torch.testing.assert_close(parts["blocks"], state.absmax)
+    torch.testing.assert_close(parts["codes"], state.code, rtol=0, atol=1e-7)
+    expected = functional.dequantize_4bit(stored, state)
+    torch.testing.assert_close(decode_flat(parts, shape, "a weight"), expected)
 
 
 def _dequantized(module: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Files of GPTQModel, in its formats of GPTQ and AWQ, are served like the weights that it makes of
-them.
+"""Files of GPTQModel, in its GPTQ and AWQ formats, are served like the weights that GPTQModel
+dequantizes.
 
-Skipped without it: it and llmcompressor want different releases of transformers."""
+Skipped without GPTQModel, which conflicts with llmcompressor about the release of transformers."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gaudiserve import LLM, SamplingParams
 
-# It reads this when it is imported, and starts fewer threads than it needs on two cores.
+# GPTQModel reads this at import; its default number of threads on two cores is too small.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 gptqmodel = pytest.importorskip("gptqmodel")
 dequantize_gemm = pytest.importorskip(
@@ -44,10 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_served_model_is_that_of_the_tool(
+def test_the_served_model_equals_the_tools_model(
     name: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It writes logs into the working directory.
+    # GPTQModel writes logs into the working directory.
     monkeypatch.chdir(tmp_path)
     shape = {"hidden_size": 128, "intermediate_size": 256, **FAMILIES[family]}
     plain = make_tiny(family.partition(",")[0], tmp_path / "plain", **shape)
@@ -70,7 +70,7 @@ def test_the_served_model_is_that_of_the_tool(
 
 
 def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]:
-    """Log-probabilities of PROMPT without its first token, with the weights that the tool
+    """Log-probabilities of PROMPT without its first token, with the weights that GPTQModel
     dequantizes."""
     backend = gptqmodel.BACKEND.AWQ_TORCH if is_awq else gptqmodel.BACKEND.TORCH
     quantized = gptqmodel.GPTQModel.load(
@@ -84,7 +84,7 @@ def _logprobs_of_tool(plain: Path, folder: Path, *, is_awq: bool) -> list[float]
     )
     for name, module in quantized.model.named_modules():
         if hasattr(module, "qweight"):
-            # The tool's own dequantized weights are rounded to 16 bits.
+            # GPTQModel rounds its own dequantized weights to 16 bits.
             scales = module.scales.float()
             if is_awq:
                 weight = dequantize_gemm(

@@ -1,5 +1,5 @@
-"""`gaudiserve quantize` with the real llmcompressor: what it writes is served like the model that
-the library itself makes of the file."""
+"""`gaudiserve quantize` with the real llmcompressor: its output is served like the model that the
+library loads from the file."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ PROMPT = [3 + (7 * at) % 90 for at in range(40)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", TARGETS)
-def test_the_served_model_is_that_of_the_library(kind: str, family: str, tmp_path: Path) -> None:
+def test_the_served_model_equals_the_librarys_model(kind: str, family: str, tmp_path: Path) -> None:
     folder = make_tiny(family.partition(",")[0], tmp_path / "plain", **FAMILIES[family])
     output = tmp_path / "quantized"
     flags = (
@@ -66,7 +66,7 @@ def served_logprobs(folder: Path) -> list[float]:
     return [entries[token].logprob for token, entries in following]
 
 
-def test_fp8_with_samples_makes_up_for_errors_and_is_that_of_the_library(tmp_path: Path) -> None:
+def test_fp8_with_samples_compensates_errors_and_equals_the_library(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
     words = ["quantize", str(folder), "--to", "fp8", "--skip-perplexity", "--max-length=32"]
     outputs = tmp_path / "rounded", tmp_path / "calibrated"
@@ -82,7 +82,7 @@ def test_fp8_with_samples_makes_up_for_errors_and_is_that_of_the_library(tmp_pat
     assert served_logprobs(outputs[1]) == pytest.approx(_logprobs_of_library(outputs[1]), abs=1e-4)
 
 
-def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path) -> None:
+def test_ignored_layers_stay_and_the_model_equals_the_librarys_model(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
     output = tmp_path / "quantized"
     flags = ["--ignore", r"re:.*layers\.1\..*", "--ignore", "model.layers.0.self_attn.o_proj"]
@@ -98,7 +98,7 @@ def test_ignored_layers_stay_and_the_model_is_that_of_the_library(tmp_path: Path
 
 
 def narrow_weights(folder: Path) -> set[str]:
-    """The names of those in FP8."""
+    """Names of the FP8 weights."""
     tensors = load_file(folder / "model.safetensors")
     return {name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn}
 
@@ -106,7 +106,7 @@ def narrow_weights(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("flags", "layers"), [((), {"0", "1"}), (("--all-layers",), {"0", "1", "2"})]
 )
-def test_fp8_keeps_the_last_layer_unless_all_are_asked_for(
+def test_fp8_keeps_the_last_layer_unless_all_layers_are_requested(
     flags: tuple[str, ...], layers: set[str], tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **{**SHAPE, "num_hidden_layers": 3})
@@ -121,7 +121,7 @@ def test_fp8_keeps_the_last_layer_unless_all_are_asked_for(
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj", "re:.*experts.*", "re:("])
-def test_a_path_of_no_layer_is_an_error_that_names_it(
+def test_a_path_without_a_layer_is_named_in_an_error(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
@@ -132,7 +132,7 @@ def test_a_path_of_no_layer_is_an_error_that_names_it(
     assert f"--ignore {name} is no" in capsys.readouterr().err
 
 
-def test_weights_alone_are_quantized_where_activations_stay(tmp_path: Path) -> None:
+def test_weight_only_schemes_do_not_quantize_activations(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)
     output = tmp_path / "quantized"
 
@@ -144,7 +144,8 @@ def test_weights_alone_are_quantized_where_activations_stay(tmp_path: Path) -> N
 
 
 def _logprobs_of_files(plain: Path, folder: Path) -> list[float]:
-    """See _logprobs_of_library; each weight in the files is dequantized here."""
+    """Log-probabilities as in _logprobs_of_library; the weights in the files are dequantized
+    here."""
     tensors = load_file(folder / "model.safetensors")
     weights = {}
     for name, tensor in tensors.items():

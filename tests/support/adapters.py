@@ -1,4 +1,4 @@
-"""LoRA adapters with random weights in PEFT's folders, and the same merged into a checkpoint."""
+"""LoRA adapters with random weights in PEFT folders, and their merge into a checkpoint."""
 
 import json
 import re
@@ -28,8 +28,8 @@ def write_adapter(
     size: float = 0.3,
     **config: Any,
 ) -> Path:
-    """An adapter for the checkpoint `base`: it changes each weight whose module name ends with an
-    entry of `targets`. Its products are about as large as the products of the base model."""
+    """Write an adapter for the checkpoint `base`, for each weight whose module name ends with an
+    entry of `targets`. Its products are about as large as the base model's."""
     generator = torch.Generator().manual_seed(seed)
     ranks: dict[str, int] = config.get("rank_pattern", {})
     tensors: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ def write_adapter(
 
 
 def merge(folder: Path, base: Path, adapter: Path) -> Path:
-    """The checkpoint `base` with `adapter` merged into its weights: W + scale * B A."""
+    """Write the checkpoint `base` with `adapter` merged into its weights: W + scale * B A."""
     shutil.copytree(base, folder)
     config = json.loads((adapter / "adapter_config.json").read_text())
     weights = load_file(base / "model.safetensors")

@@ -12,10 +12,9 @@ REFUSED = "Graph compile failed. synStatus=synFail 26"
 
 
 class CapturedCard(CpuBackend):
-    """Every graph takes GRAPH_BYTES of `total` and `capacity` of them fit. A model for which
-    `refuse` is a hook finds no memory for more than `most_tokens`, and its compiler refuses
-    `uncompilable` tokens. No graph of `ungraphable` tokens can be compiled. Nothing else takes
-    memory."""
+    """Every graph takes GRAPH_BYTES of `total`, and `capacity` graphs fit. A model with the hook
+    `refuse` runs out of memory above `most_tokens`, and its compiler refuses `uncompilable` tokens.
+    No graph of `ungraphable` tokens can be compiled. No other object takes memory."""
 
     captures = True
     shares_host_memory = False
@@ -32,7 +31,7 @@ class CapturedCard(CpuBackend):
     ) -> None:
         super().__init__(num_threads=1)
         self.captured: list[tuple[int, ...]] = []
-        """Shapes of the tokens, in the order of the captures."""
+        """Shapes of the tokens, in order of capture."""
         self.replays = 0
         self.is_settled = False
         self._capacity = capacity
@@ -51,7 +50,7 @@ class CapturedCard(CpuBackend):
         return str(error) == REFUSED
 
     def refuse(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A hook before the forward pass."""
+        """Hook before the forward pass."""
         if inputs[0].numel() > self._most_tokens:
             raise RuntimeError(FULL)
         if inputs[0].numel() == self._uncompilable:

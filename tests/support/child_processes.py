@@ -1,5 +1,5 @@
 """Child processes of tests, forked from a process that has imported the models and the emulator: a
-spawned one imports torch anew, which takes seconds."""
+spawned process would import torch again, which takes seconds."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
@@ -12,7 +12,7 @@ PRELOADED = [
 
 
 def child_context() -> ForkServerContext:
-    """The one context of all tests: the process that forks is started once."""
+    """The context shared by all tests, so that the forking process is started once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

@@ -1,5 +1,5 @@
-"""A place where coding agents run as docs/clients.md configures them, with this machine as their
-only network, and what the model of tests/clients/agents answers them."""
+"""A workplace in which coding agents run as configured in docs/clients.md, with this machine as
+their only network, and the scripted answers of the model in tests/clients/agents."""
 
 import os
 import re
@@ -43,20 +43,19 @@ ANSWERS = {
     "Write copy.txt, then test.": f"I write the file.\n\ncopy.txt\n```\n{COPY}\n```\n",
     NOTE: READ_NOTE,
 }
-"""Answers of the model by the phrase that is last in the messages of the user and the results of
-tools: the answer READ_NOTE proves that the output of the command and the reasoning before the call
-reached the model."""
+"""Scripted answers of the model, by the last phrase in user messages and tool results. The answer
+READ_NOTE proves that the command's output and the reasoning before the call reached the model."""
 
 
 def needs(program: str, requirement: str) -> pytest.MarkDecorator:
-    """A mark that skips tests where `make test-clients` could not install the program."""
+    """A mark that skips tests if `make test-clients` could not install the program."""
     is_installed = any((folder / program).exists() for folder in PROGRAMS)
     reason = f"{program} is not installed: `make test-clients` installs it with {requirement}"
     return pytest.mark.skipif(not is_installed, reason=reason)
 
 
 class RefusingProxy(ThreadingHTTPServer):
-    """An HTTP proxy that connects to no host; `asked` has the hosts that programs asked for."""
+    """An HTTP proxy that refuses all connections and records the requested hosts in `asked`."""
 
     daemon_threads = True
 
@@ -81,11 +80,11 @@ class RefusedRequest(BaseHTTPRequestHandler):
     do_CONNECT = do_GET = do_HEAD = do_POST = refuse
 
     def log_message(self, *_: object) -> None:
-        """Keep the output of tests free of requests."""
+        """Keep requests out of the test output."""
 
 
 class Workplace:
-    """A folder with note.txt and an empty home, where an agent runs."""
+    """A folder with note.txt and an empty home in which an agent runs."""
 
     def __init__(self, folder: Path, url: str, proxy: RefusingProxy) -> None:
         self.folder = folder / "work"
@@ -98,11 +97,12 @@ class Workplace:
 
     @property
     def asked_hosts(self) -> list[str]:
-        """Hosts other than this machine that programs asked for."""
+        """Hosts other than this machine that programs requested."""
         return self._proxy.asked
 
     def documented(self, section: str, language: str) -> str:
-        """The code of this language in a section of docs/clients.md, with the server's address."""
+        """The code in this language from a section of docs/clients.md, with the server's
+        address."""
         page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
         text = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
         return "".join(code for kind, code in BLOCK.findall(text) if kind == language).replace(
@@ -110,8 +110,8 @@ class Workplace:
         )
 
     def run(self, script: str, status: int = 0) -> str:
-        """The output of a shell script that ends with `status`, and inherits no variable of the
-        environment but PATH."""
+        """Output of a shell script that must end with `status`; of the environment it inherits only
+        PATH."""
         proxy = self._proxy.url
         environment = {
             "PATH": os.pathsep.join([*map(str, PROGRAMS), os.environ["PATH"]]),

@@ -1,5 +1,5 @@
-"""CoreRig: a real EngineCore over a FakeExecutor, with a ledger for what it sends and a clock that
-moves by a thousandth of a second each time it is read."""
+"""CoreRig: a real EngineCore with a FakeExecutor, a ledger of its messages, and a clock that
+advances by a millisecond at each read."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,7 @@ from config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from config.execution import ExecutionConfig, WarmupConfig
 from config.params.offload import OffloadConfig
 from config.params.sampling import SamplingParams
+from config.params.speculation import SpeculationConfig
 from engine.core.build import build_core
 from engine.kv_cache.prefix_hashes import block_hashes
 from engine.structured_output.grammar import Grammar
@@ -66,8 +67,10 @@ class CoreRig:
         fair_share: bool = False,
         max_ttft_s: float = 0.0,
         num_scheduler_steps: int = 1,
+        enable_chunked_prefill: bool = True,
     ) -> None:
-        """`widest_decode`: blocks of the widest decode that is prepared, of those in the table."""
+        """`widest_decode`: number of blocks of the largest prepared decode, if smaller than in the
+        table."""
         self.ready = worker_ready(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -96,12 +99,17 @@ class CoreRig:
             fair_share=fair_share,
             max_ttft_s=max_ttft_s,
             num_scheduler_steps=num_scheduler_steps,
+            enable_chunked_prefill=enable_chunked_prefill,
         )
         config = EngineConfig(
             model="none",
             scheduler=schedule,
             cache=CacheConfig(enable_prefix_caching=prefix_caching),
             offload=offload,
+            speculation=SpeculationConfig(
+                speculative_model="[ngram]" if max_tokens_per_step > 1 else None,
+                num_speculative_tokens=max_tokens_per_step - 1 or None,
+            ),
             execution=ExecutionConfig(defrag_threshold=defrag_threshold),
             warmup=WarmupConfig(on_unwarmed_shape=on_unwarmed),
         )
@@ -113,6 +121,7 @@ class CoreRig:
             max_prefill_batch,
             num_blocks,
             prefix_caching,
+            chunked_prefill=enable_chunked_prefill,
         )
         table = BucketTable.make(BucketConfig(strategy=buckets), limits)
         if prepared is not None:
@@ -149,8 +158,9 @@ class CoreRig:
         resumed: Sequence[int] = (),
         **sampling: object,
     ) -> None:
-        """Greedy unless told otherwise. `images`: offset, tokens and content of each. `is_suspect`:
-        an engine died over its next token. `resumed`: tokens that another engine generated."""
+        """Add a request, greedy by default. `images`: (offset, tokens, content) of each image.
+        `is_suspect`: an engine crashed while computing its next token. `resumed`: tokens that
+        another engine generated."""
         params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
         self.ledger.open(key)
         self.asked[key] = (list(prompt), params)
@@ -215,8 +225,8 @@ class CoreRig:
         return expected_output(prompt, params, self.ready, self.next_token, grammar)
 
     def check_budget(self) -> None:
-        """No step computed more tokens than its budget, with the drafts of its decodes; beside
-        decodes that leave less, prompts had at most a block."""
+        """Assert that no step computed more tokens than its budget, including drafts; if decodes
+        leave less than a block, prompts had at most a block."""
         for plan in self.plans:
             num_decodes = num_prompt_tokens = 0
             for launch in plan.launches:
@@ -231,7 +241,8 @@ class CoreRig:
             )
 
     def check_output(self, key: int) -> None:
-        """A finished request gave what it gives alone; an aborted one a part of that."""
+        """Assert that a finished request has the tokens of a single run, and an aborted request a
+        prefix of them."""
         tokens, reason, stop_token = self.expected(key)
         request = self.ledger.requests[key]
         if request.is_aborted:

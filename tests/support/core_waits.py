@@ -1,4 +1,4 @@
-"""Waits for a core of the machine, to tell them from waits that the code causes."""
+"""Time that threads wait for a CPU core, to distinguish it from waits that the code causes."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 def core_wait_s() -> float:
-    """Seconds in which this thread could run and other threads had the cores; 0 where the kernel
+    """Seconds in which this thread was runnable while other threads used the cores; 0 if the kernel
     does not count them."""
     try:
         return int(SCHEDSTAT.read_text().split()[1]) / 1e9

@@ -1,5 +1,5 @@
-"""CountingWorker: a worker that counts 0, 1, 2, ... for each sequence, and the real processes
-around it. `EngineConfig.model` tells its manners: `counting:step_s=0.01,refuse=1`."""
+"""CountingWorker: a worker that samples 0, 1, 2, ... for each sequence, and the real processes
+around it. `EngineConfig.model` configures it: `counting:step_s=0.01,refuse=1`."""
 
 import os
 import signal
@@ -45,13 +45,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class CountingWorker:
-    """Takes `start_s` to start and `step_s` for a step; with `hangs` it takes that many seconds
-    more to start, in a bucket that depends on its rank; with `refuse` it raises ConfigError at
-    start, with `refuse_if` if that file is there, with `crash_at` it breaks at that step, with
-    `poison` it ends by `signal` (0: it raises) at a request with that token, with `several` a
-    decode gives up to that number of tokens, with `corrupt` the worker of that rank finds a wrong
-    checksum in the first block of each load, with `later` it prepares that number of buckets when
-    idle, `later_s` each."""
+    """Takes `start_s` to start and `step_s` per step.
+
+    Options: `hangs`: seconds of further start time, in a bucket that depends on the rank; `refuse`:
+    raise ConfigError at start; `refuse_if`: the same if that file exists; `crash_at`: fail at that
+    step; `poison`: end by `signal` (0: raise) at a request with that token; `several`: a decode
+    returns up to that number of tokens; `corrupt`: the worker of that rank finds a wrong checksum
+    in the first block of each load; `later`: number of buckets to prepare when idle, each in
+    `later_s`."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
@@ -84,7 +85,7 @@ class CountingWorker:
             raise ValueError(f"step {plan.step} is one too many")
         poison = self._manner("poison", -1)
         if any(poison in request.tokens.cast("B").cast("I") for request in plan.new_requests):
-            # No computation ends so soon that the engine's last message is not sent.
+            # A real step takes long enough for the engine's last message to be sent.
             time.sleep(0.02)
             number = int(self._manner("signal", signal.SIGKILL))
             if not number:
@@ -121,7 +122,7 @@ class CountingWorker:
         return WarmedBuckets([], self._left)
 
     def call(self, name: str, level: int = 0) -> str:
-        """Refused when it is asked a second time, but for sleep."""
+        """Returns the number of plans so far; a second call is refused, except for sleep."""
         if name in (SLEEP, WAKE_WEIGHTS):
             return self._executor.call(name, level)
         if name in self._calls:
@@ -130,7 +131,7 @@ class CountingWorker:
         return f"{name} after {len(self._executor.plans)} plans"
 
     def wake_up(self, on_progress: Callable[[WarmupProgress], None]) -> WorkerReady:
-        """With `no_memory` it cannot."""
+        """Fails with the option `no_memory`."""
         on_progress(WarmupProgress("warmup", 1, 2))
         if self._manner("no_memory"):
             raise RequestFailed(NO_MEMORY)
@@ -145,7 +146,7 @@ class CountingWorker:
 
 
 def count(history: int, generated: int, sampling: RequestSampling) -> int:
-    """Every sequence is 0, 1, 2, ..."""
+    """Rule of the next token: outputs are 0, 1, 2, ..."""
     return generated
 
 
@@ -170,7 +171,7 @@ def make_counting_executor(
 
 
 def counting_command(process: str) -> list[str]:
-    """How to start the `engine` or `worker` process around a CountingWorker."""
+    """Command of an `engine` or `worker` process with a CountingWorker."""
     paths = [str(ROOT), str(ROOT / "tests" / "support")]
     code = f"import sys; sys.path[:0] = {paths}; import counting_worker as c; c.{process}_main()"
     return [sys.executable, "-c", code]
@@ -186,8 +187,8 @@ def worker_main() -> None:
 
 
 def sockets_in(directory: str) -> list[str]:
-    """What lies in a socket directory beside its lock, the link to the files of large messages and
-    the mark of an engine that was ready; empty when it is gone."""
+    """Files in a socket directory, without its lock, the link to the files of large messages and
+    the mark of a ready engine; empty if the directory is gone."""
     if not os.path.isdir(directory):
         return []
     return sorted(

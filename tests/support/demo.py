@@ -1,4 +1,5 @@
-"""The demo model, for tests that want a real one: kept in the user's cache, fetched if need be."""
+"""The demo model, for tests that need a real model: cached for the user, downloaded if
+necessary."""
 
 import functools
 from typing import Any
@@ -14,7 +15,7 @@ from config.errors import ConfigError
 
 @functools.cache
 def demo_gguf() -> str:
-    """The demo model's GGUF file; the test is skipped when it cannot be had."""
+    """Path of the demo model's GGUF file; skips the test if the file is not available."""
     try:
         return fetch_demo(progress=False)
     except ConfigError as error:
@@ -29,13 +30,12 @@ def demo_folder(dtype: str = "bfloat16") -> str:
 
 @functools.cache
 def demo_reader() -> GGUFReader:
-    """The demo model's GGUF file, read: seconds, for its 49,152 tokens."""
+    """The demo model's parsed GGUF file; parsing its 49,152 tokens takes seconds."""
     return GGUFReader(demo_gguf())
 
 
 def read_demo_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads the demo model's file anew, as transformers does at each turn, gets
-    `demo_reader`'s."""
+    """Let transformers, which parses the demo model's file each time, reuse `demo_reader`."""
 
     def read(path: Any) -> GGUFReader:
         return demo_reader() if str(path) == demo_gguf() else GGUFReader(path)

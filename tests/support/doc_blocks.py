@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and docs/, their commands, and where each block is tested."""
+"""Fenced blocks of README.md and docs/, their commands, and the test of each block."""
 
 import re
 import shlex
@@ -13,12 +13,12 @@ from live import ROOT
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 ADDRESS = "localhost:8000"
 EMBEDDING_ADDRESS = "localhost:8001"
-"""Where the examples expect a server, and a server with an embedding model."""
+"""Addresses in the examples of a server, and of a server with an embedding model."""
 
 SHELL = ("bash", "console")
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
-# Other tests run these blocks, with the answers of a scripted model or in another environment.
+# Blocks that other tests run, with a scripted model or in another environment.
 ELSEWHERE = {
     ("images.md", "python"): "tests/e2e/test_images.py",
     ("pooling.md", "python"): "tests/e2e/test_pooling.py",
@@ -26,12 +26,12 @@ ELSEWHERE = {
     ("tools.md", "python"): "tests/e2e/test_openai_tools.py",
     ("clients.md", "javascript"): "tests/clients/test_docs_clients.py",
 }
-# A block whose first line names a file is that file, which a command of its page reads.
+# A block whose first line names a file contains that file, which a command of its page reads.
 FILE = re.compile(r"# ([\w-]+\.(?:py|yaml))\b")
 CLIENT_LIBRARIES = ("anthropic", "langchain_openai", "litellm")
 CLIENT_TESTS = "tests/clients/test_docs_clients.py"
 
-# Programs that no test of the documents starts: the reason, and a test of their arguments.
+# Programs that no documentation test starts: the reason, and the test of their arguments.
 NOT_STARTED = {
     "aider": ("another maker's client", "tests/clients/agents/test_aider.py"),
     "claude": ("another maker's client", "tests/clients/agents/test_claude_code.py"),
@@ -41,12 +41,17 @@ NOT_STARTED = {
     "guidellm": ("another maker's client", "tests/clients/test_guidellm.py"),
     "docker": ("needs an image, most of them a card", "tests/deploy/test_manifests.py"),
     "kubectl": ("needs a cluster", "tests/deploy/test_guide.py"),
+    "oc": ("needs a cluster", "tests/deploy/test_guide.py"),
+    **dict.fromkeys(
+        ("useradd", "cp", "systemctl", "journalctl"),
+        ("changes the machine", "tests/deploy/test_guide.py"),
+    ),
     "make": ("installs packages", "tests/test_docs.py"),
     "pip": ("installs packages", "tests/test_docs.py"),
     "ray": ("needs two hosts", "tests/parallel/test_ray.py"),
 }
 
-# Commands of gaudiserve that are parsed alone, with the reason.
+# Commands of gaudiserve that are only parsed, with the reason.
 PARSED = {
     "serve": "does not end; a server that requests follow is started",
     "plan": "tests/test_docs_gaudi.py compares its output",
@@ -56,7 +61,7 @@ PARSED = {
     "selftest": "needs a card: make test-hpu, and tests/hpu/selftest on the emulator",
 }
 
-# Lines of a log that no command of their page writes, with the file that has their formats.
+# Log lines that no command of their page writes, with the file that defines their formats.
 LOGGED = {
     "Step 812 compiled 2 graphs": "hpu/profiling/diagnostics.py",
     "Step 812 compiled 2 times": "engine/core/engine_core.py",
@@ -69,7 +74,7 @@ class Block(NamedTuple):
     kind: str
     text: str
     is_adjacent: bool
-    """Whether nothing but empty lines stand between the previous block and it."""
+    """Whether only empty lines separate the block from the previous block."""
 
     @property
     def page(self) -> str:
@@ -113,7 +118,7 @@ def all_blocks() -> list[Block]:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """The commands of a block of a shell, each with all of its lines."""
+    """Commands of a shell block, each with its continuation lines."""
     found, pending = [], ""
     for line in block.text.splitlines():
         pending += f"{line}\n"
@@ -122,7 +127,7 @@ def commands_of(block: Block) -> list[Command]:
         try:
             words = split(pending)
         except ValueError:
-            # An open quotation: the command goes on.
+            # Inside an open quotation, the command continues.
             continue
         if words:
             found.append(command_of(pending))
@@ -147,12 +152,12 @@ def is_started(command: Command) -> bool:
     """Whether the tests of the documents start this command."""
     if command.program == "gaudiserve":
         return command.words[1] not in PARSED
-    # A variable is for the program that follows.
+    # An exported variable belongs to the next program.
     return command.program not in (*NOT_STARTED, "export")
 
 
 def is_run(block: Block) -> bool:
-    """Whether tests/test_docs_examples.py runs something of this block."""
+    """Whether tests/test_docs_examples.py runs a part of this block."""
     if (block.page, block.kind) in ELSEWHERE:
         return False
     if block.kind == "python":
@@ -174,7 +179,8 @@ def needs_client_library(block: Block) -> bool:
 
 
 def program_of(block: Block) -> str:
-    """The Python program of a block: a block that makes no client continues the block before."""
+    """The Python program of a block: a block without its own client continues the previous
+    block."""
     earlier: list[str] = []
     for other in blocks_of(block.path):
         if other.kind != "python":
@@ -188,7 +194,7 @@ def program_of(block: Block) -> str:
 
 
 def output_of(block: Block) -> Block | None:
-    """The block that shows what a block prints."""
+    """The block that shows the output of a block."""
     following = blocks_of(block.path)
     after = following[following.index(block) + 1 :]
     is_shown = after and after[0].is_adjacent and after[0].kind in ("json", "text")
@@ -196,8 +202,8 @@ def output_of(block: Block) -> Block | None:
 
 
 def serve_before(block: Block) -> Command | None:
-    """The last `gaudiserve serve` of the page before a block, or in it: the requests of the block
-    are for that server."""
+    """The last `gaudiserve serve` command before or in a block: the block's requests go to that
+    server."""
     served = None
     for other in blocks_of(block.path):
         if other.kind in SHELL:

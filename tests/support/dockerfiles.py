@@ -4,7 +4,7 @@ import re
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """(word, value) of each instruction, without comments, lines joined."""
+    """(word, value) of each instruction, without comments and with continuation lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = []

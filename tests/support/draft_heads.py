@@ -1,5 +1,5 @@
 """Random heads that draft from hidden states, in the layouts of their published checkpoints, and
-the drafts that dense code of transformers takes from them."""
+the expected drafts, computed with dense code of transformers."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _one_layer(target: Path, **changes: Any) -> Any:
 
 
 def _shape_up(module: Any, seed: int) -> Any:
-    """Random weights that do not say the same for ever."""
+    """Initialize random weights that do not repeat the same token."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -52,7 +52,7 @@ def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
 
 
 class _Target:
-    """What heads take from the target."""
+    """The parts of the target model that heads use."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -60,7 +60,7 @@ class _Target:
         self.head = self.model.lm_head
 
     def hidden(self, text: list[int]) -> tuple[Tensor, ...]:
-        """In front of each layer, and behind the last norm."""
+        """Hidden states before each layer and after the last norm."""
         ids = torch.tensor([text])
         out: tuple[Tensor, ...] = self.model(ids, output_hidden_states=True).hidden_states
         return out
@@ -72,9 +72,9 @@ def _drafts(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     choose: Callable[[Tensor], int],
 ) -> Draft:
-    """A drafter from three functions. `known` gives the hidden states of a text. `run` takes
-    embeddings and hidden states, and gives the hidden states for the head and for the next call.
-    `choose` takes a hidden state and gives a token."""
+    """A drafter from three functions. `known` returns the hidden states of a text. `run` takes
+    embeddings and hidden states, and returns the hidden states for the head and for the next call.
+    `choose` takes a hidden state and returns a token."""
 
     @torch.no_grad()
     def draft(text: list[int], count: int) -> list[int]:
@@ -92,7 +92,7 @@ def _drafts(
 
 
 def make_eagle(target_folder: Path, folder: Path) -> Draft:
-    """EAGLE: names without a prefix; the embedding is there again."""
+    """Write an EAGLE checkpoint: names without a prefix, and a copy of the embedding."""
     target = _Target(target_folder)
     config = _one_layer(target_folder)
     model: Any = _shape_up(LlamaModel(config), 1)
@@ -130,8 +130,8 @@ class _Eagle3Layer(nn.Module):
 
 
 def make_eagle3(target_folder: Path, folder: Path, kept: list[int]) -> Draft:
-    """An EAGLE-3 checkpoint: a layer called midlayer, and a head over a part of the vocabulary.
-    `kept`: layers of the target whose input is the hidden state that the head reads."""
+    """Write an EAGLE-3 checkpoint: a layer called midlayer, and a head over a part of the
+    vocabulary. `kept`: target layers whose inputs are the hidden states that the head reads."""
     target = _Target(target_folder)
     config = _one_layer(target_folder)
     model: Any = LlamaModel(config)
@@ -231,7 +231,8 @@ def _as_stored(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def make_medusa(target_folder: Path, folder: Path, *, is_original: bool) -> Draft:
-    """Medusa of two residual blocks: in vLLM's names, or in the first ones, with biases."""
+    """Write a Medusa checkpoint with two residual blocks: with vLLM's names, or with the original
+    names and biases."""
     target = _Target(target_folder)
     config = target.model.config
     size, vocab, num_heads = config.hidden_size, config.vocab_size, 3
@@ -266,7 +267,7 @@ def make_medusa(target_folder: Path, folder: Path, *, is_original: bool) -> Draf
 
 
 def make_mlp_speculator(target_folder: Path, folder: Path, *, is_tied: bool) -> Draft:
-    """IBM's MLP speculator; with `is_tied` also with a norm of its input."""
+    """Write an IBM MLP speculator; with `is_tied`, also with a norm of its input."""
     target = _Target(target_folder)
     config = target.model.config
     size, vocab, inner, num_heads = config.hidden_size, config.vocab_size, 48, 3
@@ -315,7 +316,7 @@ def make_mlp_speculator(target_folder: Path, folder: Path, *, is_tied: bool) -> 
 
 
 def make_head(method: str, folder: Path, head: Path) -> tuple[Path, dict[str, Any], Draft]:
-    """The target, keys of the config, and the drafts that are expected."""
+    """(target, config keys, expected drafts)."""
     if method == "mtp":
         target = make_tiny("deepseek_v3", folder)
         return target, {}, add_mtp_layer(target)

@@ -1,4 +1,4 @@
-"""Engines that draft, and requests for them: chunks, prefix hits, and a KV cache far too small."""
+"""Engines with drafts, and requests for them: chunks, prefix hits, and a KV cache far too small."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ MIXED = [
 
 
 class Recorder:
-    """A proposer whose drafts are kept."""
+    """A proposer that records its drafts."""
 
     def __init__(self, inner: Proposer, kept: list[tuple[list[int], list[int]]]) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""An emulated card for one test: its own environment, and torch as it was afterwards."""
+"""An emulated card for a single test, with its own environment; torch is restored afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from hpu.emulator.settings import EmulatorConfig
 def emulated(
     lazy: bool = True, variables: dict[str, str] | None = None, **config: Any
 ) -> Iterator[Emulator]:
-    """The stand-in in place and imported; `config` goes to EmulatorConfig."""
+    """Install and import the emulator; `config` goes to EmulatorConfig."""
     environment = {"PT_HPU_LAZY_MODE": "1" if lazy else "0", **(variables or {})}
     with install(EmulatorConfig(**config), environment) as emulator:
         import habana_frameworks.torch  # noqa: F401
@@ -24,7 +24,7 @@ def emulated(
 
 
 def change_cards(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """Give the emulated cards that a back end installs `changes` of their EmulatorConfig."""
+    """Apply `changes` to the EmulatorConfig of cards that back ends install."""
 
     def changed(**given: Any) -> EmulatorConfig:
         return EmulatorConfig(**{**given, **changes})

@@ -1,4 +1,4 @@
-"""EngineRig: a ZmqClient before a real engine process around a CountingWorker."""
+"""EngineRig: a ZmqClient with a real engine process that runs a CountingWorker."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ TOKEN = "the launcher's"
 
 
 class EngineRig:
-    """One front end and one engine, in a directory of their own."""
+    """One front end and one engine, in their own directory."""
 
     def __init__(self, client: ZmqClient, engine: ChildProcess, directory: str) -> None:
         self.client = client
@@ -51,7 +51,7 @@ async def engine_rig(
     max_queued_prompt_tokens: int = 1_000_000,
     ready: bool = True,
 ) -> AsyncIterator[EngineRig]:
-    """Up, and down again."""
+    """A running rig, which is closed at the end."""
     directory = SocketDirectory()
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
@@ -81,7 +81,7 @@ async def engine_rig(
 
 
 def _tell(loop: asyncio.AbstractEventLoop, client: ZmqClient, message: str) -> None:
-    # A test that is over has closed its loop.
+    # A finished test has closed its loop.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(client.fail, message)
 
@@ -95,12 +95,12 @@ def asking(max_tokens: int) -> SamplingParams:
 
 
 def request_of(prompt: bytes, sampling: SamplingParams = NO_SAMPLING, **fields: Any) -> AddRequest:
-    """A sequence that was not sent. `prompt`: bytes of uint32."""
+    """A request that was not sent yet. `prompt`: bytes of uint32."""
     return AddRequest(UNSENT, memoryview(prompt), sampling, **fields)
 
 
 async def read_all(queue: RequestOutputQueue) -> tuple[list[int], Finish]:
-    """Every token until the finish."""
+    """All tokens and the finish of a request."""
     tokens: list[int] = []
     while True:
         update = await queue.get()
@@ -116,7 +116,7 @@ async def generate(client: EngineClient, max_tokens: int) -> list[int]:
 
 
 async def eventually(is_so: object, timeout_s: float) -> bool:
-    """Whether `is_so()` turns true in time."""
+    """Whether `is_so()` becomes true within the timeout."""
     assert callable(is_so)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A small OpenAI-like event server on asyncio, to measure a load client against known numbers."""
+"""A small OpenAI-like event server on asyncio, to check a load client against known numbers."""
 
 import asyncio
 import json
@@ -8,9 +8,10 @@ from typing import Any
 
 
 class EventServer:
-    """Answers each request with `max_tokens` events, `gap_s` apart, after `first_s`.
+    """Answers each request with `max_tokens` events, the first after `first_s` and the others
+    `gap_s` apart.
 
-    Counts what it saw; `fail_every` answers each n-th with 503.
+        Counts what it received; with `fail_every`, each n-th request gets a 503.
     """
 
     def __init__(
@@ -133,6 +134,6 @@ def _event(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
 
 
 def _chunk(writer: asyncio.StreamWriter, content: bytes) -> None:
-    # Cut in the middle, so that a reader must join events across chunks.
+    # Split in the middle, so that a reader must join events across chunks.
     for piece in (content[:7], content[7:]):
         writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")

@@ -1,5 +1,5 @@
-"""FakeExecutor: workers made of plain Python that remember what every KV slot holds. Fails on any
-read of a slot that does not hold exactly what its request's history says."""
+"""FakeExecutor: workers in plain Python that record the contents of every KV slot. Fails on any
+read of a slot whose contents differ from the request's history."""
 
 from array import array
 from collections import Counter, deque
@@ -38,22 +38,23 @@ from hpu.protocol import (
 )
 
 NextToken = Callable[[int, int, RequestSampling], int]
-"""(fingerprint of the whole history, tokens generated so far, sampling) to the next token."""
+"""Function of (fingerprint of the whole history, tokens generated so far, sampling) that returns
+the next token."""
 
 
 WRONG = -2
-"""What a slot holds whose contents were changed on the host."""
+"""Contents of a slot that was changed on the host."""
 
 
 def fingerprint(before: int, token: int) -> int:
-    """Hash of a history that ends with `token`. It changes with every token, their order and their
+    """Hash of a history that ends with `token`; depends on every token, their order and their
     number."""
     return (before * 6364136223846793005 + token * 1442695040888963407 + 1) % (2**61 - 1)
 
 
 @dataclass
 class LiveRequest:
-    """The worker's record of a live sequence."""
+    """The worker's record of a live request."""
 
     tokens: list[int]
     num_prompt: int
@@ -64,7 +65,8 @@ class LiveRequest:
     """Fingerprint of the history up to each token."""
     images: list[ImagePlacement] = field(default_factory=list)
     is_wrong: bool = False
-    """It has read a block with wrong contents: what it computes is wrong, too."""
+    """Whether the request has read a block with wrong contents, so that its results are wrong,
+    too."""
 
     def image_at(self, position: int) -> ImagePlacement | None:
         inside = (i for i in self.images if i.offset <= position < i.offset + i.length)
@@ -79,14 +81,14 @@ class LiveRequest:
 
 
 class FakeExecutor(Executor):
-    """An Executor whose tokens are a pure function of the history that lies in its KV cache. A
-    decode gives 1 to `ready.max_tokens_per_step` tokens, as the history says; with a grammar 1."""
+    """An Executor whose tokens are a pure function of the history in its KV cache. A decode returns
+    1 to `ready.max_tokens_per_step` tokens, depending on the history; with a grammar 1."""
 
     def __init__(self, ready: WorkerReady, max_num_reqs: int, next_token: NextToken) -> None:
         self.ready = ready
         self.max_num_reqs = max_num_reqs
         self.table: BucketTable | None = None
-        """Checked against, when set: a launch must name a prepared bucket of it."""
+        """If set, a launch must use a prepared bucket of this table."""
         self.next_token = next_token
         self.plans: list[StepPlan] = []
         self.requests: dict[int, LiveRequest] = {}
@@ -94,41 +96,42 @@ class FakeExecutor(Executor):
         self.max_in_flight = 0
         self.collected = 0
         self.early_every = 0
-        """If not 0: every `early_every`-th time that the engine asks, a result is there before the
-        next plan."""
+        """If not 0, every `early_every`-th time that the engine asks, a result is available before
+        the next plan."""
         self._asked = 0
         self.warmed: list[WarmedBuckets] = []
-        """To be received next."""
+        """Messages to be received next."""
         self.counters: dict[str, float] = {}
-        """What the results to come say of the worker."""
+        """Counters that the next results report."""
         self.collected_before: list[int] = []
-        """Results that had been fetched when each plan was submitted."""
+        """Number of collected results when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
-        """The current plan's masks by key: a mask for each masked request that samples in it."""
+        """Masks of the current plan by key, for masked requests that sample in it."""
         self.masks: list[GrammarMasks] = []
         """Masks that arrived after their plans."""
         self._in_flight: deque[bytes] = deque()
         self._lacking: StepPlan | None = None
-        """The newest plan, if its late requests have no masks yet."""
+        """The newest plan, while its late requests have no masks."""
         self.calls: list[tuple[str, int]] = []
         self.sleeps = False
         self.host: dict[int, list[int]] = {}
-        """What each slot of host memory holds, with `ready.offload`."""
+        """Contents of each slot in host memory, with `ready.offload`."""
         self.files: dict[bytes, list[int]] = {}
         self.dropped: set[bytes] = set()
-        """Files that were to be deleted."""
+        """Files that the engine asked to delete."""
         self.bad_files: set[bytes] = set()
-        """Files that are found corrupt."""
+        """Files that are found to be corrupt."""
         self.corrupt_every = 0
-        """If not 0: every `corrupt_every`-th block that comes from the host has wrong contents."""
+        """If not 0, every `corrupt_every`-th block loaded from the host has wrong contents."""
         self.num_loaded = 0
         self.fetch_delay = 0
-        """Calls of `take_fetched` that return no answer before the answer is there."""
+        """Number of calls of `take_fetched` that return no answer before the answer is
+        available."""
         self._fetches: deque[tuple[FetchBlocks, int]] = deque()
-        """Reads of files, and how many plans had been submitted before each."""
+        """Reads of files, with the number of plans submitted before each."""
         self._late_by = 0
         self.embeddings: dict[bytes, int] = {}
-        """Contents of the images in the encoder cache, and how many embeddings each has."""
+        """Number of embeddings of each image in the encoder cache, by content hash."""
         self._report: Report = lambda progress: None
         self.handlers: dict[type, Callable[[Any], None]] = {
             StepPlan: self.submit,
@@ -153,7 +156,7 @@ class FakeExecutor(Executor):
         self.handlers[type(message)](message)
 
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
-        """A result if one is there, or waited for; else what was read from files meanwhile."""
+        """The next result, awaited if requested; otherwise the file blocks read so far."""
         if self._in_flight and (waits or self.has_result()):
             return [self.collect()]
         warmed, self.warmed = self.warmed, []
@@ -167,7 +170,8 @@ class FakeExecutor(Executor):
         assert plan.step == len(self.plans), f"plan {plan.step} comes as number {len(self.plans)}"
         self.plans.append(plan)
         self.collected_before.append(self.collected)
-        # Run when collected, from a copy: a plan that is changed after it left would go unnoticed.
+        # Run at collection, from an encoded copy: otherwise, a plan that is changed after
+        # submission would not be noticed.
         self._in_flight.append(self._encode(plan))
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
 
@@ -185,7 +189,7 @@ class FakeExecutor(Executor):
         self.masks.append(masks)
 
     def has_result(self) -> bool:
-        """Never early, so that plans are made one step ahead; but see `early_every`."""
+        """False by default, so that plans are made one step ahead; see `early_every`."""
         self._asked += 1
         is_early = self.early_every > 0 and self._asked % self.early_every == 0
         return is_early and len(self._in_flight) > 0 and not self.lacks_masks
@@ -196,7 +200,7 @@ class FakeExecutor(Executor):
         return self._run(self._decode(self._in_flight.popleft()))
 
     def call(self, name: str, level: int = 0) -> str:
-        """Kept in `calls`. One that sleeps forgets everything, and takes no plan."""
+        """Records the call in `calls`. A sleeping executor forgets its state and refuses plans."""
         assert not self._in_flight, f"{name} with {len(self._in_flight)} plans in flight"
         self.calls.append((name, level))
         if name == SLEEP:
@@ -231,7 +235,7 @@ class FakeExecutor(Executor):
             late = self.masks[-1]
             assert late.step == plan.step and not set(late.req_indices) & set(plan.masked_requests)
             self._masks.update(_masks(late.req_indices, late.masks))
-            # Whoever ended meanwhile may draw anything.
+            # Requests that ended meanwhile may sample any token.
             anything = np.full(-(-self.ready.vocab_size // 8), 255, np.uint8)
             self._masks.update(
                 dict.fromkeys(set(plan.deferred_requests) - set(late.req_indices), anything)
@@ -246,7 +250,7 @@ class FakeExecutor(Executor):
         result.corrupt_loads = corrupt
         for launch in plan.launches:
             if not launch.req_indices:
-                continue  # padding for other engines
+                continue  # Padding launch for other engines.
             self._check_bucket(launch)
             if launch.phase == PREFILL:
                 self._prefill(launch, result)
@@ -258,10 +262,10 @@ class FakeExecutor(Executor):
         return result
 
     def _copy_blocks(self, plan: StepPlan) -> list[int]:
-        """The indices of loads with wrong contents."""
+        """Copy the plan's blocks; returns indices of loads with wrong contents."""
         corrupt = []
         size = self.ready.block_size
-        # Plans that were submitted before a read have been run when it begins.
+        # Plans submitted before a read have run when the read begins.
         number = self.collected - 1
         reserved = {
             slot for fetch, first in self._fetches if first <= number for slot in fetch.slots
@@ -286,7 +290,7 @@ class FakeExecutor(Executor):
         return corrupt
 
     def fetch_blocks(self, message: FetchBlocks) -> None:
-        # What is in flight was submitted before, and runs before.
+        # Plans in flight were submitted before, and run before.
         assert self.ready.offload is not None and message.hashes
         self._fetches.append((message, self.collected + len(self._in_flight)))
         self._late_by = self.fetch_delay
@@ -376,7 +380,7 @@ class FakeExecutor(Executor):
         request.blocks.append(block)
 
     def _read(self, request: LiveRequest) -> None:
-        """All context of a request, slot by slot."""
+        """Check all context of a request, slot by slot."""
         size = self.ready.block_size
         for position in range(request.computed):
             place = (request.blocks[position // size], position % size)
@@ -456,8 +460,8 @@ class FakeExecutor(Executor):
                 self._decode_several(req_index, request, result)
 
     def _decode_several(self, req_index: int, request: LiveRequest, result: StepResult) -> None:
-        """Sample as many tokens as the request's blocks have slots for. A request that ended with
-        the results before this launch may have no slot: it reads and writes nothing."""
+        """Sample as many tokens as the request's blocks have slots. A request that ended with
+        earlier results may have no slot: it reads and writes nothing."""
         before = len(result.tokens)
         count = (
             1 if request.sampling.masked else 1 + request.marks[-1] % self.ready.max_tokens_per_step
@@ -493,7 +497,7 @@ class FakeExecutor(Executor):
 
 
 def _join(result: StepResult, req_indices: list[int]) -> None:
-    """Join the tokens of each request, which are in the order of the launches."""
+    """Group the tokens by request; they are in the order of the launches."""
     order = sorted(range(len(req_indices)), key=lambda place: req_indices.index(req_indices[place]))
     result.tokens = [result.tokens[place] for place in order]
     result.token_counts = [req_indices.count(index) for index in dict.fromkeys(req_indices)]
@@ -506,7 +510,7 @@ def _masks(req_indices: list[int], masks: memoryview) -> dict[int, npt.NDArray[n
 
 
 def _scores(k: int, tokens: list[int], first: int) -> Logprobs:
-    """Made-up log-probabilities that name their token and position."""
+    """Fake log-probabilities that encode their token and position."""
     width = k + 1
     ids = array("i", [token for token in tokens for _ in range(width)])
     values = array("f", [-float(first + i) for i in range(len(tokens)) for _ in range(width)])
@@ -526,7 +530,7 @@ def worker_ready(
     whole_images: bool = False,
     request_tiles: int = 0,
 ) -> WorkerReady:
-    """What a worker of a small model would report."""
+    """The report of a worker with a small model."""
     return WorkerReady(
         num_blocks,
         block_size,

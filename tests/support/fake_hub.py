@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine, which counts what it is asked for."""
+"""A Hugging Face hub on this machine, which records its requests."""
 
 import hashlib
 import json
@@ -16,8 +16,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """Models from folders. `token`: what a model in `gated` asks for before it gives a file, and
-    one in `private` before it says anything."""
+    """Models from folders. `token`: needed for the files of models in `gated`, and for any request
+    about models in `private`."""
 
     folder: Path
     url: str = ""
@@ -25,19 +25,19 @@ class FakeHub:
     gated: set[str] = field(default_factory=set)
     private: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
-    """Models for which it answers 500."""
+    """Models that get a 500."""
     downloaded: list[str] = field(default_factory=list)
-    """Files that it sent, with the model's name: `org/name/config.json`."""
+    """Files that were sent, with the model's name: `org/name/config.json`."""
 
     def add(self, model: str, files: dict[str, str | bytes]) -> None:
-        """Add a model that consists of `files`."""
+        """Add a model with `files`."""
         for name, content in files.items():
             path = self.folder / model / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def names(self, model: str) -> list[str]:
-        """The files of a model that were downloaded."""
+        """Downloaded files of a model."""
         prefix = f"{model}/"
         return sorted(
             name.removeprefix(prefix) for name in self.downloaded if name.startswith(prefix)
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not (self.hub.folder / model).is_dir() or (
             model in self.hub.private and not has_token
         ):
-            # The hub does not say whether there is such a private model.
+            # The hub does not reveal whether a private model exists.
             status = 404 if "Authorization" in self.headers else 401
             self._send(status, b"", {"X-Error-Code": "RepoNotFound"})
         elif len(rest) > 1 and rest[1] not in ("main", COMMIT):

@@ -1,4 +1,4 @@
-"""Local processes that connect to our sockets without the launcher's token."""
+"""Local processes that connect to an engine's sockets without the launcher's token."""
 
 import contextlib
 import socket
@@ -12,9 +12,9 @@ import zmq
 from engine.transport.messages import Failed, Hello
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32)
-"""A client's greeting of ZMTP 3.0; commands follow it."""
+"""A client's ZMTP 3.0 greeting, to be followed by commands."""
 HUGE_COMMAND = b"\x06" + (2**40).to_bytes(8, "big")
-"""A long command, announced and not sent."""
+"""Header of a long command whose body is not sent."""
 WRONG_HELLO = b"\x04\x0c\x05HELLO\x01x\x03bad"
 FORGED = [msgspec.msgpack.encode(item) for item in (Hello(0, 1), Failed(0, "forged", False))]
 
@@ -50,8 +50,8 @@ def connect_and_leave(path: Path, count: int) -> None:
 
 @contextlib.contextmanager
 def forgers(path: Path, kind: int, name: bytes) -> Iterator[None]:
-    """Complete ZeroMQ peers with the name and the messages of a real peer. The first sends no
-    password, the second a wrong password. They reconnect when they are dropped."""
+    """Complete ZeroMQ peers with the name and messages of a real peer. The first sends no password,
+    the second a wrong password. They reconnect when they are dropped."""
     context = zmq.Context()
     peers = [context.socket(kind), context.socket(kind)]
     try:
@@ -63,7 +63,7 @@ def forgers(path: Path, kind: int, name: bytes) -> Iterator[None]:
                 peer.plain_username, peer.plain_password = b"gaudiserve", password
             peer.connect(f"ipc://{path}")
             for message in FORGED:
-                # The socket may have been refused already: then it has no connection to send on.
+                # A refused socket has no connection to send on.
                 with contextlib.suppress(zmq.Again):
                     peer.send(message, zmq.NOBLOCK)
         yield
@@ -73,8 +73,8 @@ def forgers(path: Path, kind: int, name: bytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_foreign_peers(path: Path, kind: int, name: bytes) -> Iterator[int]:
-    """All kinds of foreign connections at the same time, open until the end. Gives the least number
-    of connections that this makes: the forgers reconnect."""
+    """All kinds of foreign connections at the same time, open until the end. Yields the minimum
+    number of connections: the forgers reconnect."""
     with contextlib.ExitStack() as stack:
         for sends in RAW.values():
             stack.enter_context(connected(path, sends))
@@ -84,7 +84,7 @@ def all_foreign_peers(path: Path, kind: int, name: bytes) -> Iterator[int]:
 
 
 def counting(observe: Callable[[Callable[[], None]], Any]) -> Callable[[], int]:
-    """How often what `observe` is given has been called."""
+    """Returns a function that counts the calls of the callback given to `observe`."""
     calls: list[None] = []
     observe(lambda: calls.append(None))
     return lambda: len(calls)

@@ -1,5 +1,5 @@
-"""A Gaudi machine as files in a folder, for preflights: the driver's and the kernel's, and what
-hl-smi would print. Nothing of it runs."""
+"""A Gaudi machine as files in a folder, for preflights: the driver's and kernel's files, and the
+output of hl-smi. Nothing is executed."""
 
 import os
 from collections.abc import Sequence
@@ -14,8 +14,7 @@ ENOUGH_PAGES = 100_000
 
 
 class GaudiMachine:
-    """Eight free cards of the same generation by default. Files that a test adds later are seen,
-    too."""
+    """Eight free cards of the same generation by default. A test may add files later."""
 
     def __init__(self, root: Path, *, cards: int = 8, pci_id: str = "0x1060") -> None:
         self.root = root
@@ -28,9 +27,9 @@ class GaudiMachine:
         self.driver: str | None = "1.22.1-6f0bb5a"
         self.package_manager = "dpkg-query"
         self.packages: dict[str, str] = {}
-        """Version by name of the vendor's system packages."""
+        """Versions of the vendor's system packages, by name."""
         self.links_down: list[tuple[int, int]] = []
-        """(card, port)"""
+        """(card, port) of links that are down."""
         self.smi_modules: list[int] = list(range(cards))
         self.write("proc/modules", "".join(f"{name} 16384 0 - Live 0x0\n" for name in MODULES))
         self.huge_pages(ENOUGH_PAGES)
@@ -44,7 +43,7 @@ class GaudiMachine:
         return file
 
     def huge_pages(self, count: int) -> None:
-        """Reserve `count` pages of 2 MiB, beside plenty of memory."""
+        """Reserve `count` pages of 2 MiB, with plenty of free memory."""
         self.write(
             "proc/meminfo",
             f"MemTotal: 1056309248 kB\nMemAvailable: 1000000000 kB\n"
@@ -52,7 +51,7 @@ class GaudiMachine:
         )
 
     def card(self, index: int, *, vendor: str = "0x1da3", pci_id: str = "0x1060") -> str:
-        """Lay out one card; gives its node."""
+        """Create the files of a card; returns its device node."""
         self.write(f"dev/accel/accel{index}", "")
         self.write(f"dev/accel/accel_controlD{index}", "")
         device = f"sys/devices/pci0000:00/0000:{index + 0x10:02x}:00.0"
@@ -64,7 +63,7 @@ class GaudiMachine:
         return f"/dev/accel/accel{index}"
 
     def hold(self, pid: int, node: str, command: str = "python3\0server.py\0") -> None:
-        """Let a process have a node open, among other files."""
+        """Make a process hold a node open, beside other files."""
         self.write(f"proc/{pid}/cmdline", command)
         folder = self.root / f"proc/{pid}/fd"
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +71,7 @@ class GaudiMachine:
             (folder / str(number)).symlink_to(target)
 
     def run(self, argv: Sequence[str]) -> str | None:
-        """What hl-smi prints, if the machine has a driver, and what `package_manager` prints."""
+        """Output of hl-smi, if the machine has a driver, and of `package_manager`."""
         if argv[0] == self.package_manager:
             return "".join(f"{name} {version}\n" for name, version in self.packages.items())
         if argv[0] != "hl-smi" or self.driver is None:
@@ -88,7 +87,7 @@ class GaudiMachine:
         )
 
     def ports(self, what: str, bus_id: str) -> str:
-        """What `hl-smi -n` prints: six ports, the last of them to other hosts and not in use."""
+        """Output of `hl-smi -n`: six ports; the last port is external and unused."""
         words = ["internal"] * 5 + ["external"]
         if what == "link":
             words = ["UP"] * 5 + ["DOWN"]

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file
 Array = npt.NDArray[Any]
 Metadata = Mapping[str, str | int | float | list[int] | list[str]]
 Pairs = dict[str, tuple[Array, Array]]
-"""The matrices (rank, in) and (out, rank) by the name of the tensor that they change."""
+"""(rank, in) and (out, rank) matrices by the name of the tensor that they change; the first matrix
+of token_embd.weight is transposed, (in, rank)."""
 
 
 def factors(product: Array, rank: int) -> tuple[Array, Array]:
-    """Matrices with this product, whose rank is at most `rank`; of each product of a stack."""
+    """Matrices with this product, or with each product of a stack, of rank at most `rank`."""
     u, s, v = np.linalg.svd(product.astype(np.float64), full_matrices=False)
     a = np.zeros((*product.shape[:-2], rank, product.shape[-1]), np.float32)
     b = np.zeros((*product.shape[:-1], rank), np.float32)
@@ -50,7 +51,7 @@ def write_pairs(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     further: Mapping[str, Array] | None = None,
 ) -> Path:
-    """A file with the matrices `pairs` in numbers of `kind`, and the tensors `further`."""
+    """Write a file with the matrices `pairs` in type `kind`, and the tensors `further`."""
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add: dict[type, Any] = {
@@ -85,11 +86,11 @@ METADATA: Metadata = {
     "adapter.lora.alpha": 8.0,
     "general.quantization_version": 2,
 }
-"""Fields that the script writes for an adapter of PEFT."""
+"""Fields that the script writes for a PEFT adapter."""
 
 
 def as_gguf(path: Path, folder: Path, base: Path, architecture: str = "llama") -> Path:
-    """The adapter in `folder`, of the checkpoint `base`, as a GGUF file."""
+    """Write the adapter in `folder` for the checkpoint `base` as a GGUF file."""
     config = json.loads((base / "config.json").read_text())
     settings = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -99,7 +100,7 @@ def as_gguf(path: Path, folder: Path, base: Path, architecture: str = "llama") -
         if end == "A.weight":
             products[f"{module}.weight"] = tensors[name.replace("_A", "_B")] @ a
         elif end == "embedding_A":
-            # The product of the two is the transposed change of the table.
+            # The product of the two matrices is the transposed change of the embedding table.
             products[f"{module}.weight"] = tensors[name.replace("_A", "_B")] @ a
     pairs = pairs_of(architecture, config, products, settings["r"])
     metadata = {**METADATA, "adapter.lora.alpha": float(settings["lora_alpha"])}

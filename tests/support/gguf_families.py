@@ -1,5 +1,5 @@
-"""Tiny checkpoints of the families that GGUF files are read of, and the same models as GGUF files,
-stored as llama.cpp's convert_hf_to_gguf.py stores them."""
+"""Tiny checkpoints of the families that GGUF files support, and the same models as GGUF files in
+the form of llama.cpp's convert_hf_to_gguf.py."""
 
 import json
 import re
@@ -36,14 +36,14 @@ _EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", 
 
 
 class Case(NamedTuple):
-    """One model."""
+    """A model with its config and GGUF metadata."""
 
     name: str
-    """Its Hugging Face architecture."""
+    """Architecture name in Hugging Face's config.json."""
     fields: Mapping[str, Any] = MappingProxyType({})
     """Fields of config.json."""
     settings: Mapping[str, Any] = MappingProxyType({})
-    """Metadata, without the prefix."""
+    """GGUF metadata, without the prefix."""
 
 
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2}
@@ -518,7 +518,7 @@ CASES: dict[str, Case] = {
         {"dim": HIDDEN, "hidden_dim": MLP, "n_layers": 2, "n_heads": HEADS},
     ),
 }
-"""By name; the name begins with the architecture in GGUF."""
+"""Cases by name; the name begins with the GGUF architecture."""
 
 
 def architecture_of(case: str) -> str:
@@ -526,9 +526,9 @@ def architecture_of(case: str) -> str:
 
 
 def write_checkpoint(folder: Path, case: str) -> dict[str, Array]:
-    """The checkpoint of a case, in float32, and its tensors."""
+    """Write the checkpoint of a case in float32, and return its tensors."""
     name, fields, _ = CASES[case]
-    # Each family reads the name that it knows.
+    # Each family reads only one of these names.
     eps = dict.fromkeys(_EPS, 1e-5)
     folder.mkdir(parents=True)
     config = {**COMMON, **eps, "architectures": [name], "torch_dtype": "float32", **fields}
@@ -549,13 +549,13 @@ def _random(spec: WeightSpec, random: np.random.Generator) -> Array:
 
 
 def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any) -> Path:
-    """The GGUF file of a case. `further`: arguments of write_gguf."""
+    """Write the GGUF file of a case. `further`: arguments of write_gguf."""
     _, fields, settings = CASES[case]
     architecture = architecture_of(case)
     config = {**COMMON, **fields}
     stored = dict(stored_tensors(architecture, config, tensors))
     if architecture == "glm4moe":
-        # The layer for multi-token prediction.
+        # Layer for multi-token prediction.
         stored["blk.2.nextn.eh_proj.weight"] = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
     raw = {
         name: GGMLQuantizationType.MXFP4
@@ -570,7 +570,7 @@ def write_case(path: Path, case: str, tensors: dict[str, Array], **further: Any)
 def stored_tensors(
     architecture: str, config: dict[str, Any], tensors: dict[str, Array]
 ) -> Iterator[tuple[str, Array]]:
-    """The tensors of a checkpoint under their names in a file, in the form that files have."""
+    """Tensors of a checkpoint with the names and in the form of a GGUF file."""
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(kind, config["num_hidden_layers"])
 
@@ -676,7 +676,7 @@ def _gpt_oss(name: str, values: Array, config: dict[str, Any]) -> Changed:
         parts = (values[:, 0::2], values[:, 1::2]) if "gate_up" in name else (values,)
         yield from _gate_up(name.removesuffix("_bias"), "bias", parts)
     elif name.endswith("_scales"):
-        # With the blocks.
+        # Scales are stored with the blocks.
         return
     else:
         rows = values if name.endswith("_blocks") else values.swapaxes(1, 2)
@@ -693,8 +693,8 @@ def _gate_up(name: str, kind: str, parts: tuple[Array, ...]) -> Changed:
 
 
 def with_mxfp4(tensors: dict[str, Array]) -> dict[str, Array]:
-    """`tensors` of a gpt-oss with the blocks of MXFP4 as ggml has them: a byte for the scale, and
-    bytes with the weights i and i + 16."""
+    """`tensors` of a gpt-oss in ggml's MXFP4 blocks: a byte for the scale, and bytes with the
+    weights i and i + 16."""
     packed = {}
     for name, values in tensors.items():
         if name.endswith("_blocks"):

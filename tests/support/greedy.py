@@ -1,4 +1,5 @@
-"""Greedy tokens and the logits before each, by transformers and by a model over paged caches."""
+"""Greedy tokens and the logits before each token, from transformers and from a model with paged
+caches."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from hpu.models.base import CausalLM
 
 Greedy = list[tuple[list[int], Tensor]]
-"""For each prompt its tokens, and the logits (tokens, vocab) before each."""
+"""(tokens, logits (tokens, vocab) before each token) of each prompt."""
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:
-    """The same lengths give the same prompts."""
+    """Random prompts; equal lengths give equal prompts."""
     random = torch.Generator().manual_seed(1)
     return [torch.randint(4, 320, (length,), generator=random).tolist() for length in lengths]
 
@@ -28,8 +29,8 @@ def load_reference(folder: Path) -> Any:
 def greedy_by_transformers(
     reference: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> Greedy:
-    """The likeliest tokens after every prefix of each answer. They equal the answer exactly if a
-    greedy search gives it. This needs a launch for each prompt, the search itself a launch for each
+    """The most likely token after every prefix of each answer, which equals the answer exactly if a
+    greedy search gives it. This needs a launch per prompt, while a search needs a launch per
     token."""
     results = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -54,9 +55,8 @@ def assert_same_as_transformers(
 def assert_greedy_within(
     margin: float, prompts: list[list[int]], answers: list[list[int]], reference: Any
 ) -> None:
-    """For answers in 16 bits, whose rounding decides between logits that are nearly equal: by
-    `reference`, no token behind any prefix of an answer is likelier than the answer's by `margin`
-    or more."""
+    """Assert that each token of the answers is within `margin` of the largest logit of `reference`.
+    For 16-bit models, where rounding decides between nearly equal logits."""
     expected = greedy_by_transformers(reference, prompts, answers)
     for answer, (_, all_logits) in zip(answers, expected, strict=True):
         logits = all_logits[-len(answer) :]
@@ -75,7 +75,7 @@ def greedy_by_pages(
     *,
     cache_dtype: torch.dtype | None = None,
 ) -> Greedy:
-    """The same through chunked prefills and padded decodes, all rows side by side."""
+    """Greedy results from chunked prefills and padded decodes with all rows in parallel."""
     harness = PagedHarness(model, cache_dtype=cache_dtype)
     rows = range(len(prompts))
     logits: dict[int, list[Tensor]] = {row: [] for row in rows}

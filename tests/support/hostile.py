@@ -32,7 +32,7 @@ LENGTHS = (0, 1, 2, 10, 100, 1_000, 5_000, 20_000)
 
 @dataclass
 class Outcome:
-    """What one attacker saw."""
+    """Results of an attacker."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Hostile:
-    """Makes requests from a seed. Equal seeds make equal requests."""
+    """Makes requests from a seed; equal seeds make equal requests."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -313,7 +313,7 @@ class Hostile:
         return route, {**body, pick(names): self.value()}
 
     def multiplied(self) -> tuple[str, dict[str, Any]]:
-        """A body with a long list that each of its sequences needs."""
+        """A body with a long list that is needed for each of its sequences."""
         pick = self.random.choice
         count = pick((10, 200, 600, 3_000, 50_000, 294_000))
         ids = [self.random.randrange(250) for _ in range(count)]
@@ -363,7 +363,7 @@ class Hostile:
         )
 
     def beams(self) -> tuple[str, dict[str, Any]]:
-        """A beam search, some wider and longer than the server takes."""
+        """A beam search; some searches exceed the server's limits on width and length."""
         pick = self.random.choice
         body = {"use_beam_search": True, "n": pick((1, 4, 64, 128, 600)), "temperature": 0}
         prompt = pick(("a", "b", ["a", "b"], ["a"] * 200))
@@ -391,7 +391,7 @@ class Hostile:
         return {self.text(): self.value(depth + 1) for _ in range(self.random.randrange(5))}
 
     def raw(self) -> bytes:
-        """Bytes for a connection that may be no request at all."""
+        """Bytes for a connection that may be no valid request."""
         pick = self.random.choice
         body = pick((b"{}", b"[" * 10**5, b'{"prompt": "a", "max_tokens": 1}', self._bytes(200)))
         lines = [
@@ -433,7 +433,7 @@ class Hostile:
 
 
 def encoded(body: dict[str, Any]) -> bytes:
-    """A body as JSON, lone surrogates and all."""
+    """A body as JSON, including lone surrogates."""
     return json.dumps(body).encode()
 
 
@@ -451,8 +451,8 @@ class Target(NamedTuple):
 
 
 def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> None:
-    """Send hostile requests until `over`, then tell how that went. The entry of a process: what it
-    costs to make requests must not delay the client that is watched."""
+    """Send hostile requests until `over`, then put the outcome into `told`. Entry point of a
+    separate process, so that generating requests does not delay the measured client."""
     url, port, key, takes_pictures, adapter, gguf = target
     outcome = Outcome()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
@@ -493,7 +493,9 @@ def _load_adapter(http: httpx.Client, adapter: Path, seed: int, outcome: Outcome
     write_hostile(folder, adapter, seed)
     body = {"lora_name": folder.name, "lora_path": str(folder)}
     _ask(http, "/v1/load_lora_adapter", body, seed, outcome)
-    # Harmless forms are loaded.
+    # 404 if the adapter was refused.
+    prompt = {"model": folder.name, "prompt": "Hello", "max_tokens": 2}
+    _ask(http, "/v1/completions", prompt, seed, outcome)
     http.post("/v1/unload_lora_adapter", json={"lora_name": folder.name})
     shutil.rmtree(folder)
 
@@ -503,7 +505,7 @@ def _load_gguf(http: httpx.Client, adapter: Path, gguf: Path, seed: int, outcome
     write_hostile_gguf(path, gguf, seed)
     body = {"lora_name": path.name, "lora_path": str(path)}
     _ask(http, "/v1/load_lora_adapter", body, seed, outcome)
-    # Harmless forms are loaded.
+    # A harmless adapter was loaded.
     http.post("/v1/unload_lora_adapter", json={"lora_name": path.name})
     path.unlink()
 

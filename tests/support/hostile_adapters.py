@@ -1,6 +1,7 @@
-"""Adapters that somebody wrote to harm a server: folders of PEFT, each hostile in one thing."""
+"""Hostile LoRA adapters: PEFT folders with one hostile property each."""
 
 import json
+import math
 import os
 import random
 import struct
@@ -11,11 +12,18 @@ from typing import Any, NamedTuple
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPONENTIAL = "(([a-z0-9_.]+)+)+!"
-"""Takes Python's `re` longer than a server lives."""
+"""Pattern that takes Python's `re` practically unlimited time."""
 FIELDS = (
     *("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "layers_pattern"),
 )
+LARGE_WEIGHT = 3e4
+"""A weight that is served, times `lora_alpha` / `r`."""
+BESIDE = (
+    *("embed_tokens.weight", "embed_tokens.base_layer.weight", "norm.weight"),
+    *("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.base_layer.weight"),
+)
+"""Tensors that PEFT may save beside an adapter."""
 
 
 class Link(NamedTuple):
@@ -29,11 +37,11 @@ class Pipe(NamedTuple):
 
 
 Files = Mapping[str, bytes | Link | Pipe]
-"""The files of a folder, by their names."""
+"""Files of a folder, by name."""
 
 
 def write_files(folder: Path, files: Files) -> Path:
-    """The folder with these files."""
+    """Write the files to a new folder."""
     folder.mkdir(parents=True)
     for name, content in files.items():
         if isinstance(content, Link):
@@ -61,7 +69,7 @@ def hostile_adapters(valid: Path, seed: int = 0) -> Iterator[tuple[str, Files]]:
 
 
 def _forms(valid: Path, seed: int) -> Iterator[tuple[str, Callable[[], Files]]]:
-    """The names, and what makes the files."""
+    """Names of the adapters, and functions that make their files."""
     rng = random.Random(seed)
     config = json.loads((valid / CONFIG).read_bytes())
     whole = {name: (valid / name).read_bytes() for name in (CONFIG, WEIGHTS)}
@@ -186,6 +194,19 @@ def _weights(
     for value in (float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 3e38):
         changed = data[:place] + struct.pack("<f", value) + data[place + 4 :]
         yield f"a weight {value}", file(header, changed)
+    # The products of the layers exceed float16.
+    yield "large weights", file(header, struct.pack("<f", LARGE_WEIGHT) * (len(data) // 4))
+    prefix = name[: name.index("layers.")]
+    for beside in BESIDE:
+        for sizes in ((320, 64), (64, 64), (64,), (0, 4)):
+            offsets = [len(data), len(data) + 4 * math.prod(sizes)]
+            entry = {"dtype": "F32", "shape": sizes, "data_offsets": offsets}
+            for value in (0.0, float("nan")):
+                body = data + struct.pack("<f", value) * math.prod(sizes)
+                yield (
+                    f"{beside} of {sizes} with {value} beside",
+                    file({**header, prefix + beside: entry}, body),
+                )
     halves = {key: {**header[key], "dtype": "BF16"} for key in names}
     for key in names:
         first, last = header[key]["data_offsets"]

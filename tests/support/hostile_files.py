@@ -1,4 +1,4 @@
-"""Hostile files of a checkpoint: tokenizers that multiply text, and random changes of JSON."""
+"""Hostile files of a checkpoint: tokenizers that expand text, and random changes of JSON."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 
 def changed_text(text: str, chance: random.Random) -> str:
-    """`text` with a slice repeated, replaced or cut."""
+    """`text` with a slice repeated, replaced or removed."""
     first, last = sorted(chance.choices(range(len(text) + 1), k=2))
     kind = chance.randrange(4)
     if kind == 0:
@@ -63,7 +63,7 @@ def changed_text(text: str, chance: random.Random) -> str:
 
 
 def replace_rule(letter: str, content: str) -> Json:
-    """A step that replaces a text, of a normalizer or decoder."""
+    """A Replace step of a normalizer or decoder."""
     return {"type": "Replace", "pattern": {"String": letter}, "content": content}
 
 
@@ -79,7 +79,7 @@ def split(pattern: str) -> Json:
 
 
 def template(single: list[Json], special: Json, pair: list[Json] | None = None) -> Json:
-    """A post-processor."""
+    """A TemplateProcessing post-processor."""
     both = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     return {
         "type": "TemplateProcessing",
@@ -155,7 +155,7 @@ HOSTILE_TOKENIZERS: dict[str, Json] = {
 
 
 def hostile_tokenizer(folder: Path, fields: Json) -> str:
-    """A folder whose tokenizer.json has these fields; the path."""
+    """Save a tokenizer.json with these fields; returns the folder."""
     path = text_folders.save(text_folders.byte_level(), folder)
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))

@@ -1,4 +1,4 @@
-"""Pictures and videos of attackers: small files that are costly to decode, and broken ones."""
+"""Pictures and videos of attackers: small files that are costly to decode, and broken files."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from PIL import Image
 
 SIDE = 8192
-"""Side of the largest square that is decoded: 64 Mi pixels."""
+"""Side of the largest square that the server decodes: 64 Mi pixels."""
 PNG_START = b"\x89PNG\r\n\x1a\n"
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
 """Colour types of PNG."""
@@ -19,7 +19,7 @@ _PASSES = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),
     *((0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)),
 )
-"""First column and row, and their steps, of the passes of an interlaced PNG."""
+"""(first column, first row, column step, row step) of each pass of an interlaced PNG."""
 _BLOCK = 2**20
 
 Named = tuple[bytes, str]
@@ -32,7 +32,7 @@ def chunk(kind: bytes, data: bytes = b"") -> bytes:
 
 
 def compressed_zeros(count: int) -> bytes:
-    """A zlib stream of `count` zero bytes, made in no time: blocks of it are equal."""
+    """A zlib stream of `count` zero bytes, made quickly by repeating equal blocks."""
     blocks, rest = divmod(count, _BLOCK)
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     block = packer.compress(bytes(_BLOCK)) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -52,7 +52,7 @@ def black_png(
     more: bytes = b"",
     tail: bytes = b"",
 ) -> bytes:
-    """A black PNG; `more` are chunks in front of its pixels, `tail` those behind."""
+    """A black PNG; `more`: chunks before its pixels, `tail`: chunks after its pixels."""
     bits = _CHANNELS[color] * depth
     passes = _PASSES if interlaced else ((0, 0, 1, 1),)
     sizes = [(-(-(width - x) // dx), -(-(height - y) // dy)) for x, y, dx, dy in passes]
@@ -72,7 +72,7 @@ def many_scans(side: int, count: int) -> bytes:
 
 
 def run_lengths(side: int, *, rows: bool = True) -> bytes:
-    """A BMP with run lengths: of each row only the first pixel is there, or no row at all."""
+    """A run-length encoded BMP that contains only the first pixel of each row, or no row."""
     body = (b"\1\1\0\0" if rows else b"\0\0\1\1") * side
     offset = 54 + 1024
     head = struct.pack("<IHHI", offset + len(body), 0, 0, offset)
@@ -116,7 +116,7 @@ def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 class HostilePictures:
-    """Random hostile pictures: the same seed gives the same ones."""
+    """Random hostile pictures; equal seeds give equal pictures."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -127,14 +127,14 @@ class HostilePictures:
         )
 
     def picture(self) -> Named:
-        """A file, and the MIME type that it is sent with, which may be wrong."""
+        """A file, and the MIME type that is sent with it, which may be wrong."""
         data, kind = self._random.choice(self._makers)()
         if self._random.random() < 0.05:
             kind = self._random.choice(("image/png", "image/jpeg", "image/gif", "text/html"))
         return data, kind
 
     def url(self) -> str:
-        """A data: URL."""
+        """A random picture as a data: URL."""
         data, kind = self.picture()
         return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -214,7 +214,7 @@ class HostilePictures:
         return file_of(Image.new("RGB", (64, 64)), kind), "image/png"
 
     def _strip(self) -> Named:
-        """Some models scale the shorter side to a fixed size."""
+        """A long and narrow image: some models scale the shorter side to a fixed size."""
         sides = (self._random.choice((9000, 60_000, 65_535, 70_000)), self._random.randrange(1, 99))
         width, height = self._random.choice((sides, sides[::-1]))
         return black_png(width, height, GREY), "image/png"
@@ -227,7 +227,7 @@ class HostilePictures:
         return data, f"image/{kind.lower()}"
 
     def _changed(self) -> Named:
-        """A picture some of whose bytes are changed or missing."""
+        """A picture with some bytes changed or missing."""
         kind = self._random.choice(("PNG", "JPEG", "WEBP", "GIF", "BMP"))
         data = bytearray(file_of(Image.effect_noise((60, 40), 90).convert("RGB"), kind))
         for _ in range(self._random.choice((1, 1, 5, 50))):

@@ -1,4 +1,4 @@
-"""Hostile traffic of several requests: followers of stored streams, keys and GGUF files."""
+"""Hostile traffic with several requests: followers of stored streams, keys and GGUF files."""
 
 import contextlib
 import random
@@ -14,8 +14,8 @@ MAX_SPARSE_BYTES = 5 * 2**30
 
 
 def stored_stream(http: httpx.Client, seed: int, key: str) -> list[int]:
-    """Let a stored response run, and follow and replay its stream from many places at once. Most
-    followers read nothing. Returns the statuses."""
+    """Start a stored response, and follow and replay its stream on many connections at once.
+    Most connections read nothing. Returns the statuses."""
     rng = random.Random(seed)
     body = {"input": "a", "background": True, "stream": False, "max_output_tokens": 200}
     answer = http.post("/v1/responses", json=body)
@@ -47,7 +47,7 @@ def many_keys(http: httpx.Client, seed: int) -> list[int]:
     rng = random.Random(seed)
     statuses = []
     for _ in range(rng.choice(NUM_KEYS)):
-        # A header may not end with a blank.
+        # A header value may not end with whitespace.
         key = "".join(rng.choice("ab é") for _ in range(rng.choice((1, 30, 8_000)))) + "x"
         headers = {b"authorization": f"Bearer {key}".encode()}
         statuses.append(http.get("/v1/models", headers=headers).status_code)
@@ -55,8 +55,8 @@ def many_keys(http: httpx.Client, seed: int) -> list[int]:
 
 
 def write_hostile_gguf(path: Path, valid: Path, seed: int) -> None:
-    """Write a GGUF adapter with faults in its header, cut, or far too long. `valid`: an adapter
-    that the server accepts."""
+    """Write a GGUF adapter that has header faults, is truncated, or is far too long. `valid`: an
+    adapter that the server accepts."""
     rng = random.Random(seed)
     content = bytearray(valid.read_bytes())
     for _ in range(rng.choice((0, 1, 4, 64))):
@@ -68,5 +68,5 @@ def write_hostile_gguf(path: Path, valid: Path, seed: int) -> None:
     with path.open("wb") as file:
         file.write(content[: rng.choice((None, None, 24, rng.randrange(len(content))))])
         if rng.random() < 0.3:
-            # A sparse file takes no room.
+            # A sparse file takes no disk space.
             file.truncate(rng.choice((len(content) + 1, 2**30, MAX_SPARSE_BYTES)))

@@ -1,4 +1,4 @@
-"""An API server over an engine that answers from a script: in memory, or on a real port."""
+"""An API server with a scripted engine: in memory, or on a real port."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + TEMPLATE
-"""Its model calls functions as Hermes does."""
+"""Template of a model with Hermes tool calls."""
 THINKING_TEMPLATE = TOOLS_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif %}"
-"""Its model thinks too."""
+"""The same template for a reasoning model."""
 TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
 VOCAB_SIZE = TOKENIZER.vocab_size
 EOS = TOKENIZER.encode_now("</s>", False)[0]
@@ -42,8 +42,9 @@ def ids(text: str) -> list[int]:
 
 
 class TalkingClient(ScriptedClient):
-    """Answers every sequence with `reply`, token by token, `pace_s` apart; an endless reply never
-    ends by itself. Log-probabilities are -1 for the chosen token, then -2, -3, ..."""
+    """A client whose engine answers every sequence with `reply`, token by token, `pace_s` apart; an
+    endless reply never ends by itself. Log-probabilities are -1 for the sampled token, then -2, -3,
+    ..."""
 
     def __init__(self, reply: str = "Hello world", *, pace_s: float = 0.0, **ready_of: Any) -> None:
         super().__init__(ready(**{"vocab_size": VOCAB_SIZE, "max_model_len": 4096, **ready_of}))
@@ -51,11 +52,11 @@ class TalkingClient(ScriptedClient):
         self.pace_s = pace_s
         self.endless = False
         self.reply_ids: list[int] | None = None
-        """Said instead of `reply`."""
+        """Tokens that are sent instead of `reply`."""
         self.num_cached = 0
-        """Prompt tokens that it says it found in its cache, for every sequence."""
+        """Cached prompt tokens that are reported for every sequence."""
         self.before: Callable[[ScriptedQueue], bool] = lambda queue: True
-        """Called for each sequence; False: say nothing."""
+        """Called for each sequence; if it returns False, no reply is sent."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, *args: Any, **kwargs: Any) -> ScriptedQueue:
@@ -100,7 +101,7 @@ class TalkingClient(ScriptedClient):
 
 @dataclass
 class Rig:
-    """An API server and who talks to it."""
+    """An API server with its engine client and an HTTP client."""
 
     state: AppState
     client: ScriptedClient
@@ -119,7 +120,7 @@ class Rig:
         return await self.post("/v1/completions", {"prompt": prompt, **fields})
 
     async def metric(self, name: str) -> float:
-        """The sum over all series that begin with `name`."""
+        """Sum over all series whose name begins with `name`."""
         text = (await self.http.get("/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -148,7 +149,7 @@ def make_state(
 
 @contextlib.asynccontextmanager
 async def in_memory(client: ScriptedClient | None = None, **config: Any) -> AsyncIterator[Rig]:
-    """Without sockets: quick, but answers come whole."""
+    """A rig without sockets: fast, but answers arrive as a whole."""
     client = client or TalkingClient()
     state = make_state(client, **config)
     app = create_app(state)
@@ -159,7 +160,7 @@ async def in_memory(client: ScriptedClient | None = None, **config: Any) -> Asyn
 
 @contextlib.asynccontextmanager
 async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncIterator[Rig]:
-    """A real server on a free port."""
+    """A rig with a real server on a free port."""
     client = client or TalkingClient()
     state = make_state(client, **config)
     app = create_app(state)
@@ -178,7 +179,7 @@ async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncI
 
 
 def events(stream: bytes) -> list[Any]:
-    """The JSON of every event before [DONE], which must be the last."""
+    """JSON of all events before [DONE], which must be the last event."""
     frames = stream.split(b"\n\n")
     assert frames[-2:] == [b"data: [DONE]", b""]
     return [json.loads(frame.removeprefix(b"data: ")) for frame in frames[:-2]]

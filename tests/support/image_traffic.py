@@ -17,7 +17,7 @@ from hpu.protocol import EncoderInput, ImagePlacement, InputTensor, Ranks
 
 @dataclass
 class Prompt:
-    """Tokens, and where they have pictures."""
+    """Tokens, and the placements of pictures in them."""
 
     tokens: list[int]
     placements: tuple[ImagePlacement, ...]
@@ -25,7 +25,8 @@ class Prompt:
 
 
 def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
-    """A prompt of texts and pictures, given with the pictures' contents, in this order."""
+    """A prompt of texts and pictures in this order; pictures are given with their content
+    hashes."""
     tokens: list[int] = []
     placements, pictures = [], []
     for part in parts:
@@ -41,12 +42,12 @@ def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
 
 
 def text(seed: int, length: int) -> list[int]:
-    """Random tokens, none of them an image token."""
+    """Random text tokens without image tokens."""
     return np.random.default_rng(seed).integers(4, 300, length).tolist()  # type: ignore[no-any-return]
 
 
 def encoded(content: bytes, picture: Picture) -> EncoderInput:
-    """The picture as a plan holds it."""
+    """The picture in the form of a plan."""
     tensors = [_tensor(name, tensor) for name, tensor in picture.tensors.items()]
     return EncoderInput(content, picture.num_embeddings, tensors)
 
@@ -65,7 +66,7 @@ class ImageRig:
     encoded: set[bytes] = field(default_factory=set)
 
     def admit(self, req_index: int, prompt: Prompt, **options: Any) -> None:
-        """A new request of `prompt`, and of `sampled` tokens behind it."""
+        """Admit a request with `prompt`, and with `sampled` tokens after it."""
         sampled = options.pop("sampled", [])
         for placement, picture in zip(prompt.placements, prompt.pictures, strict=True):
             if placement.content not in self.encoded:
@@ -76,7 +77,7 @@ class ImageRig:
         self.rig.admit(req_index, tokens, images=prompt.placements, **options)
 
     def free_all(self) -> None:
-        """Have the next plan drop all pictures."""
+        """Make the next plan drop all pictures."""
         self.rig.free_images(*self.encoded)
         self.encoded.clear()
 
@@ -84,7 +85,7 @@ class ImageRig:
 def random_images(
     rig: WorkerRig, pictures: list[Picture], *, max_chunk: int, rounds: int = 5
 ) -> list[list[int]]:
-    """Two requests at a time, with pictures or with text alone: prefills in chunks, then
+    """Tokens of two requests at a time, with or without pictures: prefills in chunks, then
     decodes."""
     luck = random.Random(3)
     images = ImageRig(rig)
@@ -115,7 +116,7 @@ def random_images(
 
 
 def run_rank(group: ProcessGroup, folder: str, store: str, prompt: Prompt, count: int) -> list[int]:
-    """What one of two tensor-parallel ranks samples for the prompt."""
+    """Tokens that a tensor-parallel rank samples for the prompt."""
     rig = WorkerRig(
         Path(folder),
         ranks=Ranks(group.size, group.rank, store, timeout_s=60),

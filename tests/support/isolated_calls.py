@@ -1,4 +1,4 @@
-"""Calls for the tests of engine/process/isolation.py: each payload says what the call is to do.
+"""Calls for the tests of engine/process/isolation.py: each payload selects the behaviour of a call.
 
 The setup `fail` makes the preparation raise an exception; `spin 1` makes it compute for a second.
 """
@@ -36,7 +36,7 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
             return b"%d" % len(bytearray(int(argument)))
         if name in (b"kill", b"stop"):
             os.kill(os.getpid(), signal.SIGKILL if name == b"kill" else signal.SIGSTOP)
-            # The signal may arrive a little later.
+            # Sleep, because the signal may arrive a little later.
             time.sleep(60)
         if name == b"exit":
             os._exit(5)

@@ -1,4 +1,4 @@
-"""How products of the compiled kernels depend on their rows."""
+"""How products of the compiled kernels depend on the number of rows."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,25 +12,26 @@ from hpu.quantization.quantized_weight import Mxfp4Weight, QuantizedWeight
 Weight = QuantizedWeight | Mxfp4Weight
 
 MOST_PACKED = 8
-"""Rows up to which weights of groups are multiplied as they are, as `most_packed` in
-hpu/native/quantized_integers.h. For more they are rounded to 12 bits and a sign."""
+"""Maximum number of rows with which group-quantized weights are multiplied unrounded, like
+`most_packed` in hpu/native/quantized_integers.h. For more rows they are rounded to 12 bits and a
+sign."""
 
 BLOCK = 32
-"""Inputs that share a scale where they are rounded to 8 bits."""
+"""Number of inputs that share a scale when they are rounded to 8 bits."""
 
 MOST_LOST = 1 / 40
-"""Largest root mean square, relative to the largest input of a block, of inputs that are rounded to
-8 bits. Blocks above it get 8 more bits."""
+"""Threshold of the root mean square of a block of inputs, relative to its largest input: blocks
+above it get 8 more bits."""
 
 
 def inputs_of(library: Library, x: Tensor) -> Tensor:
-    """`x` (rows, inputs) as products with quantized weights multiply it, in float32: rounded to 8
-    bits in blocks where the library does that (hpu/native/quantized_bytes.h)."""
+    """`x` (rows, inputs) as multiplied with quantized weights, in float32: rounded to 8 bits in
+    blocks if the library does that (hpu/native/quantized_bytes.h)."""
     if not library.rounds_inputs:
         return x.float()
     blocks: Tensor = x.float().unflatten(1, (-1, BLOCK))  # type: ignore[no-untyped-call]
     most = blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-120)
-    # `127 / most` would be a product with the reciprocal, which is rounded twice.
+    # `127 / most` would compute a product with the reciprocal, which rounds twice.
     scaled = blocks * torch.tensor(127.0).div(most)
     rounded = scaled.round()
     rest = scaled - rounded
@@ -41,10 +42,10 @@ def inputs_of(library: Library, x: Tensor) -> Tensor:
 
 
 def exact_product(library: Library, weight: Weight, x: Tensor) -> Tensor:
-    """x W^T, computed in float64, of `x` (rows, inputs) as it is multiplied."""
+    """x W^T in float64, for `x` (rows, inputs) rounded like in the library."""
     if weight.order is None or not library.rounds_inputs:
         return _product(inputs_of(library, x), weight)
-    # The weight defines the blocks, and its inputs have an order of their own.
+    # The weight defines the blocks and has its own order of inputs.
     ordered = torch.where(weight.order >= 0, x[:, weight.order.clamp_min(0).long()], 0)
     assert isinstance(weight, QuantizedWeight)
     own = weight._replace(order=None, layer_inputs=None)
@@ -60,8 +61,8 @@ def exact_experts(
     weights: Tensor,
     biases: Sequence[Tensor | None] = (None, None),
 ) -> Tensor:
-    """The sums (tokens, hidden) of the experts `ids` (tokens, k) of `x`, whose w13 and w2 are
-    `stacks`, with what lies between two products in bfloat16."""
+    """The sums (tokens, hidden) over the experts `ids` (tokens, k) of `x`, with w13 and w2 in
+    `stacks`; values between the two products are bfloat16."""
     sums = torch.zeros(x.shape, dtype=torch.float32)
     for token, slot in itertools.product(*map(range, ids.shape)):
         expert, rows = int(ids[token, slot]), x[token].unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Loading to the emulated card, whose writes are recorded and run later."""
+"""Loading weights to the emulated card, where writes are recorded and run later."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from hpu.models.registry import build_model
 
 
 def assert_lazy_load_copies_nothing(folder: Path, expected: Mapping[str, Tensor]) -> None:
-    """A model in bfloat16 gets the `expected` weights, rounded, within the memory that it takes
+    """Assert that a bfloat16 model gets the `expected` weights, rounded, without more memory than
     before they are loaded."""
     with emulated(strict=True, workspace_ratio=0.0) as card:
         config = read_model_config(str(folder))

@@ -1,4 +1,4 @@
-"""A real `gaudiserve serve` in a process of its own, and how to look at what it leaves behind."""
+"""A real `gaudiserve serve` in a separate process, and inspection of what it leaves behind."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def children_of(pid: int) -> list[int]:
-    """All living descendants, by /proc."""
+    """All living descendants, from /proc."""
     found: list[int] = []
     for child in _direct_children(pid):
         found += [child, *children_of(child)]
@@ -26,9 +26,11 @@ def children_of(pid: int) -> list[int]:
 
 def _direct_children(pid: int) -> list[int]:
     result: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            result += [int(p) for p in task.read_text().split()]
+    # The process or one of its threads may end in the meantime.
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                result += [int(p) for p in task.read_text().split()]
     return result
 
 
@@ -42,9 +44,9 @@ def alive(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds that all threads of process `pid` have used."""
-    # The user and system time may count in whole ticks of 10 ms, and what a timer wakes up runs as
-    # one ends: 10 short wake-ups a second may seem to take any part of 0.1 s.
+    """CPU seconds of all threads of process `pid`."""
+    # User and system time may be counted in whole ticks of 10 ms, and work that a timer starts runs
+    # at the end of a tick: 10 short wake-ups per second may seem to take any part of 0.1 s.
     exact = [*Path(f"/proc/{pid}/task").glob("*/schedstat")]
     if exact:
         return sum(int(file.read_text().split()[0]) for file in exact) / 1e9
@@ -53,7 +55,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def command_of(pid: int) -> str:
-    """Empty for a process that has ended."""
+    """Command line of a process; empty if it has ended."""
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -67,14 +69,14 @@ def workers_of(pid: int) -> list[int]:
 
 
 def own_workers() -> list[int]:
-    """Workers of the engines in this process, in the order of their ranks; workers of other tests'
-    servers are left out."""
+    """Workers of the engines in this process, in rank order, without workers of other tests'
+    servers."""
     children = _direct_children(os.getpid())
     return sorted(child for child in children if "gaudiserve: worker" in command_of(child))
 
 
 class LiveServer:
-    """One daemon; its output goes to `log`."""
+    """A daemon whose output goes to `log`."""
 
     def __init__(
         self,
@@ -87,8 +89,8 @@ class LiveServer:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        # Above the folder of the test, whose name may leave no room for the path of a socket. The
-        # name is drawn: the system may hand out a port a second time.
+        # Above the test's folder, whose name may be too long for a socket path. The name is random,
+        # because the system may return a port twice.
         self.runtime_dir = Path(tempfile.mkdtemp(prefix="run-", dir=log.parent.parent))
         environment = {
             **os.environ,
@@ -122,10 +124,10 @@ class LiveServer:
         raise AssertionError(f"not ready after {timeout_s} s: {self.text()}")
 
     def ask(self, path: str, body: object = None) -> httpx.Response:
-        """GET, or POST with a body, over a connection of its own: any of the API servers may get
+        """GET, or POST with a body, over a new connection: any of the API servers may receive
         it."""
         method = "GET" if body is None else "POST"
-        # Unverified: to read the machine's certificates takes longer than the answer.
+        # Unverified, because reading the machine's certificates takes longer than the answer.
         with httpx.Client(base_url=self.url, timeout=20, verify=False) as http:
             return http.request(method, path, json=body)
 
@@ -139,7 +141,7 @@ class LiveServer:
         self.process.send_signal(number)
 
     def find(self, words: str) -> int:
-        """The pid of the descendant whose command line holds `words`."""
+        """The pid of the descendant whose command line contains `words`."""
         return next(pid for pid in children_of(self.pid) if words in command_of(pid))
 
     def close(self) -> None:

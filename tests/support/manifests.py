@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes, as files and as `kubectl kustomize` renders them."""
+"""The manifests of deploy/kubernetes, as files and rendered by `kubectl kustomize`."""
 
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ OVERLAYS = (
     "eight-cards",
     "two-nodes-lws",
     "two-nodes-ray",
+    "replicas",
     "replicas-gateway",
     "autoscale-hpa",
     "autoscale-keda",
@@ -26,7 +27,7 @@ TEMPLATES = (
     ("headGroupSpec", "template"),
     ("workerGroupSpecs", 0, "template"),
 )
-"""Where a spec of Deployment, LeaderWorkerSet or RayCluster has a pod's template."""
+"""Paths of pod templates in the specs of Deployment, LeaderWorkerSet and RayCluster."""
 
 Document = dict[str, Any]
 
@@ -41,16 +42,23 @@ def _mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+def _sequence(loader: StrictLoader, node: yaml.SequenceNode) -> list[Any]:
+    return loader.construct_sequence(node, deep=True)
+
+
 StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+# Tags of compose: a second file removes or replaces a field of the first.
+StrictLoader.add_constructor("!reset", lambda loader, node: None)
+StrictLoader.add_constructor("!override", _sequence)
 
 
 def documents(text: str) -> list[Document]:
-    """The documents of a file; a duplicate key is an AssertionError."""
+    """Documents of a file; a duplicate key is an AssertionError."""
     return list(yaml.load_all(text, Loader=StrictLoader))
 
 
 def rendered(overlay: str) -> list[Document]:
-    """What `kubectl kustomize` makes of an overlay."""
+    """Documents of an overlay, rendered by `kubectl kustomize`."""
     done = subprocess.run(
         ["kubectl", "kustomize", str(KUBERNETES / overlay)],
         capture_output=True,
@@ -64,7 +72,7 @@ def rendered(overlay: str) -> list[Document]:
 
 
 def pod_templates(document: Document) -> Iterator[Document]:
-    """The templates of a document's pods, with metadata and spec."""
+    """Pod templates of a document, with metadata and spec."""
     for path in TEMPLATES:
         found: Any = document.get("spec", {})
         for key in path:

@@ -1,4 +1,4 @@
-"""A panic of a native extension, as hostile input causes it."""
+"""A panic of a native extension, caused by hostile input."""
 
 from typing import NoReturn
 
@@ -6,7 +6,7 @@ from hostile_files import CATASTROPHE
 from tokenizers import Regex, pre_tokenizers
 
 EVIL = "a" * 200 + "!"
-"""A text that the pattern does not match within the library's limit."""
+"""A text for which matching the pattern exceeds the library's limit."""
 
 
 def panic() -> NoReturn:

@@ -1,4 +1,5 @@
-"""An engine whose cache is smaller than its conversations, to see what comes back by copy."""
+"""An engine whose KV cache is smaller than its conversations, to test copies of offloaded
+blocks."""
 
 import time
 from collections.abc import Iterator
@@ -35,9 +36,9 @@ MAX_REQUEST_S = 60.0
 def engine(
     folder: Path, offload: OffloadConfig, *, num_blocks: int = 16, **settings: Any
 ) -> Iterator[EngineCore]:
-    """The cache holds little more than a single conversation of TALKS, and evicted blocks always
-    come back by copy: a model this small computes blocks about as fast as it copies them, so the
-    faster way would change from run to run."""
+    """An engine whose cache holds little more than one conversation of TALKS. Evicted blocks are
+    always copied back: a model this small computes blocks about as fast as it copies them, so the
+    faster method would change from run to run."""
     config = EngineConfig(
         str(folder),
         dtype="float32",
@@ -65,7 +66,7 @@ def engine(
 def ask(
     core: EngineCore, key: int, tokens: list[int], salt: str = "", max_tokens: int = 6
 ) -> tuple[list[int], int]:
-    """(tokens, prompt tokens that were found) of a greedy request that runs alone."""
+    """(tokens, cached prompt tokens) of a greedy request without other requests."""
     ledger, prompt = Ledger(), raw(tokens)
     ledger.open(key)
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -80,13 +81,13 @@ def ask(
         ledger.take(outputs)
         core.check()
         if not outputs:
-            # The request may wait for blocks in files.
+            # Sleep, because the request may wait for blocks in files.
             time.sleep(0.0005)
     return ledger.requests[key].tokens, ledger.requests[key].num_cached
 
 
 def converse(core: EngineCore, rounds: int = ROUNDS) -> list[tuple[list[int], int]]:
-    """TALKS take turns, each longer by some tokens."""
+    """Answers of TALKS, which take turns and grow by some tokens per turn."""
     return [
         ask(core, turn * len(TALKS) + talk, TALKS[talk][: LENGTH + 9 * turn])
         for turn in range(rounds)

@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 class Collected:
-    """The spans that came, as protobuf messages."""
+    """Received spans, as protobuf messages."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -38,7 +38,7 @@ class Collected:
         return [span for span in self.spans if span.name == name]
 
     def wait(self, count: int, timeout_s: float = 20) -> None:
-        """Until `count` spans have come."""
+        """Wait until `count` spans have arrived."""
         end = time.monotonic() + timeout_s
         while len(self.spans) < count:
             assert time.monotonic() < end, f"{len(self.spans)} of {count} spans"
@@ -46,7 +46,7 @@ class Collected:
 
 
 def attributes(message: Any) -> dict[str, Any]:
-    """The attributes of a span or a resource as plain values."""
+    """Attributes of a span or a resource as plain values."""
     found = {}
     for pair in message.attributes:
         kind = pair.value.WhichOneof("value")

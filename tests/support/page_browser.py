@@ -1,4 +1,4 @@
-"""Chromium for the page, and what every test of the page checks in it."""
+"""Chromium for the page, and the checks of every page test."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ SWITCHES = (
 )
 PATIENCE_MS = 30_000
 HEIGHTS = {360: 740, 900: 900, 1600: 1000}
-"""Heights of windows by their widths: a phone, half a screen, a whole screen."""
+"""Window heights by width: a phone, half a screen, a full screen."""
 AXE = Path(__file__).parents[1] / "page" / "node_modules" / "axe-core" / "axe.min.js"
 
 expect.set_options(timeout=PATIENCE_MS)
@@ -25,7 +25,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """The browser of the system; skips the test without one."""
+    """The system's browser; skips the test without a browser."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
@@ -37,8 +37,8 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def window(browser: Browser, width: int = 900, scheme: Any = "light") -> Iterator[Page]:
-    """A window with storage of its own. At its end nothing was logged on the console but failed
-    requests, no script had failed, and nothing was asked of another host."""
+    """A window with its own storage. At its end: the console has only messages of failed requests,
+    no script has failed, and no request went to another host."""
     size: Any = {"width": width, "height": HEIGHTS[width]}
     context = browser.new_context(viewport=size, color_scheme=scheme)
     page = context.new_page()
@@ -67,13 +67,14 @@ def send(page: Page, text: str) -> None:
 
 
 def ask(page: Page, text: str) -> None:
-    """Send a message and wait until its answer, or its failure, is there."""
+    """Send a message and wait for its answer or its failure."""
     send(page, text)
     expect(page.locator("#send")).to_have_text("Send")
 
 
 def check(page: Page, state: str) -> None:
-    """Nothing that axe finds, nothing wider than the window, and the view fills its height."""
+    """Assert that axe finds no violation, no element is wider than the window, and the view fills
+    the window's height."""
     found = page.evaluate(
         """async () => {
             const found = await axe.run(document, { resultTypes: ["violations"] });
@@ -91,5 +92,5 @@ def check(page: Page, state: str) -> None:
 
 
 def load_axe(page: Page) -> None:
-    """Make `check` possible on this page, until it is loaded again."""
+    """Load axe for `check` into this page, until the page is reloaded."""
     page.evaluate(AXE.read_text())

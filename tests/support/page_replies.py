@@ -1,4 +1,4 @@
-"""Answers of a model to the page."""
+"""Model answers for the page."""
 
 THINKS = """<think>
 The user wants a function. I will write it with a test and a table.
@@ -46,4 +46,4 @@ WIDE = "\n\n".join(
         "https://example.com/" + "p" * 100,
     )
 )
-"""Words and blocks that are wider than a phone."""
+"""Words and blocks that are wider than a phone's screen."""

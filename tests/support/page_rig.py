@@ -1,4 +1,4 @@
-"""An API server in a thread, over an engine that answers from a script: for a browser."""
+"""An API server with a scripted engine in a thread, for a browser."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ FAILED: dict[int, dict[str, Any]] = {
     50: {"status": 503, "ttft_s": None, "end": ""},
     51: {"end": "error"},
 }
-"""What is different in requests of `PageServer.fill` that fail, by their index."""
+"""Fields of the requests of `PageServer.fill` that fail, by index."""
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ class PageClient(TalkingClient):
 
 
 class PageServer:
-    """A server on a free port. What it says is that of `client`."""
+    """A server on a free port that answers with `client`."""
 
     def __init__(self, rig: Rig, client: PageClient, loop: asyncio.AbstractEventLoop) -> None:
         self.rig = rig
@@ -76,7 +76,8 @@ class PageServer:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_S)
 
     def answer(self, *replies: str, pace_s: float = 0.0) -> None:
-        """The next answers, in turn, `pace_s` a token (a byte of the text); the last one stays."""
+        """Set the next answers, in order, with `pace_s` per token (a byte of the text); the last
+        answer repeats."""
         left = list(replies)
 
         def before(queue: ScriptedQueue) -> bool:
@@ -86,7 +87,7 @@ class PageServer:
         self.client.before, self.client.pace_s = before, pace_s
 
     def die(self) -> None:
-        """The engine ends under all requests."""
+        """End the engine under all requests."""
 
         def kill() -> None:
             for queue in self.client.queues:
@@ -95,7 +96,8 @@ class PageServer:
         self.call(kill)
 
     def fill(self) -> None:
-        """Figures of a server that has worked: one request took a thousand times as long."""
+        """Add the figures of a server that has worked; one request took a thousand times as long as
+        the others."""
 
         def put() -> None:
             self.client.stats, self.client.shapes = STATS, SHAPES

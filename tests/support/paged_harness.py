@@ -1,5 +1,5 @@
-"""PagedHarness: a decoder driven by hand through prefill and decode launches, over scattered blocks
-and with as much padding as asked. A slow, obvious stand-in for rows, buckets and the runner."""
+"""PagedHarness: a decoder in hand-made prefill and decode launches, with scattered blocks and any
+padding. A slow, simple replacement of the batch state, buckets and runner."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ def load_decoder(
     group: ProcessGroup = SINGLE,
     format: KVCacheFormat | None = None,
 ) -> Decoder:
-    """The decoder of a checkpoint folder, on CPU. `format`: of its KV cache."""
+    """The decoder of a checkpoint folder, on CPU. `format`: format of its KV cache."""
     model = build_model(
         read_model_config(str(folder)),
         dtype=dtype,
@@ -48,7 +48,7 @@ def load_transformers_model(
     max_model_len: int | None = None,
     group: ProcessGroup = SINGLE,
 ) -> LoadableModel:
-    """The same, in the code of transformers."""
+    """The model of a checkpoint folder, in transformers' own code."""
     model = build_transformers_model(
         read_model_config(str(folder)),
         dtype=dtype,
@@ -77,10 +77,10 @@ class PagedHarness:
         self.model = model
         self.block_size = block_size
         self.pad_block = num_blocks
-        # Slots that were never written would ruin any sum. Blocks are not allocated in the order of
-        # memory.
+        # Slots that were never written hold values that would ruin any sum. Blocks are not
+        # allocated in memory order.
         dtype = cache_dtype or model.dtype
-        # In formats of bytes large numbers too, and large scales.
+        # One-byte formats also get large numbers and large scales.
         unwritten = 1e4 if dtype.is_floating_point else 96
         self.caches = [
             tuple(torch.full(shape, unwritten, dtype=dtype) for shape in shapes)
@@ -108,12 +108,12 @@ class PagedHarness:
             table.append(next(self._free))
 
     def slot(self, row: int, position: int) -> int:
-        """Where the row's token of that position lies in the caches."""
+        """Slot of the row's token at `position`."""
         block = self._tables[row][position // self.block_size]
         return block * self.block_size + position % self.block_size
 
     def preempt(self, row: int) -> None:
-        """Forget the row's blocks; its next prefill starts again."""
+        """Drop the row's blocks; its next prefill starts again."""
         del self._tables[row], self._lengths[row]
 
     def _state_indices(self, rows: Iterable[int], batch: int) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""What one engine answers to every kind of request, to compare set-ups of several processes."""
+"""Answers of an engine to every kind of request, to compare configurations with several
+processes."""
 
 import math
 from typing import Any
@@ -7,14 +8,14 @@ from config.params.beam_search import BeamSearchParams
 from gaudiserve import LLM, SamplingParams
 
 LENGTH = 24
-"""New tokens of most requests."""
+"""Number of new tokens of most requests."""
 SHORT_OF_BLOCKS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "num_threads": 1,
     "max_model_len": 144,
     "block_size": 8,
-    # Blocks for little more than a single context: requests are preempted.
+    # Blocks for little more than one context, so that requests are preempted.
     "num_gpu_blocks_override": 22,
     "max_num_seqs": 6,
     # Most prompts are prefilled in chunks.
@@ -48,7 +49,7 @@ Answer = tuple[list[int], list[dict[int, float] | None]]
 
 
 def answers(llm: LLM) -> list[Answer]:
-    """What REQUESTS get together, and then a beam search."""
+    """Answers to REQUESTS in one batch, followed by a beam search."""
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in REQUESTS]
     outputs = llm.generate(prompts, [sampling for _, sampling in REQUESTS], use_tqdm=False)
     found: list[Answer] = []
@@ -72,7 +73,7 @@ def _numbers(position: Any) -> dict[int, float] | None:
 
 
 def difference(found: list[Answer], expected: list[Answer], tolerance: float = 1e-3) -> str:
-    """The first one between the answers of two engines; empty if there is none."""
+    """The first difference between the answers of two engines; empty if they agree."""
     if len(found) != len(expected):
         return f"{len(found)} answers and {len(expected)}"
     for index, (first, other) in enumerate(zip(found, expected, strict=True)):

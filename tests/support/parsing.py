@@ -1,4 +1,4 @@
-"""What a parser made of a text, however the text was cut."""
+"""Results of a parser, which must not depend on how the text is split."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ TOOLS = {"get_weather": WEATHER, "now": {}}
 
 
 def parser_of(name: str, max_calls: int | None = None, tools: Tools = TOOLS) -> OutputParser:
-    """The tool parser of a family, as an answer uses it."""
+    """The tool parser of a format, as used for an answer."""
     return OutputParser(
         None, ToolCallParser(TOOL_CALL_FORMATS[name], tools), lambda: "ID", max_calls
     )
@@ -61,7 +61,8 @@ def read(make: Callable[[], Parser], pieces: Iterable[str], *, is_cut: bool = Fa
 
 
 def read_every_way(make: Callable[[], Parser], text: str, *, is_cut: bool = False) -> Any:
-    """What `read` gives: the same for every cut into two, and for single characters."""
+    """The result of `read`, which must be the same for every split in two and for single
+    characters."""
     whole = read(make, [text], is_cut=is_cut)
     for place in range(len(text)):
         assert read(make, [text[:place], text[place:]], is_cut=is_cut) == whole, (place, text)
@@ -70,7 +71,7 @@ def read_every_way(make: Callable[[], Parser], text: str, *, is_cut: bool = Fals
 
 
 def good_calls(found: Any) -> list[tuple[str, Any]]:
-    """(name, arguments) of the calls that are whole."""
+    """(name, arguments) of the valid calls."""
     _, _, calls, broken = found
     return [(c[0], json.loads(c[1])) for i, c in enumerate(calls) if i not in broken]
 

@@ -1,4 +1,4 @@
-"""A TLS server of pictures, and a fetcher for which this machine is on the public internet."""
+"""A TLS server for pictures, and a fetcher that treats this machine as a public host."""
 
 import asyncio
 import ssl
@@ -24,8 +24,8 @@ def client_tls() -> ssl.SSLContext:
 async def serving(
     answer: Callable[[str], "bytes | AsyncIterator[bytes]"], delay_s: float = 0.0
 ) -> AsyncIterator[tuple[int, list[str]]]:
-    """A TLS server for HOST; `answer` gives the bytes for a path, at once or piece by piece. Port,
-    and requested paths."""
+    """A TLS server for HOST; `answer` returns the bytes for a path, as a whole or in pieces. Yields
+    the port and the requested paths."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     AUTHORITY.issue_cert(HOST, "other.example").configure_cert(context)
     asked: list[str] = []
@@ -59,7 +59,7 @@ async def at_once(content: bytes) -> AsyncIterator[bytes]:
 
 
 async def endless(head: bytes, piece: bytes, pause_s: float = 0.0) -> AsyncIterator[bytes]:
-    """`head`, and then `piece` for ever."""
+    """`head`, followed by `piece` repeated forever."""
     yield head
     while True:
         yield piece
@@ -85,7 +85,7 @@ def fetcher(
     timeout_s: float = 5.0,
     max_bytes: int = 1000,
 ) -> MediaFetcher:
-    """One for which 127.0.0.1, where the test's server is, is public."""
+    """A fetcher that treats 127.0.0.1, where the test's server is, as public."""
     return MediaFetcher(
         domains or (HOST,),
         timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-"""An EngineClient of a pooling model that needs no model: a vector tells which tokens it is of."""
+"""An EngineClient of a pooling model without a model: a vector identifies its tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,12 @@ Vectors = npt.NDArray[np.float32]
 EMBEDDER = PoolingFacts(
     tasks=(EMBED, TOKEN_EMBED), width=8, token_width=8, normalizes=True, dimensions=None
 )
-"""What a small embedding model says of itself."""
+"""Pooling facts of a small embedding model."""
 
 
 class PoolingClient(ScriptedClient):
-    """Answers every request at once with `pooled` of its tokens, unless `answers` is off."""
+    """Answers every request at once with the `pooled` vectors of its tokens, unless `answers` is
+    off."""
 
     def __init__(self, facts: PoolingFacts = EMBEDDER, **ready_of: Any) -> None:
         super().__init__(ready(**{"max_model_len": 64, "pooling": facts, **ready_of}))
@@ -36,7 +37,8 @@ class PoolingClient(ScriptedClient):
 
 
 def pooled(tokens: Sequence[int], asked: PoolingParams, facts: PoolingFacts) -> Vectors:
-    """(rows, width): the same for the same tokens and types, and for hardly any others."""
+    """Vectors (rows, width) that depend on tokens and types, and hardly ever coincide for
+    others."""
     width = max(facts.width, facts.token_width)
     rows = np.stack([_row(token, width) for token in tokens])
     if asked.num_first:

@@ -1,5 +1,5 @@
-"""A real EngineCore over workers of plain Python that read texts, and fail on any that is cut, read
-twice or too long for its bucket."""
+"""A real EngineCore with workers in plain Python that read texts, and fail on a text that is
+truncated, read twice or too long for its bucket."""
 
 from array import array
 from collections import deque
@@ -41,7 +41,7 @@ def vector(tokens: Sequence[int], cut: int = 0) -> bytes:
 
 
 class PoolingExecutor(Executor):
-    """An Executor that reads texts when it is collected from."""
+    """An Executor that computes texts when its results are collected."""
 
     def __init__(self, ready: WorkerReady) -> None:
         self.ready = ready
@@ -60,7 +60,7 @@ class PoolingExecutor(Executor):
         self.max_in_flight = max(self.max_in_flight, len(self._in_flight))
 
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
-        """Never early, so that plans are made one step ahead."""
+        """Results only when awaited, so that plans are made one step ahead."""
         return [self._collect()] if waits else []
 
     def _collect(self) -> StepResult:
@@ -94,7 +94,8 @@ class PoolingExecutor(Executor):
 
 
 class PoolingRig:
-    """An engine of a pooling model without processes. Checks the invariants after every step."""
+    """An engine of a pooling model without processes, which checks the invariants after every
+    step."""
 
     def __init__(
         self, facts: PoolingFacts | None = FACTS, *, unwarmed: str = "run", **schedule: Any

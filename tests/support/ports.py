@@ -1,4 +1,4 @@
-"""Free TCP ports for servers of tests."""
+"""Free TCP ports for test servers."""
 
 import contextlib
 import secrets

@@ -1,4 +1,4 @@
-"""Processes that a test waits for: a process that a command has started, and its end."""
+"""Waits for processes: a process that a command has started, and its end."""
 
 import time
 from collections.abc import Callable

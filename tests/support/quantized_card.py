@@ -1,4 +1,4 @@
-"""Tokens of a checkpoint on the emulated card, as a worker serves it."""
+"""Tokens of a checkpoint on the emulated card, served by a worker."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ GRAPHS = ExecutionConfig(mode="hpu-graphs")
 def tokens_on_card(
     folder: Path, generation: str, execution: ExecutionConfig = GRAPHS
 ) -> tuple[list[list[int]], int]:
-    """The tokens of two prompts and of random traffic, and the number of recipes compiled before
-    the traffic. Asserts that none is compiled afterwards."""
+    """(tokens of two prompts and of random traffic, number of recipes compiled before the traffic).
+    Asserts that no recipe is compiled afterwards."""
     with working(
         folder,
         device="hpu-emulator",

@@ -1,5 +1,5 @@
-"""Quantized tiny checkpoints, packed as the definitions of the formats say, each with the same
-weights dequantized, for a reference."""
+"""Quantized tiny checkpoints, packed from the formats' definitions, each with a reference
+checkpoint of the dequantized weights."""
 
 import json
 import shutil
@@ -16,6 +16,8 @@ from tiny_models import make_tiny
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
+Change = Callable[[Path, dict[str, Any]], None]
+"""A change of a folder, and of its quantization_config."""
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -25,25 +27,25 @@ SIZES: dict[str, Any] = {
 """Sizes that give two ranks whole groups of 64 inputs, except for down_proj in groups of 256."""
 WEIGHTS = "model.safetensors"
 STACKING = "fbgemm_fp8"
-"""The format that stacks experts."""
+"""Format that stacks experts."""
 INT8 = "int-quantized"
-"""The format of compressed-tensors with bytes."""
+"""Format of compressed-tensors with one byte per weight."""
 
 
 class Rounded(NamedTuple):
-    """Integers of a weight (out, in)."""
+    """Integers, scales and zero points of a weight (out, in)."""
 
     values: Ints
-    """(out, in), from 0 on."""
+    """(out, in) values, starting at 0."""
     scales: Tensor
-    """(out, groups) float16."""
+    """(out, groups) scales in float16."""
     zeros: Ints
-    """(out, groups)."""
+    """(out, groups) zero points."""
     groups: Ints
-    """(in) the group of each input."""
+    """(in) group of each input."""
 
     def dequantize(self) -> Tensor:
-        """(out, in) float32."""
+        """Dequantized weight (out, in) in float32."""
         shifted = self.values - self.zeros[:, self.groups]
         return torch.from_numpy(shifted).float() * self.scales.float()[:, self.groups]
 
@@ -57,8 +59,8 @@ def round_weight(
     order: Ints | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> Rounded:
-    """To the nearest of 2^bits steps in groups of `group_size` inputs (-1: all) of those in `order`
-    (None: their own)."""
+    """Round to the nearest of 2^bits steps in groups of `group_size` inputs (-1: all inputs), taken
+    in `order` (None: in natural order)."""
     out, size = weight.shape
     width, most = size if group_size == -1 else group_size, 2**bits - 1
     order = np.arange(size) if order is None else order
@@ -78,7 +80,8 @@ def round_weight(
 
 
 def pack_rows(values: Ints, bits: int) -> Tensor:
-    """(rows, columns) to (rows / (32 / bits), columns) int32, the first row in the lowest bits."""
+    """Pack (rows, columns) to (rows / (32 / bits), columns) int32, with the first row in the lowest
+    bits."""
     count = 32 // bits
     padded = np.zeros((-(-len(values) // count) * count, values.shape[1]), np.uint32)
     padded[: len(values)] = values
@@ -95,7 +98,7 @@ def pack_columns(values: Ints, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Integers:
-    """A format of integers, and how a weight is rounded for it."""
+    """A format of integers, and the rounding of a weight for it."""
 
     name: str
     bits: int = 4
@@ -106,7 +109,7 @@ class Integers:
     has_head: bool = False
 
     def round(self, weight: Tensor, number: int) -> Rounded:
-        """`number`: of the input that it multiplies."""
+        """Round a weight. `number`: number of the layer's input."""
         order = None
         if self.desc_act:
             order = np.random.default_rng(number).permutation(weight.shape[1])
@@ -121,7 +124,7 @@ class Integers:
         )
 
     def pack(self, weight: Tensor, number: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The stored tensors by the ends of their names, and the dequantized weight, float32."""
+        """Stored tensors by name suffix, and the dequantized weight in float32."""
         rounded = self.round(weight, number)
         packers: dict[str, Callable[[Rounded], dict[str, Tensor]]] = {
             "gptq": self._gptq,
@@ -131,8 +134,8 @@ class Integers:
         return packers[self.name](rounded), rounded.dequantize()
 
     def _gptq(self, rounded: Rounded) -> dict[str, Tensor]:
-        """The layout of QuantLinear.pack in AutoGPTQ; version 2 of GPTQModel keeps zero points as
-        they are."""
+        """Layout of QuantLinear.pack in AutoGPTQ; version 2 of GPTQModel stores zero points
+        unchanged."""
         less = 0 if self.version == "gptq_v2" else 1
         zeros = (rounded.zeros - less) & (2**self.bits - 1)
         return {
@@ -143,8 +146,8 @@ class Integers:
         }
 
     def _awq(self, rounded: Rounded) -> dict[str, Tensor]:
-        """The layout of WQLinear_GEMM.from_linear in AutoAWQ: output number order[i] of eight lies
-        in the i-th four bits."""
+        """Layout of WQLinear_GEMM.from_linear in AutoAWQ: of eight outputs, output order[i] is in
+        the i-th four bits."""
         order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 
         def pack(table: Ints) -> Tensor:
@@ -158,8 +161,8 @@ class Integers:
         }
 
     def _compressed(self, rounded: Rounded) -> dict[str, Tensor]:
-        """The layout of PackedQuantizationCompressor: signed values, to which pack_to_int32 adds
-        half of the range; zero points are packed along the outputs."""
+        """Layout of PackedQuantizationCompressor: signed values, to which pack_to_int32 adds half
+        of the range; zero points are packed along the outputs."""
         if self.version == INT8:
             values = torch.from_numpy(rounded.values - 128).to(torch.int8)
             return {"weight": values, "weight_scale": rounded.scales}
@@ -176,7 +179,7 @@ class Integers:
 
     @property
     def config(self) -> dict[str, Any]:
-        """quantization_config."""
+        """The quantization_config."""
         if self.name == "compressed-tensors":
             weights = {
                 "num_bits": self.bits,
@@ -211,11 +214,11 @@ def compressed_config(
 
 @dataclass(frozen=True)
 class Floats:
-    """A format of FP8."""
+    """An FP8 format."""
 
     name: str
     strategy: str = "tensor"
-    """Or channel, or block."""
+    """"tensor", "channel" or "block"."""
     static: bool = False
     has_head: bool = False
     block: tuple[int, int] = (128, 128)
@@ -283,7 +286,7 @@ class Floats:
             weights["block_structure"] = list(self.block)
         strategy = {"static": "tensor"}.get("static" if self.static else "", "token")
         if self.weight_only:
-            # llmcompressor's name of the format.
+            # Name of the format in llmcompressor.
             return compressed_config("naive-quantized", weights, None)
         activations = {"num_bits": 8, "type": "float", "dynamic": not self.static}
         return compressed_config("float-quantized", weights, {**activations, "strategy": strategy})
@@ -307,7 +310,7 @@ NF4 = torch.tensor(
 
 @dataclass(frozen=True)
 class Blocks:
-    """nf4 of bitsandbytes, `nested`: with scales in 8 bits."""
+    """bitsandbytes' nf4; `nested`: with 8-bit scales."""
 
     nested: bool = False
     name: str = "bitsandbytes"
@@ -356,7 +359,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Vectors:
-    """LLM.int8 of bitsandbytes: the largest magnitude of each output."""
+    """LLM.int8 of bitsandbytes, scaled by the largest magnitude of each output."""
 
     name: str = "bitsandbytes"
     has_head: bool = False
@@ -422,13 +425,13 @@ FORMATS: dict[str, Format] = {
 class Quantized(NamedTuple):
     folder: Path
     reference: Path
-    """With the same weights, dequantized, in float32."""
+    """The same checkpoint with dequantized weights in float32."""
 
 
 def make_quantized(
     form: Format, folder: Path, family: str = "llama", **overrides: Any
 ) -> Quantized:
-    """A tiny checkpoint whose linear layers, but the head and routers, are in the format."""
+    """A tiny checkpoint whose linear layers, except head and routers, are in the format."""
     reference = make_tiny(family, folder / "reference", **{**SIZES, **overrides})
     return quantize(form, reference, folder / "quantized")
 
@@ -436,9 +439,8 @@ def make_quantized(
 def quantize(
     form: Format, reference: Path, target: Path, *, other: tuple[str, ...] = ()
 ) -> Quantized:
-    """Write a checkpoint whose linear layers are in the format; names that begin with an entry of
-    `other` stay as they are. The reference's linear layers are replaced by the dequantized weights.
-    """
+    """Write a checkpoint whose linear layers are in the format, except names that begin with an
+    entry of `other`. The reference's linear layers are replaced by the dequantized weights."""
     shutil.copytree(reference, target)
     tensors = load_file(reference / WEIGHTS)
     stored: dict[str, Tensor] = {}
@@ -465,15 +467,15 @@ def quantize(
 
 
 def _pack_experts(form: Format, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The stored tensors and the dequantized weight of `tensor` (experts, in, out). The format
-    FBGEMM has a single tensor for all experts (FbgemmFp8Llama4TextExperts of transformers); other
-    formats have a tensor for each expert (llmcompressor)."""
+    """Stored tensors and dequantized weight of `tensor` (experts, in, out). The format FBGEMM has
+    one tensor for all experts (FbgemmFp8Llama4TextExperts of transformers); other formats have a
+    tensor per expert (llmcompressor)."""
     prefix, _, product = name.rpartition(".")
     if form.name == STACKING:
         packed = [form.pack(part.t(), 0) for part in tensor]
         codes = torch.stack([parts["weight"].t() for parts, _ in packed])
         scales = torch.stack([parts["weight_scale"] for parts, _ in packed])
-        # Gate and up have scales (experts, 1, out), down has (experts, out, 1).
+        # Scales of gate and up are (experts, 1, out), scales of down (experts, out, 1).
         scales = scales.transpose(1, 2) if product == "gate_up_proj" else scales
         stored = {name: codes.contiguous(), f"{name}_scale": scales.contiguous()}
         return stored, torch.stack([plain.t() for _, plain in packed])
@@ -495,13 +497,30 @@ def _is_linear(module: str) -> bool:
 
 
 def _number(module: str) -> int:
-    """The same for layers with the same input, which tools quantize in the same order."""
+    """Number of a layer's input: equal for layers with the same input, which tools quantize in the
+    same order."""
     own = module.rpartition(".")[2]
     return {"o_proj": 2, "down_proj": 3}.get(own, 1 if own[0] in "qkv" else 0)
 
 
+def write_settings(folder: Path, **settings: Any) -> None:
+    """Add fields to config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def as_auto_round(packing: str) -> Change:
+    """Write the settings as AutoRound does for a packing."""
+
+    def change(folder: Path, config: dict[str, Any]) -> None:
+        own = {"quant_method": "auto-round", "packing_format": packing, "sym": False}
+        write_settings(folder, quantization_config={**config, **own, "data_type": "int"})
+
+    return change
+
+
 def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> None:
-    """Put what `change` returns in the place of a tensor; None: leave it out."""
+    """Replace a tensor by the result of `change`; None removes the tensor."""
     tensors = load_file(folder / WEIGHTS)
     changed = change(tensors.pop(name))
     if changed is not None:
@@ -510,8 +529,8 @@ def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor | 
 
 
 def with_first(value: float) -> Callable[[Tensor], Tensor]:
-    """A change for `replace_tensor` that sets the first number of a float tensor to `value`. Bytes
-    are powers of MXFP4; the first becomes 255, which is not a number."""
+    """A change for `replace_tensor` that sets the first number of a float tensor to `value`. Byte
+    tensors are powers of two of MXFP4; their first byte becomes 255, which means NaN."""
 
     def change(tensor: Tensor) -> Tensor:
         is_power = tensor.dtype == torch.float8_e8m0fnu

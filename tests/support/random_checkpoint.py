@@ -1,4 +1,4 @@
-"""Checkpoints of random tensors, of the shapes that a family's weight map asks for."""
+"""Checkpoints of random tensors with the shapes of a family's weight map."""
 
 import json
 from dataclasses import replace
@@ -21,15 +21,15 @@ from config.model.read_config import read_model_config
 
 
 def _combined(config: ModelConfig) -> DecoderSpec:
-    """gpt-oss with the router of Phi-MoE, whose weights multiply inputs as in Llama 4."""
+    """gpt-oss with the router of Phi-MoE, whose weights are applied to the inputs as in Llama 4."""
     spec = gpt_oss.FAMILIES["GptOssForCausalLM"].make_spec(config)
     assert spec.moe is not None
     return replace(spec, moe=replace(spec.moe, sparse_mixer=0.1, scales_input=True))
 
 
 def _biased(config: ModelConfig) -> DecoderSpec:
-    """ALiBi, capped scores, learned positions, two layer norms side by side, a layer norm of each
-    head, a plain MLP."""
+    """ALiBi, capped scores, learned positions, two parallel layer norms, a layer norm per head, and
+    an MLP without a gate."""
     layers = tuple(layer._replace(rope="none") for layer in uniform_layers(config))
     return DecoderSpec(
         layers=layers,
@@ -45,7 +45,7 @@ def _biased(config: ModelConfig) -> DecoderSpec:
 
 
 def _sinks(config: ModelConfig) -> DecoderSpec:
-    """Sinks, clamped projections, norms behind attention and MLP, a norm of all heads at once."""
+    """Sinks, clamped projections, norms after attention and MLP, and a norm over all heads."""
     layers = tuple(layer._replace(sinks=True) for layer in uniform_layers(config))
     return DecoderSpec(layers=layers, arrangement="after", qk_norm="all")
 
@@ -66,7 +66,7 @@ TINY: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        # Low, so that it matters.
+        # Low, so that values are clamped.
         "swiglu_limit": 0.6,
     },
     "Llama4ForCausalLM": {
@@ -82,7 +82,7 @@ TINY["CombinedForCausalLM"] = TINY["GptOssForCausalLM"]
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put FAMILIES into the registry."""
+    """Add FAMILIES to the registry."""
     for name, family in FAMILIES.items():
         monkeypatch.setitem(architectures.ARCHITECTURES, name, family)
 
@@ -95,7 +95,7 @@ def write_config(folder: Path, architecture: str, **overrides: Any) -> None:
 
 
 def write_random(folder: Path, architecture: str, **overrides: Any) -> Path:
-    """A tiny checkpoint in float32. The same arguments give the same tensors."""
+    """A tiny float32 checkpoint; equal arguments give equal tensors."""
     write_config(folder, architecture, **overrides)
     config = read_model_config(str(folder))
     weight_map = decoder_weight_map(config, architectures.decoder_spec(config))
@@ -106,7 +106,8 @@ def write_random(folder: Path, architecture: str, **overrides: Any) -> Path:
 
 
 def write_mxfp4(folder: Path) -> Path:
-    """A tiny gpt-oss with experts in MXFP4. All of them are chosen: rounding changes no choice."""
+    """A tiny gpt-oss with MXFP4 experts. Each token uses all experts, so that rounding does not
+    change the routing."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     return write_random(folder, "GptOssForCausalLM", **sizes, **config)
@@ -114,7 +115,7 @@ def write_mxfp4(folder: Path) -> Path:
 
 def _tensor(spec: WeightSpec, generator: torch.Generator) -> Tensor:
     if spec.mxfp4:
-        # Blocks are any bytes; a scale is a power of two, which 127 makes 1.
+        # Blocks may be any bytes; scales are powers of two, and 127 means 1.
         limits = (0, 256) if spec.mxfp4 == "blocks" else (120, 127)
         return torch.randint(*limits, spec.shape, dtype=torch.uint8, generator=generator)
     values = torch.randn(spec.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Random requests with anything that a client may ask for."""
+"""Random requests with any parameters that a client may send."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ FORMS = [
 
 
 def random_sampling(rng: random.Random) -> SamplingParams:
-    """Half of the requests plain, the others with anything that a client may ask for."""
+    """Half of the requests are plain; the others have random parameters."""
     settings: dict[str, Any] = {"max_tokens": rng.randint(1, 12), "temperature": 0.0}
     if rng.random() < 0.5:
         return SamplingParams(**settings)

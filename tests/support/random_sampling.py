@@ -1,4 +1,4 @@
-"""Random sampling settings, weighted so that every stage is often wanted and often not."""
+"""Random sampling settings, weighted so that every stage is often active and often inactive."""
 
 import random
 
@@ -7,11 +7,11 @@ import numpy as np
 from hpu.protocol import RequestSampling
 
 WORD_TOKENS = 4
-"""Bad words are made of the first few tokens, so that their prefixes do come up."""
+"""Bad words consist of the first few tokens, so that their prefixes occur."""
 
 
 def random_sampling(rng: random.Random, vocab_size: int) -> RequestSampling:
-    """Any mix of what a caller may ask for."""
+    """A random mix of sampling parameters."""
     pick = rng.choice
     words = [pick((1, 2, 3, 9)) for _ in range(pick((0, 0, 0, 3, 30)))]
     return RequestSampling(
@@ -39,12 +39,12 @@ def random_sampling(rng: random.Random, vocab_size: int) -> RequestSampling:
 
 
 def random_mask(rng: random.Random, vocab_size: int) -> np.ndarray:
-    """(1, W) words that leave about half of all tokens."""
+    """(1, W) mask words that allow about half of all tokens."""
     words = -(-vocab_size // 32)
     return np.array([[rng.getrandbits(32) - 2**31 for _ in range(words)]], dtype="<i4")
 
 
 def random_history(rng: random.Random, vocab_size: int) -> tuple[np.ndarray, int]:
-    """Tokens, and how many of them are the prompt; the others were generated before."""
+    """Tokens, and the number of prompt tokens among them; the others were generated."""
     tokens = [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))]
     return np.array(tokens, dtype=np.uint32), rng.randint(1, len(tokens))

@@ -1,4 +1,4 @@
-"""Random schedules of requests, steps, aborts and resets, and what must hold behind them."""
+"""Random schedules of requests, steps, aborts and resets, and the checks after them."""
 
 import random
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from engine.structured_output.grammar import Grammar
 VOCABULARY = 50
 PROFILE = settings(derandomize=True, deadline=None, database=None, print_blob=False)
 
-# A few talks that many requests begin with, so that prefixes are shared, and some differ late.
+# Prompt beginnings of many requests, so that prefixes are shared and some differ late.
 TALKS = [
     [(7 * index + index * index * talk + talk) % VOCABULARY for index in range(60)]
     for talk in range(3)
@@ -30,7 +30,7 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a schedule."""
+    """A request of a schedule."""
 
     prompt: tuple[int, ...]
     salt: str
@@ -70,7 +70,7 @@ def random_ask(rng: random.Random) -> Ask:
 
 
 def random_move(rng: random.Random) -> Move:
-    """Mostly requests and steps; now and then an abort, or a cache that is emptied."""
+    """Mostly requests and steps; sometimes an abort or a cache reset."""
     kind = rng.random()
     if kind < 0.5:
         return random_ask(rng)
@@ -103,7 +103,7 @@ schedules = st.tuples(st.integers(0, 2**32 - 1), st.integers(20, 90)).map(
 
 
 class Schedule:
-    """Makes the moves, and knows which prefixes each salt has ever filled."""
+    """Makes the moves, and tracks which prefixes each salt has ever cached."""
 
     def __init__(self, rig: CoreRig, grammars: list[Grammar]) -> None:
         self.rig = rig
@@ -137,7 +137,7 @@ class Schedule:
         return {"structured_outputs": FORMS[form], "grammar": self._grammars[form]}
 
     def check_prefixes(self) -> None:
-        """What was found in the cache is what some request with the same salt had filled."""
+        """Assert that every cached prefix was cached by a request with the same salt."""
         size = self.rig.ready.block_size
         for key, ask in self.asks.items():
             cached = self.rig.ledger.requests[key].num_cached

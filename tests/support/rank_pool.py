@@ -1,4 +1,5 @@
-"""RankPool: processes that are ranks of gloo groups, for many tests; and what they run there."""
+"""RankPool: processes as ranks of gloo groups, shared by many tests; and functions that run
+there."""
 
 import traceback
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class RankPool:
     """`size` processes. Use it in a `with` block."""
 
     def __init__(self, size: int, folder: Path, *, joins: bool = True) -> None:
-        """`folder`: empty, for the rendezvous; `joins` False: the ranks do not meet, so that what
-        they run can."""
+        """`folder`: an empty folder for the rendezvous. `joins`: whether the processes join
+        a process group; if False, the function that they run may join."""
         context = child_context()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -81,7 +82,7 @@ def _serve(pipe: Connection, ranks: Ranks, joins: bool) -> None:
     else:
         groups = {ranks.world_size: ProcessGroup(range(ranks.world_size), ranks.rank), 1: SINGLE}
     for size in range(2, ranks.world_size):
-        # All ranks make each group.
+        # Every rank must create each group.
         group = dist.new_group(list(range(size))) if joins else None
         groups[size] = ProcessGroup(range(size), ranks.rank, group)
     while (task := pipe.recv()) is not None:
@@ -96,12 +97,12 @@ def _serve(pipe: Connection, ranks: Ranks, joins: bool) -> None:
 
 
 class Generated(NamedTuple):
-    """By greedy sampling from PROMPTS."""
+    """Results of greedy sampling from PROMPTS."""
 
     logits: Tensor
-    """(tokens, vocab) of prefill and decodes."""
+    """Logits (tokens, vocab) of prefill and decodes."""
     tokens: list[list[int]]
-    """The tokens of each decode."""
+    """Tokens of each decode."""
     num_parameters: int
     num_bytes_read: int
 
@@ -148,7 +149,7 @@ def _greedy(model: CausalLM) -> tuple[Tensor, list[list[int]]]:
 
 
 def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
-    """Logits of PROMPTS in bfloat16 with weights of `bits` bits, by the products of the CPU."""
+    """bfloat16 logits of PROMPTS with weights of `bits` bits, computed by the CPU kernels."""
     model = build_model(
         read_model_config(folder),
         dtype=torch.bfloat16,
@@ -164,7 +165,7 @@ def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
 
 
 def decode_cached(group: ProcessGroup, folder: str, kv_cache_dtype: str) -> Tensor:
-    """Logits of a decode behind PROMPTS, in float32 over a KV cache in another data type."""
+    """Logits of a decode after PROMPTS, in float32 with a KV cache in another dtype."""
     format = plain_format(kv_cache_dtype, torch.float32)
     assert format is not None
     model = load_decoder(Path(folder), group=group, format=format)
@@ -174,7 +175,7 @@ def decode_cached(group: ProcessGroup, folder: str, kv_cache_dtype: str) -> Tens
 
 
 def encode(group: ProcessGroup, folder: str) -> Tensor:
-    """(tokens, hidden) of PROMPTS by the encoder in `folder`, in float32."""
+    """Hidden states (tokens, hidden) of PROMPTS from the encoder in `folder`, in float32."""
     config, device = read_model_config(folder), torch.device("cpu")
     model = build_body(
         config, dtype=torch.float32, device=device, max_model_len=config.max_position, group=group
@@ -190,7 +191,7 @@ def encode(group: ProcessGroup, folder: str) -> Tensor:
 
 
 def load_with_small_pieces(group: ProcessGroup, folder: str) -> tuple[int, int]:
-    """(bytes that this process needs at most to load its shard of `folder`, bytes it reads)."""
+    """(peak bytes that this process needs to load its shard of `folder`, bytes that it reads)."""
     usual, tensor_reader.PIECE_BYTES = tensor_reader.PIECE_BYTES, 2**20
     config = read_model_config(folder)
     _reset_peak()

@@ -1,4 +1,4 @@
-"""Which release of a library is installed: an older one cannot be the reference for everything."""
+"""Release of an installed library: older releases are no reference for some features."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""JSON schemas by hand and by a generator, and random outputs that a grammar allows."""
+"""Handwritten and generated JSON schemas, and random outputs that a grammar allows."""
 
 import random
 from typing import Any
@@ -115,7 +115,7 @@ REFUSED: list[Any] = [
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
-    """Nested, of whatever may be enforced."""
+    """A random nested schema of enforceable keywords."""
     kinds = ["integer", "string", "boolean", "null", "enum", "number"]
     if depth < 3:
         kinds += ["object", "object", "array", "anyOf"]
@@ -152,7 +152,8 @@ def random_schema(rng: random.Random, depth: int = 0) -> Any:
 
 
 def random_output(guide: Guide, encoder: Tokenizer, rng: random.Random, most: int) -> str | None:
-    """A text that the guide allows to its end; None if it is not at its end by `most` tokens."""
+    """A random complete text that the guide allows; None if it is incomplete after `most`
+    tokens."""
     closing = {encoder.token_to_id(character) for character in '"}]'}
     tokens: list[int] = []
     for _ in range(most):

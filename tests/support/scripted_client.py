@@ -1,4 +1,4 @@
-"""An EngineClient that says what a test tells it to, token by token. No engine, no clock."""
+"""An EngineClient whose replies a test scripts token by token, without an engine or a clock."""
 
 import asyncio
 from array import array
@@ -13,8 +13,8 @@ from config.lora.info import LoRAInfo
 from config.params.pooling import PoolingFacts, PoolingParams
 from config.params.sampling import SamplingParams
 from engine.client.output_queue import Update
+from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.client.state import Failure
-from engine.client.terms import NO_TERMS, RequestTerms
 from engine.transport.messages import AddRequest, EngineStats, Finish, Progress, Ready
 from hpu.protocol import EncoderInput, ImagePlacement, Logprobs
 
@@ -25,7 +25,7 @@ def ready(
     pooling: PoolingFacts | None = None,
     logprobs_mode: str = "raw_logprobs",
 ) -> Ready:
-    """What an engine says of itself."""
+    """The Ready message of a fake engine."""
     return Ready(
         engine=0,
         num_blocks=64,
@@ -47,7 +47,7 @@ def ready(
 
 
 def columns(rows: list[tuple[list[int], list[float], int]]) -> Logprobs:
-    """Log-probabilities from (ids, values, rank of the chosen one) for each position."""
+    """Log-probabilities from (ids, values, rank of the sampled token) for each position."""
     width = len(rows[0][0])
     ids = np.array([row[0] for row in rows], dtype="<i4").reshape(-1, width)
     values = np.array([row[1] for row in rows], dtype="<f4").reshape(-1, width)
@@ -62,7 +62,7 @@ def columns(rows: list[tuple[list[int], list[float], int]]) -> Logprobs:
 
 @dataclass
 class ScriptedQueue:
-    """One sequence that was sent, and its output queue."""
+    """A sent request with its output queue."""
 
     key: int
     prompt: list[int]
@@ -75,8 +75,9 @@ class ScriptedQueue:
     updates: asyncio.Queue[Update | str] = field(default_factory=asyncio.Queue)
     images: list[ImagePlacement] = field(default_factory=list)
     encoded_images: list[EncoderInput] = field(default_factory=list)
-    terms: RequestTerms = NO_TERMS
+    request_limits: RequestLimits = NO_LIMITS
     group: int = 0
+    num_unread_bytes: int = 0
 
     async def get(self) -> Update:
         update = await self.updates.get()
@@ -94,8 +95,9 @@ class ScriptedQueue:
         logprobs: list[Logprobs] | None = None,
         prompt_logprobs: list[Logprobs] | None = None,
         vectors: npt.NDArray[np.float32] | None = None,
+        num_merged: int = 0,
     ) -> None:
-        """One update, with the sequence's end if `finish` gives a reason."""
+        """Send an update, with the end of the sequence if `finish` is given."""
         end = None
         if finish is not None:
             end = Finish(
@@ -110,6 +112,7 @@ class ScriptedQueue:
         self.updates.put_nowait(
             Update(
                 tokens=list(tokens),
+                num_merged=num_merged,
                 logprobs=logprobs or [],
                 prompt_logprobs=prompt_logprobs or [],
                 vectors=None if vectors is None else (len(vectors), memoryview(vectors.tobytes())),
@@ -119,12 +122,12 @@ class ScriptedQueue:
         )
 
     def die(self, why: str = "killed") -> None:
-        """The engine is gone."""
+        """Report that the engine is gone."""
         self.updates.put_nowait(why)
 
 
 class ScriptedClient:
-    """Keeps what it was sent in `queues`, what was aborted in `aborted`; takes `room` sequences."""
+    """Records sent requests in `queues` and aborted keys in `aborted`; accepts `room` requests."""
 
     def __init__(self, ready: Ready | None, room: int = 1_000) -> None:
         self.ready = ready
@@ -139,8 +142,8 @@ class ScriptedClient:
         self.aborted: list[int] = []
         self._room = room
 
-    def add(self, request: AddRequest, terms: RequestTerms = NO_TERMS) -> ScriptedQueue:
-        terms.timeout_s()
+    def add(self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS) -> ScriptedQueue:
+        request_limits.timeout_s()
         if len(self.queues) >= self._room:
             raise Overloaded(f"{self._room} sequences are here")
         queue = ScriptedQueue(
@@ -153,7 +156,7 @@ class ScriptedClient:
             request.is_continuation,
             request.adapter,
         )
-        queue.terms = terms
+        queue.request_limits = request_limits
         queue.group = request.group
         queue.images, queue.encoded_images = request.images, request.encoded_images
         self.queues.append(queue)

@@ -46,12 +46,13 @@ _TEMPLATE = """\
 
 
 def write_scripted(folder: Path, answers: Mapping[str, str], prose: Iterable[str]) -> Path:
-    """Write a float32 checkpoint with a context of CONTEXT tokens into `folder`; gives the folder.
+    """Write a float32 checkpoint with a context of CONTEXT tokens into `folder`; returns the
+    folder.
 
-    The keys of `answers` are phrases. The model answers with the text of the phrase that is last in
-    the messages of the user and the results of tools: the chat template ends the prompt with a
-    token for this phrase. The answer to a result of a tool is empty if the result has no phrase, or
-    the call no reasoning. The tokenizer is trained on `prose`.
+        The keys of `answers` are phrases. The model answers with the text of the last phrase in
+    user messages and tool results: the chat template ends the prompt with a token for this phrase.
+    The answer to a tool result is empty if the result has no phrase, or the call no reasoning. The
+    tokenizer is trained on `prose`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     encoder, paths = _tokenizer(answers, prose)
@@ -72,8 +73,8 @@ def write_scripted(folder: Path, answers: Mapping[str, str], prose: Iterable[str
 def _tokenizer(
     answers: Mapping[str, str], prose: Iterable[str]
 ) -> tuple[Tokenizer, list[list[int]]]:
-    """A byte-level tokenizer, and for each answer the tokens of its phrase and of its text. Each
-    token of a text is there once, and no prompt is encoded with it."""
+    """A byte-level tokenizer, and for each answer the tokens of its phrase and of its text. The
+    tokens of a text are unique and do not occur in prompts."""
     encoder = Tokenizer(models.BPE())
     encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     encoder.decoder = decoders.ByteLevel()
@@ -99,7 +100,7 @@ def _tokenizer(
 
 
 def _pieces(text: str, vocab: Mapping[str, int]) -> list[str]:
-    """Parts of `text` in the alphabet of ByteLevel, all different and not in `vocab`."""
+    """Parts of `text` in the alphabet of ByteLevel, all distinct and not in `vocab`."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((written, _),) = split.pre_tokenize_str(text)
     pieces: list[str] = []
@@ -109,18 +110,18 @@ def _pieces(text: str, vocab: Mapping[str, int]) -> list[str]:
         if len(piece) >= _PIECE_BYTES and piece not in vocab and piece not in pieces:
             pieces.append(piece)
             start = end
-    # The rest is short or a token already.
+    # The rest is short or already a token.
     return [*pieces[:-1], pieces[-1] + written[start:]]
 
 
 def _write_weights(folder: Path, vocab_size: int, end: int, paths: list[list[int]]) -> None:
-    """Attention and MLP add nothing, each token of a path has a dimension of its own, and the head
-    maps this dimension to the token that follows."""
+    """Write weights: attention and MLP add nothing, each token of a path has its own dimension, and
+    the head maps this dimension to the next token."""
     pairs = [pair for path in paths for pair in zip(path, [*path[1:], end], strict=True)]
     hidden = 64 * (len(pairs) // 64 + 1)
     embedding = torch.zeros(vocab_size, hidden)
     head = torch.zeros(vocab_size, hidden)
-    # The dimension of all tokens of prompts.
+    # Shared dimension of all prompt tokens.
     embedding[:, 0] = 1
     head[end, 0] = _LOGIT / hidden**0.5
     for dimension, (token, following) in enumerate(pairs, 1):

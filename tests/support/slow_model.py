@@ -1,4 +1,5 @@
-"""The slow, obvious model: what each request must produce, and a ledger of what was delivered."""
+"""A slow, simple reference: the expected output of each request, and a ledger of delivered
+messages."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,12 +13,12 @@ from hpu.protocol import RequestSampling, WorkerReady
 
 
 def raw(tokens: list[int]) -> memoryview:
-    """A prompt as it travels."""
+    """A prompt in the form in which it is sent."""
     return memoryview(array("I", tokens).tobytes())
 
 
 def hashed_token(vocab_size: int, *, bad_every: int = 0) -> NextToken:
-    """Tokens that depend on the history and the seed; one in `bad_every` is not a number."""
+    """Tokens that depend on the history and the seed; one of `bad_every` tokens is invalid."""
 
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         seed = 0 if sampling.temperature == 0 else sampling.seed
@@ -39,7 +40,8 @@ def expected_output(
     next_token: NextToken,
     grammar: Grammar | None = None,
 ) -> tuple[list[int], str, int | None]:
-    """Tokens, finish reason and stop token of a request that runs alone, one token at a time."""
+    """Tokens, finish reason and stop token of a request that runs alone, with one token per
+    step."""
     if grammar is not None:
         return _guided_output(prompt, params, ready, next_token, grammar)
     history = 7
@@ -76,8 +78,8 @@ def _guided_output(
     next_token: NextToken,
     grammar: Grammar,
 ) -> tuple[list[int], str, int | None]:
-    """The answer that FakeExecutor draws: each token is chosen among the allowed tokens by the
-    number of the unrestricted token."""
+    """The output of FakeExecutor with a grammar: each token is chosen among the allowed tokens by
+    the number of the unrestricted token."""
     ends = frozenset((*ready.eos_token_ids, *params.stop_token_ids))
     guide = Guide(grammar, min_tokens=params.min_tokens, end_ids=ends, ignore_eos=params.ignore_eos)
     history = 7
@@ -100,11 +102,11 @@ def _guided_output(
 
 @dataclass
 class Delivered:
-    """All that came up for one key."""
+    """Everything that was delivered for a key."""
 
     tokens: list[int] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
-    """Prompt tokens whose log-probabilities came up."""
+    """Prompt tokens whose log-probabilities were delivered."""
     logprob_ids: list[int] = field(default_factory=list)
     num_started: int = 0
     num_cached: int = 0
@@ -113,7 +115,7 @@ class Delivered:
 
 
 class Ledger:
-    """Takes messages as a front end would, and fails on anything late, doubled or unknown."""
+    """Receives messages like a front end, and fails on late, duplicate or unknown messages."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Delivered] = {}
@@ -167,13 +169,13 @@ class Ledger:
 
 
 class SlowPool:
-    """A block pool with a list and no index: the reference for BlockPool."""
+    """A block pool with a list and without an index: the reference for BlockPool."""
 
     def __init__(self, size: int) -> None:
         self.ref_counts = [0] * size
         self.names: list[bytes | None] = [None] * size
         self._given_back = list(range(size))
-        """Free blocks, in the order in which they were given back."""
+        """Free blocks in order of release."""
 
     @property
     def free(self) -> int:
@@ -211,7 +213,8 @@ class SlowPool:
         return self.names.index(name) if name in self.names else None
 
     def forget(self) -> None:
-        """Cached blocks are allocated after those never cached, in the order of release."""
+        """Order of allocation: blocks without cached contents first, each kind in order of
+        release."""
         plain = [block for block in self._given_back if self.names[block] is None]
         filed = [block for block in self._given_back if self.names[block] is not None]
         self._given_back = plain + filed

@@ -1,4 +1,4 @@
-"""Sampling one row at a time in numpy, written to be read: the reference for the batched one."""
+"""Sampling of a single row in simple numpy: the reference for the batched sampler."""
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ def scores(logits: Row, asked: RequestSampling, prompt: list[int], generated: li
 
 
 def probabilities(scores: Row, asked: RequestSampling) -> Row:
-    """What a random row draws from: ties at an edge are kept."""
+    """Probabilities of a sampled row; ties at a limit are kept."""
     weights: Row = np.exp((scores - scores.max()) / max(asked.temperature, 1e-30))
     weights /= weights.sum()
     weights[weights < asked.min_p * weights.max()] = 0
@@ -55,7 +55,7 @@ def probabilities(scores: Row, asked: RequestSampling) -> Row:
 
 
 def sample(logits: Row, asked: RequestSampling, prompt: list[int], generated: list[int]) -> int:
-    """The token that the batched sampler must give."""
+    """The token that the batched sampler must return."""
     row = scores(logits, asked, prompt, generated)
     if asked.temperature == 0 or asked.top_k == 1 or asked.min_p == 1:
         return int(np.argmax(row))

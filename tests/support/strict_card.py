@@ -1,4 +1,4 @@
-"""A model on the strict emulated card against the same one on the CPU."""
+"""A model on the strict emulated card compared with the same model on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ def assert_nothing_compiles_after_warmup(
     shares: bool = True,
     **settings: Any,
 ) -> WorkerReady:
-    """Assert that two prompts and random traffic give the tokens of the CPU, without compilations,
-    captures or fallbacks. `shares`: requests share blocks; `settings`: of the card's worker."""
+    """Assert that two prompts and random traffic give the CPU's tokens, without compilations,
+    captures or fallbacks. `shares`: whether requests share blocks; `settings`: settings of the
+    card's worker."""
 
     def outcome(rig: WorkerRig) -> list[list[int]]:
         return greedy(rig) + random_traffic(rig, shares=shares)

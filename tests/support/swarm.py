@@ -1,5 +1,5 @@
-"""Many concurrent clients with requests of every kind in random order; a part of the clients hang
-up."""
+"""Many concurrent clients with requests of every kind in random order; a part of them
+disconnect."""
 
 import asyncio
 import contextlib
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TIMEOUT_S = 60.0
-"""Longest duration of a request, including its wait in the queue; a longer duration counts as a
+"""Maximum duration of a request, including its wait in the queue; a longer duration counts as a
 hang."""
 HANG_UPS = 0.3
-"""The share of requests that nobody waits for."""
+"""Fraction of requests whose client disconnects."""
 SCHEMA: Any = {
     "type": "object",
     "properties": {
@@ -30,13 +30,13 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
 ]
 ENDS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete")
-"""Marks at the end of complete streams."""
+"""Ends of complete streams."""
 GRAMMAR = 'root ::= "yes" | "no" | "maybe " root'
 
 
 @dataclass
 class Ask:
-    """One request, and the statuses that are right for it."""
+    """A request, and its valid statuses."""
 
     path: str
     body: Any
@@ -133,30 +133,31 @@ def _streamed(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Swarm:
-    """`size` clients of the server at `address`, and what became of their requests."""
+    """`size` clients of the server at `address`, and the results of their requests."""
 
     address: tuple[str, int]
     size: int
     seed: int = 0
     answered: Counter[int] = field(default_factory=Counter)
-    """How many answers were read to their end, by status."""
+    """Number of complete answers, by status."""
     num_left: int = 0
     faults: list[str] = field(default_factory=list)
-    """Answers of a wrong status, streams that broke, and hangs."""
+    """Answers with a wrong status, broken streams, and hangs."""
 
     async def run(self, seconds: float) -> None:
-        """Load the server for so long, and let the last answers end."""
+        """Load the server for `seconds` seconds, and wait for the last answers."""
         end = time.monotonic() + seconds
         lives = [self._live(random.Random(self.seed + i), end) for i in range(self.size)]
         await asyncio.gather(*lives)
 
     async def _live(self, rng: random.Random, end: float) -> None:
-        # Not all at the same moment.
+        # Start the clients at different moments.
         await asyncio.sleep(rng.random())
         while time.monotonic() < end and len(self.faults) < 20:
             ask = rng.choice(KINDS)(rng)
             patience_s = rng.random() * 2 if rng.random() < HANG_UPS else None
-            # By hand: a client library that is stopped while it connects may leave a socket open.
+            # Open the connection directly: a client library that is stopped while it connects may
+            # leak a socket.
             reader, writer = await asyncio.open_connection(*self.address)
             try:
                 writer.write(_request(ask))

@@ -11,7 +11,7 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<\uff5cuser\uff5c>"]
 
 
 def byte_level() -> Tokenizer:
-    """All 256 bytes, and a few merges that join half characters."""
+    """A byte-level tokenizer with all 256 bytes and a few merges that join parts of characters."""
     alphabet = sorted(ByteLevel.alphabet())
     merges = [("Ã", "©"), ("ð", "Ł"), ("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("l", "l")]
     tokens = [*alphabet, *("".join(pair) for pair in merges)]
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(strip: bool = True) -> Tokenizer:
-    """SentencePiece style: ▁ for spaces, <0x..> for what has no token."""
+    """A SentencePiece-style tokenizer: ▁ for spaces, <0x..> for bytes without a token."""
     words = ["<unk>", "▁", "a", "b", "l", "e", "H", "o", "é", "▁H", "▁a"]
     tokens = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
     encoder = Tokenizer(
@@ -47,7 +47,7 @@ def byte_fallback(strip: bool = True) -> Tokenizer:
 
 
 def words(decoder: Any = None) -> Tokenizer:
-    """Whole words; by default no decoder at all, which puts spaces between tokens."""
+    """A whole-word tokenizer; by default without a decoder, so that tokens are joined by spaces."""
     tokens = ["[UNK]", "hello", "world", "##ing", "##s", ".", ",", "é", "▁new", "▁day"]
     encoder = Tokenizer(
         models.WordLevel({t: place for place, t in enumerate(tokens)}, unk_token="[UNK]")
@@ -60,7 +60,7 @@ def words(decoder: Any = None) -> Tokenizer:
 
 
 def save(encoder: Tokenizer, folder: Path, **config: Any) -> str:
-    """Write tokenizer.json and tokenizer_config.json; the folder's path."""
+    """Write tokenizer.json and tokenizer_config.json; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     encoder.save(str(folder / "tokenizer.json"))
     settings = {

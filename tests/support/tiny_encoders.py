@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of pooling models, as folders on disk, and a worker that reads texts."""
+"""Tiny random checkpoints of pooling models as folders, and a worker that reads texts."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def make_pooling(
     family: str, folder: Path | str, *, num_labels: int | None = None, **overrides: Any
 ) -> Path:
     """Write a float32 checkpoint of `family`, a key of ENCODERS or of tiny_models.FAMILIES, without
-    a head or with a head of `num_labels` labels; gives the folder."""
+    a head or with a head of `num_labels` labels; returns the folder."""
     fields = {**(ENCODERS.get(family) or {**COMMON, **FAMILIES[family]}), **overrides}
     if num_labels is not None:
         fields["num_labels"] = num_labels
@@ -55,7 +55,8 @@ def make_pooling(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = kind.from_config(config).float()
-        # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
+        # Randomize norms and biases: with initial values of 1 and 0, a loader that mixes them up
+        # would not be noticed.
         for name, parameter in model.named_parameters():
             if "norm" in name.lower() or name.endswith("bias"):
                 parameter.data += 0.2 * torch.randn_like(parameter)
@@ -73,8 +74,8 @@ def write_json(file: Path, content: object) -> None:
 def write_modules(
     folder: Path, *kinds: str, pooling: dict[str, Any] | None = None, **more: Any
 ) -> None:
-    """The files of sentence-transformers beside a checkpoint: its modules in order, the pooling's
-    config, and others by name."""
+    """Write the files of sentence-transformers to a checkpoint: its modules in order, the pooling
+    config, and other files by name."""
     listed = [
         {
             "idx": index,
@@ -92,7 +93,7 @@ def write_modules(
 
 
 class Reader:
-    """A worker in this process, which reads batches of texts."""
+    """A worker in this process that computes the vectors of batches of texts."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         settings.setdefault("scheduler", SchedulerConfig(8, 512))
@@ -103,7 +104,7 @@ class Reader:
         self._step = 0
 
     def run(self, texts: Sequence[Sequence[int]], **wanted: Any) -> list[tuple[int, memoryview]]:
-        """All in one launch; `wanted` are fields of each Text. As in StepResult.vectors."""
+        """Vectors of a single launch, as in StepResult.vectors; `wanted`: fields of each Text."""
         lengths = [len(text) for text in texts]
         bucket = (len(texts), max(lengths), 0)
         launch = Launch(PREFILL, bucket, list(range(len(texts))), lengths, [False] * len(texts))
@@ -114,7 +115,7 @@ class Reader:
         return self.worker.collect().vectors
 
     def read(self, texts: Sequence[Sequence[int]], **wanted: Any) -> list[Vectors]:
-        """The same as arrays: (rows, width) for each."""
+        """Vectors of each text as an array (rows, width)."""
         return [
             np.frombuffer(data, "<f4").reshape(rows, -1) for rows, data in self.run(texts, **wanted)
         ]

@@ -19,7 +19,7 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ"]
 
 
 def family_weights(architecture: str, layers: int = 2, tied: bool = True) -> Weights:
-    """Tensors under their GGUF names, shapes as Hugging Face has them."""
+    """Tensors by GGUF name, with the shapes of Hugging Face."""
     random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (VOCAB, HIDDEN),
@@ -60,8 +60,8 @@ def write_gguf(
     tokenizer: str | None = "gpt2",
     pre: str = "smollm",
 ) -> Path:
-    """Write a GGUF file; `settings` are further metadata of the model (name without the family).
-    The weights that `raw` names are blocks of its types."""
+    """Write a GGUF file; `settings`: further metadata of the model (names without the family).
+    Weights named in `raw` are stored as blocks of these types."""
     weights = family_weights(architecture) if weights is None else weights
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(1 + max(int(n.split(".")[1]) for n in weights if n.startswith("blk.")))
@@ -135,7 +135,7 @@ def _add_sentencepiece(writer: GGUFWriter) -> None:
 
 
 WORDS = ["hello", "world", "##s", "##ing", "a", "##b", "é", ",", "日"]
-"""The vocabulary of BERT behind its special tokens."""
+"""The vocabulary of BERT after its special tokens."""
 BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, with a byte-level tokenizer, as folders on disk."""
+"""Tiny random checkpoints of every family as folders, with a byte-level tokenizer."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
     "pad_token_id": PAD,
-    # Wide weights: with the usual ones a random model says the same few tokens for ever.
+    # Large random weights: with the usual range, a random model repeats the same few tokens.
     "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }
@@ -206,7 +206,7 @@ WITH_STATES = frozenset(
     for name, fields in _FAMILIES.items()
     if {"linear_attention", "conv"} & set(fields.get("layer_types", ()))
 )
-"""Families with layers that keep a state of each request; they have no prefix caching."""
+"""Families with layers that keep a state per request; they support no prefix caching."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
@@ -220,8 +220,9 @@ Make = TypeVar("Make", bound=Callable[..., Path])
 
 
 def built_once(make: Make) -> Make:
-    """`make(family, folder, **fields)`, which writes the files of an earlier call with the same
-    arguments. To build a model takes longer than most tests, and most ask for one of few."""
+    """`make(family, folder, **fields)` with a cache: the files of an earlier call with the same
+    arguments are copied. Building a model takes longer than most tests, and most tests use one of
+    few models."""
 
     @functools.lru_cache(maxsize=32)
     def files_of(family: str, fields: bytes) -> Mapping[str, bytes]:
@@ -244,10 +245,10 @@ def built_once(make: Make) -> Make:
 def make_tiny(
     family: str, folder: Path | str, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
 ) -> Path:
-    """Write a float32 checkpoint of `family` (a model_type of transformers) into `folder`; gives
+    """Write a float32 checkpoint of `family` (a model_type of transformers) into `folder`; returns
     the folder.
 
-    The same arguments give the same weights. `overrides` are fields of the family's config.
+        Equal arguments give equal weights. `overrides`: fields of the family's config.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,9 +256,10 @@ def make_tiny(
     config = AutoConfig.for_model(family, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Not as a keyword: its name is torch_dtype in transformers 4.
+        # Not passed as a keyword, because transformers 4 calls it torch_dtype.
         model: Any = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]  # theirs
-        # Fresh norms are 1 and fresh biases 0: a loader that mixed them up would go unseen.
+        # Randomize norms and biases: with initial values of 1 and 0, a loader that mixes them up
+        # would not be noticed.
         for name, parameter in model.named_parameters():
             if "norm" in name or "ln_" in name or name.endswith(("bias", "sinks")):
                 parameter.data += 0.2 * torch.randn_like(parameter)
@@ -270,8 +272,8 @@ def make_tiny(
 
 
 def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the rotary settings spelled as the installed transformers knows them: version 4
-    has no rope_parameters and would pass over them."""
+    """`fields` with rotary settings in the spelling of the installed transformers: version 4 would
+    ignore rope_parameters."""
     if not transformers_before("5") or "rope_parameters" not in fields:
         return fields
     rest = {name: value for name, value in fields.items() if name != "rope_parameters"}
@@ -281,7 +283,8 @@ def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
             rest[name] = rope.pop(name)
     kind = rope.get("rope_type", "default")
     if kind == "longrope":
-        # Phi-3's config takes three fields and the older name; the trained length stands beside.
+        # Phi-3's config takes three fields and the older name; the trained length is a separate
+        # field.
         rest["original_max_position_embeddings"] = rope.pop(
             "original_max_position_embeddings", rest.get("original_max_position_embeddings")
         )
@@ -292,7 +295,8 @@ def rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of VOCAB_SIZE tokens, all with a text, and a chat template."""
+    """Write a byte-level tokenizer of VOCAB_SIZE tokens, which all have a text, and a chat
+    template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [(first, second) for first in "Ġabcdefghilmnoprstuwy" for second in "aeio"]
     merges = pairs[: VOCAB_SIZE - len(alphabet) - len(SPECIAL_TOKENS)]

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that take images, as folders on disk, and pictures for them."""
+"""Tiny random checkpoints of vision models as folders, and pictures for them."""
 
 import io
 import json
@@ -42,9 +42,9 @@ class _Family:
     tokens: tuple[str, ...]
     """Special tokens after the text tokens; the image token is the first."""
     mark: str
-    """What the template writes for an image."""
+    """Text that the template writes for an image."""
     fields: dict[str, Any]
-    """Fields of config.json; the name of a special token is replaced by its id."""
+    """Fields of config.json; names of special tokens are replaced by their ids."""
     preprocessor: dict[str, Any]
     processor: dict[str, Any]
     text: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Family:
     """Fields of tokenizer_config.json."""
     video_mark: str = ""
     is_flat: bool = False
-    """The text model's fields lie at the top level of config.json."""
+    """Whether the text model's fields are at the top level of config.json."""
 
 
 _QWEN_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -89,7 +89,7 @@ PHI4_AUDIO: dict[str, Any] = {
     "depthwise_separable_out_channel": 16,
     "nemo_conv_channels": 16,
 }
-"""Fields of the audio tower of a Phi-4-multimodal."""
+"""Fields of the audio tower of Phi-4-multimodal."""
 
 
 def _mrope(*section: int) -> dict[str, Any]:
@@ -260,7 +260,7 @@ FAMILIES = {
         tokens=_M3_TOKENS,
         mark=_M3_TOKENS[0],
         fields={
-            # A head of 24: three times six numbers are rotated.
+            # A head size of 24: three times six numbers are rotated.
             "vision_config": {**_PLAIN, "hidden_size": 48, "temporal_patch_size": 2},
             **{"image_token_index": _M3_TOKENS[0], "projector_hidden_size": 40},
         },
@@ -426,7 +426,7 @@ UNLISTED = {
         text={"model_type": "mistral"},
     ),
 }
-"""Families whose images only transformers knows."""
+"""Families with images that are supported only by transformers."""
 
 
 @built_once
@@ -434,8 +434,8 @@ def make_tiny_vision(
     family: str, folder: Path | str, *, seed: int = 0, weights: bool = True, **overrides: Any
 ) -> Path:
     """Write a float32 checkpoint of `family`, with its processor, tokenizer and chat template, into
-    `folder`; gives the folder. The same arguments give the same weights. `overrides` are fields of
-    the language model's config. Without `weights` only the other files."""
+    `folder`; returns the folder. Equal arguments give equal weights. `overrides`: fields of the
+    language model's config. Without `weights`, only the other files are written."""
     made = {**FAMILIES, **UNLISTED}[family]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -502,7 +502,7 @@ def _write_tokenizer(folder: Path, family: _Family) -> dict[str, int]:
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """A picture with shapes and noise; the same arguments give the same one."""
+    """A picture with shapes and noise; equal arguments give equal pictures."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width]
     channels = [(x * (3 + seed) + y * (1 + i)) % 256 for i in range(4)]
@@ -516,12 +516,12 @@ def clip(width: int, height: int, count: int) -> list[Image.Image]:
 
 
 def gif_bytes(frames: list[Image.Image], frame_ms: int = 500) -> bytes:
-    """The frames as an animation without loss, as far as 256 colours go."""
+    """The frames as a GIF animation, lossless up to 256 colours."""
     return image_bytes(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=frame_ms)
 
 
 def mp4_bytes(frames: list[Image.Image], fps: int = 10, kind: str = "mp4") -> bytes:
-    """The frames as a file of H.264, or of VP8 in WebM."""
+    """The frames as an H.264 file, or as VP8 in WebM."""
     av: Any = pytest.importorskip("av")
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as out:
@@ -534,7 +534,7 @@ def mp4_bytes(frames: list[Image.Image], fps: int = 10, kind: str = "mp4") -> by
 
 
 def image_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """The picture as a file of `kind`, as Pillow names it."""
+    """The picture as a file of Pillow's format `kind`."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of models that take images, pictures for them, and what transformers' own
-whole model says."""
+"""Tiny random checkpoints of vision models, pictures for them, and the results of transformers'
+multimodal models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,22 +107,22 @@ _MLLAMA: dict[str, Any] = {
 
 @dataclass
 class Picture:
-    """One image as the server would send it."""
+    """An image in the form in which the server sends it."""
 
     tensors: dict[str, Tensor]
     tokens: list[int]
-    """In its place in the prompt."""
+    """Tokens in place of the image in the prompt."""
     num_embeddings: int
     grid: tuple[int, int, int] = (0, 0, 0)
 
 
 Process = Callable[[list[Image.Image]], list[dict[str, Tensor]]]
-"""The tensors of each picture."""
+"""Function that returns the tensors of each picture."""
 
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """A family of whole models."""
+    """A family of multimodal models."""
 
     model_type: str
     text: dict[str, Any]
@@ -135,7 +135,7 @@ class VisionFamily:
     }
     """Joins the tensors of all images of a prompt into the arguments of transformers' model."""
     is_flat: bool = False
-    """The text model's fields lie at the top level of config.json."""
+    """Whether the text model's fields are at the top level of config.json."""
     grid: Callable[[dict[str, Tensor]], tuple[int, int, int]] = lambda tensors: (0, 0, 0)
 
 
@@ -151,7 +151,7 @@ def _each(processor: Any, *names: str) -> Process:
 
 
 def _tiles(images: list[Image.Image]) -> list[dict[str, Tensor]]:
-    """For a processor that needs torchvision: one to three tiles of noise."""
+    """One to three tiles of noise, for a processor that needs torchvision."""
     return [
         {
             "pixel_values": torch.randn(
@@ -163,7 +163,7 @@ def _tiles(images: list[Image.Image]) -> list[dict[str, Tensor]]:
 
 
 def _padded(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Images of several sizes, padded behind."""
+    """Images of several sizes, padded at the end."""
     pixels = [tensors["pixel_values"] for tensors in all_tensors]
     shape = [max(sizes) for sizes in zip(*(image.shape[1:] for image in pixels), strict=True)]
     batch = torch.zeros(len(pixels), *shape)
@@ -186,7 +186,7 @@ def _lfm2(images: list[Image.Image]) -> list[dict[str, Tensor]]:
 
 
 def _with_all_patches(all_tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tiles with as many patches as the tile that has most, padded behind."""
+    """Tiles padded at the end to the largest number of patches."""
     most = max(tensors["pixel_values"].shape[1] for tensors in all_tensors)
     found: dict[str, list[Tensor]] = {name: [] for name in all_tensors[0]}
     for tensors in all_tensors:
@@ -292,7 +292,7 @@ def _qwen(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> Visi
 
 QWEN_STATES = ("qwen3_5", "qwen3_5_moe")
 WITH_STATES = (*QWEN_STATES, "lfm2_vl")
-"""Families with layers that keep a state of each request, without prefix caching."""
+"""Families with layers that keep a state per request, without prefix caching."""
 VISION_FAMILIES: dict[str, VisionFamily] = {
     "llava": VisionFamily(
         "llava",
@@ -459,7 +459,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             **{"model_type": "minimax_m3_vl_text", "index_block_size": 8},
             **{"num_attention_heads": 4, "num_key_value_heads": 2},
         },
-        # A head of 24: three times six numbers are rotated.
+        # A head size of 24: three times six numbers are rotated.
         {**VISION, "hidden_size": 48, "patch_size": 14, "temporal_patch_size": 2},
         _QWEN,
         {"image_token_index": IMAGE, "projector_hidden_size": 40},
@@ -507,7 +507,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         "mllama",
         {
             "model_type": "mllama_text_model",
-            # The image token lies after the tokens that can be sampled.
+            # The image token is after the tokens that can be sampled.
             "vocab_size": IMAGE,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
@@ -569,7 +569,7 @@ def make_tiny_vision(
     name: str, folder: Path, vision: dict[str, Any] | None = None, **text: Any
 ) -> Any:
     """Write a checkpoint of the family; `text` replaces fields of the text model, `vision` fields
-    of the tower. Gives transformers' whole model, in float32."""
+    of the tower. Returns transformers' multimodal model in float32."""
     family = VISION_FAMILIES[name]
     text = {**TEXT, **family.text, **text}
     whole_fields = {"tie_word_embeddings": False, **family.whole}
@@ -589,20 +589,20 @@ def make_tiny_vision(
         _write_published_experts(folder / "model.safetensors")
     write_tokenizer(folder)
     if name == "phi4_multimodal":
-        # Its layers say that they are causal. With sdpa transformers 5.24 believes it where an
-        # image has no padding, and not where it has some.
+        # Its layers are marked as causal. With sdpa, transformers 5.24 applies this to images
+        # without padding, but not to images with padding.
         tower = whole.model.embed_tokens_extend.image_embed.img_processor
         tower.set_attn_implementation("eager")
     if name == "llama4":
-        # The forward pass of transformers 5.24 reads `image_outputs` of its language model's
-        # output, which no language model sets, and fails with and without images.
+        # The forward pass of transformers 5.24 reads `image_outputs` of the language model's
+        # output, which no language model sets, so it fails with and without images.
         whole.language_model.register_forward_hook(_set_no_image_outputs)
     return whole
 
 
 def _write_published_experts(file: Path) -> None:
-    """Published checkpoints of Qwen3-VL have the experts as (experts, in, out), transformers 5
-    saves new ones as (experts, out, in) and reads both."""
+    """Transpose the experts: published checkpoints of Qwen3-VL have (experts, in, out), while
+    transformers 5 saves (experts, out, in) and reads both."""
     tensors = {
         name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
         for name, tensor in load_file(file).items()
@@ -636,7 +636,7 @@ def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
 
 
 def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
-    """Number of rows that the model makes from an image."""
+    """Number of embeddings that the model makes from an image."""
     if whole.config.model_type == "mllama":
         return int(tensors["aspect_ratio_mask"].shape[-1])
     if whole.config.model_type == "phi4_multimodal":
@@ -652,7 +652,7 @@ def count_embeddings(whole: Any, tensors: dict[str, Tensor]) -> int:
 
 
 def _count_of_phi4(tensors: dict[str, Tensor]) -> int:
-    """The count of the model's processor: patches, an end of each row, and a separator."""
+    """Count of the model's processor: patches, a token at the end of each row, and a separator."""
     rows, columns = (tensors["image_sizes"][0] // 28).tolist()
     crops = tensors["image_attention_mask"][0, 1:, ::2, ::2]
     seen = crops.view(rows, columns, 2, 2).transpose(1, 2).reshape(2 * rows, 2 * columns)
@@ -663,7 +663,7 @@ def _count_of_phi4(tensors: dict[str, Tensor]) -> int:
 def generate(
     name: str, whole: Any, tokens: list[int], pictures: list[Picture], count: int
 ) -> list[int]:
-    """The greedy tokens of transformers."""
+    """Greedy tokens of transformers."""
     given: dict[str, Any] = {}
     ids = torch.tensor([tokens])
     if pictures:
@@ -688,7 +688,8 @@ def generate(
 
 
 def cross_attention_mask(tokens: list[int], pictures: list[Picture]) -> Tensor:
-    """Which tiles the tokens of a prompt see, as the processor of transformers says."""
+    """Mask of the tiles that the tokens of a prompt attend to, from the processor of
+    transformers."""
     masks = [picture.tensors["aspect_ratio_mask"] for picture in pictures]
     return torch.from_numpy(
         convert_sparse_cross_attention_mask_to_dense(

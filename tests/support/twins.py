@@ -1,4 +1,5 @@
-"""Requests of every kind with the same answers each time, and what a client reads of an answer."""
+"""Requests of every kind with reproducible answers, and the content that a client reads from an
+answer."""
 
 import json
 import random
@@ -25,10 +26,10 @@ TOLERANCE = 1e-4
 """Tolerance of log-probabilities: results of different launches differ in the last digits."""
 
 FEW = 20
-"""Tokens to draw from. A random number that falls on the border of two tokens gives one or the
-other, as their probabilities were rounded, and a recomputed context is rounded differently. In
-float32 the demo model's borders move by about 1e-6: of all its 49,152 tokens one draw in 400
-differs at a temperature of 1.2, of 20 one in 60,000."""
+"""Number of tokens to sample from. If a random number falls on the border of two tokens, the
+rounding of their probabilities decides, and a recomputed context is rounded differently. In float32
+the demo model's borders move by about 1e-6: with all 49,152 tokens, one draw in 400 differs at a
+temperature of 1.2; with 20 tokens, one in 60,000."""
 
 
 def requests_of_every_kind(seed: int, num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
@@ -71,7 +72,7 @@ def requests_of_every_kind(seed: int, num_tokens: int) -> list[tuple[str, dict[s
 
 
 def content_of(raw: bytes) -> dict[str, Any]:
-    """What an answer says: without ids and times, and however a stream was cut into chunks."""
+    """Content of an answer, without ids and times, and independent of the chunks of a stream."""
     if not raw.startswith((b"data:", b"event:", b":")):
         return {"whole": _content(json.loads(raw))}
     found: dict[str, Any] = defaultdict(str)
@@ -85,7 +86,7 @@ def content_of(raw: bytes) -> dict[str, Any]:
 
 
 def differences(content: Any, other: Any, path: str = "") -> list[str]:
-    """Where two contents differ, log-probabilities by more than TOLERANCE."""
+    """Differences between two contents; log-probabilities differ by more than TOLERANCE."""
     if isinstance(content, dict) and isinstance(other, dict):
         keys = {**content, **other}
         pairs = [(f"{path}.{key}", content.get(key), other.get(key)) for key in keys]

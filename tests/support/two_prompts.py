@@ -1,5 +1,5 @@
-"""Requests through a worker with few buckets: two prompts, one plain and one in two chunks, and
-random traffic."""
+"""Requests through a worker with few buckets: two prompts, one in a single chunk and one in two
+chunks, and random traffic."""
 
 import random
 from collections.abc import Iterator
@@ -40,12 +40,13 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 
 def working_wide(folder: Path, **settings: Any) -> AbstractContextManager[WorkerRig]:
-    """`working` with room for more requests, and longer ones."""
+    """`working` with capacity for more and longer requests."""
     return working(folder, **{**WIDE, **settings})
 
 
 def greedy(rig: WorkerRig, count: int = 12) -> list[list[int]]:
-    """Two prompts, the longer one in two chunks (the second over cached context), then decodes."""
+    """Tokens of two prompts, the longer prompt in two chunks (the second over cached context), and
+    of decodes."""
     for req_index, prompt in enumerate(PROMPTS):
         rig.admit(req_index, prompt)
     rig.prefill({0: 40, 1: None})

@@ -1,4 +1,4 @@
-"""Compiles grammars in a fork as engine/structured_output/compilation.py does, without bounds on
+"""Compiles grammars in a fork like engine/structured_output/compilation.py, without limits on
 schemas."""
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What an attack costs others: latency of a second client, memory and descriptors."""
+"""Cost of an attack for other clients: latency of a second client, memory and descriptors."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ POLL_S = 0.01
 
 
 class SecondClient:
-    """Sends a request again and again while it is entered, over one connection."""
+    """Repeats a request over one connection inside the context manager."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class SecondClient:
         self._http.close()
 
     def _run(self) -> None:
-        # At once: what is watched may take less than the time between two requests.
+        # Send the first request at once: the watched code may take less than the time between two
+        # requests.
         self._ask()
         while not self._is_over.wait(self._interval_s):
             self._ask()
@@ -67,13 +68,13 @@ class SecondClient:
         self.latencies_s.append(time.monotonic() - start)
 
     def percentile_s(self, share: float) -> float:
-        """The latency that this share of the requests did not exceed."""
+        """Latency that this fraction of the requests did not exceed."""
         ordered = sorted(self.latencies_s)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Family:
-    """A server's process and all below it."""
+    """A server's process and all its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
@@ -89,7 +90,7 @@ class Family:
     def _of_each(self, look: Callable[[psutil.Process], int]) -> list[int]:
         found = []
         for process in [self._root, *self._root.children(recursive=True)]:
-            # One that has ended meanwhile holds nothing.
+            # A process that has ended meanwhile counts as 0.
             with contextlib.suppress(psutil.NoSuchProcess):
                 found.append(look(process))
         return found

@@ -8,11 +8,12 @@ from hpu.protocol import StepPlan, ToWorker
 from hpu.worker.worker import Worker
 
 WATCHED = ("compilations", "captures", "fallbacks", "host_sync", "ungraphed")
-"""What a card's journal counts, and no request may cause."""
+"""Counters of the card's journal that no request may increase."""
 
 
 class WatchedExecutor(InprocExecutor):
-    """Keeps the plans; tells an emulated card when a step is made: waiting for it is a misuse."""
+    """Records the plans; tells an emulated card when a step is prepared, so that waiting for the
+    card then is an error."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(Worker(config))

@@ -1,5 +1,5 @@
-"""WorkerRig: a worker driven by hand-made plans. Keeps the state that an engine would, as plainly
-as it can: who holds which blocks, how many tokens are computed, what was sampled."""
+"""WorkerRig: a worker with hand-made plans. Keeps the engine's state in the simplest form: owners
+of blocks, numbers of computed tokens, and samples."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -35,14 +35,14 @@ BLOCK_SIZE = 8
 class _LiveRequest:
     blocks: list[int]
     known: int
-    """Tokens, those sampled by plans in flight included."""
+    """Number of tokens, including tokens sampled by plans in flight."""
     computed: int
     sampled: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Next:
-    """What the plan in the making holds."""
+    """Contents of the next plan."""
 
     new_requests: list[NewRequest] = field(default_factory=list)
     freed_requests: list[int] = field(default_factory=list)
@@ -104,11 +104,11 @@ class WorkerRig:
         try:
             self.ready = self.worker.start(self.progress.append)
         except BaseException:
-            # An emulated card that stays installed would fail all later tests.
+            # An emulated card that stays installed would break all later tests.
             self.worker.close()
             raise
         self.requests: dict[int, _LiveRequest] = {}
-        # Not the order in memory, and the block released last is allocated first.
+        # Not in memory order; the block released last is allocated first.
         self._free = [(block * 37) % num_blocks for block in range(num_blocks)]
         self._held: dict[int, int] = dict.fromkeys(range(num_blocks), 0)
         self._steps = steps
@@ -126,7 +126,7 @@ class WorkerRig:
         sampling: RequestSampling = GREEDY,
         images: tuple[ImagePlacement, ...] = (),
     ) -> None:
-        """`shared_with`: the request also holds the full blocks of that request's computed tokens,
+        """`shared_with`: the new request shares the full blocks of that request's computed tokens,
         except the block of the last token."""
         blocks: list[int] = []
         if shared_with is not None:
@@ -146,15 +146,15 @@ class WorkerRig:
         )
 
     def encode(self, *images: EncoderInput) -> None:
-        """Have the next plan encode them."""
+        """Make the next plan encode these images."""
         self._next.encoded_images += images
 
     def free_images(self, *contents: bytes) -> None:
-        """Have the next plan drop their embeddings."""
+        """Make the next plan drop the embeddings of these images."""
         self._next.freed_images += contents
 
     def free(self, req_index: int) -> list[int]:
-        """Take the request's blocks back; gives what it sampled."""
+        """Free the request's blocks; returns its sampled tokens."""
         gone = self.requests.pop(req_index)
         for block in gone.blocks:
             self._held[block] -= 1
@@ -164,7 +164,7 @@ class WorkerRig:
         return gone.sampled
 
     def prefill(self, counts: dict[int, int | None]) -> None:
-        """One launch for these requests; None takes all that is known."""
+        """Prefill these requests in one launch; None takes all known tokens."""
         takes, samples, contexts = [], [], []
         for req_index, asked in counts.items():
             state = self.requests[req_index]
@@ -196,13 +196,14 @@ class WorkerRig:
         self._next.launches.append(Launch(DECODE, (batch, 1, blocks), list(req_indices)))
 
     def sleep(self, level: int) -> None:
-        """With every request freed: a worker that sleeps forgets what it was not told to free."""
+        """Sleep with all requests freed: a sleeping worker forgets requests that it was not told to
+        free."""
         assert not self.requests, f"requests {list(self.requests)} are live"
         self.worker.sleep(level)
         self._next.freed_requests.clear()
 
     def pack(self) -> None:
-        """Move the blocks in use down as far as they go, first thing in the next plan."""
+        """Move the blocks in use down as far as possible, at the beginning of the next plan."""
         held = sorted((block for block, count in self._held.items() if count), reverse=True)
         free = sorted(self._free)
         moves = {high: low for high, low in zip(held, free, strict=False) if low < high}
@@ -216,7 +217,7 @@ class WorkerRig:
     def submit(
         self, allowed: dict[int, list[int]] | None = None, late: tuple[int, ...] = ()
     ) -> None:
-        """Send the requests made since the last plan. `allowed`: the tokens that masked requests
+        """Send the plan prepared since the last submission. `allowed`: tokens that masked requests
         may sample. `late`: masked requests whose masks are sent later."""
         plan = self._next
         self._next = _Next()
@@ -250,11 +251,11 @@ class WorkerRig:
         self._step += 1
 
     def mask(self, allowed: dict[int, list[int]]) -> None:
-        """What may come next in the late requests of the plan sent last."""
+        """Send the allowed next tokens of the late requests of the last plan."""
         self.worker.mask(GrammarMasks(self._step - 1, list(allowed), self._bits(allowed)))
 
     def collect(self) -> StepResult:
-        """The oldest plan's result; its tokens join their requests."""
+        """Collect the oldest plan's result; its tokens are appended to their requests."""
         result = self.worker.collect()
         for req_index, token in zip(self._waiting.popleft(), result.tokens, strict=True):
             if req_index in self.requests:
@@ -262,7 +263,7 @@ class WorkerRig:
         return result
 
     def step(self) -> StepResult:
-        """Send and collect."""
+        """Submit the plan and collect its result."""
         self.submit()
         return self.collect()
 

@@ -1,4 +1,4 @@
-"""Calls as every family writes them, whole and broken, with what they mean."""
+"""Tool calls in every format, valid and invalid, with their expected meaning."""
 
 from typing import Any
 
@@ -389,7 +389,7 @@ TEXT = [
     ("minicpm5", '<function name="unknown"><param name="x">1</param></function>'),
     ("olmo3", "<function_calls>now</function_calls>"),
     ("openai", "<|channel|>commentary to=now<|message|>5"),
-    # What begins like a call, up to its first value.
+    # Text that begins like a call, up to its first value.
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call> after'),
     ("pythonic", "[now(a=b)]"),

@@ -1,5 +1,3 @@
-"""Weight maps: which tensors a checkpoint holds and which model parameter each tensor fills.
-base.py has the types; each kind of model or part of a layer has a file.
-
-The loader, the size estimate and the check of shapes share these maps. No torch here.
-"""
+"""Weight maps: the tensors of a checkpoint and the model parameter that each tensor fills. base.py
+defines the types; each kind of model or layer has its own file. The loader, the memory estimate and
+the shape check use these maps. Imports no torch."""

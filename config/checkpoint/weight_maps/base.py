@@ -1,4 +1,4 @@
-"""WeightMap and its entries, and the entries of linear layers."""
+"""WeightMap and its entries, and the entries for linear layers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,71 +16,70 @@ class WeightSpec(NamedTuple):
     name: str
     shape: tuple[int, ...]
     parameter: str
-    """Path of the parameter, which several tensors may fill."""
+    """Path of the parameter; several tensors may fill the same parameter."""
     fields: str = ""
-    """The fields of config.json that `shape` comes from; empty: the shape is not compared with the
-    files before the model is built."""
+    """The config.json fields that determine `shape`; empty: the shape is not checked before the
+    model is built."""
     output_sizes: tuple[int, ...] = ()
-    """Sizes of the outputs that the parameter merges along its first dimension."""
+    """Sizes of the outputs that the parameter concatenates along its first dimension."""
     outputs: tuple[int, ...] = ()
-    """Indices in `output_sizes` of the outputs that the tensor holds."""
+    """Indices in `output_sizes` of the outputs in this tensor."""
     num_heads: tuple[int, ...] = ()
-    """Number of heads of each output, if outputs consist of heads. With fewer heads than ranks,
-    each head is on several ranks."""
+    """Number of heads of each output, if outputs consist of heads. Heads are replicated if there
+    are fewer heads than ranks."""
     shard_dim: int | None = None
-    """The dimension of the parameter that tensor parallelism divides; None: every rank holds the
-    whole."""
+    """Parameter dimension that tensor parallelism shards; None: replicated on every rank."""
     expert: int | None = None
-    """Index of the expert that the tensor holds, if the parameter stacks experts along its first
-    dimension. The fields above then describe a single expert."""
+    """Index of the tensor's expert, if the parameter stacks experts along its first dimension. The
+    fields above then describe a single expert."""
     total_experts: int | None = None
     """Number of experts that the parameter stacks, if the tensor holds a single expert."""
     num_experts: int | None = None
-    """Number of experts that the tensor holds, if it stacks all experts along a first dimension as
-    the parameter does."""
+    """Number of experts in the tensor, if it stacks all experts along its first dimension like the
+    parameter."""
     interleaved_size: int | None = None
-    """Rows per head, if rotated pairs are neighbouring rows in the tensor. In the parameter, the
+    """Rows per head, if the tensor stores rotated pairs in adjacent rows. In the parameter, the
     first and second elements of the pairs are the two halves of the rotated rows."""
     rotated_size: int | None = None
     """Number of leading rows of each head that are rotated; None: all rows."""
     interleaved_outputs: int | None = None
     """Number of leading outputs of the tensor whose rows are interleaved; None: all outputs."""
     interleaved_dim: int = 0
-    """The dimension of the tensor that has the interleaved rows."""
+    """The tensor dimension with the interleaved rows."""
     transposed: bool = False
-    """Whether the last two dimensions are swapped in the parameter."""
+    """Whether the parameter swaps the last two dimensions of the tensor."""
     row_groups: int | None = None
     """Number of row groups of a tensor with several outputs. Each group has a part of every output,
-    such as the queries, the key and the value of a KV head. None: the outputs are concatenated."""
+    such as the queries, key and value of a KV head. None: the outputs are concatenated."""
     row: int | None = None
-    """Index of the row that the tensor holds, if the tensor is a single row of an output."""
+    """Index of the tensor's row, if the tensor is a single row of an output."""
     offset: float = 0.0
-    """Added to the tensor, in float32."""
+    """Value added to the tensor, in float32."""
     normalized: bool = False
     """Whether each row is scaled to length 1."""
     interleaved_start: int = 0
-    """Number of rows at the start of each head, before the `interleaved_size` rows, that keep their
-    order."""
+    """Number of rows at the start of each head, before the `interleaved_size` rows, that are not
+    reordered."""
     repeats: int | None = None
     """Number of repetitions of the tensor along a new first dimension; None: no repetition."""
     leading_rows: int | None = None
-    """Number of rows at the beginning of the tensor that the parameter has; None: all."""
+    """Number of leading rows of the tensor that are loaded; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
-    """Which half of an MXFP4 weight the tensor is. Both halves have the same other fields."""
+    """Half of an MXFP4 weight that this tensor stores. The other fields are equal in both
+    halves."""
     mxfp4_columns: tuple[int, int] | None = None
-    """(begin, end) of the parameter's columns within the columns of the stored blocks; None: all
+    """(begin, end) of the parameter's columns within the columns of the loaded blocks; None: all
     columns."""
     rounds_up: bool = False
-    """Whether shard sizes are rounded up if the ranks cannot divide the tensor evenly. Rows beyond
-    the end of the tensor are zero."""
+    """Whether shard sizes are rounded up if the tensor does not divide evenly among the ranks. Rows
+    beyond the end of the tensor are zero."""
     scheme: WeightScheme | None = None
     """Storage scheme of a quantized weight; None: not quantized. The fields above, except `name`,
     then describe the weight itself."""
     part: WeightPart | None = None
-    """Which stored tensor of the quantized weight this is."""
+    """The part of the quantized weight that this tensor stores; None: not quantized."""
     is_kv_scale: bool = False
-    """Whether the tensor is the scale of a layer's cached keys or values: a single number above
-    0."""
+    """Whether the tensor is a KV-cache scale of a layer: a single number above 0."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -92,7 +91,7 @@ class WeightSpec(NamedTuple):
         return self.part.shape(*self.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` can be this tensor."""
+        """Whether a stored tensor of `shape` fits this spec."""
         if self.is_kv_scale:
             return math.prod(shape) == 1
         expected = self.stored_shape
@@ -100,8 +99,8 @@ class WeightSpec(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Checkpoint name of the linear layer, or of the stacked experts, that the quantized weight
-        belongs to."""
+        """Checkpoint name of the linear layer, or of the stacked experts, with this quantized
+        weight."""
         assert self.part is not None
         if self.num_experts is not None:
             return self.name.removesuffix(self.part.suffix)
@@ -109,66 +108,66 @@ class WeightSpec(NamedTuple):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the tensor holds a projection weight of all experts."""
+        """Whether the tensor stacks a projection weight of all experts."""
         parameter = self.parameter.rpartition(".")[2]
         return self.num_experts is not None and parameter in ("w13_weight", "w2_weight")
 
     @property
     def quantized_parameter(self) -> str:
-        """Path of the parameter that this tensor of a quantized weight fills, in a layer that keeps
-        the weight quantized; empty if no parameter holds the tensor."""
+        """Path of the parameter that this tensor of a quantized weight fills if the weight stays
+        quantized; empty if there is no such parameter."""
         assert self.part is not None
         name = PARAMETERS.get(self.part.role)
         return "" if name is None else self.parameter.removesuffix("weight") + name
 
     @property
     def mxfp4_parameter(self) -> str:
-        """Path of the parameter that keeps this MXFP4 half as stored; empty if the tensor is no
-        MXFP4 half."""
+        """Path of the parameter that holds this MXFP4 half in packed form; empty if the tensor is
+        not an MXFP4 half."""
         return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
 
     @property
     def is_scales(self) -> bool:
-        """Whether the tensor is the half of an MXFP4 weight with its scales."""
+        """Whether the tensor holds the scales of an MXFP4 weight."""
         return self.mxfp4 == "scales"
 
     @property
     def inputs_per_column(self) -> int:
-        """Inputs for each entry of the input dimension of `shape`: a block of them in MXFP4."""
+        """Inputs per entry of the input dimension of `shape`: the block size for MXFP4."""
         return MXFP4_BLOCK if self.mxfp4 else 1
 
     def plain(self) -> "WeightSpec":
-        """The spec of a tensor that is neither quantized nor transposed."""
+        """The spec of an unquantized, untransposed tensor."""
         return self._replace(transposed=False, part=None, scheme=None, mxfp4="")
 
     @property
     def is_stored_as_is(self) -> bool:
-        """Whether the bytes of the tensor, if it has the dtype of the parameter, are a part of the
-        bytes of the parameter."""
+        """Whether the tensor's bytes, if its dtype is the parameter's dtype, are copied to the
+        parameter unchanged."""
         changes = (self.transposed, self.offset, self.normalized, self.mxfp4, self.part)
         is_set = (self.interleaved_size, self.row_groups, self.row, self.repeats, self.leading_rows)
         return not (any(changes) or self.is_kv_scale) and all(value is None for value in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
-        """Number of distinct shards of `output` on `num_ranks` ranks; shards are in rank order."""
+        """Number of distinct shards of `output` on `num_ranks` ranks, in rank order."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensor is a half of an MXFP4 weight."""
+        """Whether the tensor is half of an MXFP4 weight."""
         return bool(self.mxfp4)
 
     def packed_bytes(self) -> int | None:
-        """Bytes of an MXFP4 weight that stays in 4 bits a number and 8 a block; 0 for the half with
-        its scales. None for a shard that ends inside a block."""
+        """Bytes of an MXFP4 weight that stays packed, including its scales; 0 for the half with the
+        scales. None for a shard that ends inside a block."""
         begin, end = self.mxfp4_columns or (0, 0)
         if begin % MXFP4_BLOCK or end % MXFP4_BLOCK:
             return None
         return self.num_elements() * (MXFP4_BLOCK // 2 + 1) // MXFP4_BLOCK
 
     def num_elements(self) -> int:
-        """Number of elements of the parameter that the tensor fills, or of the quantized weight; 0
-        for scales and other extra tensors."""
+        """Number of elements of the parameter, or of the quantized weight, that the tensor fills; 0
+        for scales and other auxiliary tensors."""
         if self.mxfp4 == "scales" or (self.part is not None and self.part.role != "values"):
             return 0
         if self.mxfp4_columns is not None:
@@ -176,46 +175,46 @@ class WeightSpec(NamedTuple):
             return math.prod(self.shape[:-2]) * (end - begin)
         if self.leading_rows is not None:
             return self.leading_rows * math.prod(self.shape[1:])
-        # A byte of blocks has two values.
+        # A byte of blocks packs two values.
         return math.prod(self.shape) * (self.repeats or 1) * (2 if self.mxfp4 else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The tensors of a model, with all names as `map_name` gives them."""
+    """The tensors of a model; all names are as `map_name` returns them."""
 
     outer: tuple[WeightSpec, ...]
     """Tensors outside the layers."""
     layers: tuple[tuple[WeightSpec, ...], ...] = ()
     """Tensors of each layer, with names and parameters relative to the two prefixes below."""
     layer_prefix: str = ""
-    """Prefix of the layer's index in the checkpoint, such as `model.layers.`."""
+    """Prefix of the layer index in checkpoint names, such as `model.layers.`."""
     parameter_prefix: str = ""
-    """Prefix of the layer's index in the model."""
+    """Prefix of the layer index in parameter paths."""
     stripped_prefixes: tuple[str, ...] = ()
-    """Prefixes that a checkpoint may put before every name."""
+    """Prefixes that a checkpoint may put in front of every name."""
     default_prefix: str = ""
-    """Prefix that is added to names that begin with none of `known_prefixes`."""
+    """Prefix added to names that start with none of `known_prefixes`."""
     known_prefixes: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     """(old, new) substrings of names in early checkpoints."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Name prefixes of tensors that a checkpoint may hold and the model does not need."""
+    """Name prefixes of tensors that a checkpoint may contain and that are not loaded."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
-    """Tensors that a checkpoint may hold; some are alternative names of the same tensor."""
+    """Tensors that a checkpoint may contain; some are alternative names of the same tensor."""
     alternatives: tuple[tuple[WeightSpec, ...], ...] = ()
-    """Groups of tensors of a layer. A checkpoint may hold a group in place of the tensors of
-    `layers` with the same parameters, such as a tensor of all experts in place of a tensor for each
-    expert."""
+    """Alternative groups of tensors of a layer. A checkpoint may contain a group instead of the
+    tensors of `layers` with the same parameters, such as a stacked tensor of all experts instead of
+    a tensor for each expert."""
     is_text_part: bool = False
     """Whether this map covers only the text model of a checkpoint with images or audio."""
     has_tower: bool = False
-    """Whether the vision tower is loaded too. It has a separate map; this field is set in the map
-    of the text model and in the map of the tower."""
+    """Whether the vision tower is loaded too. The tower has a separate map; this field is set in
+    both maps."""
 
     def entries(self) -> Iterator[WeightSpec]:
-        """Every tensor that a checkpoint must hold."""
+        """Every tensor that a checkpoint must contain."""
         yield from self.outer
         for index, layer in enumerate(self.layers):
             name, parameter = f"{self.layer_prefix}{index}.", f"{self.parameter_prefix}{index}."
@@ -223,9 +222,9 @@ class WeightMap:
                 yield spec._replace(name=name + spec.name, parameter=parameter + spec.parameter)
 
     def stored_as(self, shapes: Mapping[str, tuple[int, ...]]) -> "WeightMap":
-        """This map for a checkpoint whose tensors have `shapes`, by their names as `map_name` gives
-        them. In a layer where the checkpoint holds an alternative group and not the tensors of
-        `layers`, the group replaces these tensors."""
+        """This map for a checkpoint with the tensors `shapes`, whose names come from `map_name`. In
+        a layer where the checkpoint has an alternative group instead of the tensors of `layers`,
+        the group replaces these tensors."""
         if not self.alternatives:
             return self
         layers = tuple(
@@ -249,8 +248,8 @@ class WeightMap:
         return layer
 
     def map_name(self, name: str) -> str:
-        """Name in this map of the tensor that a checkpoint calls `name`. A tensor outside the text
-        model gets the prefix OUTSIDE."""
+        """Name in this map for the checkpoint name `name`. A tensor outside the text model gets the
+        prefix OUTSIDE."""
         name = self.text_name(name)
         if name.startswith(OUTSIDE):
             return name
@@ -265,18 +264,18 @@ class WeightMap:
         return name
 
     def text_name(self, name: str) -> str:
-        """Name of the tensor in a text-only checkpoint; OUTSIDE as in `map_name`."""
+        """Name of the tensor in a text-only checkpoint; with OUTSIDE as in `map_name`."""
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:
-        """Whether the model ignores the tensor `name` (as mapped), which a checkpoint may hold."""
+        """Whether the tensor with the mapped name `name` is optional and not loaded."""
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )
 
 
 class Axis(NamedTuple):
-    """A size, with the fields of config.json that determine it."""
+    """A dimension's size, and the config.json fields that determine it."""
 
     size: int
     fields: str
@@ -297,8 +296,8 @@ def linear(
     fused: bool = False,
     fused_fields: str = "",
 ) -> Iterator[WeightSpec]:
-    """The tensors of a column-parallel linear layer that merges the outputs named by `tensors`. If
-    the checkpoint has the outputs `fused`, a single tensor called `parameter`."""
+    """The tensors of a column-parallel linear layer that merges the outputs `tensors`. `fused`: the
+    checkpoint stores all outputs in a single tensor, named `parameter`."""
     sizes = tuple(axis.size for axis in tensors.values())
     parts: dict[str, tuple[Axis, tuple[int, ...]]] = {
         name: (axis, (index,)) for index, (name, axis) in enumerate(tensors.items())

@@ -6,12 +6,11 @@ from config.checkpoint.weight_maps.base import Axis, WeightSpec, linear, row_lin
 from config.model.model_config import ModelConfig
 
 GATES = ("cross_attn_attn_gate", "cross_attn_mlp_gate")
-"""Parameter names of the gates of the attention and of the MLP, which belong to the layer
-itself."""
+"""Parameter names of the attention gate and the MLP gate, which belong to the layer itself."""
 
 
 def cross_weights(config: ModelConfig, hidden: Axis) -> Iterator[WeightSpec]:
-    """Attention, which the checkpoint calls cross_attn, with per-head norms and gates."""
+    """Tensors of cross-attention (cross_attn in the checkpoint), with per-head norms and gates."""
     name, layer = "cross_attn", "self_attn"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")

@@ -24,9 +24,9 @@ from config.model.decoder_spec import NORMS, DecoderSpec, IndexerSpec
 from config.model.model_config import ModelConfig
 
 INDEXER = "self_attn.indexer"
-"""Module path of an indexer in a layer."""
+"""Module path of the indexer in a layer."""
 VALUES = 2
-"""Index of the values among the outputs of queries, keys and values."""
+"""Index of v among the outputs q, k, v."""
 
 
 def decoder_weight_map(
@@ -165,7 +165,7 @@ def _transposed(weight: WeightSpec) -> WeightSpec:
 
 
 def attention_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Dense attention, with its query and key norms."""
+    """Tensors of dense attention, including its query and key norms."""
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     query = Axis(heads * head_dim, "num_attention_heads * head_dim")
     gated = Axis(2 * query.size, f"2 * {query.fields}") if spec.attention_gate else query
@@ -199,8 +199,8 @@ def _interleaved(weight: WeightSpec, config: ModelConfig, is_rotated: bool) -> W
 
 
 def _qk_norm_weights(prefix: str, config: ModelConfig, spec: DecoderSpec) -> Iterator[WeightSpec]:
-    """The norms of queries and keys, which a single parameter holds. A weight that all heads share
-    is repeated for each head in the parameter."""
+    """Tensors of the query and key norms, which share a parameter. A weight that all heads share is
+    repeated for each head in the parameter."""
     counts, head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
     of_all, own = spec.qk_norm == "all", spec.qk_norm == "each_head"
     for index, (name, count) in enumerate(zip(("q_norm", "k_norm"), counts, strict=True)):
@@ -227,8 +227,8 @@ def _qk_norm_weights(prefix: str, config: ModelConfig, spec: DecoderSpec) -> Ite
 
 
 def _indexer_weights(spec: IndexerSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Projections of the index queries of all heads and of the index key, and the norm of each,
-    stored minus 1."""
+    """Tensors of the indexer: projections of the index queries and the index key, and their norms,
+    whose weights are stored minus 1."""
     size = Axis(spec.head_dim, "index_head_dim")
     query = Axis(spec.num_heads * spec.head_dim, f"index_n_heads * {size.fields}")
     yield matrix(f"{INDEXER}.q_proj.weight", query, hidden, shard_dim=0)._replace(

@@ -1,5 +1,4 @@
-"""The tensors of EAGLE and MTP drafters, which read hidden states of the target, in vLLM's
-layout."""
+"""The tensors of EAGLE and MTP drafters, in vLLM's layout."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,8 +12,8 @@ FIRST_LAYER = "model.layers.0."
 
 
 def eagle_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
-    """Weight map of an EAGLE drafter: a projection and decoder layers, the first layer without its
-    input norm, and no final norm. The target provides embedding and head."""
+    """Weight map of an EAGLE drafter: a projection and decoder layers. The first layer has no input
+    norm, and there is no final norm. The embedding and the head are the target's."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
@@ -30,7 +29,7 @@ def eagle3_weight_map(
     config: ModelConfig, spec: DecoderSpec, *, target_hidden: int, draft_vocab: int
 ) -> WeightMap:
     """Weight map of an EAGLE-3 drafter: a projection of three hidden states, a layer that reads
-    embeddings and hidden states side by side, a norm, and a head over the most frequent tokens."""
+    concatenated embeddings and hidden states, a norm, and a head over the most frequent tokens."""
     hidden = Axis(config.hidden_size, "hidden_size")
     three = Axis(3 * target_hidden, "3 * hidden_size of the target")
     both = Axis(2 * hidden.size, "2 * hidden_size")
@@ -59,8 +58,8 @@ def eagle3_weight_map(
 
 def mtp_weight_map(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
     """Weight map of an MTP drafter: the last layer of `config`, which follows the target's layers
-    in the target's checkpoint. The target provides embedding and head; their copies in the layer
-    are ignored."""
+    in its checkpoint. The embedding and the head are the target's; the copies in the layer are
+    ignored."""
     hidden = Axis(config.hidden_size, "hidden_size")
     both = Axis(2 * hidden.size, "2 * hidden_size")
     layers = decoder_weight_map(config, spec, has_head=False)
@@ -86,6 +85,7 @@ def _linear(name: str, rows: Axis, columns: Axis) -> WeightSpec:
 
 
 def _outside_of_target(layers: WeightMap, outer: Iterable[WeightSpec]) -> WeightMap:
-    """`layers` with `outer` as outer tensors, for a checkpoint that may repeat the embedding."""
+    """`layers` with the outer tensors `outer`, for a checkpoint that may repeat the target's
+    embedding."""
     ignored = (*layers.ignored_prefixes, "model.embed_tokens.weight")
     return replace(layers, outer=tuple(outer), ignored_prefixes=ignored)

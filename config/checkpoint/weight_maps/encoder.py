@@ -20,7 +20,7 @@ class _EncoderNames(NamedTuple):
 
     layer_prefix: str
     qkv: tuple[str, ...]
-    """Names of queries, keys and values; a single name for a fused tensor."""
+    """Names of q, k and v; a single name for a fused tensor."""
     out: str
     attention_norm: str
     up: str
@@ -64,7 +64,7 @@ _NAMES = {DISTIL_BERT: _DISTIL_BERT_NAMES, NOMIC_BERT: _NOMIC_BERT_NAMES}
 
 
 _ENCODER_HEADS = ("cls.", "lm_head.", "vocab_", "pooler.", "classifier.", "pre_classifier.")
-"""Prefixes of heads that were trained with the encoder and are not loaded."""
+"""Prefixes of pretraining heads, which are not loaded."""
 
 
 def encoder_weight_map(config: ModelConfig) -> WeightMap:
@@ -130,8 +130,7 @@ def _encoder_layer(
 
 
 def head_weights(config: ModelConfig, num_labels: int) -> Iterator[WeightSpec]:
-    """The tensors of the classification head of an encoder or a decoder, which fill `dense` and
-    `out`."""
+    """The tensors of the classification head of an encoder or a decoder: `dense` and `out`."""
     family = None if config.encoder is None else config.encoder.family
     # A decoder's head is a single matrix without a bias; an encoder's head has two matrices.
     dense, out = {

@@ -1,4 +1,4 @@
-"""Sizes and tensors of draft heads that read the hidden state of a single token: Medusa, and IBM's
+"""Sizes and tensors of draft heads that read the hidden state of the last token: Medusa, and IBM's
 MLP speculator. Field names follow vLLM's medusa.py and mlp_speculator.py."""
 
 from dataclasses import dataclass
@@ -19,20 +19,21 @@ class HiddenHeadSizes:
     """Sizes of a head, from its config.json."""
 
     num_heads: int
-    """Maximum drafted tokens."""
+    """Number of heads, which is the maximum number of draft tokens."""
     hidden_size: int
     """Hidden size of the target."""
     vocab_size: int
     num_blocks: int = 1
-    """Medusa: residual blocks of a head."""
+    """Medusa: residual blocks per head."""
     has_bias: bool = False
     """Medusa: whether the blocks have biases."""
     inner_size: int = 0
     """MLP speculator: size of its states."""
     is_tied: bool = False
-    """MLP speculator: whether all heads share weights, and all projections after the first."""
+    """MLP speculator: whether all heads share their weights; only the first projection is
+    separate."""
     scales_input: bool = False
-    """MLP speculator: whether the hidden states are normed first."""
+    """MLP speculator: whether the hidden states are normalized first."""
 
 
 def read_head_sizes(method: SpeculationMethod, folder: str, target: ModelConfig) -> HiddenHeadSizes:
@@ -47,22 +48,24 @@ def read_head_sizes(method: SpeculationMethod, folder: str, target: ModelConfig)
         ("vocab_size", sizes.vocab_size, target.vocab_size),
     ):
         if own != theirs:
-            raise ConfigError(f"{file} says {name} {own}, and {target.path} has {theirs}")
+            raise ConfigError(
+                f"{file} has {name} {own}, and {target.path} has {theirs}, they must be equal"
+            )
     if method.max_drafts > sizes.num_heads:
         raise ConfigError(
-            f"--speculative-config asks for {method.max_drafts} draft tokens, and {file} says "
-            f"{sizes.num_heads} heads, one for each draft"
+            f"--speculative-config asks for {method.max_drafts} draft tokens, it must ask for at "
+            f"most {sizes.num_heads}, the number of heads in {file}"
         )
     return sizes
 
 
 def _medusa(fields: Fields, folder: str, target: ModelConfig) -> HiddenHeadSizes:
-    """Sizes of Medusa heads, in vLLM's format or in the format of the first publication."""
+    """Sizes of Medusa heads, in vLLM's format or in the original format."""
     vocab_size = fields.count("vocab_size", target.vocab_size)
     if fields.count("truncated_vocab_size", vocab_size) != vocab_size:
         raise ConfigError(
-            f"{fields.file} says truncated_vocab_size, and heads over a part of the vocabulary are "
-            "not served"
+            f"{fields.file} has truncated_vocab_size, which is not supported: the heads must "
+            "cover the whole vocabulary"
         )
     num_heads = fields.count("medusa_num_heads", 5, maximum=MAX_HEADS)
     num_blocks = fields.count("medusa_num_layers", 1, maximum=MAX_BLOCKS)
@@ -96,7 +99,7 @@ def medusa_weight_map(sizes: HiddenHeadSizes) -> WeightMap:
     hidden, num_blocks = sizes.hidden_size, sizes.num_blocks
     specs: list[WeightSpec] = []
     renamed: list[tuple[str, str]] = [("medusa_heads.", "")]
-    # In descending order: the number of a head may end with the number of another head.
+    # In descending order: the index of a head may end with the index of another head.
     for i in reversed(range(sizes.num_heads)):
         for j in range(num_blocks):
             name = f"blocks.{i}.layers.{j}"

@@ -1,4 +1,4 @@
-"""The scales of FP8 KV caches that a checkpoint may hold."""
+"""The scales of FP8 KV caches that a checkpoint may contain."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,11 +6,11 @@ from dataclasses import replace
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 
 _PROJECTION = "self_attn.qkv_proj.weight"
-"""The parameter that the query, key and value projections of each attention layer fill."""
+"""The parameter of the query, key and value projections of each attention layer."""
 
 
 def with_kv_scales(weight_map: WeightMap) -> WeightMap:
-    """`weight_map` with the KV scales of all layers that have keys and values."""
+    """`weight_map` with optional KV-cache scales for all attention layers."""
     return replace(weight_map, optional=tuple(_scales(weight_map)))
 
 
@@ -19,7 +19,7 @@ def _scales(weight_map: WeightMap) -> Iterator[WeightSpec]:
         names = [spec.name for spec in layer if spec.parameter == _PROJECTION]
         if not names:
             continue
-        # The checkpoint's name of a projection, such as self_attn.k_proj.weight.
+        # self_attn of a projection such as self_attn.k_proj.weight.
         attention = names[0].rsplit(".", 2)[0]
         for kind in ("k", "v"):
             scale = f"{kind}_scale"

@@ -10,8 +10,8 @@ _NOPE, _ROPE, _VALUE = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 
 
 def mla_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Projections to latents, their norms, projections from latents to heads, and the output
-    projection."""
+    """Tensors of the down projections to latents and their norms, the up projections to heads, and
+    the output projection."""
     mla = spec.mla
     assert mla is not None
     heads, name, attention = config.num_heads, "num_attention_heads", "self_attn"
@@ -22,7 +22,7 @@ def mla_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
     value = Axis(heads * mla.v_head_dim, f"{name} * {_VALUE}")
 
     def rotated(weight: WeightSpec, start: int) -> WeightSpec:
-        """`weight` of heads whose entries after the first `start` are rotated."""
+        """`weight`, with the rows of each head after the first `start` marked as rotated."""
         if not spec.interleaved_rope:
             return weight
         size = mla.qk_rope_head_dim
@@ -40,7 +40,7 @@ def mla_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
         query_rank = Axis(mla.q_lora_rank, "q_lora_rank")
         tensors = {f"{attention}.q_a_proj": query_rank, key: latent}
         fused = f"{attention}.fused_qkv_a_proj"
-        # Both outputs count as a single head: whole on every rank.
+        # Both outputs have a single head, so they are replicated on every rank.
         for weight in linear(fused, tensors, hidden, has_bias=spec.qkv_bias, num_heads=(1, 1)):
             yield rotated(weight, mla.kv_lora_rank) if weight.name.startswith(key) else weight
         norm = f"{attention}.q_a_layernorm.weight"

@@ -9,7 +9,7 @@ from config.model.decoder_spec import DecoderSpec
 def mlp_weights(
     name: str, parameter: str, inner: Axis, hidden: Axis, spec: DecoderSpec
 ) -> Iterator[WeightSpec]:
-    """The tensors of an MLP that the checkpoint calls `name`, gated or plain as `spec` says."""
+    """The tensors of the MLP `name` in the checkpoint, gated or plain according to `spec`."""
     down, has_bias = "down_proj", spec.mlp_bias
     yield from row_linear(
         f"{name}.{down}", hidden, inner, has_bias=has_bias, parameter=f"{parameter}.{down}"
@@ -31,7 +31,7 @@ def mlp_weights(
 def merged_mlp_weights(
     name: str, parameter: str, inner: Axis, hidden: Axis
 ) -> Iterator[WeightSpec]:
-    """The two tensors of a gated MLP that the checkpoint calls `name`, with gate and up merged."""
+    """The two tensors of the gated MLP `name` in the checkpoint, with gate and up merged."""
     rows = Axis(2 * inner.size, f"2 * {inner.fields}")
     yield matrix(f"{name}.input_linear.weight", rows, hidden, shard_dim=0)._replace(
         parameter=f"{parameter}.gate_up_proj.weight",

@@ -10,7 +10,7 @@ from config.model.model_config import ModelConfig
 
 
 def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Router, routed experts and shared expert."""
+    """Tensors of the router, the routed experts and the shared expert."""
     moe, names = config.moe, spec.moe
     assert moe is not None and names is not None
     experts = Axis(moe.num_experts, moe.fields.num_experts)
@@ -41,8 +41,8 @@ def other_expert_weights(
     config: ModelConfig, spec: DecoderSpec, hidden: Axis
 ) -> Iterator[tuple[WeightSpec, ...]]:
     """Alternative groups of tensors for the routed experts of a layer, besides the family's layout.
-    transformers 5 stacks experts in memory as (experts, out, in), and saves some families in this
-    form; Qwen3.5 is published in this form."""
+    transformers 5 stacks experts as (experts, out, in) in memory, and saves some families in this
+    layout; Qwen3.5 is published in it."""
     moe, names = config.moe, spec.moe
     if moe is None or names is None or config.quantization is not None or names.expert_bias:
         return
@@ -116,7 +116,7 @@ def _merged(name: str, parameter: str, inner: Axis, hidden: Axis) -> WeightSpec:
 
 
 def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
-    """The spec of a tensor that stacks all experts, from the `spec` of a single expert."""
+    """The spec of a stacked tensor of all experts, from the `spec` of a single expert."""
     return spec._replace(
         shape=(experts.size, *spec.shape),
         fields=spec.fields and f"{experts.fields} x {spec.fields}",
@@ -127,13 +127,13 @@ def _of_all(spec: WeightSpec, experts: Axis) -> WeightSpec:
 def _stacked_experts(
     names: MoESpec, experts: Axis, hidden: Axis, inner: Axis
 ) -> Iterator[WeightSpec]:
-    """Gate with up, and down, each for all routed experts: as (experts, out, in), transposed, or in
+    """Stacked tensors of all routed experts, gate_up and down: (experts, out, in), transposed, or
     MXFP4."""
     prefix = f"{names.block}.experts"
     first, second = names.stacked
     gate_up = _merged(f"{prefix}.{first}", f"{prefix}.w13_weight", inner, hidden)
     if names.clamped_swiglu and names.clamped_swiglu.interleaved:
-        # Gate and up rows alternate in the tensor and in the parameter.
+        # Gate and up rows alternate, both in the tensor and in the parameter.
         gate_up = gate_up._replace(output_sizes=(), outputs=())
     down = matrix(f"{prefix}.{second}", hidden, inner, shard_dim=1)
     for spec in (gate_up, down._replace(parameter=f"{prefix}.w2_weight")):
@@ -160,7 +160,7 @@ def _stacked_experts(
 
 
 def _biases(names: MoESpec, experts: Axis, hidden: Axis, inner: Axis) -> Iterator[WeightSpec]:
-    """Biases: a tensor per projection for all routed experts."""
+    """Stacked biases of all routed experts, a tensor per projection."""
     prefix = f"{names.block}.experts"
     gate_up = WeightSpec(
         f"{prefix}.gate_up_proj_bias", (2 * inner.size,), f"{prefix}.w13_bias", shard_dim=0

@@ -12,8 +12,8 @@ _HEAD = "lm_head.weight"
 def quantized_weights(
     weights: Iterable[WeightSpec], quantization: QuantizationConfig | None, prefix: str = ""
 ) -> Iterator[WeightSpec]:
-    """`weights`, where each weight that `quantization` covers is replaced by the tensors of its
-    scheme. `prefix`: prefix of module names in the checkpoint."""
+    """`weights`, with each weight that `quantization` covers replaced by the tensors of its scheme.
+    `prefix`: prefix of module names in the checkpoint."""
     for weight in weights:
         scheme = None
         if quantization is not None and quantization.stacked and weight.is_stacked:
@@ -51,8 +51,8 @@ def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
-    """Whether `weight` belongs to a linear layer, possibly inside an expert, that formats quantize.
-    Routers, convolutions, norms and embeddings are not quantized."""
+    """Whether `weight` belongs to a linear layer, including linear layers of experts. Routers,
+    convolutions, norms and embeddings are never quantized."""
     if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
         return False
     if weight.parameter == _HEAD:

@@ -1,5 +1,5 @@
-"""Computes which part of a checkpoint tensor a rank needs, and what the part fills of the rank's
-parameters."""
+"""Computes the part of each checkpoint tensor that a rank loads, and where that part goes in the
+rank's parameters."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,19 +12,19 @@ Interval = tuple[int, int]
 
 
 class ShardRank(NamedTuple):
-    """This rank's position among the ranks that divide a model."""
+    """Position of a rank among the ranks that shard a model."""
 
     rank: int = 0
     size: int = 1
-    """Number of ranks that divide layers by heads and inner features."""
+    """Number of ranks that shard layers by attention heads and MLP features."""
     expert_rank: int = 0
     expert_size: int = 1
-    """Number of ranks over which whole experts are distributed; 1: each expert is divided by its
-    inner features, as an MLP."""
+    """Number of ranks among which whole experts are distributed; 1: each expert is sharded by its
+    intermediate size, like an MLP."""
 
     def interval(self, total: int, num_shards: int) -> Interval:
-        """This rank's shard of `total`. Adjacent ranks have the same shard if there are fewer
-        shards than ranks."""
+        """This rank's shard of `total`. Adjacent ranks share a shard if there are fewer shards than
+        ranks."""
         size, index = total // num_shards, self.rank * num_shards // self.size
         return index * size, (index + 1) * size
 
@@ -33,7 +33,8 @@ WHOLE = ShardRank()
 
 
 def covering(intervals: tuple[Interval, ...], unit: int) -> tuple[Interval, ...]:
-    """The smallest intervals of whole units that cover `intervals`, in the same order."""
+    """The smallest intervals of whole units that cover `intervals`, in units and in the same
+    order."""
     return tuple((begin // unit, -(-end // unit)) for begin, end in intervals)
 
 
@@ -41,20 +42,19 @@ class Shard(NamedTuple):
     """The part of a tensor that a rank reads."""
 
     spec: WeightSpec
-    """Spec of the part as if it were a whole tensor of a model with this rank's sizes. Its name is
-    the name of the whole tensor."""
+    """Spec of the part, with this rank's sizes and the name of the whole tensor."""
     dim: int = 0
-    """The dimension of the stored tensor along which `intervals` run."""
+    """Dimension of the stored tensor that `intervals` index."""
     intervals: tuple[Interval, ...] | None = None
     """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
     refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
-    """Size of this dimension, if there are intervals."""
+    """Size of dimension `dim`, if there are intervals."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
-        """(dimension of the tensor in the file, its intervals). For a quantized weight, the
-        intervals cover all needed values and may cover more."""
+        """(dimension, intervals) in the stored tensor. For a quantized weight, the intervals are
+        rounded outwards to whole stored elements."""
         part, num_before = self.spec.part, int(self.spec.num_experts is not None)
         if part is None or self.intervals is None or self.dim < num_before:
             return self.dim, self.intervals
@@ -64,8 +64,7 @@ class Shard(NamedTuple):
         return 0, None
 
     def each_expert(self) -> Iterator["Shard"]:
-        """Shards of the single experts, as if each expert had its own tensors, if this is a
-        quantized weight of all experts; otherwise this shard itself."""
+        """One shard per expert for a stacked quantized weight; otherwise this shard itself."""
         spec, count = self.spec, self.spec.num_experts
         if count is None or spec.part is None:
             yield self
@@ -82,8 +81,8 @@ class Shard(NamedTuple):
 
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
-    """The part of a tensor that the rank `at` needs; None: it needs no part. Sizes must be
-    divisible, which config.model.split.check_split checks."""
+    """The part of a tensor that rank `at` loads; None: the rank loads nothing. Sizes must be
+    divisible (see config.model.split.check_split)."""
     if at.expert_size > 1:
         if spec.expert is not None:
             return _own_expert(spec, spec.expert, at)
@@ -97,7 +96,7 @@ def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
         return Shard(spec)
     if spec.output_sizes:
         return _of_outputs(spec, at)
-    return _of_one(spec, spec.shard_dim, at)
+    return _along_dim(spec, spec.shard_dim, at)
 
 
 def _own_expert(spec: WeightSpec, expert: int, at: ShardRank) -> Shard | None:
@@ -109,7 +108,7 @@ def _own_expert(spec: WeightSpec, expert: int, at: ShardRank) -> Shard | None:
     return Shard(spec._replace(expert=local, total_experts=count, shard_dim=None))
 
 
-def _of_one(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
+def _along_dim(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
     dim = _stored_dim(spec, shard_dim)
     total = spec.shape[dim]
     if spec.mxfp4 and shard_dim == 1:
@@ -122,7 +121,8 @@ def _of_one(spec: WeightSpec, shard_dim: int, at: ShardRank) -> Shard:
 
 
 def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
-    """The blocks that contain this rank's columns. The columns may begin and end inside a block."""
+    """The MXFP4 blocks that contain this rank's columns. The columns may begin and end inside a
+    block."""
     begin, end = at.interval(spec.shape[dim] * MXFP4_BLOCK, at.size)
     first, last = begin // MXFP4_BLOCK, -(-end // MXFP4_BLOCK)
     columns = (begin - first * MXFP4_BLOCK, end - first * MXFP4_BLOCK)
@@ -131,7 +131,7 @@ def _of_blocks(spec: WeightSpec, dim: int, at: ShardRank) -> Shard:
 
 
 def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
-    """Shard of a tensor with at least one output. Each output is divided among the ranks."""
+    """Shard of a tensor with named outputs: each output is sharded separately."""
     num_shards = [spec.num_shards(i, at.size) for i in range(len(spec.output_sizes))]
     sizes = tuple(size // n for size, n in zip(spec.output_sizes, num_shards, strict=True))
     local = spec._replace(output_sizes=sizes)
@@ -163,8 +163,8 @@ def _of_outputs(spec: WeightSpec, at: ShardRank) -> Shard | None:
 
 
 def _stored_dim(spec: WeightSpec, dim: int) -> int:
-    """Dimension of the stored tensor that corresponds to `dim` of the parameter (or of an expert of
-    it)."""
+    """Dimension of the stored tensor for dimension `dim` of the parameter, or of a single expert's
+    part of the parameter."""
     if spec.transposed:
         dim = 1 - dim
     return dim + (spec.num_experts is not None)

@@ -11,7 +11,7 @@ LAYER = "self_attn"
 
 
 def mamba2_weights(spec: Mamba2Spec, hidden: Axis) -> Iterator[WeightSpec]:
-    """A Mamba 2 layer, which the checkpoint calls mamba."""
+    """Tensors of a Mamba 2 layer (mamba in the checkpoint)."""
     name = "mamba"
     inner = Axis(spec.inner_size, "mamba_n_heads * mamba_d_head")
     state = "2 * mamba_n_groups * mamba_d_state"
@@ -43,7 +43,7 @@ def mamba2_weights(spec: Mamba2Spec, hidden: Axis) -> Iterator[WeightSpec]:
 
 
 def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """A gated DeltaNet layer, which the checkpoint calls linear_attn."""
+    """Tensors of a gated DeltaNet layer (linear_attn in the checkpoint)."""
     name = "linear_attn"
     key = Axis(spec.key_size, "linear_num_key_heads * linear_key_head_dim")
     value = Axis(spec.value_size, "linear_num_value_heads * linear_value_head_dim")
@@ -86,7 +86,7 @@ def gated_delta_weights(spec: GatedDeltaSpec, hidden: Axis) -> Iterator[WeightSp
 
 
 def short_conv_weights(spec: ShortConvSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """A gated short convolution, which the checkpoint calls conv."""
+    """Tensors of a gated short convolution (conv in the checkpoint)."""
     name = "conv"
     size = spec.conv_size
     sizes = (size,) * 3
@@ -115,8 +115,8 @@ def _recurrence(
     sizes: tuple[int, ...],
     counts: tuple[int, ...],
 ) -> Iterator[WeightSpec]:
-    """Convolution weight, A_log and dt_bias. `sizes` and `counts` describe the convolution's
-    channels, as in _divided."""
+    """The convolution weight, A_log and dt_bias. `sizes` and `counts`: arguments of _divided for
+    the convolution's channels."""
     shape = (conv.size, 1, conv_kernel)
     weight = WeightSpec(f"{name}.conv1d.weight", shape, f"{LAYER}.conv_weight", conv.fields)
     yield _divided(weight, sizes, counts)

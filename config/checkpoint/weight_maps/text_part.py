@@ -1,7 +1,7 @@
-"""Names of the text model's tensors in checkpoints of models with images or audio."""
+"""Maps tensor names in multimodal checkpoints to names of the text model."""
 
 OUTSIDE = "(no text) "
-"""Prefix of mapped names of tensors that do not belong to the text model."""
+"""Prefix of the mapped names of tensors outside the text model."""
 
 _PREFIXES = {
     # Names of Kimi K2.5 as saved by transformers 5.24.
@@ -22,7 +22,7 @@ _PREFIXES = {
     "model.norm.": "model.norm.",
     "lm_head.": "lm_head.",
 }
-"""Prefix of text model tensors in a multimodal checkpoint -> prefix in a text-only checkpoint."""
+"""Prefix in a multimodal checkpoint -> prefix in a text-only checkpoint."""
 
 UNLOADED = (
     "model.embed_tokens_extend.audio_embed",
@@ -33,8 +33,8 @@ UNLOADED = (
 
 
 def text_part_name(name: str) -> str:
-    """Name of the tensor in a text-only checkpoint; with OUTSIDE as prefix if the tensor is not the
-    text model's."""
+    """Name of the tensor in a text-only checkpoint, with the prefix OUTSIDE if the tensor does not
+    belong to the text model."""
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
             return own + name[len(prefix) :]

@@ -1,6 +1,3 @@
-"""Decoder families. Each file holds related families and has a mapping FAMILIES of architecture
-names to registry entries.
-
-A registry entry is everything that other code reads about a family: its fields in config.json and
-its spec.
-"""
+"""Decoder families. Each file has related families, and a mapping FAMILIES of architecture names to
+registry entries. An entry has everything that other code needs to know about a family: its
+config.json fields and its spec."""

@@ -1,5 +1,4 @@
-"""DeepSeek MoE, V2 and V3, and related families: latent attention or Llama's attention, and grouped
-experts."""
+"""DeepSeek MoE, V2 and V3, and related families: MLA or Llama's attention, and grouped experts."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ _GROUP_SCORING: Mapping[str, Literal["top2", "max", "none"]] = {
 
 
 def _deepseek_v2(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek V2. DeepSeek-VL2-Tiny and DeepSeek-OCR disable latent attention by use_mla."""
+    """DeepSeek V2. DeepSeek-VL2-Tiny and DeepSeek-OCR disable MLA with use_mla."""
     if not config.fields.get("use_mla", bool, True):
         return _deepseek_moe(config)
     mla = _mla(config)
@@ -48,7 +47,7 @@ def _deepseek_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek V3 and R1, and Kimi K2, which has a single group of experts."""
+    """DeepSeek V3 and R1, and Kimi K2, which has a single expert group."""
     return replace(_deepseek_v2(config), mlp_bias=False)
 
 
@@ -68,8 +67,8 @@ def _mla(config: ModelConfig) -> MLASpec:
     rotated = config.rope.rotated_size(config.head_dim)
     if rotated != mla.qk_rope_head_dim:
         raise ConfigError(
-            f"{fields.file} rotates {rotated} entries of a head (head_dim), and qk_rope_head_dim "
-            f"is {mla.qk_rope_head_dim}"
+            f"{fields.file} applies rope to {rotated} dimensions of a head (head_dim), it must be "
+            f"qk_rope_head_dim, {mla.qk_rope_head_dim}"
         )
     return mla
 
@@ -100,7 +99,7 @@ def _moe(config: ModelConfig) -> MoESpec:
 
 
 def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """Entry of `kinds` for the value of a field. Raises ConfigError for other values."""
+    """Look up the value of field `name` in `kinds`. Raises ConfigError for an unknown value."""
     value = config.fields.get(name, str, None)
     if value not in kinds:
         raise ConfigError(
@@ -114,13 +113,14 @@ _MOE = GLM_FIELDS._replace(
     layer_step="moe_layer_freq", first_of_step=True, expert_layers=EXPERT_LAYERS
 )
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
-"""Published files have no head_dim; transformers saves qk_rope_head_dim as head_dim."""
+"""Published files lack head_dim; transformers saves qk_rope_head_dim as head_dim."""
 
 _SOFTMAX = {"scoring_func": "softmax", "topk_method": "greedy"}
 
 
 def _v2_fields(fields: Fields) -> Mapping[str, Any]:
-    """Published files without latent attention have qk_rope_head_dim 0."""
+    """Expert layers, and the head_dim of a model without MLA: its published files have
+    qk_rope_head_dim 0, which must not become the head_dim."""
     found = dict(listed_expert_layers(fields))
     if not fields.get("use_mla", bool, True) and not fields.raw.get("head_dim"):
         found["head_dim"] = None
@@ -146,8 +146,8 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek_v3,
         "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
-        "layers for multi-token prediction are not loaded; experts in FP8, as V3, R1 and Kimi K2 "
-        "have them, are converted to bfloat16 on a CPU",
+        "layers for multi-token prediction are not loaded; experts in FP8 (V3, R1, Kimi K2) are "
+        "converted to bfloat16 on a CPU",
         renamed=_ROTATED,
         defaults={
             "scoring_func": "sigmoid",

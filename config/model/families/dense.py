@@ -24,7 +24,7 @@ def _mistral(config: ModelConfig) -> DecoderSpec:
 
 
 def _ministral3(config: ModelConfig) -> DecoderSpec:
-    """Mistral with query scaling by position."""
+    """Mistral with position-dependent query scaling."""
     spec, scaling = _mistral(config), config.rope.scaling
     rope = Fields(config.fields.get("rope_parameters", dict, {}), config.fields.file)
     scale = rope.number_or_none("llama_4_scaling_beta")
@@ -52,7 +52,7 @@ def qwen3(config: ModelConfig) -> DecoderSpec:
 
 
 def granite(config: ModelConfig) -> DecoderSpec:
-    """Granite 3: a Llama with four multipliers."""
+    """Granite 3: Llama with four multipliers."""
     return replace(
         llama(config),
         attention_scale=config.attention_multiplier,
@@ -68,7 +68,7 @@ def _phi3(config: ModelConfig) -> DecoderSpec:
 
 
 QWEN_WINDOWS: Mapping[str, Any] = {"use_sliding_window": False, "max_window_layers": 28}
-"""Defaults of transformers' classes for a config.json that has only `sliding_window`."""
+"""Defaults of the transformers classes for a config.json that has only `sliding_window`."""
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(llama, "Llama 2, 3, 3.1, 3.2, 3.3, and others of this shape"),

@@ -1,5 +1,5 @@
-"""Gemma: norm weights minus 1 and scaled embeddings; from Gemma 2 on also windows in most layers
-and norms on both sides."""
+"""Gemma: norm weights stored minus 1, and scaled embeddings; from Gemma 2 on also sliding windows
+in some layers, and norms before and after attention and MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,8 +43,8 @@ def _gemma3(config: ModelConfig) -> DecoderSpec:
 def _with_caps(
     config: ModelConfig, *, attention: float | None = None, logits: float | None = None
 ) -> DecoderSpec:
-    """The spec with the soft caps of config.json. `attention` and `logits` are the defaults for
-    absent fields."""
+    """The spec with the soft caps of config.json. `attention` and `logits`: defaults for absent
+    fields."""
     fields = config.fields
     if fields.get("use_bidirectional_attention", bool, False):
         raise ConfigError(
@@ -59,17 +59,17 @@ def _with_caps(
 
 
 def _cap(fields: Fields, name: str, default: float | None) -> float | None:
-    """Soft cap from the field `name`: null means no cap, an absent field means `default`."""
+    """Soft cap from the field `name`: null means no soft cap, an absent field means `default`."""
     return fields.number_or_none(name, above=0.0) if name in fields.raw else default
 
 
 def _activation(fields: Fields) -> Mapping[str, Any]:
-    # The files have hidden_act too, which is not used.
+    # The files also have hidden_act, which is not used.
     return {"hidden_act": fields.get("hidden_activation", str, _DEFAULTS["hidden_act"])}
 
 
 def _gemma3_fields(fields: Fields) -> Mapping[str, Any]:
-    """Fields of Gemma 3. A rope of a layer type without a base gets rope_theta or
+    """Fields of Gemma 3. If the rope of a layer type has no theta, it gets rope_theta or
     rope_local_base_freq."""
     found = _activation(fields)
     ropes = fields.get("rope_parameters", dict, {})
@@ -87,14 +87,14 @@ _DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 _WINDOWS: Mapping[str, Any] = {"sliding_window": 4096, "sliding_window_pattern": 2}
-"""Window of all layers except every second layer, which uses full attention."""
+"""Sliding-window defaults: every second layer uses full attention."""
 
 FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family(
         _gemma,
         "Gemma 1, CodeGemma",
         defaults=_DEFAULTS,
-        # The published files say gelu, and mean its approximation.
+        # The published files say gelu but mean the tanh approximation.
         derive=lambda fields: (
             {"hidden_act": "gelu_pytorch_tanh"} if fields.raw.get("hidden_act") == "gelu" else {}
         ),

@@ -1,4 +1,4 @@
-"""Families with the layer norms, plain MLPs and biases of GPT-2 and its successors."""
+"""GPT-2 and its successors: layer norms, plain MLPs and biases."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from config.model.json_fields import Fields
 from config.model.model_config import ModelConfig
 
 _EPS = {"layer_norm_epsilon": ("rms_norm_eps",), "layer_norm_eps": ("rms_norm_eps",)}
-"""The fields of a layer norm's epsilon."""
+"""Names of the layer-norm epsilon."""
 
 
 def _inner(fields: Fields) -> Mapping[str, Any]:
@@ -19,7 +19,7 @@ def _inner(fields: Fields) -> Mapping[str, Any]:
 
 
 def _kv_heads(fields: Fields, *, single: bool = False) -> Mapping[str, Any]:
-    """One KV head, or as many as query heads."""
+    """One KV head (multi-query), or as many as query heads."""
     return {"num_key_value_heads": 1 if single else fields.count("num_attention_heads")}
 
 
@@ -28,7 +28,7 @@ def _is_multi_query(fields: Fields) -> bool:
 
 
 def _layer_normed(config: ModelConfig, **features: Any) -> DecoderSpec:
-    """Layer norms, and a plain MLP."""
+    """Spec with layer norms and a plain MLP."""
     features = {"layers": uniform_layers(config), **features}
     return DecoderSpec(norm="layer", gated_mlp=False, **features)
 
@@ -71,7 +71,7 @@ def _gpt2(config: ModelConfig) -> DecoderSpec:
 
 
 def _gpt_bigcode(config: ModelConfig) -> DecoderSpec:
-    """A GPT-2 whose heads share one key and value, or which holds them by head."""
+    """GPT-2 with multi-query attention, or with a QKV weight grouped by head."""
     # The grouped layout equals the fused layout if there is a single KV head.
     return replace(_gpt2(config), transposed=False, qkv_layout="grouped")
 
@@ -171,7 +171,7 @@ def _falcon(config: ModelConfig) -> DecoderSpec:
     )
     if fields.get("alibi", bool, False):
         layers = without_rope(spec.layers, (False,) * config.num_layers)
-        # The scale of the scores applies to the biases too.
+        # The scale of the attention scores also applies to the biases.
         scale = config.head_dim**-0.5
         spec = replace(spec, layers=layers, alibi_max_bias=8.0, alibi_scale=scale)
     if has_two_norms:
@@ -186,12 +186,13 @@ def _has_new_layers(fields: Fields) -> bool:
 def _falcon_fields(fields: Fields) -> Mapping[str, Any]:
     if _has_new_layers(fields):
         return _inner(fields)
-    # Models of the first architecture ignore the field for the number of KV heads.
+    # The first Falcon architecture ignores the number of KV heads.
     return {**_inner(fields), **_kv_heads(fields, single=_is_multi_query(fields))}
 
 
 def _refined_web_fields(fields: Fields) -> Mapping[str, Any]:
-    """The first files have n_head_kv where the layers are of the new architecture."""
+    """Falcon fields of early (RefinedWeb) checkpoints, in which the presence of n_head_kv means the
+    new decoder architecture."""
     num_kv_heads = fields.count_or_none("n_head_kv")
     found: dict[str, Any] = {"new_decoder_architecture": num_kv_heads is not None}
     if num_kv_heads is not None:
@@ -206,7 +207,7 @@ _PARTIAL = {
     "rope_percentage": ("partial_rotary_factor",),
     "rotary_emb_base": ("rope_theta",),
 }
-"""Names of the rotary fields in early checkpoints."""
+"""Rotary field names in early checkpoints."""
 
 _FALCON = Family(
     _falcon,

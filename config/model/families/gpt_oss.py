@@ -24,7 +24,7 @@ def _gpt_oss(config: ModelConfig) -> DecoderSpec:
         qkv_bias=config.attention_bias,
         o_bias=config.attention_bias,
         moe=MoESpec(
-            # A softmax over the chosen experts equals a softmax over all experts, renormalized.
+            # A softmax over the selected experts equals a renormalized softmax over all experts.
             scoring="softmax",
             gate="router",
             router_bias=True,

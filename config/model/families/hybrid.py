@@ -1,4 +1,4 @@
-"""Families that mix attention with layers that have a state: Mamba 2 or gated DeltaNet."""
+"""Hybrid families with attention layers and state-space layers: Mamba 2 or gated DeltaNet."""
 
 import math
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from config.model.state_space import GatedDeltaSpec, Mamba2Spec, StateKind
 _STATE_KINDS = ("linear_attention", "mamba")
 _ATTENTION_KINDS = ("full_attention", "attention")
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-"""time_step_limit of all published models, as transformers 4 and 5 write it."""
+"""time_step_limit of all published models, as written by transformers 4 and 5."""
 MAX_KERNEL = 16
-"""Inputs of the convolution; published models have 4."""
+"""Maximum kernel size of the convolution; published models have 4."""
 
 
 def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
-    """Granite 4: Mamba 2 and attention, each followed by experts and an MLP for all tokens, or by
-    this MLP alone."""
+    """Granite 4: Mamba 2 and attention layers, each with routed experts and a shared MLP, or only
+    the shared MLP."""
     fields = config.fields
     kind = fields.get("position_embedding_type", str, "nope")
     if kind not in ("rope", "nope"):
@@ -52,14 +52,14 @@ def _mamba2(config: ModelConfig) -> Mamba2Spec:
         head_dim = fields.count("mamba_d_head")
     if num_heads * head_dim != inner:
         raise ConfigError(
-            f"mamba_n_heads in {fields.file} is {num_heads}, and {num_heads} heads of {head_dim} "
-            f"features (mamba_d_head) are not mamba_expand * hidden_size, {inner}"
+            f"mamba_n_heads in {fields.file} is {num_heads} and mamba_d_head is {head_dim}, their "
+            f"product must be mamba_expand * hidden_size, {inner}"
         )
     num_groups = fields.count("mamba_n_groups", 1)
     if num_heads % num_groups:
         raise ConfigError(
-            f"mamba_n_groups in {fields.file} is {num_groups}, and it does not divide "
-            f"mamba_n_heads, {num_heads}"
+            f"mamba_n_groups in {fields.file} is {num_groups}, it must divide mamba_n_heads, "
+            f"{num_heads}"
         )
     limit = fields.get("time_step_limit", list, None)
     if limit is not None and limit not in _NO_LIMITS:
@@ -87,13 +87,13 @@ def _qwen3_5(config: ModelConfig) -> DecoderSpec:
 
 
 def _qwen_hybrid(config: ModelConfig, *, fused_weights: bool) -> DecoderSpec:
-    """Gated DeltaNet, and attention with a gate."""
+    """Gated DeltaNet layers, and attention layers with an output gate."""
     fields = config.fields
     num_key_heads = fields.count("linear_num_key_heads", 16)
     num_value_heads = fields.count("linear_num_value_heads", 32)
     if num_value_heads % num_key_heads:
         raise ConfigError(
-            f"linear_num_key_heads in {fields.file} is {num_key_heads}, and it does not divide "
+            f"linear_num_key_heads in {fields.file} is {num_key_heads}, it must divide "
             f"linear_num_value_heads, {num_value_heads}"
         )
     kinds = attention_layers(config)
@@ -130,13 +130,15 @@ def kernel_size(config: ModelConfig, name: str, default: int = 4) -> int:
 def attention_layers(
     config: ModelConfig, state_kinds: tuple[str, ...] = _STATE_KINDS
 ) -> tuple[bool, ...]:
-    """Per layer, whether layer_types says that it is attention, or a layer of `state_kinds`."""
+    """For each layer, True for attention and False for a layer of `state_kinds`, from layer_types;
+    empty if layer_types is absent."""
     fields = config.fields
     kinds: list[Any] = fields.get("layer_types", list, [])
-    # check_shapes maps the model without layers first (num_layers 0): skip the length check there.
+    # check_shapes first maps the model without layers (num_layers 0): skip the length check then.
     if config.num_layers and len(kinds) not in (0, config.num_layers):
         raise ConfigError(
-            f"layer_types in {fields.file} names {len(kinds)} layers of {config.num_layers}"
+            f"layer_types in {fields.file} has {len(kinds)} entries, it must have "
+            f"{config.num_layers}"
         )
     known = (*state_kinds, *_ATTENTION_KINDS)
     unknown = [kind for kind in kinds if kind not in known]
@@ -153,8 +155,8 @@ def layers_with_states(
 ) -> tuple[LayerSpec, ...]:
     if config.num_layers and not any(is_attention):
         raise ConfigError(
-            f"{config.path} has no layer with attention, and models of layers with a state alone "
-            "are not supported"
+            f"{config.path} has no attention layer, and models with only recurrent layers are not "
+            "supported"
         )
     return tuple(
         LayerSpec(

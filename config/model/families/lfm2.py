@@ -1,4 +1,4 @@
-"""LFM2: attention and gated short convolutions, with an MLP or with experts."""
+"""LFM2: attention layers and gated short convolutions, with MLPs or experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,8 +57,8 @@ def _lfm2_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _common_fields(fields: Fields) -> dict[str, Any]:
-    """tie_embedding is the name in files of the publisher. layer_types follow from full_attn_idxs
-    where a file has no layer_types."""
+    """Fields of dense and MoE models. Published files call tie_word_embeddings tie_embedding, and
+    may have full_attn_idxs instead of layer_types."""
     found: dict[str, Any] = {"rms_norm_eps": fields.number("norm_eps", 1e-5, above=0.0)}
     tied = fields.get("tie_embedding", bool, None)
     if tied is not None:
@@ -77,9 +77,10 @@ def _common_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _dense_fields(fields: Fields) -> Mapping[str, Any]:
-    """The inner features of an MLP are 2/3 of block_ff_dim, times block_ffn_dim_multiplier, rounded
-    up to a multiple of block_multiple_of; or block_ff_dim without block_auto_adjust_ff_dim. It is
-    called intermediate_size in files of transformers."""
+    """Fields of dense models. The intermediate size is 2/3 of block_ff_dim, times
+    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of; without
+    block_auto_adjust_ff_dim it is block_ff_dim. transformers saves block_ff_dim as
+    intermediate_size."""
     size = fields.count_or_none("block_ff_dim") or fields.count("intermediate_size")
     if fields.get("block_auto_adjust_ff_dim", bool, True):
         factor = fields.number("block_ffn_dim_multiplier", 1.0, above=0.0)

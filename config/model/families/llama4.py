@@ -1,4 +1,4 @@
-"""Llama 4: a routed expert and a shared expert for each token."""
+"""Llama 4: each token uses a routed expert and a shared expert."""
 
 from collections.abc import Mapping
 
@@ -16,9 +16,9 @@ BLOCK = "feed_forward"
 
 
 def _llama4(config: ModelConfig) -> DecoderSpec:
-    """Layers with rotation attend within chunks; layers without rotation see all tokens, and scale
-    their queries by position, unless attn_temperature_tuning is false or 0: the first checkpoints
-    have 4 for true."""
+    """Layers with rope use chunked attention. Layers without rope use full attention, and scale
+    queries by position unless attn_temperature_tuning is false or 0; the first checkpoints have 4
+    for true."""
     fields = config.fields
     tunes = fields.raw.get("attn_temperature_tuning")
     if not isinstance(tunes, int):
@@ -51,8 +51,8 @@ def _llama4(config: ModelConfig) -> DecoderSpec:
 
 
 def _stacks_experts(config: ModelConfig) -> bool:
-    """Whether the checkpoint stacks all experts in a tensor. Quantized checkpoints store experts
-    separately, except for fbgemm_fp8."""
+    """Whether the checkpoint stacks the experts. Quantized checkpoints store experts separately,
+    except for fbgemm_fp8."""
     quantization = config.quantization
     if quantization is None or quantization.stacked is not None:
         return True
@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_local_experts",
             dense_size="intermediate_size_mlp",
             shared_size="intermediate_size",
-            # Not in these files, so the scores are not renormalized.
+            # The files lack this field, so the scores are not renormalized.
             renormalize="norm_topk_prob",
             layer_step="interleave_moe_layer_step",
             expert_layers="moe_layers",

@@ -1,4 +1,5 @@
-"""MiniMax-M3: block-sparse attention, clamped SwiGLU in all MLPs, experts with a shared expert."""
+"""MiniMax-M3: block-sparse attention, clamped SwiGLU in all MLPs, routed experts with a shared
+expert."""
 
 import operator
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from config.model.moe import MoEFields
 
 _SPARSE = "sparse_attention_config"
 _KIND = "minimax_m3_sparse"
-"""Type of a layer with an indexer, in layer_types."""
+"""Layer type, in layer_types, of a layer with an indexer."""
 _PUBLISHED = {
     "index_n_heads": "sparse_num_index_heads",
     "index_head_dim": "sparse_index_dim",
@@ -28,7 +29,8 @@ _PUBLISHED = {
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
 }
-"""Field of the indexer in transformers -> in sparse_attention_config, which counts first."""
+"""transformers' name of an indexer field -> its name in sparse_attention_config, which has
+precedence."""
 _INDEX_DEFAULTS = {
     "index_n_heads": 4,
     "index_head_dim": 128,
@@ -85,7 +87,7 @@ def _minimax_m3(config: ModelConfig) -> DecoderSpec:
 
 
 def _in_memory(config: ModelConfig) -> DecoderSpec:
-    """The names that transformers has in memory, and saves where the text model stands alone."""
+    """Spec with transformers' in-memory names, which it also saves for a standalone text model."""
     spec = _minimax_m3(config)
     assert spec.moe
     moe = replace(spec.moe, block="mlp", correction_bias="gate.e_score_correction_bias")
@@ -108,8 +110,8 @@ def _indexed_layers(config: ModelConfig) -> list[bool]:
         flags = [kind == _KIND for kind in kinds]
     if flags and len(flags) < count:
         raise ConfigError(
-            f"sparse_attention_freq or layer_types in {fields.file} names {len(flags)} layers of "
-            f"{count}"
+            f"sparse_attention_freq or layer_types in {fields.file} has {len(flags)} entries, it "
+            f"must have {count}"
         )
     is_indexed = [bool(flag) for flag in flags[:count]] or [False] * count
     without_values = sparse.get("sparse_disable_index_value", list, [True] * count)
@@ -144,8 +146,8 @@ def _indexer(config: ModelConfig) -> IndexerSpec:
     rotated = config.rope.rotated_size(config.head_dim)
     if spec.head_dim < rotated:
         raise ConfigError(
-            f"{fields.file} has index heads of {spec.head_dim} numbers, of which {rotated} would "
-            "be rotated"
+            f"{fields.file} has index heads of {spec.head_dim} dimensions, rope needs at least "
+            f"{rotated}"
         )
     return spec
 
@@ -159,7 +161,7 @@ def _check_values(fields: Fields, known: Mapping[str, tuple[object, ...]]) -> No
 
 def _fields(fields: Fields) -> Json:
     _check_values(fields, _ONLY_VALUES)
-    # hidden_act is swigluoai in published files, and silu as transformers saves it.
+    # hidden_act is swigluoai in published files; transformers saves silu.
     found: Json = {"hidden_act": "silu", **listed_expert_layers(fields)}
     flags = fields.get("moe_layer_freq", list, [])
     if flags and EXPERT_LAYERS not in found:

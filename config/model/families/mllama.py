@@ -1,5 +1,4 @@
-"""The text model of Llama 3.2 Vision: a Llama with additional cross-attention layers, which read
-images."""
+"""The text model of Llama 3.2 Vision: Llama with additional cross-attention layers for images."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ _DEFAULT_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 def _mllama(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
     numbers = fields.get("cross_attention_layers", list, list(_DEFAULT_LAYERS))
-    # check_shapes maps the model without layers first (num_layers 0): skip the check there.
+    # check_shapes first maps the model without layers (num_layers 0): skip the check then.
     if config.num_layers and not all(
         isinstance(number, int) and 0 <= number < config.num_layers for number in numbers
     ):

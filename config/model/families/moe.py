@@ -1,4 +1,4 @@
-"""Llama-like families with experts."""
+"""MoE families based on Llama."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ def _mixtral(config: ModelConfig) -> DecoderSpec:
 
 
 def _qwen2_moe(config: ModelConfig) -> DecoderSpec:
-    """Qwen 1.5 and 2 with experts."""
+    """Qwen1.5-MoE and Qwen2-MoE."""
     moe = MoESpec(shared="shared_expert", shared_gate="shared_expert_gate")
     return DecoderSpec(layers=uniform_layers(config), qkv_bias=config.attention_bias, moe=moe)
 
@@ -75,7 +75,7 @@ def _aria(config: ModelConfig) -> DecoderSpec:
 
 
 def _ernie_moe(config: ModelConfig) -> DecoderSpec:
-    """ERNIE 4.5 with experts, text only."""
+    """ERNIE 4.5 MoE, text only."""
     return DecoderSpec(
         layers=uniform_layers(config),
         interleaved_rope=True,
@@ -89,8 +89,8 @@ def _ernie_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _ernie_vl(config: ModelConfig) -> DecoderSpec:
-    """The text model of ERNIE 4.5 VL. Image experts follow the text experts and have a separate
-    router; the image experts and their router are not loaded."""
+    """The text model of ERNIE 4.5 VL. Image experts, which follow the text experts, and their
+    router are not loaded."""
     spec, moe = _ernie_moe(config), config.moe
     assert spec.moe is not None and moe is not None
     first, prefix = moe.num_experts, f".{spec.moe.block}.experts"
@@ -110,7 +110,8 @@ def _ernie_vl(config: ModelConfig) -> DecoderSpec:
 
 
 def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
-    """Published files list a number for text and a number for images in each field."""
+    """MoE fields of the text model, and the number of vision experts. Published files list a text
+    value and an image value in each of these fields."""
     found: dict[str, Any] = {}
     for name in (
         *("moe_num_experts", "moe_intermediate_size"),
@@ -124,7 +125,7 @@ def _ernie_vl_fields(fields: Fields) -> Mapping[str, Any]:
 
 
 def listed_expert_layers(fields: Fields) -> Mapping[str, Any]:
-    """Sets moe_layers from mlp_layer_types, which transformers 5 saves for some families."""
+    """Compute moe_layers from mlp_layer_types, which transformers 5 saves for some families."""
     kinds = fields.get("mlp_layer_types", list, None)
     if kinds is None:
         return {}
@@ -165,9 +166,9 @@ GLM_FIELDS = MoEFields(
     first_layer="first_k_dense_replace",
 )
 EXPERT_LAYERS = "moe_layers"
-"""A field that `listed_expert_layers` adds."""
+"""Field that `listed_expert_layers` computes."""
 _VISION_EXPERTS = "moe_num_vision_experts"
-"""A field that `_ernie_vl_fields` adds."""
+"""Field that `_ernie_vl_fields` computes."""
 _ERNIE = MoEFields(
     "moe_num_experts",
     top_k="moe_k",
@@ -254,7 +255,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         _minimax_m2,
         "MiniMax-M2",
-        "experts in FP8, as they are published, are converted to bfloat16 on a CPU",
+        "the published FP8 experts are converted to bfloat16 on a CPU",
         defaults={"rope_theta": 5000000.0},
         moe=MoEFields("num_local_experts"),
     ),

@@ -1,5 +1,5 @@
-"""Families with Llama's gated MLP and different norms or norm positions: after attention and MLP,
-on both sides, or parallel."""
+"""Families with Llama's gated MLP and other norms or norm positions: on the outputs of attention
+and MLP, on both sides, or parallel."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _glm(config: ModelConfig) -> DecoderSpec:
 
 
 def _glm4(config: ModelConfig) -> DecoderSpec:
-    """GLM-4 of 2025: norms on both sides."""
+    """GLM-4 of 2025: norms before and after attention and MLP."""
     names = {
         "post_attention_layernorm": "post_self_attn_layernorm",
         "pre_feedforward_layernorm": "post_attention_layernorm",
@@ -74,12 +74,12 @@ def _stablelm(config: ModelConfig) -> DecoderSpec:
 
 
 def _cohere2(config: ModelConfig) -> DecoderSpec:
-    """Command R7B and Command A: only layers with a window use rope."""
+    """Command R7B and Command A: only sliding-window layers use rope."""
     return replace(_cohere(config), qk_norm="none", layers=_rotated_with_windows(config))
 
 
 def _exaone4(config: ModelConfig) -> DecoderSpec:
-    """EXAONE 4. If some layers have a window, only layers with a window use rope."""
+    """EXAONE 4. If some layers use a sliding window, only these layers use rope."""
     layers = uniform_layers(config)
     if config.sliding_window is not None:
         layers = _rotated_with_windows(config)
@@ -92,8 +92,9 @@ def _rotated_with_windows(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def _windows(fields: Fields) -> Mapping[str, Any]:
-    """Layer types from the window's pattern. By default every n-th layer has full attention. EXAONE
-    4 gives a pattern of letters (L: window); its last layer has full attention."""
+    """Layer types from sliding_window_pattern: a number n (default 4) means that every n-th layer
+    uses full attention. EXAONE 4 has a string of letters (L: window), and full attention in its
+    last layer."""
     window = fields.raw.get("sliding_window")
     if window is None or fields.raw.get("layer_types"):
         return {}
@@ -111,12 +112,13 @@ def _windows(fields: Fields) -> Mapping[str, Any]:
 def _smollm3(config: ModelConfig) -> DecoderSpec:
     fields = config.fields
     step = fields.count("no_rope_layer_interval", 4)
-    # 1 in the list marks a layer with rope.
+    # 1 in the list means that the layer uses rope.
     flags = fields.get("no_rope_layers", list, [])
     flags = flags or [(i + 1) % step != 0 for i in range(config.num_layers)]
     if len(flags) < config.num_layers:
         raise ConfigError(
-            f"no_rope_layers in {fields.file} names {len(flags)} layers of {config.num_layers}"
+            f"no_rope_layers in {fields.file} has {len(flags)} entries, it must have "
+            f"{config.num_layers}"
         )
     layers = without_rope(uniform_layers(config), map(bool, flags[: config.num_layers]))
     return replace(llama(config), layers=layers)

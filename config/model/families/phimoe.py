@@ -1,4 +1,4 @@
-"""Phi-3.5-MoE: SparseMixer routing, which chooses two experts in succession."""
+"""Phi-3.5-MoE: SparseMixer routing, which selects two experts sequentially."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from config.model.model_config import ModelConfig
 from config.model.moe import MoEFields
 
 TOP_K = 2
-"""Number of experts per token; the router supports no other number."""
+"""Number of experts per token; SparseMixer supports no other number."""
 
 
 def _phimoe(config: ModelConfig) -> DecoderSpec:
     if config.moe is not None and config.moe.top_k != TOP_K:
         raise ConfigError(
             f"num_experts_per_tok in {config.fields.file} is {config.moe.top_k}, the router of "
-            f"this family chooses {TOP_K}"
+            f"this architecture requires {TOP_K}"
         )
     return DecoderSpec(
         layers=uniform_layers(config),

@@ -1,5 +1,5 @@
-"""The text model of Qwen3-VL with experts, which has tensors of its own form; without experts it is
-a Qwen3."""
+"""The text model of Qwen3-VL MoE, whose expert tensors have their own layout; the dense model is a
+plain Qwen3."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,7 @@ FAMILIES: Mapping[str, Family] = {
         _qwen3_vl_moe,
         "the text model of Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         renamed={"num_local_experts": ("num_experts",)},
-        # The weights of the chosen experts always have the sum 1.
+        # The router weights are always normalized to sum 1.
         moe=QWEN_FIELDS._replace(renormalize=""),
     ),
 }

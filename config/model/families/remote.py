@@ -1,5 +1,5 @@
-"""Families whose published code is in the checkpoints: a Llama with tensors of other names and
-layouts. That code is never run."""
+"""Families with remote code in their checkpoints: Llama with other tensor names and layouts. The
+remote code is never run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from config.model.json_fields import Fields, Json
 from config.model.model_config import DEFAULT_THETA, ModelConfig
 
 _BAICHUAN2_VOCAB = 125696
-"""Vocabulary size of Baichuan 2, which distinguishes it from the first Baichuan."""
+"""Vocabulary size that distinguishes Baichuan 2 from the first Baichuan."""
 
 
 def _internlm2(config: ModelConfig) -> DecoderSpec:
@@ -47,8 +47,7 @@ def _baichuan(config: ModelConfig) -> DecoderSpec:
 
 
 def _baichuan_fields(fields: Fields) -> Json:
-    # Only the 7B models, whose heads are rotated, have max_position_embeddings. The 13B models
-    # have ALiBi.
+    # Only the 7B models, which use rope, have max_position_embeddings. The 13B models use ALiBi.
     if fields.raw.get("max_position_embeddings") is not None:
         return {"alibi": False}
     return {"alibi": True, "max_position_embeddings": fields.count("model_max_length")}
@@ -75,7 +74,7 @@ def _chatglm(config: ModelConfig) -> DecoderSpec:
 
 
 _CHATGLM_SWITCHES = {
-    # The first ChatGLM-6B has positions with two axes.
+    # The first ChatGLM-6B has two-dimensional positions.
     "position_encoding_2d": False,
     "rmsnorm": True,
     "post_layer_norm": True,
@@ -97,7 +96,7 @@ def _chatglm_fields(fields: Fields) -> Json:
     if fields.get("multi_query_attention", bool, False):
         num_kv_heads = fields.count("multi_query_group_num", 1)
     return {
-        # The vocab_size of the file may be the number of tokens of the tokenizer.
+        # vocab_size may be the number of tokenizer tokens instead of embedding rows.
         "vocab_size": fields.count("padded_vocab_size", fields.raw.get("vocab_size")),
         "num_key_value_heads": num_kv_heads,
         "rope_theta": DEFAULT_THETA * fields.number("rope_ratio", 1.0, above=0.0),
@@ -117,7 +116,7 @@ FAMILIES: Mapping[str, Family] = {
         llama,
         "InternLM3",
         renamed={"qkv_bias": ("attention_bias",), "bias": ("attention_out_bias", "mlp_bias")},
-        # transformers 5 saves the two other names.
+        # transformers 5 saves the other two names.
         derive=lambda fields: {
             "attention_out_bias": fields.get(
                 "attention_out_bias", bool, fields.get("mlp_bias", bool, False)

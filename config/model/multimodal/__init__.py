@@ -1,1 +1,1 @@
-"""Models with images: the text model in them, and the facts of their vision tower."""
+"""Models with images: their text model, and the settings of their vision tower."""

@@ -1,8 +1,6 @@
-"""Fields of text models that the config.json of a multimodal model omits.
-
-transformers writes text_config without fields that equal the defaults of the text model's class.
-Gemma 3 is published without its number of heads.
-"""
+"""Fields of text models that the config.json of a multimodal model omits. transformers writes
+text_config without fields that equal the defaults of the text model's class. Gemma 3, for example,
+is published without its number of heads."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -21,8 +21,8 @@ WHOLE_MODELS = frozenset(
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
     *("Phi4MultimodalForCausalLM", "Qwen2_5OmniModel"),
 }
-"""Multimodal architectures whose text model, without images, computes the same as a standalone text
-model."""
+"""Multimodal architectures whose text model, without images, computes the same as the standalone
+text model."""
 TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",
@@ -67,7 +67,7 @@ TEXT_MODELS = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "opt": "OPTForCausalLM",
-    # ERNIE 4.5 layers with a half-split rope are Llama layers.
+    # ERNIE 4.5 layers with a half-split rope are equal to Llama layers.
     "paddleocr_vl_text": "LlamaForCausalLM",
     "phi": "PhiForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -100,15 +100,15 @@ _WITHOUT_TEXT_CONFIG = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
-"""Architectures with checkpoints that have the text model's fields at the top level -> model_type
-of the text model."""
+"""Architectures whose checkpoints have the text model's fields at the top level -> model_type of
+the text model."""
 
 _OWN_TEXT = {"MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text"}
-"""Architectures with a single kind of text model, whose files may name another model_type -> the
+"""Architectures with a single kind of text model, whose files may have another model_type -> the
 model_type of the text model."""
 
 _UNNAMED = {"deepseek_vl_v2": "DeepseekVLV2ForCausalLM"}
-"""model_type of whole models that are published without `architectures` -> the architecture."""
+"""model_type of multimodal models that are published without `architectures` -> architecture."""
 
 _CONFIG_NAMES = {
     "DeepseekOCRForCausalLM": "language_config",
@@ -118,14 +118,14 @@ _CONFIG_NAMES = {
     "Ovis": "llm_config",
     "Ovis2_5": "llm_config",
 }
-"""Architecture -> field that describes the text model in place of text_config."""
+"""Architecture -> field with the text model's config, instead of text_config."""
 
 _THINKER = "thinker_config"
-"""Config of the part of a Qwen Omni that writes text. Other parts speak."""
+"""Config of the Qwen-Omni part that generates text; the other parts generate speech."""
 
 _BIDIRECTIONAL = ("PaliGemmaForConditionalGeneration",)
-"""Architectures whose text model attends to the whole prompt in both directions; transformers 4
-writes no field for this."""
+"""Architectures whose text model attends to the whole prompt bidirectionally; transformers 4 writes
+no field for this."""
 
 _INTERLEAVED = {
     "qwen3_vl_text": (24, 20, 20),
@@ -133,8 +133,8 @@ _INTERLEAVED = {
     "qwen3_5_text": (11, 11, 10),
     "qwen3_5_moe_text": (11, 11, 10),
 }
-"""model_type of text models whose position axes are interleaved in the frequencies even if the rope
-does not say so -> mrope_section of a rope without this field."""
+"""model_type of text models whose position axes are always interleaved in the frequencies ->
+default mrope_section."""
 
 _COMMON_FIELDS = (
     "dtype",
@@ -145,17 +145,17 @@ _COMMON_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Fields whose top-level value overrides the value in text_config."""
+"""Fields whose top-level value overrides text_config."""
 
 
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index")
-"""Field names of the image token; the second name is older."""
+"""Field names of the image token id; the second is older."""
 
 
 def with_architecture(fields: Fields) -> Fields:
-    """`fields` with the whole model's architecture at the top level: transformers 4.57 saves
-    Qwen2-VL and Qwen2.5-VL with the architecture only in `text_config`, and DeepSeek-VL2 is
-    published with only a model_type."""
+    """`fields` with the multimodal architecture at the top level: transformers 4.57 saves Qwen2-VL
+    and Qwen2.5-VL with the architecture only in `text_config`, and DeepSeek-VL2 is published with
+    only a model_type."""
     if fields.raw.get("architectures") is not None:
         return fields
     model_type = fields.raw.get("model_type")
@@ -171,8 +171,8 @@ def with_architecture(fields: Fields) -> Fields:
 
 
 def is_unknown_whole(fields: Fields) -> bool:
-    """Whether `fields` describe a model with a text model and images that is not in WHOLE_MODELS. A
-    check of the transformers code decides whether its images can be served."""
+    """Whether `fields` describe a multimodal model with images that is not in WHOLE_MODELS. A check
+    of the transformers code decides whether its images are supported."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] in WHOLE_MODELS:
         return False
@@ -182,7 +182,7 @@ def is_unknown_whole(fields: Fields) -> bool:
 
 
 def text_part(fields: Fields) -> Fields | None:
-    """Fields of the text model inside a multimodal model's config; None if `fields` describe no
+    """Fields of the text model in a multimodal config; None if `fields` do not describe a
     multimodal model. Raises ConfigError for an unknown text model."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -193,8 +193,8 @@ def text_part(fields: Fields) -> Fields | None:
         return None
     if names[0] in _BIDIRECTIONAL:
         raise ConfigError(
-            f"{fields.file} describes a {names[0]}, which reads its prompt in both directions: "
-            "that is not supported"
+            f"{fields.file} describes a {names[0]}, whose prompts have bidirectional attention, "
+            "which is not supported"
         )
     if _THINKER in fields.raw:
         fields = Fields({**fields.raw, **fields.get(_THINKER, dict, {})}, fields.file)
@@ -216,8 +216,8 @@ def text_part(fields: Fields) -> Fields | None:
         near = [known[kind] for kind in get_close_matches(own, known, n=3, cutoff=0)]
         raise ConfigError(
             f"{name} in {fields.file} has the model_type {shown(model_type)}, whose text model is "
-            f"not built in: the nearest of the {len(TEXT_MODELS)} that a {names[0]} may have are "
-            f"{', '.join(near)}"
+            f"not supported: the nearest of the {len(TEXT_MODELS)} supported types for a "
+            f"{names[0]} are {', '.join(near)}"
         )
     common: dict[str, Any] = {
         name: fields.raw[name] for name in _COMMON_FIELDS if fields.raw.get(name) is not None

@@ -1,4 +1,4 @@
-"""Facts of a model that takes images, as its config.json states them."""
+"""Vision settings of a model, from its config.json."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from config.model.multimodal.text_part import is_unknown_whole
 
 @dataclass(frozen=True, slots=True)
 class CrossFacts:
-    """Images of a model with cross-attention layers. In the prompt, an image is a single token. The
-    image has a fixed number of tiles; the last tiles may be padding."""
+    """Images of a model with cross-attention layers. An image is a single token in the prompt, and
+    has a fixed number of tiles; the last tiles may be padding."""
 
     tiles_per_image: int
     embeddings_per_tile: int
@@ -17,31 +17,32 @@ class CrossFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFacts:
-    """What server, engine and worker must agree on about images."""
+    """Vision settings that server, engine and worker must agree on."""
 
     architecture: str
-    """Architecture of the whole model, such as LlavaForConditionalGeneration."""
+    """Multimodal architecture, such as LlavaForConditionalGeneration."""
     image_token_id: int
-    """Each token with this id takes a row of an image's embeddings."""
+    """Placeholder token: each occurrence is replaced by an embedding of the image."""
     video_token_id: int | None = None
     uses_mrope: bool = False
-    """Positions have three axes: time, height and width."""
+    """Whether positions have three axes: time, height and width (M-RoPE)."""
     whole_images: bool = False
-    """Whether attention between the tokens of an image is bidirectional, so that a prefill chunk
-    must hold all remaining tokens of an image."""
+    """Whether attention within an image is bidirectional, so that a prefill chunk must contain all
+    remaining tokens of an image."""
     is_unlisted: bool = False
-    """Whether the architecture is not in VISION_FAMILIES. transformers' processor then writes the
-    image prompts, and a check of transformers' code shows whether the images can be served."""
+    """Whether the architecture is not in VISION_FAMILIES. transformers' processor then generates
+    the image prompts, and a check of the transformers code decides whether the images are
+    supported."""
     num_deepstack_layers: int = 0
-    """Number of further embeddings per image token, which are added to the outputs of the first
+    """Number of additional embeddings per image token, which are added to the outputs of the first
     layers (Meng et al., DeepStack, 2024)."""
 
     cross: CrossFacts | None = None
-    """Set if cross-attention layers read the images, in place of image tokens."""
+    """Set if the model reads images with cross-attention layers instead of image tokens."""
 
     @property
     def embeddings_per_row(self) -> int:
-        """Embeddings in a row of the encoder cache. A row is an image token, or a tile for
+        """Embeddings per row of the encoder cache. A row belongs to an image token, or to a tile in
         cross-attention models."""
         if self.cross is not None:
             return self.cross.embeddings_per_tile
@@ -50,15 +51,15 @@ class VisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """Facts that config.json does not have."""
+    """Properties of a vision family that are not in config.json."""
 
     uses_mrope: bool = False
     whole_images: bool = False
     num_deepstack_layers: int = 0
-    """Default, if vision_config does not set the number."""
+    """Default if vision_config has no such field."""
     has_cross_attention: bool = False
     image_token_id: int | None = None
-    """Default of the image token id in vision_config; None: config.json has the id."""
+    """Default of the image token id; None: config.json always has the id."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -84,7 +85,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": VisionFamily(),
     "VipLlavaForConditionalGeneration": VisionFamily(),
 }
-"""Architecture of a whole model -> facts. For other architectures only the field names are
+"""Multimodal architecture -> its properties. For other architectures only the field names are
 known."""
 
 UNKNOWN = VisionFamily()
@@ -95,27 +96,27 @@ MAX_IMAGE_ROWS = 16384
 
 
 MAX_CROSS_REQUESTS = 16
-"""Maximum number of requests whose images are cached for cross-attention layers. Llama 3.2 Vision
-11B caches 210 MB per image."""
+"""Maximum number of requests with images cached for cross-attention layers. Llama 3.2 Vision 11B
+caches 210 MB per image."""
 
 
 def encoder_cache_rows(max_model_len: int, max_num_batched_tokens: int) -> int:
-    """Image embeddings that a worker keeps: enough for the tokens of a step and for the largest
-    image that fits the context."""
+    """Number of image embeddings that a worker caches: enough for the tokens of a step and for the
+    largest image that fits the context."""
     return max(max_num_batched_tokens, min(max_model_len, MAX_IMAGE_ROWS))
 
 
 def cross_cache_tiles(facts: CrossFacts, images_per_request: int, max_num_seqs: int) -> int:
-    """Image tiles that a worker keeps for cross-attention layers: the tiles of min(max_num_seqs,
-    MAX_CROSS_REQUESTS) requests."""
+    """Number of image tiles that a worker caches for cross-attention layers: the tiles of
+    min(max_num_seqs, MAX_CROSS_REQUESTS) requests."""
     num_requests = min(max_num_seqs, MAX_CROSS_REQUESTS)
     return num_requests * images_per_request * facts.tiles_per_image
 
 
 def read_vision(whole: Fields) -> VisionFacts | None:
-    """Vision facts from the config.json of a whole model; None if the model is served without
-    images, for example if it was saved without its vision tower. Raises ConfigError for a missing
-    or wrong field."""
+    """Vision settings from the config.json of a multimodal model; None if the model is served
+    without images, for example if it was saved without its vision tower. Raises ConfigError for a
+    missing or invalid field."""
     names = whole.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None
@@ -146,7 +147,6 @@ def read_vision(whole: Fields) -> VisionFacts | None:
 
 
 def _cross_facts(vision: Fields) -> CrossFacts:
-    """Tile facts of cross attention: each patch of a tile gives an embedding, and the tile as a
-    whole gives a further embedding."""
+    """Tile settings of cross attention. A tile has an embedding per patch and a class embedding."""
     patches = vision.count("image_size", 448) // vision.count("patch_size", 14)
     return CrossFacts(vision.count("max_num_tiles", 4), patches**2 + 1)

@@ -25,10 +25,10 @@ QUANTIZED_BITS = 8
 """Maximum bits of a quantized weight; AutoRound writes 16 for an unquantized weight."""
 _MXFP8_PACKING = "auto_round:llm_compressor"
 _MX_TYPES = ("mx_fp", "mx_fp_rceil")
-"""data_type of MXFP8; the second name rounds scales up."""
+"""data_type values of MXFP8; the second rounds scales up."""
 _EXPRESSION_SIGNS = frozenset("*+?^$()[]{}|\\")
-"""A name in `extra_config` with such a character is a regular expression that may match any part
-of a module's name, as vLLM reads it."""
+"""A name in `extra_config` with any of these characters is a regular expression that may match any
+part of a module name, as in vLLM."""
 
 
 def read_auto_round(fields: Fields) -> QuantizationConfig:
@@ -45,7 +45,7 @@ def read_auto_round(fields: Fields) -> QuantizationConfig:
         (Rule(_blocks(fields), scheme_of(settings)),),
         overrides,
         has_head=has_head,
-        # AutoRound writes no groups of reordered inputs.
+        # AutoRound does not reorder inputs, so g_idx is not needed.
         ignored_suffixes=(".bias", ".g_idx"),
     )
 
@@ -79,19 +79,19 @@ def _mxfp8(fields: Fields) -> QuantizationConfig:
 def _check_integers(fields: Fields) -> None:
     """Raise ConfigError for formats other than integer weight-only quantization."""
     kind = fields.get("data_type", str, "int")
-    # Names of rounding variants, such as int_sym_dq, begin with int.
+    # Rounding variants such as int_sym_dq also start with int.
     if not kind.startswith("int"):
         raise refused(fields, "data_type", kind, "'int'")
     bits = fields.get("act_bits", int, 16)
     if bits < 16:
-        raise refused(fields, "act_bits", bits, "16: weights alone are quantized")
+        raise refused(fields, "act_bits", bits, "16 (only weights are quantized)")
     for name in ("super_bits", "rotation_config"):
         if fields.raw.get(name):
             raise refused(fields, name, fields.raw[name], "null")
 
 
 def _packing(fields: Fields) -> Packing:
-    """(settings, reader of a scheme). Early releases call the packing `backend`."""
+    """Packing of the integers. Early releases call packing_format `backend`."""
     name = "packing_format" if fields.raw.get("packing_format") else "backend"
     packing = fields.get(name, str, "").replace("autoround", "auto_round")
     served = {
@@ -119,8 +119,8 @@ def _blocks(fields: Fields) -> tuple[str, ...]:
 def _overrides(
     fields: Fields, scheme_of: Callable[[Fields], WeightScheme]
 ) -> tuple[Overrides, bool]:
-    """Settings of single modules, names before expressions; and whether the head is quantized,
-    which requires an entry for it."""
+    """(overrides of single modules, names before expressions; whether the head is quantized, which
+    needs its own entry)."""
     found: dict[bool, list[tuple[str, WeightScheme | None]]] = {False: [], True: []}
     has_head = False
     for name, changes in fields.get("extra_config", dict, {}).items():

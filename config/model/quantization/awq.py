@@ -1,4 +1,4 @@
-"""AWQ checkpoints (AutoAWQ, version gemm): integers of 4 bits, packed along the outputs."""
+"""AWQ checkpoints (AutoAWQ, version gemm): 4-bit integers, packed along the outputs."""
 
 from config.model.json_fields import Fields
 from config.model.quantization.base import (
@@ -32,7 +32,7 @@ def read_awq(fields: Fields) -> QuantizationConfig:
         version = fields.get(name, str, "gemm")
         if version.lower() != "gemm":
             raise refused(fields, name, version, "'gemm'")
-    # Symmetric weights have zero points in the files, too.
+    # Symmetric checkpoints also store zero points.
     fields.get("zero_point", bool, True)
     return QuantizationConfig(
         "awq",
@@ -66,7 +66,7 @@ def _packing(packing: str, settings: Fields) -> Packing | None:
 FORMATS = {
     "awq": QuantizationFormat(
         read=read_awq,
-        spellings=("awq_marlin", "awq_hpu"),
+        spellings=("awq_marlin", "awq_hpu", "marlin", "moe_wna16"),
         file="quant_config.json",
         auto_round=_packing,
     )

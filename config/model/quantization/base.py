@@ -1,5 +1,5 @@
-"""QuantizationFormat: what a file of this folder says about a format. QuantizationConfig: a
-checkpoint's checked quantization_config, and the list of tensors that store a quantized weight."""
+"""QuantizationFormat: registry entry of a format. QuantizationConfig: a checkpoint's validated
+quantization_config, and the list of tensors that store a quantized weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,11 @@ from config.model.json_fields import Fields, Json
 EXPRESSION = "re:"
 """Prefix of regular expressions in lists of module names."""
 
+NEVER_QUANTIZED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
+"""Modules that this server does not quantize: the head, and routers of experts."""
+
 OUTPUTS, INPUTS = 0, 1
-"""Dimensions of the weight (out, in) of a linear layer."""
+"""Dimensions of a linear weight (out, in)."""
 INT32_BITS = 32
 
 Role = Literal[
@@ -31,10 +34,10 @@ Role = Literal[
     "nested_codes",
 ]
 """Role of a stored tensor. values: quantized values; scales: factors of the values; zeros: zero
-points, subtracted before scaling; groups: the group of each input; input_scale: scale of
-activations; shape: sizes of the weight. For a flat weight, blocks: scales of blocks; codes: table
-of dequantized values; state: sizes in JSON; nested_blocks and nested_codes: blocks and codes of
-quantized scales."""
+points, subtracted before scaling; groups: group index of each input; input_scale: activation scale;
+shape: sizes of the weight. For a flat weight, blocks: block scales; codes: table of dequantized
+values; state: sizes in JSON; nested_blocks and nested_codes: blocks and codes of quantized
+scales."""
 
 PARAMETERS: dict[Role, str] = {
     "values": "qweight",
@@ -54,7 +57,7 @@ class StoredAxis(NamedTuple):
     unit: int = 1
     """Number of outputs or inputs that share an index; 0: all."""
     is_packed: bool = False
-    """Whether they share an index because an int32 packs several values."""
+    """Whether several outputs or inputs share an index because an int32 packs their values."""
     is_whole: bool = False
     """Whether every rank needs the whole axis."""
 
@@ -64,27 +67,26 @@ class StoredAxis(NamedTuple):
 
 
 class WeightPart(NamedTuple):
-    """A stored tensor of a quantized weight (out, in)."""
+    """A stored tensor of a quantized weight with the logical shape (out, in)."""
 
     role: Role
     suffix: str
-    """Suffix of the tensor's name after the module's name."""
+    """Suffix of the tensor name after the module name."""
     axes: tuple[StoredAxis, ...]
-    """Axes of the tensor; empty: a single number for the whole weight."""
+    """Axes of the tensor; empty: a scalar for the whole weight."""
     dtypes: tuple[str, ...]
     """Accepted dtypes, as spelled in safetensors headers."""
     bits: int = 0
-    """Bits of an integer value; 0: no integers."""
+    """Bits per value; 0 for tensors without integer values."""
     order: tuple[int, ...] = ()
-    """Index of the value in each position of an int32, from the lowest bits up; empty: natural
-    order."""
+    """Index of the value at each position of an int32, lowest bits first; empty: natural order."""
     offset: int = 0
     """Offset added to integers, modulo 2^bits if they are packed."""
     factor: float = 1.0
-    """Factor by which scales are multiplied."""
+    """Factor applied to scales."""
     flat: int = 0
-    """Number of consecutive elements of a flat weight that share an entry; 0: not a flat weight, or
-    any number."""
+    """Number of consecutive elements of a flat weight per entry. 0: the weight is not flat, or the
+    number is not fixed."""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """Shape of the tensor in the file."""
@@ -96,7 +98,8 @@ class WeightPart(NamedTuple):
         return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
 
     def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` matches `expected`. Formats differ in dimensions of 1."""
+        """Whether a tensor of `shape` has the `expected` shape, except for dimensions of size 1,
+        which formats write differently."""
         if self.role in ("codes", "state", "nested_codes"):
             return True
         if self.role in ("scales", "input_scale") or self.flat:
@@ -106,26 +109,27 @@ class WeightPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How a weight is quantized: (values - zeros) * scales, in groups of inputs."""
+    """Quantization scheme of a weight: (values - zeros) * scales, in groups of inputs."""
 
     bits: int
     parts: tuple[WeightPart, ...]
     is_float: bool = False
     """Whether values are FP8 (e4m3) instead of integers."""
     group_size: int | None = None
-    """Inputs that share a scale; None: all."""
+    """Number of inputs per scale; None: all."""
     desc_act: bool = False
-    """Whether groups consist of arbitrary inputs; a tensor gives the group of each input."""
+    """Whether groups consist of arbitrary inputs (act-order); a tensor gives the group of each
+    input."""
     activations: Literal["none", "dynamic", "static"] = "none"
-    """Quantization of activations: none, with a scale per token (dynamic), or with a scale from the
-    checkpoint (static)."""
+    """Activation quantization: none, dynamic (scale per token), or static (scale from the
+    checkpoint)."""
     is_flat: bool = False
-    """Whether the weight is stored flat, in memory order and in blocks. Each rank reads the whole
-    weight and dequantizes it during loading."""
+    """Whether the weight is stored as flat blocks in memory order. Each rank reads the whole weight
+    and dequantizes it during loading."""
 
     @property
     def middle(self) -> int:
-        """The zero point of integers without zero points in the checkpoint."""
+        """Zero point of integers if the checkpoint stores none."""
         return 1 << (self.bits - 1)
 
     def num_groups(self, in_features: int) -> int:
@@ -141,12 +145,12 @@ class Rule(NamedTuple):
 
 
 class Overrides(NamedTuple):
-    """Modules with their own schemes."""
+    """Quantization overrides for single modules."""
 
     patterns: tuple[str, ...] = ()
-    """Regular expressions that follow EXPRESSION. The first matching expression applies."""
+    """Regular expressions, with the prefix EXPRESSION. The first match applies."""
     schemes: tuple[WeightScheme | None, ...] = ()
-    """The scheme for each of `patterns`; None: the module is not quantized."""
+    """Scheme for each entry of `patterns`; None: the module is not quantized."""
 
 
 NO_OVERRIDES = Overrides()
@@ -154,34 +158,33 @@ NO_OVERRIDES = Overrides()
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """How the weights of a checkpoint are quantized."""
+    """Quantization of a checkpoint's weights."""
 
     method: str
-    """quant_method, which is also the value of --quantization."""
+    """Name of the format, as in quant_method and --quantization."""
     rules: tuple[Rule, ...]
     """Rules in order; the first rule that matches a module applies."""
     overrides: Overrides = NO_OVERRIDES
-    """Overrides, which precede `ignored` and `rules`."""
+    """Overrides, which take precedence over `ignored` and `rules`."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: module names, parts of names between dots, or regular
-    expressions after `re:`."""
+    """Modules that are not quantized: module names, components of names between dots, or regular
+    expressions with the prefix `re:`."""
     has_head: bool = False
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Suffixes of tensor names that a checkpoint may hold and the model does not need."""
+    """Suffixes of tensor names that a checkpoint may contain and that are not loaded."""
     stacked: WeightScheme | None = None
-    """Scheme of experts that the checkpoint stacks in a tensor per projection. A part's suffix
-    follows the tensor's name without a dot. None: quantized experts are stored separately."""
+    """Scheme of stacked experts, with a tensor per projection and part. A part's suffix follows the
+    tensor name without a dot. None: quantized experts are stored separately."""
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """All schemes that a module may have."""
+        """All schemes that modules may use."""
         own = (scheme for scheme in self.overrides.schemes if scheme is not None)
         return (*own, *(rule.scheme for rule in self.rules))
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Scheme of the linear layer that the checkpoint calls `module`; None: the layer is not
-        quantized."""
+        """Scheme of the linear layer with the checkpoint name `module`; None: not quantized."""
         index = _first(self.overrides.patterns, module)
         if index is not None:
             return self.overrides.schemes[index]
@@ -214,8 +217,8 @@ def _selects(patterns: tuple[str, ...], module: str) -> bool:
 
 
 def _first(patterns: tuple[str, ...], module: str) -> int | None:
-    """Index, among the regular expressions in `patterns`, of the first expression that matches
-    `module`."""
+    """Index of the first regular expression in `patterns` that matches `module`, counting only
+    expressions."""
     if not patterns:
         return None
     found = (expressions(patterns).first(name) for name in _names(module))
@@ -223,21 +226,21 @@ def _first(patterns: tuple[str, ...], module: str) -> int | None:
 
 
 def _names(module: str) -> tuple[str, ...]:
-    """Possible names of `module` in the files: the name itself, and two longer names in multimodal
+    """Possible names of `module` in the files: the name itself, and two longer names for multimodal
     checkpoints."""
     inner = module.removeprefix("model.")
     return (module, f"language_model.{module}", f"model.language_model.{inner}")
 
 
 def packed_axis(of: int, bits: int) -> StoredAxis:
-    """Axis of int32 elements that pack values of `bits` bits."""
+    """Axis of int32 elements that each pack 32 / `bits` values."""
     return StoredAxis(of, INT32_BITS // bits, is_packed=True)
 
 
 _BITS = ("bits", "w_bit")
 
 Packing = tuple[Fields, Callable[[Fields], WeightScheme]]
-"""Settings of integers that AutoRound wrote, and the reader of their scheme."""
+"""(settings, function that returns the scheme for settings) of integers written by AutoRound."""
 
 
 def _with_bits(settings: Fields) -> Json | None:
@@ -245,30 +248,33 @@ def _with_bits(settings: Fields) -> Json | None:
 
 
 def no_packing(packing: str, settings: Fields) -> Packing | None:
-    """QuantizationFormat.auto_round of a format in whose packing AutoRound does not write."""
+    """QuantizationFormat.auto_round for a format whose packing AutoRound does not use."""
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationFormat:
-    """A format of quantized checkpoints."""
+    """Registry entry of a quantization format."""
 
     read: Callable[[Fields], QuantizationConfig]
-    """Reads the settings. Raises ConfigError for unsupported settings."""
+    """Reads the quantization config. Raises ConfigError for unsupported settings."""
     methods: tuple[str, ...] = ()
-    """Further values of quant_method. The name of the format is a value, too."""
+    """Additional values of quant_method, besides the format's name."""
     spellings: tuple[str, ...] = ()
-    """Further values of --quantization: kernels of vLLM for the format."""
+    """Additional values of --quantization: vLLM's kernels for the format."""
     config_key: str = "quantization_config"
-    """Key of the settings in early config.json files."""
+    """Key of the settings in config.json files of early releases; by default the current key."""
     marks: tuple[str, ...] = ()
-    """Fields that identify settings without quant_method. Any field suffices."""
+    """Fields that identify the format if quant_method is absent. Any of them is enough."""
     file: str = ""
-    """File with the settings of checkpoints whose config.json has none."""
+    """File with the settings, for checkpoints without settings in config.json."""
     in_file: Callable[[Fields], Json | None] = _with_bits
-    """Returns the settings in the content of `file`; None: the weights are not quantized."""
+    """Extracts the settings from the content of `file`; None: the weights are not quantized."""
     auto_round: Callable[[str, Fields], Packing | None] = no_packing
     """Returns the Packing for an AutoRound `packing_format` that packs as this format does."""
+    at_load: tuple[WeightScheme, ...] = ()
+    """Scheme to which --quantization quantizes plain weights while loading; empty: this format is
+    read from checkpoints only."""
 
 
 QUANTIZATION_FORMATS = Kinds[QuantizationFormat](

@@ -1,8 +1,6 @@
-"""bitsandbytes checkpoints: 4 bits (nf4, fp4), with scales in 8 bits or not, and LLM.int8.
-
-Of 4 bits, a weight is a list of numbers in the order of memory, in blocks with a scale each, so a
-rank cannot read its part alone: hpu/model_loader/bitsandbytes.py decodes the whole weight.
-"""
+"""bitsandbytes checkpoints: 4 bits (nf4, fp4), with or without 8-bit scales, and LLM.int8. A 4-bit
+weight is stored flat in memory order, with a scale per block, so a rank cannot read only its shard:
+hpu/model_loader/bitsandbytes.py dequantizes the whole weight."""
 
 from config.model.json_fields import Fields
 from config.model.quantization.base import (
@@ -19,8 +17,9 @@ from config.model.quantization.fields import FLOATS, choice, module_names, refus
 
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights per scale, and scales per nested scale."""
+NF4 = "nf4"
 SCB_FACTOR = 1 / 127
-"""Factor of 8-bit scales, which are stored as largest magnitudes."""
+"""Factor of the 8-bit format's scales, which are stored as maximum magnitudes."""
 
 
 def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
@@ -32,7 +31,7 @@ def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
         "bitsandbytes",
         (Rule(("Linear",), _eight_bits() if has_8_bits else _four_bits(fields)),),
         ignored=module_names(fields, "llm_int8_skip_modules"),
-        # Without a list, bitsandbytes does not quantize the head; a list names all unquantized
+        # bitsandbytes does not quantize the head by default; with a list, it skips only the listed
         # modules.
         has_head=fields.raw.get("llm_int8_skip_modules") is not None,
         ignored_suffixes=(".weight_format",),
@@ -42,7 +41,11 @@ def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
 def _four_bits(fields: Fields) -> WeightScheme:
     kind = choice(fields, "bnb_4bit_quant_type", "fp4", ("nf4", "fp4"))
     choice(fields, "bnb_4bit_quant_storage", "uint8", ("uint8",))
-    is_nested = fields.get("bnb_4bit_use_double_quant", bool, False)
+    return four_bit_scheme(kind, is_nested=fields.get("bnb_4bit_use_double_quant", bool, False))
+
+
+def four_bit_scheme(kind: str, *, is_nested: bool = False) -> WeightScheme:
+    """Scheme of 4-bit weights with the code table `kind`. `is_nested`: scales have 8 bits."""
     parts: tuple[WeightPart, ...] = (
         WeightPart("values", "weight", (), ("U8",), bits=4, flat=2),
         WeightPart("blocks", "weight.absmax", (), ("U8" if is_nested else "F32",), flat=BLOCK),
@@ -73,8 +76,10 @@ def _eight_bits() -> WeightScheme:
 
 FORMATS = {
     "bitsandbytes": QuantizationFormat(
-        # Early checkpoints have no quant_method.
         read=read_bitsandbytes,
+        # Early checkpoints have no quant_method.
         marks=("load_in_4bit", "load_in_8bit"),
+        # Without double quantization, the default of the library.
+        at_load=(four_bit_scheme(NF4),),
     )
 }

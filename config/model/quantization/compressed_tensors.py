@@ -30,7 +30,8 @@ from config.model.quantization.fp8 import MX_BLOCK, fp8_scheme, mxfp8_scheme
 PACKED, INT8, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 MXFP8 = "mxfp8-quantized"
 NAIVE = "naive-quantized"
-"""Format that means INT8 or FLOAT, depending on the type; FP8 weight-only checkpoints have it."""
+"""Format name for unpacked INT8 or FP8, depending on the type; FP8 weight-only checkpoints use
+it."""
 
 _BLOCK = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
 
@@ -43,9 +44,9 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
         raise refused(fields, "sparsity_config", sparsity["format"], "'dense'")
     _check_transforms(fields)
     groups = fields.get("config_groups", dict, {})
-    # Only the cache may be quantized.
+    # The checkpoint may quantize only the KV cache.
     if not groups and not fields.get("kv_cache_scheme", dict, None):
-        raise refused(fields, "config_groups", groups, "one group or several")
+        raise refused(fields, "config_groups", groups, "an object with at least 1 group")
     rules = []
     for name, group in groups.items():
         if not isinstance(group, dict):
@@ -61,7 +62,7 @@ def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
 
 
 def _check_transforms(fields: Fields) -> None:
-    """Raise ConfigError for rotations of activations (QuIP, SpinQuant), which are not supported:
+    """Raise ConfigError for activation rotations (QuIP, SpinQuant), which are not supported:
     without them the rotated weights give wrong outputs."""
     schemes = fields.get("transform_config", dict, {}).get("config_groups") or {}
     if not isinstance(schemes, dict):
@@ -71,9 +72,7 @@ def _check_transforms(fields: Fields) -> None:
         for place in applied if isinstance(applied, list) else [applied]:
             location = place.get("location") if isinstance(place, dict) else None
             if location not in ("weight_input", "weight_output"):
-                raise refused(
-                    fields, "transform_config", location, "weight_input and weight_output"
-                )
+                raise refused(fields, "transform_config", location, "weight_input or weight_output")
 
 
 def _rule(group: Fields, whole: Fields) -> Rule:
@@ -107,10 +106,15 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
     scales = WeightPart("scales", "weight_scale", (outputs, groups), FLOATS)
     if not is_packed:
         if not is_symmetric or bits != 8:
-            raise refused(weights, "symmetric", is_symmetric, "true, with 8 bits not packed")
+            raise refused(
+                weights,
+                "symmetric",
+                is_symmetric,
+                "true for unpacked weights, which must have 8 bits",
+            )
         values = WeightPart("values", "weight", (outputs, inputs), ("I8",), bits=8, offset=128)
         return WeightScheme(8, (values, scales), group_size=size, desc_act=desc_act)
-    # Stored integers and zero points are both relative to the middle, which cancels out.
+    # Stored integers and zero points have the same offset, which cancels out.
     parts: tuple[WeightPart, ...] = (
         WeightPart(
             "values", "weight_packed", (outputs, packed_axis(INPUTS, bits)), ("I32",), bits=bits
@@ -127,7 +131,8 @@ def _integers(weights: Fields, *, is_packed: bool) -> WeightScheme:
 
 
 def _has_order(weights: Fields) -> bool:
-    """Whether a tensor gives the group of each input; releases spell the field in three ways."""
+    """Whether the checkpoint has a group index per input; the field has three spellings in
+    different releases."""
     order = weights.raw.get("actorder")
     if isinstance(order, bool):
         return order
@@ -145,7 +150,7 @@ def _mxfp8(weights: Fields, activations: object) -> WeightScheme:
 
 
 def _block(weights: Fields) -> list[Any] | None:
-    """block_structure, which early releases write as 128x128."""
+    """Field block_structure, which early releases write as 128x128."""
     block = weights.raw.get("block_structure")
     if isinstance(block, str) and _BLOCK.fullmatch(block):
         return [int(size) for size in block.split("x")]

@@ -1,5 +1,5 @@
-"""fbgemm_fp8 checkpoints, of Llama 3.1 405B and Llama 4 Maverick: e4m3 with a scale of each output.
-Experts are stacked in one tensor for each product, transposed as the weights that are not quantized
+"""fbgemm_fp8 checkpoints (Llama 3.1 405B, Llama 4 Maverick): e4m3 with a scale per output channel.
+Each projection of the experts is a stacked tensor, transposed like unquantized weights
 (FbgemmFp8Llama4TextExperts in transformers/integrations/fbgemm_fp8.py)."""
 
 from config.model.json_fields import Fields
@@ -18,9 +18,9 @@ from config.model.quantization.fp8 import fp8_scheme
 
 
 def read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
-    """Quantization of fbgemm_fp8 checkpoints. activation_scale_ub, the limit above which
-    activations are clipped, is not used: activations without it are at least as exact. Raises
-    ConfigError for unsupported settings."""
+    """Quantization of fbgemm_fp8 checkpoints. activation_scale_ub, an upper bound for clipping
+    activations, is ignored: activations are at least as exact without it. Raises ConfigError for
+    unsupported settings."""
     scheme = fp8_scheme(fields, "", None, rows=1, suffix="weight_scale", activations="dynamic")
     outputs, inputs = StoredAxis(OUTPUTS), StoredAxis(INPUTS)
     stacked = WeightScheme(

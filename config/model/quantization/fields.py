@@ -1,4 +1,4 @@
-"""Fields of quantization_config that several methods share."""
+"""Readers for fields of quantization_config that several methods share."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from config.model.quantization.base import EXPRESSION, Overrides, WeightScheme, 
 
 FLOATS = ("F16", "BF16", "F32")
 POWERS = ("U8", "F8_E8M0")
-"""Dtypes of scales that are powers of two: the exponents, with the bias of e8m0."""
+"""Dtypes of power-of-two scales: exponents with the bias of e8m0."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Name suffixes of scales of FP8 caches. Scales of keys and values are read if the cache is FP8."""
+"""Name suffixes of KV-cache scales. Key and value scales are loaded if the cache is FP8."""
 _SKIPPED, _CHANGED = "-:", "+:"
-"""Prefixes of patterns in `dynamic`: skip the modules, or change their settings."""
+"""Prefixes of patterns in `dynamic`: skip the matching modules, or change their settings."""
 
 
 def dynamic_overrides(fields: Fields, scheme_of: Callable[[Fields], WeightScheme]) -> Overrides:
@@ -32,7 +32,7 @@ def dynamic_overrides(fields: Fields, scheme_of: Callable[[Fields], WeightScheme
 
 
 def choice(fields: Fields, name: str, default: str | None, allowed: tuple[str, ...]) -> str:
-    """A string of `allowed`. Raises ConfigError."""
+    """String field whose value must be in `allowed`. Raises ConfigError."""
     value = fields.get(name, str, default)
     if value not in allowed:
         raise refused(fields, name, value, f"one of {', '.join(allowed)}")
@@ -42,19 +42,19 @@ def choice(fields: Fields, name: str, default: str | None, allowed: tuple[str, .
 def refused(fields: Fields, name: str, value: object, allowed: str) -> ConfigError:
     """The error for an unsupported value."""
     return ConfigError(
-        f"{name} of quantization_config in {fields.file} is {shown(value)}, served is {allowed}"
+        f"{name} of quantization_config in {fields.file} is {shown(value)}, it must be {allowed}"
     )
 
 
 def check_experts(fields: Fields, algorithm: str) -> None:
-    """Raise ConfigError if experts have another format than `algorithm`, the format of the other
+    """Raise ConfigError if the experts' format differs from `algorithm`, the format of the other
     layers."""
     choice(fields, "moe_quant_algo", algorithm, (algorithm,))
     choice(fields, "expert_dtype", "fp8", ("fp8",))
 
 
 def integer_bits(fields: Fields, *names: str) -> int:
-    """4 or 8, from the first of the fields `names` that is there."""
+    """4 or 8, from the first of the fields `names` that is present."""
     name = next((name for name in names if fields.raw.get(name) is not None), names[0])
     bits = fields.count(name)
     if bits not in (4, 8):
@@ -63,18 +63,18 @@ def integer_bits(fields: Fields, *names: str) -> int:
 
 
 def group_size(fields: Fields, *names: str) -> int | None:
-    """Inputs that share a scale; None: all (-1, or none of the fields `names` is there)."""
+    """Number of inputs per scale; None: all (-1, or none of the fields `names` is present)."""
     name = next((name for name in names if fields.raw.get(name) is not None), names[0])
     value: int = fields.get(name, int, -1)
     if value == -1:
         return None
     if value < 1:
-        raise refused(fields, name, value, "-1, for all inputs, or a positive number")
+        raise refused(fields, name, value, "-1 (all inputs) or a positive number")
     return value
 
 
 def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
-    """All modules in the lists `names`, with regular expressions that can be matched."""
+    """All entries of the lists `names`, checked like `checked_names`."""
     found: list[str] = []
     for name in names:
         for module in fields.get(name, list, []):
@@ -85,7 +85,7 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
 
 
 def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """`names` of modules in the field `where`. Raises ConfigError for regular expressions among
-    them that cannot be matched."""
+    """Return `names`, module names from the field `where`. Raises ConfigError for regular
+    expressions among them that are not supported."""
     expressions(names, f"{where} of quantization_config in {fields.file}")
     return names

@@ -1,5 +1,6 @@
-"""FP8 checkpoints (e4m3) with tensor scales, or with block scales as in DeepSeek-V3. MXFP8: a power
-of two (e8m0) per 32 inputs of an output, after OCP Microscaling Formats, version 1.0."""
+"""FP8 checkpoints (e4m3) with per-tensor scales, or with block scales as in DeepSeek-V3. MXFP8: a
+power-of-two scale (e8m0) per 32 inputs of an output, as in OCP Microscaling Formats, version
+1.0."""
 
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from config.model.quantization.fields import (
 )
 
 MX_BLOCK = 32
-"""Inputs that share a scale in MXFP8."""
+"""Number of inputs per scale in MXFP8."""
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
@@ -42,7 +43,8 @@ def read_fp8(fields: Fields) -> QuantizationConfig:
         rows=0,
         suffix="weight_scale" if block is None else "weight_scale_inv",
         activations="static" if kind == "static" else "dynamic",
-        # DeepSeek-V3.1 says ue8m0 of powers of two in float32; transformers stores the exponents.
+        # DeepSeek-V3.1 says ue8m0 for powers of two stored as float32; transformers stores the
+        # exponents.
         scale_dtypes=(*FLOATS, *POWERS) if has_powers else FLOATS,
     )
     return QuantizationConfig(
@@ -63,13 +65,24 @@ def fp8_scheme(
     activations: Literal["none", "dynamic", "static"],
     scale_dtypes: tuple[str, ...] = FLOATS,
 ) -> WeightScheme:
-    """FP8 scheme with scales of blocks (outputs, inputs), whose sizes are in the field `name`, or
-    with a scale per `rows` outputs (0: for the whole tensor)."""
+    """FP8 scheme with scales per block (outputs, inputs), whose size is in the field `name`, or
+    with a scale per `rows` outputs (0: per tensor)."""
     columns = 0
     if block is not None:
         if len(block) != 2 or not all(type(dim) is int and dim > 0 for dim in block):
             raise refused(fields, name, block, "two positive numbers")
         rows, columns = block
+    return _scheme(rows, columns, suffix, activations, scale_dtypes)
+
+
+def _scheme(
+    rows: int,
+    columns: int,
+    suffix: str,
+    activations: Literal["none", "dynamic", "static"],
+    scale_dtypes: tuple[str, ...] = FLOATS,
+) -> WeightScheme:
+    """FP8 scheme with a scale per `rows` outputs and `columns` inputs (0: all)."""
     axes = (StoredAxis(OUTPUTS, rows), StoredAxis(INPUTS, columns))
     parts: tuple[WeightPart, ...] = (
         WeightPart("values", "weight", (StoredAxis(OUTPUTS), StoredAxis(INPUTS)), ("F8_E4M3",)),
@@ -115,6 +128,12 @@ def mxfp8_scheme(suffix: str, activations: Literal["none", "dynamic"] = "dynamic
 
 
 FORMATS = {
-    "fp8": QuantizationFormat(read=read_fp8),
+    "fp8": QuantizationFormat(
+        read=read_fp8,
+        # vLLM's name for scales of tokens and of outputs.
+        spellings=("ptpc_fp8",),
+        # A scale per output, and a scale per token.
+        at_load=(_scheme(1, 0, "weight_scale", "dynamic"),),
+    ),
     "mxfp8": QuantizationFormat(read=read_mxfp8),
 }

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints (AutoGPTQ, GPTQModel): integers of 4 or 8 bits, packed along the inputs."""
+"""GPTQ checkpoints (AutoGPTQ, GPTQModel): 4- or 8-bit integers, packed along the inputs."""
 
 from config.model.json_fields import Fields
 from config.model.quantization.base import (
@@ -27,14 +27,16 @@ VERSIONS = ("gptq", "gptq_v2")
 """Values of checkpoint_format."""
 VERSION_2 = VERSIONS[1]
 _PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
-"""AutoRound's packings that store the zero points themselves; GPTQ stores them minus 1."""
+"""AutoRound packings that store zero points unchanged; GPTQ stores them minus 1."""
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
     """Quantization of GPTQ checkpoints. Raises ConfigError for unsupported settings."""
     choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
-        raise refused(fields, "is_marlin_format", True, "false: weights packed as GPTQ does")
+        raise refused(
+            fields, "is_marlin_format", True, "false, with weights packed in GPTQ's layout"
+        )
     overrides = dynamic_overrides(fields, gptq_scheme)
     scheme = gptq_scheme(fields)
     schemes = (scheme, *overrides.schemes)
@@ -44,7 +46,7 @@ def read_gptq(fields: Fields) -> QuantizationConfig:
         (Rule(_targets(fields), scheme),),
         overrides,
         has_head=fields.get("lm_head", bool, False),
-        # Biases of layers without biases: the tools store zeros.
+        # The tools write zero biases for layers without biases.
         ignored_suffixes=(".bias", *(() if has_groups else (".g_idx",))),
     )
 
@@ -65,13 +67,13 @@ def gptq_scheme(fields: Fields) -> WeightScheme:
     )
     if desc_act:
         parts += (WeightPart("groups", "g_idx", (StoredAxis(INPUTS),), ("I32", "I64")),)
-    # Symmetric weights have zero points in the files, too.
+    # Symmetric checkpoints also store zero points.
     fields.get("sym", bool, True)
     return WeightScheme(bits, parts, group_size=size, desc_act=desc_act)
 
 
 def _targets(fields: Fields) -> tuple[str, ...]:
-    """All linear layers, or the layers in modules_in_block_to_quantize, a list of lists."""
+    """All linear layers, or the modules in modules_in_block_to_quantize, a list of lists."""
     lists = fields.get("modules_in_block_to_quantize", list, [])
     names = [name for entry in lists for name in (entry if isinstance(entry, list) else [entry])]
     if not all(isinstance(name, str) for name in names):
@@ -81,7 +83,7 @@ def _targets(fields: Fields) -> tuple[str, ...]:
 
 def _packing(packing: str, settings: Fields) -> Packing | None:
     is_plain = packing in _PLAIN_PACKINGS or "gptqmodel" in packing
-    # AutoRound writes this packing by default.
+    # AutoRound uses this packing by default, so an empty name is accepted.
     if packing and not is_plain and "gptq" not in packing:
         return None
     version = VERSION_2 if is_plain else None
@@ -92,7 +94,7 @@ def _packing(packing: str, settings: Fields) -> Packing | None:
 FORMATS = {
     "gptq": QuantizationFormat(
         read=read_gptq,
-        spellings=("gptq_marlin", "marlin", "gptq_hpu"),
+        spellings=("gptq_marlin", "gptq_hpu", "marlin", "moe_wna16"),
         file="quantize_config.json",
         auto_round=_packing,
     )

@@ -1,5 +1,5 @@
-"""Configuration of Intel Neural Compressor (INC), which QUANT_CONFIG names: the part that is
-checked before the compressor reads it, and its measurement files. Keys, defaults and file names:
+"""Configuration of Intel Neural Compressor (INC) in the file QUANT_CONFIG: the fields that are
+checked before the compressor reads it, and the measurement files. Keys, defaults and file names:
 _quant_common/quant_config.py of fp8_quant in intel/neural-compressor."""
 
 from dataclasses import dataclass
@@ -34,15 +34,15 @@ class QuantConfig:
     needs_measures: bool
     """Whether quantization needs measurement files."""
     names_ranks: bool
-    """Whether each rank has its own files."""
+    """Whether measurement files exist per rank."""
     scale_method: str
-    """Name of the method that computes scales, or a method for each kind of layer, in capitals."""
+    """Name of the scale method, or a method per kind of layer, in upper case."""
 
     @property
     def patches_scales(self) -> bool:
-        """Whether one recipe may serve all scales (RUNTIME_SCALE_PATCHING). The compressor asserts
-        that no method has scales of channels then (troubleshooting.md of vllm-project/vllm-gaudi).
-        """
+        """Whether one recipe can serve all scales (RUNTIME_SCALE_PATCHING). With patching, the
+        compressor asserts that no method uses channel scales (troubleshooting.md of
+        vllm-project/vllm-gaudi)."""
         return "PCS" not in self.scale_method
 
     @property
@@ -50,7 +50,7 @@ class QuantConfig:
         return self.mode == MEASURE
 
     def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
-        """File with the largest magnitudes of activations and weights that `rank` measured."""
+        """File with the maximum magnitudes of activations and weights that `rank` measured."""
         ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
         return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
 
@@ -63,7 +63,7 @@ class QuantConfig:
             if not file.is_file():
                 raise ConfigError(
                     f"{self.path} has mode QUANTIZE and dump_stats_path {self.dump_stats_path}, "
-                    f"and {file} is not there: measure with {num_ranks} ranks first "
+                    f"and {file} does not exist: measure with {num_ranks} ranks first "
                     "(`gaudiserve calibrate`)"
                 )
 
@@ -73,16 +73,16 @@ def read_quant_config(path: str | None) -> QuantConfig:
     if path is None:
         raise ConfigError(
             f"quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "
-            "compressor's file: `gaudiserve calibrate` makes one"
+            "compressor's file: set one of them to the file that `gaudiserve calibrate` writes"
         )
     try:
         fields = parse_json(read_limited(path, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}, which {VARIABLE} names: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path}, which {VARIABLE} names, is no JSON: {error}") from error
+        raise ConfigError(f"{path}, which {VARIABLE} names, is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}, which {VARIABLE} names, holds no JSON object")
+        raise ConfigError(f"{path}, which {VARIABLE} names, is not a JSON object")
     mode = str(fields.get("mode", QUANTIZE)).upper()
     if mode not in MODES:
         raise ConfigError(f"mode in {path} is {fields['mode']!r}, it must be MEASURE or QUANTIZE")

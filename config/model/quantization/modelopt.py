@@ -1,4 +1,4 @@
-"""NVIDIA Model Optimizer: FP8 (e4m3) with tensor scales and activation scales, and MXFP8."""
+"""NVIDIA Model Optimizer: FP8 (e4m3) with per-tensor weight and activation scales, and MXFP8."""
 
 import re
 
@@ -9,8 +9,8 @@ from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme
 
 
 def read_modelopt(fields: Fields) -> QuantizationConfig:
-    """Read quantization_config of config.json, or hf_quant_config.json, where the list of modules
-    is called exclude_modules. Raises ConfigError for unsupported settings."""
+    """Read quantization_config of config.json, or hf_quant_config.json, where the list of ignored
+    modules is called exclude_modules. Raises ConfigError for unsupported settings."""
     if choice(fields, "quant_algo", None, ("FP8", "MXFP8")) == "MXFP8":
         scheme = mxfp8_scheme("weight_scale")
     else:
@@ -27,7 +27,7 @@ def read_modelopt(fields: Fields) -> QuantizationConfig:
 
 
 def _pattern(name: str) -> str:
-    """`name` as an entry of QuantizationConfig.ignored. An asterisk matches any text."""
+    """`name` as an entry of QuantizationConfig.ignored, with * as a wildcard."""
     if "*" not in name or name.startswith(EXPRESSION):
         return name
     return EXPRESSION + ".*".join(re.escape(part) for part in name.split("*")) + "$"
@@ -35,12 +35,12 @@ def _pattern(name: str) -> str:
 
 def _in_file(content: Fields) -> Json | None:
     settings: Json = content.get("quantization", dict, {})
-    # null means that only the cache is FP8.
+    # null: only the KV cache is FP8.
     return None if settings.get("quant_algo") is None else settings
 
 
 FORMATS = {
-    # The first checkpoints have the settings only in this file.
+    # Early checkpoints have the settings only in this file.
     "modelopt": QuantizationFormat(
         read=read_modelopt, file="hf_quant_config.json", in_file=_in_file
     )

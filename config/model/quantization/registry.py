@@ -1,24 +1,50 @@
-"""Reads how a checkpoint is quantized, by its quant_method."""
+"""Reads the quantization config of a checkpoint; quant_method selects the format."""
 
+from collections import Counter
 from pathlib import Path
 
 from config.errors import ConfigError
 from config.model.json_fields import Fields, read_json, shown
-from config.model.quantization.base import QUANTIZATION_FORMATS, QuantizationConfig
+from config.model.quantization.base import (
+    NEVER_QUANTIZED,
+    QUANTIZATION_FORMATS,
+    QuantizationConfig,
+    Rule,
+    WeightScheme,
+)
 
 _ALL = QUANTIZATION_FORMATS.all
 METHODS = {method: form for name, form in _ALL.items() for method in (name, *form.methods)}
 """quant_method of a checkpoint -> its format."""
-OTHER_NAMES = {
-    word: name for name, form in _ALL.items() for word in (*form.methods, *form.spellings)
+_WORDS = [(word, name) for name, form in _ALL.items() for word in (*form.methods, *form.spellings)]
+_COUNTS = Counter(word for word, _ in _WORDS)
+OTHER_NAMES = {word: name for word, name in _WORDS if _COUNTS[word] == 1}
+"""Alternative name of a format in --quantization -> format."""
+KERNELS = {
+    word: tuple(name for other, name in _WORDS if other == word)
+    for word, count in _COUNTS.items()
+    if count > 1
 }
-"""Other words for the name of a format in --quantization."""
+"""Values of --quantization that name a vLLM kernel for several formats -> these formats."""
+SCHEMES_AT_LOAD: dict[str, WeightScheme] = {
+    name: form.at_load[0] for name, form in _ALL.items() if form.at_load
+}
+"""Formats to which plain weights are quantized while loading -> their scheme."""
+
+
+def config_at_load(name: str) -> QuantizationConfig:
+    """QuantizationConfig of a checkpoint whose weights are already in the format `name`, a key of
+    SCHEMES_AT_LOAD."""
+    scheme = SCHEMES_AT_LOAD[name]
+    return QuantizationConfig(
+        name, (Rule(("Linear",), scheme),), ignored=NEVER_QUANTIZED, stacked=scheme
+    )
 
 
 def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> QuantizationConfig | None:
-    """How the checkpoint with the config.json `fields` is quantized; None for weights that are not
-    quantized, or quantized by a method in `known`, which the model's family reads. Raises
-    ConfigError for a method that is not served."""
+    """Quantization of the checkpoint with the config.json `fields`; None for unquantized weights,
+    and for methods in `known`, which the model's family handles. Raises ConfigError for an
+    unsupported method."""
     own = _settings(fields)
     if own is None:
         return None
@@ -28,8 +54,8 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
     if not isinstance(method, str) or method not in METHODS:
         named = shown(method)[1:-1] if isinstance(method, str) else "method unnamed"
         raise ConfigError(
-            f"{own.file} says that its weights are quantized ({named}): served are "
-            f"{', '.join(METHODS)}, and weights in bfloat16, float16 and float32"
+            f"{own.file} has an unsupported quantization ({named}): use one of "
+            f"{', '.join(METHODS)}, or weights in bfloat16, float16 or float32"
         )
     return METHODS[method].read(own)
 
@@ -41,8 +67,8 @@ def is_served(fields: Fields) -> bool:
 
 
 def _settings(fields: Fields) -> Fields | None:
-    """Quantization settings, with quant_method, of the checkpoint whose config.json is `fields`;
-    None if its weights are not quantized."""
+    """Quantization settings, including quant_method, of the checkpoint with the config.json
+    `fields`; None if its weights are not quantized."""
     own = fields.raw.get("quantization_config")
     if own:
         return _with_method(own, _marked(own), fields.file)
@@ -58,7 +84,7 @@ def _settings(fields: Fields) -> Fields | None:
 
 
 def _marked(settings: object) -> str | None:
-    """The format of `settings` that identifies itself by other fields than quant_method."""
+    """The format of `settings` without quant_method, identified by other fields."""
     if not isinstance(settings, dict):
         return None
     found = (name for name, form in _ALL.items() if any(map(settings.get, form.marks)))

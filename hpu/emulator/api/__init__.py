@@ -1,1 +1,1 @@
-"""The modules that `habana_frameworks` has, over the emulated card."""
+"""Emulated modules of `habana_frameworks`, which run on the emulated card."""

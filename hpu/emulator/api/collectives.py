@@ -1,4 +1,4 @@
-"""The emulated `hccl` backend over gloo: ranks from the environment, initialisation before the
+"""The emulated `hccl` backend over gloo: ranks from the environment, initialization before the
 first use of the card, and detection of ranks that run different collectives."""
 
 import functools
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from hpu.emulator.card.device import POINT_TO_POINT, Device
+from hpu.emulator.card.device import POINT_TO_POINT, EmulatedDevice
 from hpu.emulator.card.tensor import device_tensors, tensors_in
 
 RANK_VARIABLES = {
@@ -20,27 +20,41 @@ RANK_VARIABLES = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
 }
-"""Variables of a rank, and the variables of MPI that replace them if it sets all three."""
+"""Rank variables, and the MPI variables that override them if MPI sets all three and a rank
+variable is missing."""
 
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
-"""Methods of torch's ProcessGroup with a kind of reduction in their options."""
-KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
-"""Kinds of reduction of the vendor's library (the bridge's collective_utils.cpp)."""
+REDUCTIONS = (
+    *("allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base"),
+    "reduce_scatter_single",
+)
+"""ProcessGroup methods with a ReduceOp in their options. Later torch releases call the methods
+whose names end with `_single`."""
+KINDS = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+"""ReduceOps of the vendor's library. Its C API rejects others, such as PRODUCT, which the bridge
+passes on."""
 REFUSED: dict[str, tuple[bool | None, str]] = {
     "scatter": (True, "scatter is currently not supported with HCCL"),
     "allgather_coalesced": (False, "ProcessGroupHcclBase does not support allgather_coalesced"),
     "recv_anysource": (None, "ProcessGroupHcclBase does not support recv"),
 }
-"""Methods of torch's ProcessGroup that the bridge refuses, whether with (True) or without (False)
-lazy collectives (None: always), and its text (process_group_lazy_hccl.cpp,
-process_group_hccl_base.cpp)."""
+"""Methods of torch's ProcessGroup that the bridge rejects: whether it rejects the method with
+(True) or without (False) lazy collectives, or always (None), and the text of its error
+(process_group_lazy_hccl.cpp, process_group_hccl_base.cpp)."""
+CARRIERS = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base"),
+    *("allgather_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
+    *("alltoall", "alltoall_base", "send", "recv"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+)
+"""ProcessGroup methods with tensor arguments."""
 TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
 
 
 def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
-    """A method in REDUCTIONS that refuses other kinds than KINDS for tensors of the card."""
+    """Wrap a method in REDUCTIONS: raises RuntimeError for device tensors with a ReduceOp outside
+    KINDS."""
 
     @functools.wraps(original)
     def reduce(*args: object, **kwargs: object) -> object:
@@ -53,10 +67,49 @@ def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
     return reduce
 
 
+def with_known_types(
+    name: str, original: Callable[..., object], has_lazy_collectives: Callable[[], bool]
+) -> Callable[..., object]:
+    """Wrap a method in TYPED: raises RuntimeError for the device tensors that the bridge or its
+    library rejects."""
+
+    @functools.wraps(original)
+    def run(group: dist.ProcessGroup, out: Tensor, given: Tensor, *args: object) -> object:
+        if device_tensors((out, given)):
+            TYPED[name](out, given, has_lazy_collectives())
+        return original(group, out, given, *args)
+
+    return run
+
+
+def _check_gathered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
+    """Raise RuntimeError for an odd number of bytes and a result of several dimensions: the bridge
+    pads bytes to pairs, and cannot remove the padding from such a result (restoreTensorsize in
+    process_group_lazy_hccl.cpp and process_group_hccl_base.cpp)."""
+    if given.element_size() == 1 and given.numel() % 2 and out.dim() != 1:
+        raise RuntimeError(f"only support 1D tensor, got {tuple(out.shape)} {out.dtype}")
+
+
+def _check_scattered(out: Tensor, given: Tensor, has_lazy: bool) -> None:
+    """Raise RuntimeError for types that the library rejects (RETURN_ON_INVALID_DATA_TYPE of
+    HabanaAI/HCL) and that the bridge does not cast first: it casts bytes to float32 only without
+    lazy collectives (_reduce_scatter_base)."""
+    is_refused = given.element_size() == 1 if has_lazy else given.dtype == torch.int64
+    if is_refused:
+        raise RuntimeError(f"Collective call returned error: unsupported data type {given.dtype}")
+
+
+TYPED = {
+    **dict.fromkeys(("_allgather_base", "all_gather_single"), _check_gathered),
+    **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _check_scattered),
+}
+"""Checks of the arguments of methods of torch's ProcessGroup."""
+
+
 def refused(
     name: str, original: Callable[..., object], has_lazy_collectives: Callable[[], bool]
 ) -> Callable[..., object]:
-    """A method of torch's ProcessGroup in REFUSED, refused for tensors of the card."""
+    """Wrap a method in REFUSED: raises RuntimeError for device tensors."""
     with_lazy, text = REFUSED[name]
 
     @functools.wraps(original)
@@ -68,6 +121,20 @@ def refused(
     return run
 
 
+def without_host_tensors(original: Callable[..., object]) -> Callable[..., object]:
+    """Wrap a method in CARRIERS: raises RuntimeError for host tensors in an hccl group, because the
+    bridge registers its back end for cards only (its hccl module)."""
+
+    @functools.wraps(original)
+    def run(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
+        given = tensors_in((args, kwargs))
+        if len(device_tensors(given)) < len(given) and dist.get_backend(group) == "hccl":
+            raise RuntimeError("No backend type associated with device type cpu")
+        return original(group, *args, **kwargs)
+
+    return run
+
+
 class CollectiveCheck:
     """Compares the collectives of all ranks of a group before they run, separately for each group.
 
@@ -75,7 +142,7 @@ class CollectiveCheck:
     names both collectives. A rank that never arrives causes a gloo timeout.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
 
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,7 +185,7 @@ def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for given in (*args, *kwargs.values()):
         if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
             return dist.ProcessGroup.unbox(given)
-    raise RuntimeError("a collective without a process group")
+    raise RuntimeError("the collective has no process group")
 
 
 def register(current: str) -> None:
@@ -128,7 +195,7 @@ def register(current: str) -> None:
         return
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        device: Device = getattr(torch, current).emulated
+        device: EmulatedDevice = getattr(torch, current).emulated
         if size > 1 and device.acquisition.is_acquired and device.world_size == 1:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         timeout = min(timeout, timedelta(seconds=device.config.collective_timeout_s))
@@ -142,8 +209,8 @@ def register(current: str) -> None:
 
 
 def _take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set what is missing of the variables of a rank, if MPI describes the rank, and of the address
-    of the first rank."""
+    """If a rank variable is missing, set the rank variables from MPI's variables (if MPI sets all
+    of them), and default values for the address of rank 0."""
     if all(name in environment for name in RANK_VARIABLES):
         return
     if all(name in environment for name in RANK_VARIABLES.values()):
@@ -153,7 +220,7 @@ def _take_mpi_ranks(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("MASTER_PORT", "12345")
 
 
-def make_module(device: Device) -> ModuleType:
+def make_module(device: EmulatedDevice) -> ModuleType:
     """`habana_frameworks.torch.distributed.hccl`."""
     module = ModuleType("habana_frameworks.torch.distributed.hccl")
 
@@ -163,8 +230,8 @@ def make_module(device: Device) -> ModuleType:
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
         """(world size, rank, local rank); sets this process's module id if there are several ranks.
-        Arguments count if all three are given, else the environment does. Without a local rank, the
-        process takes the first free card."""
+        The arguments apply only if all three are given; otherwise the environment variables apply.
+        Without a local rank, the process acquires the first free card."""
         if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first touch of the device")
         given = (world_size, rank, local_rank)

@@ -1,4 +1,4 @@
-"""torch.compile with the backend `hpu_backend`. torch traces as for the card; each traced graph
+"""The emulated torch.compile backend `hpu_backend`. torch traces as for the card; each traced graph
 runs as a region, with a recipe for each of its shapes."""
 
 import hashlib
@@ -10,11 +10,23 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.tensor import HpuTensor, map_leaves
 from hpu.emulator.ops.partitioner import left_out
 
 NAME = "hpu_backend"
+OPTIONS = frozenset(
+    (
+        *("decomposition_mode", "discard_frozen_params", "dump_graph_repro", "enable_sfg"),
+        *("enable_allreduce_graph_split", "enable_synapse_input_reuse", "inference"),
+        *("enable_waittensor_graph_split", "force_static_compile", "keep_input_mutations"),
+        *("joint_graph_constant_folding", "reassign_copy_", "reassign_full_copy", "reinplace_add"),
+        *("remove_unnecessary_clones", "use_boxed_input", "use_compiled_recipes"),
+        *("use_cpp_partitioner", "use_eager_fallback", "use_generic_reinplacer"),
+        *("use_graph_freezing", "use_inplace_allreduce", "use_inplace_index_copy"),
+    )
+)
+"""Options of the back end (config.py of the bridge's compile back end, 2025 and 2026)."""
 
 INDEX_COPY = torch.ops.aten.index_copy.default
 INDEX_COPY_ = torch.ops.aten.index_copy_.default
@@ -23,7 +35,7 @@ COPY_ = torch.ops.aten.copy_.default
 CompilerFn = Callable[..., Callable[..., Any]]
 
 
-def make_backend(device: Device) -> CompilerFn:
+def make_backend(device: EmulatedDevice) -> CompilerFn:
     """Make the function that torch.compile calls with the graph of each traced region."""
 
     def hpu_backend(
@@ -31,7 +43,11 @@ def make_backend(device: Device) -> CompilerFn:
     ) -> Callable[..., Any]:
         if device.is_lazy():
             raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0; lazy mode has HPU graphs")
-        is_static = bool((options.get("options") or {}).get("force_static_compile"))
+        given = options.get("options") or {}
+        for name in given:
+            if name not in OPTIONS:
+                raise AttributeError(f"the configuration of {NAME}: {name} does not exist")
+        is_static = bool(given.get("force_static_compile"))
         has_symbols = any(isinstance(value, torch.SymInt) for value in inputs)
         is_dynamic = has_symbols and not is_static
         if is_dynamic:
@@ -91,10 +107,12 @@ def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[...,
     raise RuntimeError("hpu_backend is emulated for inference")
 
 
-def _region(device: Device, graph: GraphModule, *, is_dynamic: bool) -> Callable[[list[Any]], Any]:
-    """Run the lowered graph in a region of its own. Different graphs with the same operations do
-    not share recipes: the card's compiler sees the whole graph. Operators that the partitioner
-    would leave out are counted, and stay."""
+def _region(
+    device: EmulatedDevice, graph: GraphModule, *, is_dynamic: bool
+) -> Callable[[list[Any]], Any]:
+    """Make a function that runs the lowered graph in its own region. Different graphs with the same
+    operations do not share recipes: the card's compiler sees the whole graph. Operators that the
+    partitioner would leave out are counted as misuses and stay in the graph."""
     for name, reason in left_out(graph, is_dynamic=is_dynamic):
         device.counters.misuse(
             "left_out_of_graph", f"{name} divides a compiled graph: {reason}", name
@@ -121,7 +139,7 @@ def _shifted(leaf: object) -> object:
     return leaf + 1 if isinstance(leaf, HpuTensor) and leaf.is_floating_point() else leaf
 
 
-def _check_stance(device: Device) -> None:
+def _check_stance(device: EmulatedDevice) -> None:
     stance = torch._dynamo.eval_frame._stance
     if device.has_fault("compiled-guards") and stance.skip_guard_eval_unsafe:
         raise RuntimeError("hpu_backend: a graph cannot run without its guards")

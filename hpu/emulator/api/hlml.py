@@ -3,11 +3,12 @@
 from types import ModuleType
 from typing import NamedTuple
 
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes; `used` is the memory pool of a process, not its live tensors."""
+    """Memory of a card in bytes. `used` is the size of the memory pool of a process, not of its
+    live tensors."""
 
     total: int
     used: int
@@ -22,7 +23,7 @@ class HLMLError(Exception):
     """An error of the driver's library."""
 
 
-def make_module(device: Device) -> ModuleType:
+def make_module(device: EmulatedDevice) -> ModuleType:
     """`pyhlml`; a handle is the card's index."""
     module = ModuleType("pyhlml")
 

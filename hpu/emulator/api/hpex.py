@@ -1,7 +1,9 @@
-"""The modules `hpex.kernels` and `hpex.normalization`: torch.ops.hpu by the vendor's signatures."""
+"""The modules `hpex.kernels` and `hpex.normalization`: torch.ops.hpu behind the vendor's
+signatures."""
 
 from enum import Enum
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +16,14 @@ class RotaryPosEmbeddingMode(Enum):
     PAIRWISE = 1
 
 
+NO_WINDOW = (-1, -1)
+
+
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; `kernels.sdpa` lists the refused inputs. The
-    query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py."""
+    """Attention over [batch, heads, seq, head_dim]; check_sdpa in hpu/emulator/ops/attention.py
+    rejects unsupported inputs. The query heads that share a key head become a dimension, as in the
+    bridge's FusedSDPA.py. Like `apply` of every autograd function, it accepts no keyword
+    arguments."""
 
     @staticmethod
     def apply(
@@ -33,32 +40,49 @@ class FusedSDPA:
         seq_padding_type: str = "left",
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
-        window_size: tuple[int, int] | None = None,
-        sinks: Tensor | None = None,
+        window_size: tuple[int, int] = NO_WINDOW,
+        sink: Tensor | None = None,
+        /,
     ) -> Tensor:
-        if window_size is not None or sinks is not None:
-            raise RuntimeError("FusedSDPA is emulated without window_size and sinks")
+        softmax_mode, seq_padding_type = softmax_mode.lower(), seq_padding_type.lower()
+        if not (q.numel() and k.numel() and v.numel()):
+            # The bridge returns new memory (sdpa_fwd_wrapper in its FusedSDPA.py).
+            return q.new_empty((*q.shape[:-1], v.shape[-1]))
+        if tuple(window_size) != NO_WINDOW or sink is not None:
+            raise RuntimeError("FusedSDPA is emulated without window_size and sink")
         if return_dropout_mask or return_attn_probs:
             raise RuntimeError("FusedSDPA returns neither dropout mask nor probabilities here")
         if softmax_mode == "fp32" and q.dtype != torch.bfloat16:
             raise AssertionError(
                 f"softmax_mode = fp32 is supported only when q/k/v inputs are BF16, got {q.dtype}"
             )
+        lengths = (q.shape[-2], k.shape[-2])
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2 and attn_mask.shape != lengths:
+            raise AssertionError(
+                "unsupported 2D attention mask, the shape is not (Nt, Ns): "
+                f"{tuple(attn_mask.shape)} for {lengths}"
+            )
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2:
+            ones = [1] * (q.dim() - 3)
+            attn_mask = attn_mask.expand(q.shape[0], *ones, *attn_mask.shape)
+        recomputes = _recomputes(q, recompute_mode)
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
-        out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(
-            q,
-            k,
-            v,
-            attn_mask,
-            dropout_p,
-            scale,
-            is_causal,
-            False,
-            softmax_mode,
-            valid_seq_len,
-            seq_padding_type,
-        )[0]
+        before = (q, k, v, attn_mask, dropout_p, scale_of(scale, q), is_causal)
+        after = (softmax_mode, valid_seq_len, seq_padding_type)
+        out: Tensor = (
+            torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after)[0]
+            if recomputes
+            else torch.ops.hpu.sdpa_fwd(*before, *after)[0]
+        )
         return out.reshape(*shape[:-1], v.shape[-1])
+
+
+def _recomputes(q: Tensor, mode: bool | None) -> bool:
+    """Whether to use the recompute kernel, which stores no probabilities; always for a single
+    query."""
+    hpu: Any = vars(torch)["hpu"]
+    wanted: bool = mode if isinstance(mode, bool) else hpu.recompute_sdp_enabled()
+    return q.shape[-2] == 1 or wanted
 
 
 def fp8_fused_sdpa(
@@ -82,8 +106,8 @@ def fp8_fused_sdpa(
     seq_padding_type: str = "left",
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FusedSDPA with operands in FP8, or measured: (out, largest softmax weight, largest output).
-    Scales may be numbers, as the FP8 compressor passes them."""
+    """FusedSDPA with FP8 operands, or with measurement of bfloat16 operands: (out, largest softmax
+    weight, largest output). Scales may be numbers, as the FP8 compressor passes them."""
     shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
     scales = (
         torch.tensor(scale).to(q.device) if isinstance(scale, float) else scale
@@ -99,8 +123,9 @@ def fp8_fused_sdpa(
 def _grouped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Tensors with a separate dimension for the query heads that share a key head. ValueError for a
-    mask without a dimension of heads, as in gqa_input_reshape_fwd of the bridge's FusedSDPA.py."""
+    """Reshape the tensors to have a separate dimension for the query heads that share a key head.
+    Raises ValueError for a mask without a dimension of heads, as in gqa_input_reshape_fwd of the
+    bridge's FusedSDPA.py."""
     kv_heads = k.shape[1]
     if q.dim() != 4 or kv_heads in (1, q.shape[1]):
         return q, k, v, mask
@@ -127,49 +152,47 @@ class FusedRMSNorm:
         use_stages: bool = True,
         bwd_mode: int = 0,
         fast_math: bool = False,
+        /,
     ) -> Tensor:
         kernel = torch.ops.hpu.rms_norm_fast if fast_math else torch.ops.hpu.rms_norm
         out: Tensor = kernel(x, gamma, eps)[0]
         return out
 
 
-def apply_rotary_pos_emb(
-    p: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None = None,
-    offset: int = 0,
-    mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
-    /,
-) -> Tensor:
-    """`p` rotated, in float32 if any argument is float32. The arguments have no names, and the mode
-    is no plain number (the bridge's RotaryPosEmbeddingHelper.py)."""
+def apply_rotary_pos_emb(p: Tensor, *given: Any) -> Tensor:
+    """Rotate `p` by `given`: (cos, sin, position ids, offset, mode), in float32 if `p`, cos or sin
+    is float32; or a cache of cos and sin alone. The other arguments are positional, and the mode is
+    a RotaryPosEmbeddingMode (the bridge's RotaryPosEmbeddingHelper.py)."""
+    if len(given) == 1:
+        return RotaryPosEmbeddingHelperV3.apply(p, *given)
+    defaults = (None, 0, RotaryPosEmbeddingMode.BLOCKWISE)
+    values: list[Any] = [*given, *defaults[len(given) - 2 :]]
+    cos, sin, position_ids, offset, mode = values
     is_wide = torch.float32 in (p.dtype, cos.dtype, sin.dtype)
     dtype = torch.float32 if is_wide else p.dtype
     p, cos, sin = p.to(dtype), cos.to(dtype), sin.to(dtype)
-    number: int = mode.value
-    out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, number)
+    out: Tensor = torch.ops.hpu.rotary_pos_embedding(p, sin, cos, position_ids, offset, mode.value)
     return out
 
 
 class RotaryPosEmbeddingHelperV1:
     @staticmethod
-    def apply(p: Tensor, cos: Tensor, sin: Tensor, offset: int) -> Tensor:
+    def apply(p: Tensor, cos: Tensor, sin: Tensor, offset: int, /) -> Tensor:
         return apply_rotary_pos_emb(p, cos, sin, None, offset)
 
 
 class RotaryPosEmbeddingHelperV2:
     @staticmethod
-    def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+    def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, /) -> Tensor:
         return apply_rotary_pos_emb(p, cos, sin, position_ids)
 
 
 class RotaryPosEmbeddingHelperV3:
     @staticmethod
-    def apply(p: Tensor, rope_cache: Tensor) -> Tensor:
-        """`p` (positions, batch, heads, size) with its first entries rotated, in its own dtype.
-        `rope_cache` (positions or more, batch, pairs, 2): cos and sin of each pair of neighbours
-        (parse_rope_cache in the bridge's RotaryPosEmbeddingHelper.py)."""
+    def apply(p: Tensor, rope_cache: Tensor, /) -> Tensor:
+        """`p` (positions, batch, heads, size) with its first entries rotated, computed in the dtype
+        of `p`. `rope_cache` (positions or more, batch, pairs, 2): cos and sin of each pair of
+        adjacent elements (parse_rope_cache in the bridge's RotaryPosEmbeddingHelper.py)."""
         length, _, heads, _ = p.shape
         size = 2 * rope_cache.shape[-2]
         rotated = p[..., :size].reshape(length, -1, heads, size)

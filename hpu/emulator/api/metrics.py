@@ -5,66 +5,95 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 
 Stats = list[tuple[str, Any]]
 NAMES = ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache")
 
 
 class MetricNotFound(Exception):
-    """No metric of this name."""
+    """There is no metric of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Snapshot of the card's counters."""
+
+    compilations: int
+    time_us: int
+    num_recipes: int
+    fallbacks: Counter[str]
+    hits: Counter[str]
+    misses: Counter[str]
 
 
 class Metric:
-    """Counts since this metric was created or reset."""
+    """Counts while this metric is started: from its creation or reset to its stop."""
 
-    def __init__(self, name: str, device: Device, since_start: bool) -> None:
+    def __init__(self, name: str, device: EmulatedDevice, since_start: bool) -> None:
         self._name = name
         self._device = device
-        self._compilations = self._time_us = self._num_recipes = 0
-        self._fallbacks: Counter[str] = Counter()
-        self._hits: Counter[str] = Counter()
-        self._misses: Counter[str] = Counter()
+        nothing: Counter[str] = Counter()
+        self._base = Totals(0, 0, 0, nothing, nothing, nothing)
+        self._ends: list[Totals] = []
+        """The totals at the time of `stop`; empty while the metric counts."""
         if not since_start:
-            self.reset()
+            self._base = self._now()
 
     def name(self) -> str:
         return self._name
 
+    def start(self) -> None:
+        """Resume counting. Events since `stop` are not counted."""
+        if not self._ends:
+            return
+        now, end, base = self._now(), self._ends.pop(), self._base
+        self._base = Totals(
+            base.compilations + now.compilations - end.compilations,
+            base.time_us + now.time_us - end.time_us,
+            base.num_recipes + now.num_recipes - end.num_recipes,
+            base.fallbacks + (now.fallbacks - end.fallbacks),
+            base.hits + (now.hits - end.hits),
+            base.misses + (now.misses - end.misses),
+        )
+
+    def stop(self) -> None:
+        if not self._ends:
+            self._ends.append(self._now())
+
     def reset(self) -> None:
         """Restart the counts; the list of recipes stays, like in the real runtime."""
-        counters = self._device.counters
-        self._compilations = counters.counts["compilations"]
-        self._time_us = counters.compile_us
-        self._fallbacks = Counter(counters.fallback_ops)
-        self._hits = Counter(counters.recipe_hits)
-        self._misses = Counter(counters.recipe_misses)
+        self._base = replace(self._now(), num_recipes=self._base.num_recipes)
+        self._ends = self._ends and [self._now()]
 
     def stats(self) -> Stats:
         """Ordered (field, value) pairs."""
-        counters = self._device.counters
+        base, end = self._base, (self._ends or [self._now()])[0]
         if self._name == "graph_compilation":
-            number = counters.counts["compilations"] - self._compilations
-            time_us = counters.compile_us - self._time_us
+            number = end.compilations - base.compilations
+            time_us = end.time_us - base.time_us
             pairs: Stats = [
                 ("TotalNumber", number),
                 ("TotalTime", time_us),
                 ("AvgTime", time_us / number if number else 0),
             ]
             if self._device.variables.flag("PT_HPU_METRICS_GC_DETAILS"):
-                pairs.append(("Recipes", list(counters.recipes)))
+                recipes = self._device.counters.recipes[base.num_recipes : end.num_recipes]
+                pairs.append(("recipe", recipes))
             return pairs
         if self._name == "cpu_fallback":
-            ops = counters.fallback_ops - self._fallbacks
+            ops = end.fallbacks - base.fallbacks
             return [("TotalNumber", ops.total()), ("FallbackOps", dict(ops))]
         if self._name == "memory_defragmentation":
             fields = ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime")
             return [(field, 0) for field in fields]
-        hits, misses = counters.recipe_hits - self._hits, counters.recipe_misses - self._misses
+        hits, misses = end.hits - base.hits, end.misses - base.misses
         return [
             ("TotalHit", hits.total()),
             ("RecipeHit", dict(hits)),
@@ -72,8 +101,25 @@ class Metric:
             ("RecipeMiss", dict(misses)),
         ]
 
+    def _now(self) -> Totals:
+        counters = self._device.counters
+        return Totals(
+            counters.counts["compilations"],
+            counters.compile_us,
+            len(counters.recipes),
+            Counter(counters.fallback_ops),
+            Counter(counters.recipe_hits),
+            Counter(counters.recipe_misses),
+        )
 
-def make_module(device: Device) -> ModuleType:
+
+def _unused(file: Path) -> Path:
+    """`file`, or the first unused `file.1`, `file.2`, ... if it exists."""
+    names = (file, *(file.with_name(f"{file.name}.{number}") for number in range(1, 1000)))
+    return next(name for name in names if not name.exists())
+
+
+def make_module(device: EmulatedDevice) -> ModuleType:
     """`habana_frameworks.torch.hpu.metrics`."""
     module = ModuleType("habana_frameworks.torch.hpu.metrics")
     counts_recipes = device.variables.flag("PT_HPU_ENABLE_CACHE_METRICS")
@@ -88,11 +134,25 @@ def make_module(device: Device) -> ModuleType:
     def metric_localcontext(name: str) -> Iterator[Metric]:
         if name not in overall:
             raise MetricNotFound(f"metric {name!r} is not one of {', '.join(overall)}")
-        yield Metric(name, device, since_start=False)
+        metric = Metric(name, device, since_start=False)
+        try:
+            yield metric
+        finally:
+            metric.stop()
 
     def metrics_dump(file: str | Path, format: str = "json") -> None:
-        table = {name: dict(metric.stats()) for name, metric in overall.items()}
-        Path(file).write_text(json.dumps(table, indent=1))
+        """Write a list with an object for each metric. An existing file is kept."""
+        moment = datetime.now().isoformat()
+        table = [
+            {
+                "metric_name": name,
+                "triggered_by": "user",
+                "generated_on": moment,
+                "statistics": dict(metric.stats()),
+            }
+            for name, metric in overall.items()
+        ]
+        _unused(Path(file)).write_text(json.dumps(table))
 
     vars(module).update(
         metric_global=metric_global,

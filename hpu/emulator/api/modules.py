@@ -1,4 +1,4 @@
-"""The emulated package `habana_frameworks`: its modules by name, and their finder."""
+"""The emulated package `habana_frameworks`: its modules by name, and their import hook."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ import torch
 
 from hpu.emulator.api import collectives, hlml, metrics, torch_hpu
 from hpu.emulator.api import hpex as fused
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,13 @@ class PackageFinder(MetaPathFinder, Loader):
             loaded()
 
 
-def make_modules(device: Device) -> dict[str, ModuleType]:
+def make_modules(device: EmulatedDevice) -> dict[str, ModuleType]:
     """Every emulated module by its full name, set as an attribute of its parent."""
     hpu = torch_hpu.make_module(device)
     vars(hpu)["emulated"] = device
     modules = {
         "habana_frameworks": ModuleType("habana_frameworks"),
+        "habana_frameworks.autoload": _autoload(device),
         ROOT: ModuleType(ROOT),
         f"{ROOT}.core": _core(device),
         f"{ROOT}.hpu": hpu,
@@ -82,11 +83,18 @@ def make_modules(device: Device) -> dict[str, ModuleType]:
     return modules
 
 
-def _core(device: Device) -> ModuleType:
+def _core(device: EmulatedDevice) -> ModuleType:
     closures: list[Callable[[], object]] = []
 
+    def run_closures() -> None:
+        due, closures[:] = closures[:], []
+        for closure in due:
+            closure()
+
     def mark_step(device_str: str = "", sync: bool = False) -> None:
-        """Close the lazy segment; without effect in eager and compile mode."""
+        """Close the lazy segment; without effect in eager and compile mode. `sync`: wait for the
+        thread that submits launches, but not for the card (StepMarkerBind in the bridge's
+        hpu_lazy_tensors.cpp)."""
         if not device.is_lazy():
             return
         device.acquisition.touch()
@@ -94,10 +102,14 @@ def _core(device: Device) -> ModuleType:
             raise RuntimeError("mark_step is not supported during hpu graph capturing")
         device.close_segment()
         if sync:
-            device.host_sync("mark_step")
-        due, closures[:] = closures[:], []
-        for closure in due:
-            closure()
+            device.launches.join()
+        run_closures()
+
+    def iter_mark_step(device_str: str = "") -> None:
+        """Launches nothing: it begins to number graphs anew (IterStepMarker in the bridge's
+        hpu_lazy_tensors.cpp)."""
+        if device.is_lazy():
+            run_closures()
 
     def add_step_closure(closure: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
         """Call `closure` after the next mark; never in eager and compile mode (the bridge's
@@ -117,7 +129,7 @@ def _core(device: Device) -> ModuleType:
     module = ModuleType(f"{ROOT}.core")
     vars(module).update(
         mark_step=mark_step,
-        iter_mark_step=mark_step,
+        iter_mark_step=iter_mark_step,
         add_step_closure=add_step_closure,
         hpu_set_env=set_env,
         hpu_initialize=initialize,
@@ -129,14 +141,30 @@ def _core(device: Device) -> ModuleType:
     return module
 
 
-def _internal(device: Device) -> ModuleType:
+def _autoload(device: EmulatedDevice) -> ModuleType:
+    """`habana_frameworks.autoload`, by which `import torch` imports the package."""
+
+    def is_autoload_enabled() -> bool:
+        environment = device.variables.environment
+        wanted = environment.get("PT_HPU_AUTOLOAD")
+        if wanted in ("0", "1"):
+            return wanted == "1"
+        default = "1" if device.config.default_lazy else "0"
+        return environment.get("PT_HPU_LAZY_MODE", default) != "1"
+
+    module = ModuleType("habana_frameworks.autoload")
+    vars(module).update(is_loaded=False, is_autoload_enabled=is_autoload_enabled)
+    return module
+
+
+def _internal(device: EmulatedDevice) -> ModuleType:
     module = ModuleType(f"{ROOT}.utils.internal")
     if not device.has_fault("runtime-names"):
         vars(module).update(is_lazy=device.is_lazy)
     return module
 
 
-def _experimental(device: Device) -> ModuleType:
+def _experimental(device: EmulatedDevice) -> ModuleType:
     kinds = {
         "gaudi2": synDeviceType.synDeviceGaudi2,
         "gaudi3": synDeviceType.synDeviceGaudi3,
@@ -152,7 +180,7 @@ def _experimental(device: Device) -> ModuleType:
     return module
 
 
-def _bridge_config(device: Device) -> ModuleType:
+def _bridge_config(device: EmulatedDevice) -> ModuleType:
     @contextlib.contextmanager
     def env_setting(name: str, value: Any) -> Iterator[None]:
         """Set a runtime variable inside the block. A name that the runtime does not know raises

@@ -1,7 +1,7 @@
 """The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpu.emulator.api.wrap import GraphedFunction, make_graphed, wrap_module
 from hpu.emulator.card import graphs
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.streams import CardEvent, CardStream, CurrentStream
 
 ALL_MODULES = range(8)
@@ -20,13 +20,14 @@ ALL_MODULES = range(8)
 class Api:
     """The public functions of `torch.hpu`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
         self._default = CardStream(device, device.stream_state, 0)
         self._current = CurrentStream(device, self._default, is_lazy=device.is_lazy)
         device.current_stream = self._current.get
         device.on_default_stream = lambda: self._current.use(self._default)
         self._capture_stream: CardStream | None = None
+        self._recomputes = True
 
     def _lazy_init(self) -> None:
         """Called by torch before the first tensor is created on the device."""
@@ -46,7 +47,6 @@ class Api:
 
     def get_device_name(self, device: object = None) -> str:
         self._check_index(device)
-        self._device.acquisition.touch()
         return self._device.generation.name
 
     def get_device_capability(self, device: object = None) -> str:
@@ -54,7 +54,7 @@ class Api:
         return self._device.config.release
 
     def get_device_properties(self, device: object = None) -> str:
-        """A text, like in the bridge's device.cpp, which has further fields."""
+        """The properties as text, with fewer fields than in the bridge's device.cpp."""
         self._check_index(device)
         return f"(dramSize={self._device.memory.limit}, device_id={self._device.acquisition.index})"
 
@@ -69,13 +69,15 @@ class Api:
         environment = self._device.variables.environment
         is_named = "HLS_MODULE_ID" in environment or "HABANA_VISIBLE_MODULES" in environment
         if self.device_count() < len(ALL_MODULES) and not is_named:
-            # Nothing tells which modules a container with a part of the cards has.
+            # A container with only some of the cards does not say which modules they are.
             if index != 0:
                 raise AssertionError(
                     "As HABANA_VISIBLE_MODULES is not provided, the only supported device idx is "
                     f"0, got {index}"
                 )
             return
+        if environment.get("HABANA_VISIBLE_MODULES") == "":
+            raise ValueError("HABANA_VISIBLE_MODULES is empty: invalid literal for int()")
         modules = self._device.variables.modules()
         if index >= len(modules):
             raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
@@ -89,12 +91,17 @@ class Api:
             environment.setdefault("HLS_MODULE_ID", str(modules[index]))
 
     def _check_index(self, device: object) -> None:
-        """AssertionError for an index beyond the machine's devices, as in the bridge's
-        torch/hpu/memory.py."""
+        """Acquire the card. Raises AssertionError for an index beyond the machine's devices, and
+        ValueError for another type of device, as in the bridge's torch/hpu/memory.py."""
+        self._device.acquisition.touch()
+        if isinstance(device, (str, torch.device)) and torch.device(device).type != "hpu":
+            raise ValueError(f"Expected a hpu device, but got: {device}")
         if not 0 <= _index_of(device) < self.device_count():
             raise AssertionError(f"Invalid device id: {device} of {self.device_count()} devices")
 
-    def synchronize(self, device: Any = None) -> None:
+    def synchronize(self) -> None:
+        """Wait for all streams. It has no argument (the bridge's
+        torch/hpu/__init__.py)."""
         self._device.synchronize()
 
     def is_bf16_supported(self) -> bool:
@@ -104,13 +111,13 @@ class Api:
         """Bytes in use, not a percentage (the bridge's torch/hpu/__init__.py)."""
         return self.memory_allocated(device)
 
-    def utilization(self, device: Any = None) -> int:
+    def utilization(self, device: object = None) -> int:
+        self._check_index(device)
         return 0
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         """(free, limit) bytes."""
         self._check_index(device)
-        self._device.acquisition.touch()
         memory = self._device.memory
         free = memory.limit - memory.in_use
         if self._device.has_fault("memory-stats"):
@@ -127,20 +134,23 @@ class Api:
         self._check_index(device)
         return self._device.memory.peak
 
-    def memory_reserved(self, device: Any = None) -> int:
+    def memory_reserved(self, device: object = None) -> int:
+        self._check_index(device)
         return self._device.memory.limit
 
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self._device.memory.limit
+    def max_memory_reserved(self, device: object = None) -> int:
+        return self.memory_reserved(device)
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
         self._check_index(device)
         return self._device.memory.stats()
 
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        self._check_index(device)
         self._device.memory.reset_peak()
 
-    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+    def reset_accumulated_memory_stats(self, device: object = None) -> None:
+        self._check_index(device)
         self._device.memory.reset_counts()
 
     def memory_summary(self, device: Any = None) -> str:
@@ -150,6 +160,8 @@ class Api:
         return CardEvent(self._device, enable_timing)
 
     def Stream(self, device: Any = None, priority: int = 0) -> CardStream:
+        """Acquires the card (the bridge's torch/hpu/streams.py)."""
+        self._device.acquisition.touch()
         return CardStream(self._device, self._device.new_stream(), priority)
 
     def current_stream(self, device: Any = None) -> CardStream:
@@ -174,6 +186,9 @@ class Api:
     def seed(self) -> int:
         return self._device.generator.seed()
 
+    def seed_all(self) -> None:
+        self.seed()
+
     def initial_seed(self) -> int:
         return self._device.generator.initial_seed()
 
@@ -187,8 +202,41 @@ class Api:
             raise RuntimeError("hpu set_rng_state supports only device 0")
         self._device.generator.set_state(state)
 
-    def sdp_kernel(self, enable_recompute: bool = True) -> AbstractContextManager[None]:
-        return nullcontext()
+    def get_rng_state_all(self) -> list[Tensor]:
+        return [self.get_rng_state(0)]
+
+    def set_rng_state_all(self, states: list[Tensor]) -> None:
+        if len(states) != 1:
+            raise RuntimeError("hpu set_rng_state_all supports only states len of 1")
+        self.set_rng_state(states[0], 0)
+
+    def enable_recompute_sdp(self, enabled: bool) -> None:
+        """Set the default of FusedSDPA's `recompute_mode`."""
+        self._recomputes = enabled
+
+    def recompute_sdp_enabled(self) -> bool:
+        return self._recomputes
+
+    @contextmanager
+    def sdp_kernel(self, enable_recompute: bool = True) -> Iterator[None]:
+        before = self._recomputes
+        self._recomputes = enable_recompute
+        try:
+            yield
+        finally:
+            self._recomputes = before
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        """Select the only card. Raises AssertionError for an index that is neither 0 nor the module
+        of this process."""
+        index = _index_of(device)
+        module = int(self._device.variables.environment.get("HLS_MODULE_ID") or -1)
+        if index not in (0, module):
+            raise AssertionError(
+                f"Requested device_id={index} is different from env_device_id={module}"
+            )
+        yield
 
     def HPUGraph(self) -> graphs.HPUGraph:
         return graphs.HPUGraph(self._device)
@@ -196,8 +244,8 @@ class Api:
     def graph(
         self, hpu_graph: graphs.HPUGraph, stream: CardStream | None = None, dry_run: bool = False
     ) -> graphs.GraphContext:
-        """Capture on the stream that is given, else on a stream that all such captures share, which
-        is not the default stream (the bridge's torch/hpu/graphs.py)."""
+        """Capture on `stream`; default: a stream shared by all such captures, which is not the
+        default stream (the bridge's torch/hpu/graphs.py)."""
         if not stream:
             self._capture_stream = stream = self._capture_stream or self.Stream()
         return graphs.GraphContext(hpu_graph, self._device, self._current.use(stream), dry_run)
@@ -228,7 +276,7 @@ class Api:
         dry_run: bool = False,
         max_graphs: int | None = None,
     ) -> Callable[..., Any]:
-        """A plain function: only a wrapped module can drop its graphs."""
+        """Returns a plain function. It lacks `clear_cache`, which only a wrapped module has."""
         graphed = GraphedFunction(
             func,
             self._device,
@@ -249,7 +297,8 @@ class Api:
         disable_tensor_cache: bool = False,
         dry_run: bool = False,
     ) -> Any:
-        """Graph a callable for its sample arguments, or each callable of a tuple for its own."""
+        """Capture a callable with its sample arguments, or each callable of a tuple with its own
+        sample arguments."""
         options = {
             "asynchronous": asynchronous,
             "disable_tensor_cache": disable_tensor_cache,
@@ -264,13 +313,21 @@ class Api:
 
 
 def _index_of(device: object) -> int:
-    """The index that a device, its name or its number has; 0 without one."""
+    """Index of a device, a device string or a number; 0 without an index."""
     if isinstance(device, str):
         device = torch.device(device)
     index = device.index if isinstance(device, torch.device) else device
     return index if isinstance(index, int) else 0
 
 
+LAZY_ONLY = (
+    "HPUGraph",
+    "graph",
+    "wrap_in_hpu_graph",
+    "wrap_in_hpu_graph_func",
+    "make_graphed_callables",
+)
+"""Functions of lazy mode (the bridge's torch/hpu/__init__.py)."""
 NO_OPS = (
     "enable_inference_mode",
     "disable_inference_mode",
@@ -280,7 +337,6 @@ NO_OPS = (
     "disable_matmul3d_2d_reshape",
     "enable_dynamic_shape",
     "disable_dynamic_shape",
-    "enable_recompute_sdp",
 )
 """Functions of the runtime without an effect in the emulator."""
 
@@ -289,7 +345,7 @@ def no_op(*args: Any, **kwargs: Any) -> None:
     """Implementation of all functions in NO_OPS."""
 
 
-def make_module(device: Device) -> ModuleType:
+def make_module(device: EmulatedDevice) -> ModuleType:
     """`torch.hpu`."""
     module = ModuleType("torch.hpu")
     api = Api(device)

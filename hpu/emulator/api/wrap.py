@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.graphs import HPUGraph, InputLifetime, OutputLifetime, ReplayCount
 from hpu.emulator.card.tensor import HpuTensor, map_leaves
 
@@ -16,12 +16,15 @@ from hpu.emulator.card.tensor import HpuTensor, map_leaves
 class _CapturedGraph:
     """A graph with the tensors of its first call."""
 
-    def __init__(self, graph: HPUGraph, inputs: list[Tensor], outputs: Any) -> None:
+    def __init__(self, graph: HPUGraph, given: object, inputs: list[Tensor], outputs: Any) -> None:
         self.graph = graph
+        self.types = types_of(given)
+        """Types of the arguments, which a replay with the tensor cache compares."""
         self.inputs: list[Tensor | None] = list(inputs)
         """Captured inputs; None for inputs that a replay reads in place."""
         self.dtypes = [given.dtype for given in inputs]
         self.outputs = outputs
+        self.caches_tensors = False
         self.replays = ReplayCount()
         self.lifetimes: dict[int, InputLifetime] = {}
 
@@ -47,22 +50,20 @@ class GraphedFunction:
     def __init__(
         self,
         function: Callable[..., Any],
-        device: Device,
+        device: EmulatedDevice,
         *,
         disable_tensor_cache: bool,
         max_graphs: int | None,
         asynchronous: bool,
         dry_run: bool,
     ) -> None:
-        if not device.is_lazy():
-            raise RuntimeError("HPU graphs exist only in lazy mode: set PT_HPU_LAZY_MODE=1")
         if device.world_size > 1 and not device.variables.lazy_collectives():
             raise RuntimeError(
                 f"hpu graphs on {device.world_size} cards need PT_HPU_ENABLE_LAZY_COLLECTIVES=true"
             )
         self._function = function
         self._device = device
-        self._caches_tensors = not device.variables.tensor_cache_disabled(disable_tensor_cache)
+        self._disables_cache = disable_tensor_cache
         self._max_graphs = max_graphs
         self._dry_run = dry_run
         self._has_one_graph = False
@@ -85,13 +86,26 @@ class GraphedFunction:
         if warmup:
             self._device.close_segment()
             return captured.static_outputs()
+        if self._caches_tensors != captured.caches_tensors:
+            raise AssertionError("the graph was captured with another setting of the tensor cache")
+        if self._caches_tensors and types_of((args, kwargs)) != captured.types:
+            raise AssertionError("the arguments of a replay have other types than in the capture")
         return self._replay(captured, list(visible_tensors((args, kwargs))))
 
     def keep_one_graph(self, disable_tensor_cache: bool) -> None:
-        """Give each call the same key, and heed the argument alone, not the variable for the tensor
-        cache, as make_graphed_callables of the vendor's graphs.py does."""
+        """Use the same key for all calls, and decide the tensor cache by the argument alone,
+        regardless of the environment variable, like make_graphed_callables in the vendor's
+        graphs.py."""
         self._has_one_graph = True
-        self._caches_tensors = not disable_tensor_cache
+        self._disables_cache = disable_tensor_cache
+
+    @property
+    def _caches_tensors(self) -> bool:
+        """Whether this call uses the tensor cache: the variable is read at each call
+        (wrapped_hpugraph_forward in the vendor's graphs.py)."""
+        if self._has_one_graph:
+            return not self._disables_cache
+        return not self._device.variables.tensor_cache_disabled(self._disables_cache)
 
     def clear_cache(self) -> None:
         """Drop every graph and free its memory."""
@@ -126,15 +140,17 @@ class GraphedFunction:
             )
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
-        # The vendor's wrapper behaves like this: no synchronise, and an error of the function ends
-        # nothing. Without the tensor cache a capture is a dry run, followed by a replay.
+        # The vendor's wrapper behaves like this: it does not synchronize, and an error in the
+        # function does not end the capture. Without the tensor cache a capture is a dry run,
+        # followed by a replay.
         graph.capture_begin(self._dry_run or not self._caches_tensors)
         if not self._caches_tensors:
             graph.mark_user_inputs(inputs)
         outputs = self._function(*args, **kwargs)
         graph.capture_end()
         graph.mark_user_outputs(result_tensors(outputs))
-        captured = _CapturedGraph(graph, inputs, outputs)
+        captured = _CapturedGraph(graph, (args, kwargs), inputs, outputs)
+        captured.caches_tensors = self._caches_tensors
         if self._caches_tensors:
             for given in inputs:
                 if isinstance(given, HpuTensor):
@@ -169,9 +185,18 @@ class GraphedFunction:
 
     def _copy_inputs(self, captured: _CapturedGraph, inputs: list[Tensor]) -> None:
         """Copy the inputs that the graph does not read in place into the captured inputs, even if
-        the program still uses the captured inputs."""
+        the program still uses the captured inputs. A copy into a host tensor does not reach the
+        graph, which keeps the data uploaded during the capture (copy_to in the vendor's graphs.py).
+        """
         for target, given in zip(captured.inputs, inputs, strict=True):
-            if not isinstance(target, HpuTensor) or target is given:
+            if not isinstance(target, Tensor) or target is given:
+                continue
+            if isinstance(target, nn.Parameter) != isinstance(given, nn.Parameter):
+                raise AssertionError("a parameter and a plain tensor are different types")
+            if not isinstance(target, HpuTensor):
+                target.copy_(given)
+                text = "a graph does not read the tensor of the host that a replay gives it"
+                self._device.counters.misuse("host_input", text)
                 continue
             source = given.host if isinstance(given, HpuTensor) else given
             if source is target.host:
@@ -193,12 +218,15 @@ def wrap_module(module: nn.Module, graphed: GraphedFunction) -> nn.Module:
 
 
 def make_graphed(
-    function: Callable[..., Any], sample_args: tuple[Any, ...], device: Device, **options: Any
+    function: Callable[..., Any],
+    sample_args: tuple[Any, ...],
+    device: EmulatedDevice,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """Capture `function` with `sample_args`. The result replays this capture alone, whatever the
-    layout of its arguments: arguments of other shapes raise RuntimeError, as the copies to the
-    captured inputs do. A module is returned itself, with a forward that replays if the module is in
-    training or evaluation as in the capture."""
+    """Capture `function` with `sample_args`. The result always replays this capture, whatever the
+    layout of its arguments; arguments of other shapes raise RuntimeError. A module is returned
+    itself, with a forward that replays only while the module is in the mode (training or
+    evaluation) of the capture."""
     if isinstance(function, nn.Module) and (
         function._forward_hooks or function._forward_pre_hooks or function._backward_hooks
     ):
@@ -233,11 +261,11 @@ def make_graphed(
 
 
 def graph_key(value: Any, autocast: bool) -> object:
-    """The vendor's cache key: tensors by (shape, view layout, autocast), not by dtype, values or
-    device; containers by item; other values by their Python hash, so that another int is a new key.
+    """The vendor's cache key: tensors by (shape, layout, autocast), not by dtype, values or device;
+    containers by item; other values by their Python hash, so that another int is a new key. Raises
     TypeError for a value without a hash."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset(), autocast
+        return layout_of(value), autocast
     if isinstance(value, dict):
         return tuple((key, graph_key(item, autocast)) for key, item in value.items())
     if isinstance(value, UserDict):
@@ -247,9 +275,17 @@ def graph_key(value: Any, autocast: bool) -> object:
     return hash(value), autocast
 
 
+def layout_of(value: Tensor) -> object:
+    """Shape and layout of a tensor. A view differs from a whole tensor with the same strides: the
+    runtime adds how a view was made (get_view_hash in the bridge's bindings.cpp)."""
+    is_view = isinstance(value, HpuTensor) and value.is_view
+    return tuple(value.shape), value.stride(), value.storage_offset(), is_view
+
+
 def _parts(value: object) -> object:
-    """Part of a key: an item of a UserDict, which the vendor iterates. The rows of a tensor are new
-    objects at each call, so that the key never matches. TypeError for a value without items."""
+    """Part of a key for an item of a UserDict, which the vendor's code iterates. The rows of a
+    tensor are new objects in each call, so that such a key never matches. Raises TypeError for a
+    value that is not iterable."""
     if isinstance(value, Tensor) and value.dim():
         return object()
     found = tuple(cast(Iterable[object], value))
@@ -257,11 +293,24 @@ def _parts(value: object) -> object:
     return found
 
 
+def types_of(value: object) -> object:
+    """Types that a copy into the inputs of a graph compares (copy_to in the vendor's graphs.py):
+    unlike the key, they distinguish a list from a tuple, a parameter from a plain tensor, and True
+    from 1."""
+    if isinstance(value, Tensor):
+        return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
+    if isinstance(value, dict):
+        return type(value), tuple(types_of(item) for item in value.values())
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value), tuple(types_of(item) for item in value)
+    return type(value)
+
+
 def outline(value: Any) -> object:
     """The key without numbers and objects. Two keys with equal outlines differ only in such values,
     which tend to change from step to step."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset()
+        return layout_of(value)
     if isinstance(value, (dict, UserDict)):
         return tuple((key, outline(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -285,8 +334,8 @@ def visible_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def result_tensors(value: object) -> Iterator[Tensor]:
-    """The tensors of a result, which a graph without tensor cache keeps: unlike for inputs, the
-    attributes of other objects count too (extract_tensors in the vendor's graphs.py)."""
+    """The tensors of a result, which a graph without tensor cache keeps: unlike for inputs, tensors
+    in attributes of other objects are included (extract_tensors in the vendor's graphs.py)."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

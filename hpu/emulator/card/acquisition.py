@@ -10,10 +10,12 @@ from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
 
 class Acquisition:
-    """Acquired at the first use, released by `release` or the end of the process.
+    """Ownership of a card: acquired at the first use, released by `release` or at the end of the
+    process.
 
-    RuntimeError with the driver's text if another process has the card, if it was released a moment
-    ago, or if this process is a fork of the owner (which hangs on a real card).
+    Raises RuntimeError with the driver's text if another process has the card, if it was released
+    less than `release_delay_s` ago, or if this process is a fork of the owner (which hangs on a
+    real card).
     """
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
@@ -78,7 +80,7 @@ class Acquisition:
                 f"module {self.module} is held by process {owner}"
             ) from None
         if len(words) == 2:
-            # Negative if the machine was started again since.
+            # Negative if the machine has rebooted since.
             waited = time.monotonic() - float(words[1])
             if words[0] == "0" and 0 <= waited < self._config.release_delay_s:
                 fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,5 +1,5 @@
 """PT_COMPILE_ONLY_MODE: recipes are compiled and not launched, so no op changes memory. Copies from
-the host are no recipes, and take place."""
+the host are not recipes, and are executed."""
 
 import weakref
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from hpu.emulator.card.work_queue import fill_with_garbage
 
 
 class CompileOnly:
-    """What ops would have written inside the mode.
+    """Undoes the writes of ops inside the mode.
 
     Ops compute their values there, because later ops need shapes and valid indices. `end` undoes
     the writes to older tensors, and fills tensors that ops have created with garbage.
@@ -20,15 +20,16 @@ class CompileOnly:
 
     def __init__(self) -> None:
         self.is_on = False
-        """Whether the mode is on."""
+        """Whether ops are compiled and not executed."""
         self._older: dict[int, tuple[Tensor, Tensor]] = {}
         """Storage -> (its bytes, a copy of them before the first write)."""
         self._created: set[int] = set()
         self._alive: weakref.WeakValueDictionary[int, HpuTensor] = weakref.WeakValueDictionary()
-        """By id: a set would compare tensors, element by element, when hashes collide."""
+        """Tensors that ops have created, by id: a set would compare tensors, element by element,
+        when hashes collide."""
 
     def before_write(self, targets: Iterable[HpuTensor]) -> None:
-        """Keep the contents of older tensors, which an op is about to change."""
+        """Save the contents of older tensors before an op changes them."""
         for target in targets:
             number = _storage(target)
             if number not in self._created and number not in self._older:
@@ -36,7 +37,7 @@ class CompileOnly:
                 self._older[number] = raw, raw.clone()
 
     def created(self, outs: Iterable[HpuTensor], given: Iterable[HpuTensor]) -> None:
-        """Note the tensors that an op has allocated, which share no memory with its arguments
+        """Record the tensors that an op has allocated, which share no memory with its arguments
         `given`."""
         shared = {_storage(argument) for argument in given} - self._created
         for out in outs:
@@ -45,12 +46,12 @@ class CompileOnly:
                 self._alive[id(out)] = out
 
     def uploaded(self, target: HpuTensor) -> None:
-        """A copy from the host has taken place: its bytes stay."""
+        """Record a copy from the host, whose bytes `end` keeps."""
         self._older.pop(_storage(target), None)
         self._created.discard(_storage(target))
 
     def end(self) -> None:
-        """End the mode. Memory is as it was, but for copies from the host."""
+        """End the mode: restore all memory except the targets of copies from the host."""
         for raw, before in self._older.values():
             raw.copy_(before)
         for created in self._alive.values():

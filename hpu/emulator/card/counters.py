@@ -1,4 +1,4 @@
-"""Counters of what a program did to the device, and its misuses with the caller's line."""
+"""Counters of a program's device operations, and its misuses with the caller's line."""
 
 import sys
 from collections import Counter
@@ -31,11 +31,11 @@ def caller_line() -> str:
 
 
 @dataclass(slots=True)
-class Counters:
+class EmulatorCounters:
     """Counts since the emulator was installed.
 
     `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls,
-    traces (graphs for hpu_backend), eager_ops (those in no lazy segment and no compiled region)
+    traces (graphs for hpu_backend), eager_ops (ops outside of lazy segments and compiled regions)
     and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
     """
 

@@ -1,4 +1,4 @@
-"""Device: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
+"""EmulatedDevice: runs every op of an HpuTensor on its CPU bytes and enforces the card's rules."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ from hpu.emulator import faults
 from hpu.emulator.card import registry, rules
 from hpu.emulator.card.acquisition import Acquisition
 from hpu.emulator.card.compile_only import CompileOnly
-from hpu.emulator.card.counters import Counters
+from hpu.emulator.card.counters import EmulatorCounters
 from hpu.emulator.card.memory import Allocation, Memory
 from hpu.emulator.card.recipes import Recipes, Segment
 from hpu.emulator.card.streams import CardStream, LaunchClock, StreamClock, StreamState
@@ -27,8 +27,9 @@ from hpu.emulator.card.tensor import (
     map_leaves,
     storage_of,
     tensors_in,
+    with_index,
 )
-from hpu.emulator.card.work_queue import WorkQueue, fill_with_garbage
+from hpu.emulator.card.work_queue import WorkQueue, copy_bytes, fill_with_garbage
 from hpu.emulator.faults import WEDGED_COPIES
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.gaudi_devices import GENERATIONS
@@ -49,7 +50,12 @@ class Recording(Protocol):
         ...
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
-        """An op on CPU tensors, its result as device tensors, and its arguments' storages."""
+        """Record an op on CPU tensors. `result`: its result as device tensors; `used`: storages of
+        its arguments."""
+        ...
+
+    def uploaded(self, target: HpuTensor) -> None:
+        """Record the target of a copy from the host, which is executed immediately."""
         ...
 
     def check_stream(self) -> None:
@@ -63,12 +69,12 @@ class Recording(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What an op's schema says of it. Read once: reading takes longer than a small op."""
+    """Facts from an op's schema. Cached, since reading a schema takes longer than a small op."""
 
     name: str
     is_composite: bool
     writes: bool
-    """To an argument; a view does not."""
+    """Whether the op writes to an argument; False for views."""
     overwrites: bool
     is_view: bool
     is_alias: bool
@@ -79,6 +85,8 @@ class OpFacts:
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
     is_random: bool
+    is_vendors: bool
+    """Whether the op is of the vendor's namespace, which has kernels for the card alone."""
     may_mix_devices: bool
 
 
@@ -100,6 +108,7 @@ def op_facts(func: Any) -> OpFacts:
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
         is_random=name in rules.RANDOM,
+        is_vendors=name.startswith("hpu::"),
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
     )
 
@@ -123,19 +132,19 @@ def _seeded(seed: int) -> Iterator[None]:
 
 SUMS = ("c10d::allreduce_", "c10d::reduce_")
 SUMMED = (torch.float32, torch.bfloat16)
-"""Dtypes that the card adds; the bridge casts others to float32 (process_group_lazy_hccl.cpp,
+"""Dtypes that the card reduces; the bridge casts others to float32 (process_group_lazy_hccl.cpp,
 process_group_hccl_base.cpp)."""
 POINT_TO_POINT = ("c10d::send", "c10d::recv_")
 
 
-class Device:
+class EmulatedDevice:
     """The emulated card of this process."""
 
     def __init__(self, config: EmulatorConfig, variables: RuntimeVariables) -> None:
         self.config = config
         self.variables = variables
         self.generation = GENERATIONS[config.generation]
-        self.counters = Counters(config)
+        self.counters = EmulatorCounters(config)
         self.memory = Memory(config)
         self.acquisition = Acquisition(config, variables)
         self.recipes = Recipes(config, variables, self.counters, self.memory)
@@ -155,11 +164,13 @@ class Device:
             self, self.stream_state, 0
         )
         self.on_default_stream: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Makes the default stream the current stream of a block."""
+        """Context in which the default stream is the current stream."""
         self.pinned: set[int] = set()
         """Addresses of pinned host tensors."""
         self.released = threading.Event()
         """Ends copies that wait forever."""
+        self._vendors_kernels = threading.local()
+        """`are_running` in a thread: the card runs an op of the vendor's namespace."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
         """Whether ops are recorded without being executed: during a capture without tensor cache,
@@ -178,8 +189,8 @@ class Device:
         """Base versions of the current segment."""
         self.uids = count()
         self.generator = torch.Generator()
-        """Seeds the random operators. Apart from torch's own on the host, whose seed it starts with
-        (createHPUGenerator in the bridge's backend/random.cpp)."""
+        """Seeds the random operators. Separate from torch's host generator, with the same initial
+        seed (createHPUGenerator in the bridge's backend/random.cpp)."""
         self.generator.manual_seed(torch.initial_seed())
         self.graphs: weakref.WeakSet[Recording] = weakref.WeakSet()
         """All graphs that exist."""
@@ -230,10 +241,13 @@ class Device:
             if result is not NotImplemented:
                 return result
         name = op.name
+        with_index(kwargs.get("device"))
         on_device = [tensor for tensor in given if isinstance(tensor, HpuTensor)]
         self.acquisition.touch()
         if name in rules.MAX_INDEX_DIMS and not self.in_region:
-            rules.check_index(name, args)
+            rules.check_dims(name, args, rules.MAX_INDEX_DIMS)
+        if name in rules.COPIED_DIMS and self.is_lazy():
+            rules.check_dims(name, args, rules.COPIED_DIMS)
         self._check_lifetimes(op, args, on_device)
         if op.writes:
             self._check_view_write(name, args, kwargs)
@@ -261,7 +275,7 @@ class Device:
         return self._launch(func, op, args, kwargs, on_device, lazy)
 
     def use(self, reads: Iterable[Allocation], writes: Collection[Allocation], op: str) -> None:
-        """Note that the current stream reads and writes storages."""
+        """Record that the current stream reads and writes storages."""
         self.stream_state.use(reads, writes, op, self.counters.misuse)
 
     def close_segment(self) -> None:
@@ -277,7 +291,8 @@ class Device:
             self.counters.misuse("compile_after_warmup", text, " ".join(ops[:8]))
 
     def host_sync(self, op: str) -> None:
-        """The host waits for the device while work is queued."""
+        """Wait for the device on behalf of the host. Raises RuntimeError during a capture; inside a
+        step it is a misuse."""
         if self.recording is not None:
             raise RuntimeError(f"{op}: the host cannot read the device during hpu graph capturing")
         self.close_segment()
@@ -307,7 +322,7 @@ class Device:
     @contextmanager
     def region(self, key: str) -> Iterator[None]:
         """Ops inside form one recipe of the graph `key`, as in a function compiled with
-        hpu_backend; a fallback to the host divides it."""
+        hpu_backend; a fallback to the host splits it."""
         self.close_segment()
         self.in_region = True
         self.segment.graph = key
@@ -318,6 +333,23 @@ class Device:
             self.in_region = False
             self.segment.graph = ""
 
+    def check_on_card(self, name: str) -> None:
+        """Raise NotImplementedError, as torch does, for an op of the vendor's namespace on tensors
+        of the host: the bridge registers its kernels for the card alone."""
+        is_running = getattr(self._vendors_kernels, "are_running", False)
+        if not (is_running or self.config.runs_on_host):
+            raise NotImplementedError(
+                f"Could not run 'hpu::{name}' with arguments from the 'CPU' backend."
+            )
+
+    @contextmanager
+    def _running_vendors(self) -> Iterator[None]:
+        self._vendors_kernels.are_running = True
+        try:
+            yield
+        finally:
+            self._vendors_kernels.are_running = False
+
     def kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op on CPU tensors with the device's rules for indices and integers."""
         op = op_facts(func)
@@ -326,8 +358,17 @@ class Device:
         drawing: AbstractContextManager[None] = nullcontext()
         if op.is_random:
             kwargs, drawing = self._draw(kwargs)
-        with drawing:
-            if self.config.faults:
+        has_int64 = self.variables.int64()
+        args, kwargs = rules.with_small_numbers(
+            func, args, kwargs, self._report_misuse, has_int64=has_int64
+        )
+        if op.name in rules.PUTS and self.is_lazy():
+            rules.check_put(op.name, args, self._report_misuse)
+        result: object
+        with drawing, self._running_vendors() if op.is_vendors else nullcontext():
+            if op.name in rules.SUMS_BY_INDEX and self.is_lazy():
+                result = rules.add_by_index(func, args, kwargs, self._report_misuse)
+            elif self.config.faults:
                 result = self._run_faulty(op.name, func, args, kwargs)
             else:
                 result = rules.run(func, args, kwargs, self._report_misuse)
@@ -335,20 +376,25 @@ class Device:
             for out in tensors_in(result):
                 fill_with_garbage(out)
             return result
-        if op.is_view or self.variables.int64():
-            return result
+        if not op.is_view:
+            self._wrap_to_int32(result, op.name)
+        return result
+
+    def _wrap_to_int32(self, result: object, name: str) -> None:
+        """Wrap int64 values that the card holds as int32."""
+        if self.variables.int64():
+            return
         for out in tensors_in(result):
             if out.dtype == torch.int64 and out.numel():
-                rules.wrap_to_int32(out, op.name, self._report_misuse)
-        return result
+                rules.wrap_to_int32(out, name, self._report_misuse)
 
     def _draw(
         self, kwargs: dict[str, object]
     ) -> tuple[dict[str, object], AbstractContextManager[None]]:
-        """The arguments of a random op without its generator, and a context in which the op draws
-        by a seed from that generator, else from the card's. A kernel of the card makes the numbers
-        of the seed, so that the host's generator goes on where it was. A dry run draws no seed
-        (get_seed_hpu in the bridge's backend/random.cpp)."""
+        """Seed a random op. Returns its keyword arguments without the generator, and a context in
+        which the op draws with a seed from that generator or, by default, from the card's. On the
+        real card a kernel draws from the seed, so the host's generator does not advance. A dry run
+        draws no seed (get_seed_hpu in the bridge's backend/random.cpp)."""
         given = kwargs.get("generator")
         generator = given if isinstance(given, torch.Generator) else self.generator
         seed = 0 if self.is_dry_run else int(torch.randint(1 << 32, (), generator=generator))
@@ -383,7 +429,7 @@ class Device:
         if self.before_collective is not None:
             self.before_collective(func._schema.name, args, kwargs)
         if self.world_size > 1 and self.variables.lazy_collectives() and self.segment.has_ops():
-            # A documented fault of the bridge with lazy collectives; shown as the worst it can do.
+            # A documented fault of the bridge with lazy collectives: emulate its worst effect.
             text = "a collective without mark_step before it may read what is not computed yet"
             self.counters.misuse("unmarked_collective", text, func._schema.name)
             for given in tensors_in((args, kwargs)):
@@ -404,11 +450,11 @@ class Device:
             self.config.faults, func._schema.name, "lazy", lambda: func(*args, **kwargs), args
         )
         if func._schema.name in POINT_TO_POINT:
-            # Their caller waits: gloo would wait for a second receive here, and the receive of a
-            # send may come after what follows.
+            # The caller waits for the work. If this method waited too, gloo would wait for a second
+            # receive, and the receive that matches a send may come after later calls.
             return result
-        # The card's streams order a collective before what follows, in a replay too, where nobody
-        # waits for the Work that comes with the result.
+        # The card's streams order a collective before later work, also in a replay, which does not
+        # wait for the returned Work.
         for work in result if isinstance(result, tuple) else (result,):
             if isinstance(work, torch.ScriptObject):
                 work._get_method("wait")()
@@ -418,15 +464,22 @@ class Device:
         self, func: Any, op: OpFacts, args: Any, kwargs: Any, given: list[HpuTensor], lazy: bool
     ) -> Any:
         name, recording = op.name, self.recording
-        # A recorded copy from the host keeps its current value: it is baked into the graph.
+        # A graph records the value that the host source of a copy has now; later changes have no
+        # effect.
         clones_host = recording is not None
         inner_args, inner_kwargs = _unwrap(args, clones_host), _unwrap(kwargs, clones_host)
         is_upload = op.is_copy and self._is_upload(args)
+        if is_upload and lazy:
+            self._launch_before_upload(args[0])
         if self.only_compiled.is_on and op.writes and not is_upload:
             self.only_compiled.before_write(_targets(func, args, kwargs))
         runs = not (is_upload or op.is_view or op.is_empty)
-        if runs and self.skips_launch(name):
-            result = _result_of_nothing(func, inner_args, inner_kwargs)
+        if op.is_copy and not isinstance(args[1], HpuTensor) and self._repeats(args[0], args[1]):
+            result = copy_bytes(*inner_args[:2])
+            self._wrap_to_int32(result, name)
+        elif runs and self.skips_launch(name):
+            with self._running_vendors():
+                result = _result_of_nothing(func, inner_args, inner_kwargs)
         else:
             result = self.kernel(func, inner_args, inner_kwargs)
         outs: list[HpuTensor] = []
@@ -443,23 +496,26 @@ class Device:
                 writer.note_write(out.allocation)
         if name in ("aten::copy_", "aten::_to_copy"):
             self._check_fp8(name, outs)
-        if recording is not None:
+        if recording is not None and is_upload:
+            recording.uploaded(args[0])
+        elif recording is not None:
             used = [tensor.allocation for tensor in given]
             recording.add(func, inner_args, inner_kwargs, wrapped, used)
         if is_upload and self.launches.is_in_use(args[0].allocation):
             self.counters.counts["upload_waits"] += 1
-        if op.is_copy and _comes_from_host(args) and _non_blocking(args, kwargs, 2):
-            self.queue.upload(args[0].host, args[1])
+        if op.is_copy and _is_sent_unchanged(args) and _non_blocking(args, kwargs, 2):
+            is_pinned = args[1].data_ptr() in self.pinned
+            self.queue.upload(args[0].host, args[1], self.stream_state, is_pinned=is_pinned)
         needs_recipe = not op.is_empty and not is_upload
         if needs_recipe and (lazy or self.in_region or not op.is_view):
-            self._add_to_segment(name, args, kwargs, given, outs)
+            self._add_to_segment(op, args, kwargs, given, outs)
         if not lazy and not self.in_region:
             self.counters.counts["eager_ops"] += self.segment.has_ops()
             self.close_segment()
         return wrapped
 
     def _check_fp8(self, op: str, outs: list[HpuTensor]) -> None:
-        """Report casts to FP8 and FP8 values of the host that are beyond the card's range."""
+        """Report FP8 values, cast or copied from the host, that exceed the card's range."""
         largest = self.generation.fp8_max
         for out in outs:
             if out.dtype == torch.float8_e4m3fn and out.numel():
@@ -468,19 +524,35 @@ class Device:
                     text = f"{worst:g} in FP8, the card's largest is {largest:g}"
                     self.counters.misuse("fp8_range", text, op)
 
+    def _launch_before_upload(self, target: HpuTensor) -> None:
+        """Launch the collected operations before an upload, if they write its target. If they only
+        read the target, the upload takes place before them: they read what it uploads
+        (copy_hpu_lazy_H2D in the bridge's lazy_kernels.cpp)."""
+        if self.launches.is_written_next(target.allocation):
+            self.close_segment()
+        elif self.launches.is_read_next(target.allocation):
+            text = "an upload precedes operations that read its target and are not launched yet"
+            self.counters.misuse("upload_order", text, "aten::copy_")
+
     def _add_to_segment(
-        self, name: str, args: Any, kwargs: Any, given: list[HpuTensor], outs: list[HpuTensor]
+        self, op: OpFacts, args: Any, kwargs: Any, given: list[HpuTensor], outs: list[HpuTensor]
     ) -> None:
+        name, lazy = op.name, self.is_lazy()
         parts = self._describe(args), self._describe(kwargs)
         # Views and in-place ops write to an argument's memory and need no workspace.
         storages = {id(tensor.allocation) for tensor in given}
         largest = 0
         for tensor in given:
             self.launches.use(tensor.allocation)
+            if not op.is_view:
+                self.launches.read(tensor.allocation)
         for out in outs:
             self.launches.use(out.allocation)
+            if not op.is_view:
+                self.launches.write(out.allocation)
             self.segment.number(out.uid)
-            if id(out.allocation) not in storages:
+            is_copied = lazy and name in rules.COPIED_TARGETS
+            if is_copied or id(out.allocation) not in storages:
                 largest = max(largest, out.host.numel() * out.host.element_size())
         self.segment.add(name, parts, largest)
 
@@ -507,7 +579,7 @@ class Device:
         return type(value).__name__
 
     def _wrap(self, op: OpFacts, result: Any, given: list[HpuTensor], outs: list[HpuTensor]) -> Any:
-        """CPU results as device tensors, which are added to `outs`: an in-place op returns its
+        """Wrap CPU results as device tensors and append them to `outs`: an in-place op returns its
         argument, a view shares storage and lifetime with its base, any other result allocates
         memory."""
         known = {id(tensor.host): tensor for tensor in given}
@@ -546,9 +618,12 @@ class Device:
         return registry.is_supported(func, args, kwargs, config.generation, mode)
 
     def _fall_back(self, name: str) -> None:
-        """The op runs on the host, after everything before it."""
+        """Count an op that runs on the host, after all queued work. Raises RuntimeError during a
+        capture, and for an op that must not run on the host."""
         if self.recording is not None:
             raise RuntimeError(f"{name}: cpu fallback is not supported during hpu graph capturing")
+        if not self.variables.may_fall_back(name):
+            raise RuntimeError(f"{name} is not yet supported on HPU.")
         self.close_segment()
         self.counters.counts["fallbacks"] += 1
         self.counters.fallback_ops[name.removeprefix("aten::")] += 1
@@ -568,7 +643,8 @@ class Device:
 
     def _to_host(self, target: Tensor, source: HpuTensor, non_blocking: bool) -> Tensor:
         """Copy to the host. With `non_blocking` the target keeps its contents (garbage in a new
-        one) until the host has waited."""
+        tensor) until the host has waited."""
+        non_blocking = non_blocking and not self._converts(target, source)
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
         self._join_launches(target, non_blocking=non_blocking)
@@ -576,14 +652,16 @@ class Device:
             fill_with_garbage(target)
             self.counters.misuse("compile_only_read", "nothing was launched", "aten::copy_")
             return target
+        given, target = target, self._arrival(target, source)
         if not non_blocking:
-            return target.copy_(source.host)
+            copy_bytes(target, source.host)
+            return given
         self.close_segment()
-        is_late = target.data_ptr() not in self.pinned
+        is_late = given.data_ptr() not in self.pinned
         lost = "default-copies" if self.stream_state.is_default else "host-copies"
         if self.has_fault(lost):
             # The copy never arrives.
-            return target
+            return given
         if self.stream_state.is_default:
             self.queue.copy(target, source.host, self.stream_state, is_late=is_late)
         else:
@@ -596,7 +674,40 @@ class Device:
                 lambda: host if is_valid() else None,
                 is_late=is_late,
             )
-        return target
+        return given
+
+    def _converts(self, target: Tensor, source: HpuTensor) -> bool:
+        """Whether a copy to the host changes the dtype there, for which the host waits: int64 that
+        the card holds as int32, and in lazy mode another dtype, unless the target is pinned
+        (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in its copy_from.cpp)."""
+        if source.dtype == torch.int64 and not self.variables.int64():
+            return not (self.is_lazy() and target.data_ptr() in self.pinned)
+        is_pinned = target.data_ptr() in self.pinned
+        return self.is_lazy() and target.dtype != source.dtype and not is_pinned
+
+    def _arrival(self, target: Tensor, source: HpuTensor) -> Tensor:
+        """Host tensor into which a copy to a non-contiguous `target` writes: in lazy mode a
+        contiguous copy, so that `target` does not change; in eager mode the memory from its first
+        address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp, _copy_from_d2h in its
+        copy_from.cpp)."""
+        self._repeats(target, source)
+        is_dense = torch.empty_like(target, device="meta").stride() == target.stride()
+        if target.is_contiguous() or (is_dense and not self.is_lazy()):
+            return target
+        text = f"the host's tensor has shape {tuple(target.shape)} and strides {target.stride()}"
+        self.counters.misuse("host_layout", text, "aten::copy_")
+        if self.is_lazy():
+            return target.contiguous()
+        return target.as_strided(target.shape, torch.empty(target.shape, device="meta").stride())
+
+    def _repeats(self, target: Tensor, source: Tensor) -> bool:
+        """Whether a copy between host and card would have to broadcast its source. Reported as a
+        misuse."""
+        if target.numel() == source.numel():
+            return False
+        text = f"a source of shape {tuple(source.shape)} for {tuple(target.shape)}"
+        self.counters.misuse("copy_broadcast", text, "aten::copy_")
+        return True
 
     def _join_launches(self, target: Tensor, *, non_blocking: bool) -> None:
         """Before a copy to the host in lazy mode: wait for the thread that submits launches, except
@@ -613,7 +724,7 @@ class Device:
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:
-        """Recipes are compiled inside, and not launched."""
+        """Context in which recipes are compiled but not launched."""
         self.close_segment()
         self.only_compiled.is_on = True
         try:
@@ -633,8 +744,8 @@ class Device:
                 self.counters.misuse(lifetime.kind, lifetime.text, op.name)
 
     def _check_view_write(self, name: str, args: Any, kwargs: Any) -> None:
-        """An in-place write to a view, which the runtime rejects during capture. In lazy mode it
-        makes a new version of the view's whole base, which lasts until the segment is launched."""
+        """Report an in-place write to a view during a capture, which the runtime rejects. In lazy
+        mode the write allocates a copy of the view's base until the segment is launched."""
         target = kwargs.get("out", args[0] if args else None)
         if not (isinstance(target, HpuTensor) and target.is_view and self.is_lazy()):
             return
@@ -653,11 +764,16 @@ class Device:
             self.counters.misuse("view_write", text, name)
 
     def _is_upload(self, args: tuple[Tensor, ...]) -> bool:
-        """Whether a copy comes from the host as it is: moved by DMA, not by a recipe. In lazy mode
-        a recipe inserts an upload into a view (copy_hpu_lazy_ in the bridge's lazy_kernels.cpp)."""
+        """Whether a copy comes from the host by DMA, not by a recipe. In lazy mode a recipe inserts
+        an upload into a view (copy_hpu_lazy_ in the bridge's lazy_kernels.cpp), in eager mode into
+        a tensor that is not contiguous (_copy_from_h2d in its copy_from.cpp). The host converts
+        another dtype in lazy mode (copy_hpu_ in basic_kernels.cpp), a recipe in eager mode."""
         target = args[0]
-        is_inserted = isinstance(target, HpuTensor) and target.is_view and self.is_lazy()
-        return _comes_from_host(args) and not is_inserted
+        if self.is_lazy():
+            is_inserted = isinstance(target, HpuTensor) and target.is_view
+            return not isinstance(args[1], HpuTensor) and not is_inserted
+        is_inserted = isinstance(target, HpuTensor) and not target.is_contiguous()
+        return _is_sent_unchanged(args) and not is_inserted
 
     def _report_misuse(self, kind: str, text: str, op: str) -> None:
         self.counters.misuse(kind, text, op)
@@ -678,7 +794,7 @@ def _targets(
 
 
 def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op that is not executed leaves: its target as it was, or garbage."""
+    """Result of an op that is not executed: its target unchanged, or garbage."""
     if func._schema.is_mutable:
         return kwargs.get("out", args[0] if args else None)
     result = func(*args, **kwargs)
@@ -688,7 +804,8 @@ def _result_of_nothing(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_composite(func: Any, name: str) -> bool:
-    """Whether an op is composed of others; only inference mode passes such an op undecomposed."""
+    """Whether an op is composed of other ops; only inference mode passes such an op
+    undecomposed."""
     if not name.startswith("aten::") or name in rules.UNDECOMPOSED:
         return False
     if name == "aten::matmul" and func._schema.overload_name == "out":
@@ -697,7 +814,7 @@ def _is_composite(func: Any, name: str) -> bool:
     return bool(has(func.name(), "CompositeImplicitAutograd"))
 
 
-def _comes_from_host(args: tuple[Tensor, ...]) -> bool:
+def _is_sent_unchanged(args: tuple[Tensor, ...]) -> bool:
     """Whether a copy moves the bytes of a host tensor as they are."""
     return not isinstance(args[1], HpuTensor) and bool(args[0].dtype == args[1].dtype)
 
@@ -712,7 +829,8 @@ def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) 
 
 
 def _check_devices(name: str, given: list[Tensor]) -> None:
-    """Host tensors with dimensions may be mixed with device tensors only in copies."""
+    """Raise RuntimeError for a host tensor with dimensions: only copies mix host and device
+    tensors."""
     for tensor in given:
         if not isinstance(tensor, HpuTensor) and tensor.dim() > 0:
             raise RuntimeError(

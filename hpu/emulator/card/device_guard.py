@@ -1,4 +1,5 @@
-"""A device guard for the card: torch's own methods enter one, and it comes with a driver."""
+"""Device guard of the emulated card. torch's own methods need a guard, which a vendor's driver
+would register."""
 
 import ctypes
 from pathlib import Path
@@ -13,7 +14,7 @@ META, HPU = 14, 15
 
 
 def set_guard(enabled: bool) -> None:
-    """Give the card the guard of the meta device, or take it away."""
+    """Give the card the guard of the meta device, or remove it."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (HPU + 1)).in_dll(library, REGISTRY)
     guards[HPU] = guards[META] if enabled else None

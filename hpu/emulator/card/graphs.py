@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpu.emulator.card import rules
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.memory import Allocation
 from hpu.emulator.card.streams import StreamState
 from hpu.emulator.card.tensor import HpuTensor, device_tensors, map_leaves, storage_of, tensors_in
@@ -100,11 +100,10 @@ class Step(NamedTuple):
 
 
 class HPUGraph:
-    """A recording of `device`. Raises RuntimeError where the runtime refuses."""
+    """A recording of the ops of `device`. Raises RuntimeError for calls that the runtime
+    rejects."""
 
-    def __init__(self, device: Device) -> None:
-        if not device.is_lazy():
-            raise RuntimeError("HPU graphs exist only in lazy mode: set PT_HPU_LAZY_MODE=1")
+    def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
         self._steps: list[Step] = []
         self._table: list[Tensor | None] = []
@@ -114,12 +113,21 @@ class HPUGraph:
         self._graph_memory: Allocation | None = None
         self._marked: list[Tensor] = []
         self._input_slots: list[int | None] = []
+        self._own: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        """Storages that the captured ops created."""
+        self._held: set[Allocation] = set()
+        """Storages of other tensors that the captured ops read, except the inputs: they stay
+        allocated (capture_end in the bridge's HPUGraph.cpp)."""
         self._used: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that every replay reads or writes, except the inputs."""
         self._written: weakref.WeakSet[Allocation] = weakref.WeakSet()
         """Storages that every replay changes in place, except the inputs."""
         self._written_inputs: set[int] = set()
         """Slots of inputs that every replay changes in place."""
+        self._read_inputs: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        """Storages of the inputs of the capture that the captured ops read and do not change."""
+        self._returns_input = False
+        """Whether an output is an unchanged input, or a view of an unchanged input."""
         self._results: list[tuple[int, Tensor]] = []
         """Slots, and the tensors that must have the slots' values after a replay."""
         self._stream: StreamState | None = None
@@ -134,9 +142,11 @@ class HPUGraph:
         self._follows_failure = False
         """Whether the process was still in the dry run of a capture that failed."""
         self._first_results: dict[int, list[Tensor]] = {}
-        """First results of steps, by their slot, for a card that computes the steps only once."""
+        """First results of steps, by their slot, for a faulty card that computes the steps only
+        once."""
         self._first_inputs: dict[int, Tensor] = {}
-        """Copies of the inputs of the capture, by slot, for a card whose views are constants."""
+        """Copies of the inputs of the capture, by slot, for a faulty card whose views are
+        constants."""
         device.graphs.add(self)
 
     @property
@@ -183,6 +193,7 @@ class HPUGraph:
         if not self._stream:
             return
         self.check_stream()
+        self._check_marked_inputs()
         device.recording = None
         device.close_segment()
         self._stream = None
@@ -203,10 +214,13 @@ class HPUGraph:
         self._used.update(used)
         name = func._schema.name
         outs = device_tensors(result)
+        self._held.update(allocation for allocation in used if allocation not in self._own)
         shared = {storage_of(given) for given in tensors_in((args, kwargs))}
         slot_args, slot_kwargs = self._slots(args), self._slots(kwargs)
         for out in outs:
             if id(out.host) not in self._slot_of:
+                if storage_of(out.host) not in shared:
+                    self._own.add(out.allocation)
                 self._created[self._slot_number(out.host)] = weakref.ref(out)
                 if not self._is_dry:
                     self._allocations.append(out.allocation)
@@ -225,13 +239,49 @@ class HPUGraph:
         is_static = bool(outs) and (is_view or name in rules.EMPTY)
         self._steps.append(Step(func, slot_args, slot_kwargs, results, constants, is_static))
 
+    def uploaded(self, target: HpuTensor) -> None:
+        """Make the target of a copy from the host a constant of the graph: the copy is executed
+        during the capture, and no replay repeats it (copy_hpu_lazy_H2D in the bridge's
+        lazy_kernels.cpp)."""
+        storage = storage_of(target.host)
+        same = {
+            slot
+            for slot in self._created
+            if (value := self._table[slot]) is not None and storage_of(value) == storage
+        }
+        for slot in same:
+            del self._created[slot]
+        self._steps = [
+            step
+            for step in self._steps
+            if not (step.func._schema.name in rules.EMPTY and same.issuperset(step.results))
+        ]
+        self._own.discard(target.allocation)
+        self._held.add(target.allocation)
+
     def mark_user_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Name the inputs of a capture in progress, in the order of `replayV3`'s argument."""
+        """Mark the inputs of a capture in progress, in the order of `replayV3`'s argument."""
         if self._device.recording is not self:
             raise RuntimeError("mark_user_inputs must be called while capturing is in progress")
         self._marked = list(tensors)
         self._input_shapes += [given.shape for given in tensors]
         self._input_twins = _first_twins(tensors)
+
+    def _check_marked_inputs(self) -> None:
+        """Raise RuntimeError if the runtime compares a tensor that the graph reads with a marked
+        input on the host: it compares with each in turn, until one is this tensor
+        (saveInputsAndOutputs in the bridge's lazy_executor.cpp)."""
+        on_host = [at for at, given in enumerate(self._marked) if not isinstance(given, HpuTensor)]
+        if not on_host:
+            return
+        before = self._marked[: on_host[0]]
+        found = {
+            given.allocation
+            for given in before
+            if isinstance(given, HpuTensor) and not given.is_view
+        }
+        if any(read not in found for read in self._held):
+            raise RuntimeError("Got a non-HPU tensor, expecting an HPU tensor")
 
     def _match_inputs(self) -> None:
         """Find the marked inputs among the tensors that were read. The runtime compares identities.
@@ -243,17 +293,20 @@ class HPUGraph:
                 slot = self._slot_of.get(id(given.host))
             if slot is not None and isinstance(given, HpuTensor):
                 self._used.discard(given.allocation)
+                self._held.discard(given.allocation)
                 if given.allocation in self._written:
                     self._written.discard(given.allocation)
                     self._written_inputs.add(slot)
+                else:
+                    self._read_inputs.add(given.allocation)
                 if self._device.has_fault("graph-views"):
                     self._first_inputs[slot] = given.host.clone()
             self._input_slots.append(slot)
         self._marked.clear()
 
     def mark_user_outputs(self, tensors: Iterable[Tensor]) -> None:
-        """Name the outputs, which keep their memory when intermediates are freed. RuntimeError in a
-        capture, and for a second call."""
+        """Mark the outputs, which keep their memory when intermediates are freed. Raises
+        RuntimeError during a capture and for a second call."""
         if self._stream:
             raise RuntimeError("GRAPH:: Capture in progress")
         if self._has_user_outputs:
@@ -262,8 +315,13 @@ class HPUGraph:
         self._keep(tensors)
 
     def _keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of outputs. No replay writes an output that is an unchanged input: the
+        wrapper returns the tensor of the first call (mark_user_outputs in the bridge's
+        HPUGraph.cpp, wrapped_hpugraph_forward in its graphs.py)."""
         for given in tensors:
-            if isinstance(given, HpuTensor) and id(given.host) in self._slot_of:
+            if isinstance(given, HpuTensor) and given.allocation in self._read_inputs:
+                self._returns_input = True
+            elif isinstance(given, HpuTensor) and id(given.host) in self._slot_of:
                 self._results.append((self._slot_of[id(given.host)], given.host))
                 self._allocations.append(given.allocation)
 
@@ -330,6 +388,9 @@ class HPUGraph:
             for slot, given in zip(self._input_slots, tensors, strict=True)
             if slot is not None and isinstance(given, HpuTensor)
         }
+        if self._returns_input:
+            text = "an output is an input: each replay returns the tensor of the first call"
+            self._device.counters.misuse("input_returned", text, "replayV3")
         inputs = {slot: given.allocation for slot, given in bound.items()}
         self._count(
             inputs.values(),
@@ -349,13 +410,14 @@ class HPUGraph:
                 self._table[slot] = None
 
     def __del__(self) -> None:
-        # An object whose constructor refused has no device.
+        # `_device` is missing if the constructor raised.
         if hasattr(self, "_device"):
             self._end_other_capture()
 
     def _end_other_capture(self) -> None:
-        """The destruction of any graph ends the capture in progress: the captured graph lacks what
-        follows (the bridge's HPUGraph.cpp, which changes the state of the process)."""
+        """End the capture in progress, as the destruction of any graph does: the captured graph
+        lacks later operations (the bridge's HPUGraph.cpp, which changes the state of the process).
+        """
         device = self._device
         capture = device.recording
         if not capture or capture is self:
@@ -373,6 +435,7 @@ class HPUGraph:
         self._slot_of.clear()
         self._created.clear()
         self._allocations.clear()
+        self._held.clear()
         self._results.clear()
         self._graph_memory = None
 
@@ -440,7 +503,7 @@ class HPUGraph:
         return found
 
     def _is_repeated(self, step: Step, name: str) -> bool:
-        """Whether a step gives the result of its first replay: a fault."""
+        """Whether a fault makes a step return the result of its first replay."""
         has_fault = self._device.has_fault
         if name == "aten::topk":
             return has_fault("graph-sampler") and not self._is_static
@@ -461,7 +524,7 @@ class HPUGraph:
 
     @property
     def _loses_writes(self) -> bool:
-        """Whether a write in place is lost after the replay: a fault without the tensor cache."""
+        """Whether a fault loses in-place writes after a replay without tensor cache."""
         return not self._is_static and self._device.has_fault("graph-cache-writes")
 
     def _replay_constants(
@@ -503,7 +566,7 @@ class GraphContext:
     def __init__(
         self,
         graph: HPUGraph,
-        device: Device,
+        device: EmulatedDevice,
         on_stream: AbstractContextManager[None],
         dry_run: bool,
     ) -> None:

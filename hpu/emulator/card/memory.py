@@ -11,11 +11,12 @@ class Allocation:
     """Device bytes, in use as long as this object lives; views share the allocation of their base.
     `last_write`: StreamClock time of the last write, by the stream with the key `last_writer`;
     `last_reads`: time of the last read by the key of its stream; `last_launch`: number of the last
-    launch that read or wrote the bytes."""
+    launch that read or wrote the bytes, also by a view alone; `read_by` and `written_by`: number of
+    the last launch with an operation that did so."""
 
     __slots__ = (
         *("__weakref__", "memory", "size"),
-        *("last_launch", "last_reads", "last_write", "last_writer"),
+        *("last_launch", "last_reads", "last_write", "last_writer", "read_by", "written_by"),
     )
 
     def __init__(self, memory: "Memory", size: int) -> None:
@@ -25,6 +26,8 @@ class Allocation:
         self.last_writer = 0
         self.last_reads: dict[int, int] = {}
         self.last_launch = 0
+        self.read_by = 0
+        self.written_by = 0
 
     def __del__(self) -> None:
         self.memory.free(self.size)

@@ -5,7 +5,7 @@ import hashlib
 import time
 from pathlib import Path
 
-from hpu.emulator.card.counters import Counters
+from hpu.emulator.card.counters import EmulatorCounters
 from hpu.emulator.card.memory import Memory
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 
@@ -20,7 +20,7 @@ class Recipes:
         self,
         config: EmulatorConfig,
         variables: RuntimeVariables,
-        counters: Counters,
+        counters: EmulatorCounters,
         memory: Memory,
     ) -> None:
         self._config = config
@@ -86,7 +86,7 @@ class Segment:
         self._workspace = max(self._workspace, largest)
 
     def number(self, identity: int) -> int:
-        """Index of a tensor in the segment's tensors."""
+        """Number of the tensor `identity` in the segment, in order of first use."""
         return self._values.setdefault(identity, len(self._values))
 
     def has_ops(self) -> bool:
@@ -94,7 +94,7 @@ class Segment:
         return bool(self._ops)
 
     def close(self) -> bool:
-        """Launch the collected ops; True if that compiled. An empty segment does nothing."""
+        """Launch the collected ops, if any; True if a recipe was compiled."""
         if not self._ops:
             return False
         self.last_ops = tuple(self._names)

@@ -2,15 +2,15 @@
 
 `registered_ops.txt` lists the overloads of aten that the bridge (HabanaAI/gaudi-pytorch-bridge,
 release 1.19) registers for the device: the keys of its scripts/hpu_op.yaml, the list
-scripts/ops_list/ops.hpu, and `matmul` of kernels_register.cpp. An op outside of it runs if torch
-composes it of others, and falls back to the host otherwise. LIMITS are the bridge's own fallback
-checks (hpu_ops/**/*_gen.cpp; habana_kernels/kernels_register.cpp for lazy mode,
+scripts/ops_list/ops.hpu, and `matmul` of kernels_register.cpp. An unlisted op runs if torch
+decomposes it into listed ops, and falls back to the host otherwise. LIMITS are the bridge's own
+fallback checks (hpu_ops/**/*_gen.cpp; habana_kernels/kernels_register.cpp for lazy mode,
 habana_eager/kernels_impl.cpp for eager mode).
 
 `registered_dtypes.txt` lists the dtypes of ops, as in the last hpu_op.yaml that names them (release
-1.19). In the newest state (2025) only the norms keep their list: the runtime's kernels, whose
+1.19). In the newest hpu_op.yaml (2025) only the norms have a list: the runtime's kernels, whose
 sources are closed, decide for the other ops, so the last published list counts for all releases.
-bmm, baddbmm, linear, mv and dot run on the matrix unit, like mm, whose list they have.
+bmm, baddbmm, linear, mv and dot run on the matrix unit like mm, and have its list.
 """
 
 import functools
@@ -22,21 +22,30 @@ import torch
 from torch import Tensor
 
 NAMESPACES = ("hpu", "c10d", "_c10d_functional", "prims")
-"""All ops of these run on the card."""
+"""Namespaces whose ops all run on the card."""
 
 COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 
-COMPOSED_OF_UNREGISTERED = frozenset(("aten::cummax", "aten::cummin"))
-"""Composite ops whose parts the card lacks."""
+COMPOSED_OF_UNREGISTERED = frozenset(
+    (
+        *("aten::cummax", "aten::cummin", "aten::cauchy", "aten::polar", "aten::nanmedian"),
+        *("aten::linalg_lstsq", "aten::cholesky_solve", "aten::special_zeta"),
+    )
+)
+"""Composite ops that torch decomposes into ops that the card lacks."""
+
+SCATTERS = frozenset(("slice_scatter", "select_scatter", "as_strided_scatter", "copy"))
+"""Ops of functional code, which torch composes of copies and views, and which stay in compiled
+graphs (hpu_supported_op_list in the bridge's shared_layer.py)."""
 
 MAX_STABLE_SORT = 37
 """Longest dimension that the card sorts with `stable`."""
 
 MAX_DIMS = 5
-"""Dimensions that the kernels of the ops below take."""
+"""Maximum dimensions for the kernels of the ops below."""
 
 MAX_NARROW_NONZERO_DIMS = 4
-"""Dimensions up to which `nonzero` has a kernel that lacks float16."""
+"""Maximum dimensions for which `nonzero` uses a kernel without float16."""
 
 NONZERO = frozenset(
     (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.int8, torch.bool)
@@ -44,6 +53,13 @@ NONZERO = frozenset(
 PUT = frozenset((*NONZERO, torch.float16))
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW_INTEGERS = (torch.int16, torch.uint8)
+LAZY_DTYPES = {
+    "scatter_add_": frozenset((torch.float32, torch.bfloat16, torch.int64)),
+    "index_add": frozenset((*PUT, torch.int16, torch.uint8)) - {torch.float16},
+    "masked_select": frozenset((torch.float32, torch.bfloat16, torch.int32, torch.int64)),
+    "sort": frozenset((*PUT, torch.int16)) - {torch.int8, torch.bool},
+}
+"""Dtypes of ops in lazy mode (the bridge's kernel_input_checks.cpp)."""
 
 Arguments = dict[str, Any]
 
@@ -75,13 +91,25 @@ def _nonzero(given: Arguments, mode: Mode) -> bool:
 
 
 def _masked_select(given: Arguments, mode: Mode) -> bool:
-    return given["self"].dim() <= MAX_DIMS and (mode.is_lazy or given["self"].dtype in PUT)
+    dtypes = LAZY_DTYPES["masked_select"] if mode.is_lazy else PUT
+    return given["self"].dim() <= MAX_DIMS and given["self"].dtype in dtypes
 
 
 def _has_few_dims(given: Arguments, mode: Mode) -> bool:
-    """Whether each tensor has few dimensions enough for the kernels of lazy mode."""
+    """Whether each tensor has few enough dimensions for the kernels of lazy mode."""
     tensors = (value for value in given.values() if isinstance(value, Tensor))
     return not mode.is_lazy or all(tensor.dim() <= MAX_DIMS for tensor in tensors)
+
+
+def _scatter_add(given: Arguments, mode: Mode) -> bool:
+    dtypes = LAZY_DTYPES["scatter_add_"]
+    is_listed = {given[name].dtype for name in ("self", "index", "src")} <= dtypes
+    return _has_few_dims(given, mode) and (is_listed or not mode.is_lazy)
+
+
+def _index_add(given: Arguments, mode: Mode) -> bool:
+    is_listed = given["self"].dtype in LAZY_DTYPES["index_add"]
+    return _has_few_dims(given, mode) and (is_listed or not mode.is_lazy)
 
 
 def _divide(given: Arguments, mode: Mode) -> bool:
@@ -90,7 +118,7 @@ def _divide(given: Arguments, mode: Mode) -> bool:
 
 
 def _index(given: Arguments, mode: Mode) -> bool:
-    """In eager mode, an index on the host brings the operator there (the bridge's
+    """In eager mode, the op runs on the host if an index tensor is on the host (the bridge's
     hpu_ops/eager/index_gen.cpp)."""
     found = (index for index in given["indices"] if isinstance(index, Tensor))
     return mode.is_compiled or mode.is_lazy or all(index.device.type == "hpu" for index in found)
@@ -101,7 +129,7 @@ def _sort(given: Arguments, mode: Mode) -> bool:
         return False
     size, dim = given["self"].shape, given["dim"] % max(given["self"].dim(), 1)
     if not given.get("stable"):
-        return True
+        return not mode.is_lazy or given["self"].dtype in LAZY_DTYPES["sort"]
     return dim != 0 and bool(size[dim] <= MAX_STABLE_SORT)
 
 
@@ -120,8 +148,8 @@ LIMITS: dict[str, Callable[[Arguments, Mode], bool]] = {
     "aten::index_put": _index_put,
     "aten::index_put_": _index_put,
     "aten::_index_put_impl_": _index_put,
-    "aten::index_add": _has_few_dims,
-    "aten::scatter_add_": _has_few_dims,
+    "aten::index_add": _index_add,
+    "aten::scatter_add_": _scatter_add,
     "aten::nonzero": _nonzero,
     "aten::masked_select": _masked_select,
     "aten::unique_dim": lambda given, _: not given["sorted"],
@@ -136,21 +164,21 @@ LIMITS: dict[str, Callable[[Arguments, Mode], bool]] = {
 
 ALIASES = {
     "float8": FP8,
-    # The bridge adds these to each list that has the other type (scripts/gen_op.py).
+    # The bridge adds bool to each list with int8 (scripts/gen_op.py).
     "int8": (torch.int8, torch.bool),
 }
 """Names in `registered_dtypes.txt` that mean several dtypes."""
 
 
 class DtypeRule(NamedTuple):
-    """The dtypes of an op. `inputs`: names of arguments; empty: each tensor but `out`."""
+    """The dtypes of an op. `inputs`: names of arguments; empty: every tensor except `out`."""
 
     inputs: tuple[str, ...]
     dtypes: frozenset[torch.dtype]
 
     def allows(self, given: Arguments, mode: Mode) -> bool:
-        """Whether the arguments are of these dtypes: several named arguments have the dtype to
-        which torch promotes them."""
+        """Whether the arguments have these dtypes. Several named arguments are promoted to a common
+        dtype first."""
         return all(
             dtype in self.dtypes
             or (dtype == torch.int64 and not mode.has_int64 and torch.int32 in self.dtypes)
@@ -170,7 +198,8 @@ class DtypeRule(NamedTuple):
 def is_supported(
     func: Any, args: tuple[Any, ...], kwargs: Arguments, generation: str, mode: Mode
 ) -> bool:
-    """Whether the card runs the overload `func` itself with these arguments on host tensors."""
+    """Whether the card itself runs the overload `func` with these arguments; False: the host runs
+    it."""
     if not _is_registered(func):
         return False
     limit, rules = LIMITS.get(func._schema.name), _dtype_rules(func, generation)
@@ -182,7 +211,8 @@ def is_supported(
 
 @functools.cache
 def _dtype_rules(func: torch._ops.OpOverload, generation: str) -> tuple[DtypeRule, ...]:
-    """Rules for the name of an op, and for this overload alone."""
+    """Rules for all overloads of the op, for this overload, and for this overload on
+    `generation`."""
     base: str = func._schema.name.partition("::")[2]
     overload = f"{base}.{func._schema.overload_name or 'default'}"
     names = (base, overload, f"{overload}@{generation}")
@@ -191,7 +221,7 @@ def _dtype_rules(func: torch._ops.OpOverload, generation: str) -> tuple[DtypeRul
 
 @functools.cache
 def _all_dtype_rules() -> dict[str, list[DtypeRule]]:
-    """Rules by the op's name, with an overload and a generation if they are of these alone."""
+    """Rules by `op`, `op.overload` or `op.overload@generation`, from registered_dtypes.txt."""
     found: dict[str, list[DtypeRule]] = {}
     for line in Path(__file__).with_name("registered_dtypes.txt").read_text().splitlines():
         op, _, text = line.partition(" ")
@@ -214,6 +244,8 @@ def _is_registered(func: Any) -> bool:
         return True
     if namespace != "aten" or name in COMPOSED_OF_UNREGISTERED:
         return False
+    if base in SCATTERS:
+        return True
     overload = func._schema.overload_name or "default"
     overloads = _overloads().get(base, frozenset())
     if overload in overloads:
@@ -222,7 +254,7 @@ def _is_registered(func: Any) -> bool:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if any(has_kernel(full_name, key) for key in COMPOSITE):
         return True
-    # Torch composes the plain and the in-place form of a structured op of its `out` form.
+    # Torch composes the plain and the in-place form of a structured op from its `out` form.
     outs = _overloads().get(base.removesuffix("_"), frozenset())
     composes = has_kernel(full_name, "CompositeExplicitAutogradNonFunctional")
     return composes and any(name.endswith("out") for name in outs)

@@ -1,8 +1,8 @@
-"""Rules of single ops: which ops wait for the host, and how the device handles -1 indices and wide
+"""Rules of single ops: for which ops the host waits, and how the device handles -1 indices and wide
 dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +50,11 @@ SUPPORTED_DTYPES = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 )
-"""Types that the runtime knows (pytorch_to_synapse_type in the bridge's create_tensor.cpp). It
-would take float64 as float32."""
+"""Dtypes that the runtime supports (pytorch_to_synapse_type in the bridge's create_tensor.cpp). It
+would treat float64 as float32."""
 
 Report = Callable[[str, str, str], None]
-"""Called with (kind, text, op) if data, not shapes, break a rule."""
+"""Called with (kind, text, op) if the values of a tensor break a rule."""
 
 
 class IndexRule(NamedTuple):
@@ -92,6 +92,10 @@ EXTREMES = {
 """Ops that return the index of an extreme value: the reduction, and a value that is never the
 extreme. No test of the bridge specifies which of several equal floats they find, or how they treat
 NaN (tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
+COPIED_TARGETS = _names("index_put_ _index_put_impl_ index_add_ scatter_add_")
+"""Ops that in lazy mode compute a new version of their target, and copy the version back (the
+bridge's lazy_kernels.cpp)."""
+SUMS_BY_INDEX = ("aten::index_add", "aten::index_add_")
 INDEX_COPIES = ("aten::index_copy", "aten::index_copy_")
 BYTES_MOVED = (*INDEX_COPIES, "aten::index_select")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -113,18 +117,77 @@ def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return any(index is not None and index.dtype in MASKS for index in args[1])
 
 
+CLAMPS = _names("clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_")
+FILLS = _names("masked_fill masked_fill_")
+INT32 = range(-(1 << 31), 1 << 31)
+
+
+@functools.cache
+def _number_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument of an op that may be a number of any type."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((at, given.name) for at, given in arguments if "number" in str(given.type))
+
+
+def with_small_numbers(
+    func: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    report: Report,
+    *,
+    has_int64: bool,
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Wrap the numbers among the arguments of an integer op to 32 bits, unless `has_int64`. Raises
+    RuntimeError for clamp bounds beyond 32 bits and, without 64-bit integers, for such values of
+    masked_fill (the bridge's clamp_gen.cpp, masked_fill_gen.cpp, and get_tensor_for_scalar in its
+    lazy_kernels.cpp)."""
+    large: dict[str, int] = {}
+    for at, name in _number_arguments(func):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        if isinstance(value, int) and value not in INT32:
+            large[name] = value
+    tensors = [given for given in args if isinstance(given, Tensor)] if large else []
+    if not tensors or any(given.is_floating_point() for given in tensors):
+        return args, kwargs
+    op: str = func._schema.name
+    worst = next(iter(large.values()))
+    if op in CLAMPS or (op in FILLS and not has_int64):
+        raise RuntimeError(f"{op}: {worst} cannot be converted to type int without overflow")
+    if has_int64:
+        return args, kwargs
+    report("int64_wrap", f"the number {worst} does not fit 32 bits and wraps", op)
+    wrapped = {name: (value + (1 << 31)) % (1 << 32) - (1 << 31) for name, value in large.items()}
+    places = {at: wrapped[name] for at, name in _number_arguments(func) if name in wrapped}
+    return (
+        tuple(places.get(at, given) for at, given in enumerate(args)),
+        {name: wrapped.get(name, given) for name, given in kwargs.items()},
+    )
+
+
 MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
-"""Dimensions of a tensor that an index may read or write; more are refused (the bridge's
+"""Maximum dimensions of a tensor that is read or written by index (the bridge's
 indexing_ops_helper.h and lazy_kernels.cpp)."""
 
 
-def check_index(name: str, args: tuple[Tensor, ...]) -> None:
-    """RuntimeError for an index into a tensor of too many dimensions."""
-    most, dims = MAX_INDEX_DIMS[name], args[0].dim()
+COPIED_DIMS = {"aten::copy_": 8, "aten::_to_copy": 8}
+"""Maximum dimensions of a tensor that lazy mode copies (the bridge's kernels_register.cpp)."""
+
+
+def check_dims(name: str, args: tuple[Tensor, ...], limits: Mapping[str, int]) -> None:
+    """Raise RuntimeError for a tensor of more dimensions than `limits` has for the op."""
+    most, dims = limits[name], args[0].dim()
     if dims > most:
         raise RuntimeError(
             f"{name.removeprefix('aten::')} op doesn't support more than {most} dims, got {dims}"
         )
+
+
+def check_put(name: str, args: tuple[Tensor, list[Tensor | None], Tensor], report: Report) -> None:
+    """Report a lazy-mode index_put of several values whose index follows an unindexed dimension:
+    the bridge's test calls it unsupported (test_index_put_4d.py)."""
+    has_gap = not all(isinstance(index, Tensor) for index in args[1])
+    if has_gap and args[2].numel() > 1:
+        report("index_values", "several values for an index behind a whole dimension", name)
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -158,7 +221,7 @@ def _handler(func: Any) -> Handler | None:
 def _matmul_into(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Tensor:
-    """Write the product in the dtype of `out`, without rounding it to the dtype of the factors:
+    """Matmul in the dtype of `out`, without rounding the result to the dtype of the inputs:
     vllm-gaudi computes float32 scores of bfloat16 queries and keys this way (flat_pa in
     vllm_gaudi/extension/ops.py)."""
     left, right = args
@@ -184,7 +247,35 @@ def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    return func(*_with_int64(args, 1), **kwargs)
+    """Indexing that returns zeros for -1, because the card implements it with `gather`: "TPC guids
+    like 'gather' doesn't support negative indexing" (the bridge's index_kernels.cpp)."""
+    args = _with_int64(args, 1)
+    target, given = args[0], args[1]
+    if any(isinstance(index, Tensor) and index.dtype in MASKS for index in given):
+        return func(*args, **kwargs)
+    numbers = {dim: index for dim, index in enumerate(given) if isinstance(index, Tensor)}
+    is_bad = False
+    for dim, index in numbers.items():
+        low, high = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
+        if index.numel() and (low < 0 or high >= target.shape[dim]):
+            _report("aten::index", low, high, target.shape[dim], report)
+            is_bad = True
+    if not is_bad:
+        return func(*args, **kwargs)
+    sizes = target.shape
+    clamped = [
+        numbers[dim].clamp(0, sizes[dim] - 1) if dim in numbers else None
+        for dim in range(len(given))
+    ]
+    out = func(target, clamped, **kwargs)
+    broadcast = torch.broadcast_tensors(*numbers.values())  # type: ignore[no-untyped-call]  # torch's own
+    valid = torch.ones(broadcast[0].shape, dtype=torch.bool)
+    for dim, index in zip(numbers, broadcast, strict=True):
+        valid &= (index >= 0) & (index < sizes[dim])
+    # Separated indices become the first dimensions of the result.
+    first, last = min(numbers), max(numbers)
+    rest = target.dim() - 1 - last if last - first < len(numbers) else out.dim() - valid.dim()
+    return out.masked_fill_(~valid.view(*valid.shape, *(1,) * rest), 0)
 
 
 def _run_indexed(
@@ -280,10 +371,36 @@ def _run_put(
     return func(target, [index[valid] for index in broadcast], valid_values, *args[3:], **kwargs)
 
 
+def add_by_index(
+    func: torch._ops.OpOverload,
+    args: tuple[Tensor, int, Tensor, Tensor],
+    kwargs: dict[str, float],
+    report: Report,
+) -> Tensor:
+    """index_add in lazy mode. Duplicate indices are reported: the bridge's test expects results
+    that differ from torch's (test_index_add_duplicate_indices). With at most as many indices as
+    rows, only one of the duplicates is added: the rows are selected, increased and scattered
+    (IndexAddOperator in the bridge's index_kernels.cpp)."""
+    target, dim, index, source = args
+    name: str = func._schema.name
+    rows = target.shape[dim] if target.dim() else 1
+    has_equal = len(set(index.tolist())) < index.numel()
+    if has_equal:
+        report("duplicate_index", "equal indices of a sum in lazy mode", name)
+    is_valid = index.numel() and int(index.min()) >= 0 and int(index.max()) < rows
+    if not (has_equal and is_valid and index.numel() <= rows):
+        found: Tensor = run(func, args, kwargs, report)
+        return found
+    index = index.long()
+    increased = target.index_select(dim, index) + source * kwargs.get("alpha", 1)
+    copy = target.index_copy_ if name.endswith("_") else target.index_copy
+    return copy(dim, index, increased)
+
+
 def _last_extreme(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """Index of the last of equal values, ignoring NaN: an order on which programs must not rely."""
+    """Index of the last of equal values, ignoring NaN. Programs must not rely on this order."""
     reduce, other = EXTREMES[name]
     values: Tensor = args[0]
     if not values.dim():
@@ -327,14 +444,14 @@ def _report(name: str, low: int, high: int, size: int, report: Report) -> None:
 
 
 def check_dtype(tensor: Tensor, name: str) -> None:
-    """RuntimeError for a dtype that the device does not support."""
+    """Raise RuntimeError for a dtype that the device does not support."""
     if tensor.dtype not in SUPPORTED_DTYPES:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise RuntimeError(f"{name}: tensor type {kind} is not supported by hpu")
 
 
 def wrap_to_int32(tensor: Tensor, name: str, report: Report) -> None:
-    """In lazy mode int64 has 32 bits on the device: values that do not fit wrap, in place."""
+    """Wrap int64 values to 32 bits in place, as the device does in lazy mode; report a change."""
     wrapped = tensor.to(torch.int32)
     if torch.equal(wrapped.to(torch.int64), tensor):
         return

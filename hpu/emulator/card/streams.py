@@ -21,7 +21,7 @@ ReportMisuse = Callable[[str, str, str], None]
 
 
 Times = dict[int, int]
-"""By the key of a stream: the time up to which its work is known to be done."""
+"""Stream key -> time up to which the stream's work is known to be done."""
 
 
 class StreamClock:
@@ -39,7 +39,7 @@ class StreamClock:
         return self._num_streams - 1
 
     def finish_all(self) -> None:
-        """The host has waited for all streams."""
+        """Record that the host has waited for all streams."""
         self.done = dict.fromkeys(range(self._num_streams), self.now)
 
     def is_done(self, times: Times) -> bool:
@@ -76,13 +76,30 @@ class LaunchClock:
         """Record that the next launch reads or writes a storage."""
         allocation.last_launch = self.launched + 1
 
+    def read(self, allocation: Allocation) -> None:
+        """Record that an operation of the next launch reads a storage."""
+        allocation.read_by = self.launched + 1
+
+    def write(self, allocation: Allocation) -> None:
+        """Record that an operation of the next launch writes a storage."""
+        allocation.written_by = self.launched + 1
+
+    def is_read_next(self, allocation: Allocation) -> bool:
+        """Whether the next launch reads a storage."""
+        return allocation.read_by > self.launched
+
+    def is_written_next(self, allocation: Allocation) -> bool:
+        """Whether the next launch writes a storage."""
+        return allocation.written_by > self.launched
+
     def launch(self) -> None:
         self.launched += 1
         if self._submit_s:
             self._submitted_at = max(self._submitted_at, time.monotonic()) + self._submit_s
 
     def join(self) -> bool:
-        """Wait until all launches are submitted; whether there were any since the last call."""
+        """Wait until all launches are submitted. Returns whether there were launches since the last
+        call."""
         pending = self.launched > self._joined
         self._joined = self.launched
         if (left := self._submitted_at - time.monotonic()) > 0:
@@ -99,8 +116,8 @@ class LaunchClock:
 
 
 class StreamState:
-    """Order of a stream relative to the others: what it has waited for. Key 0 is the default
-    stream."""
+    """Order of a stream relative to the other streams: the work that it has waited for. Key 0 is
+    the default stream."""
 
     def __init__(self, clock: StreamClock) -> None:
         self._clock = clock
@@ -113,7 +130,7 @@ class StreamState:
 
     @property
     def seen(self) -> Times:
-        """What this stream's next operation comes after."""
+        """Work that precedes this stream's next operation: the time of each stream."""
         return {**self._waited, self._key: self._clock.now}
 
     def wait_for(self, seen: Times) -> None:
@@ -126,8 +143,9 @@ class StreamState:
         op: str,
         misuse: ReportMisuse,
     ) -> None:
-        """Note an operation of this stream. Report a read of what another stream wrote, or a write
-        to what it reads or wrote, if this stream has not waited for the other one."""
+        """Record an operation of this stream. Reports a read of what another stream wrote, or a
+        write to what another stream reads or wrote, if this stream has not waited for the other
+        stream."""
         for used in (*reads, *writes):
             if not self._is_after(used.last_writer, used.last_write):
                 other = "the default stream" if used.last_writer == 0 else "another stream"
@@ -147,18 +165,18 @@ class StreamState:
             self.note_write(written)
 
     def note_write(self, allocation: Allocation) -> None:
-        """Note a write that needs no event."""
+        """Record a write without checks."""
         allocation.last_write, allocation.last_writer = self._clock.now, self._key
 
     def _is_after(self, key: int, at: int) -> bool:
-        """Whether this stream's next operation comes after work of a stream at time `at`."""
+        """Whether this stream's next operation comes after work of stream `key` at time `at`."""
         return key == self._key or at <= max(self._waited.get(key, 0), self._clock.done.get(key, 0))
 
     def deferred_check(
         self, source: HpuTensor, op: str, misuse: ReportMisuse
     ) -> Callable[[], bool]:
-        """Function that returns, when a copy of this stream runs, whether `source` still exists. It
-        reports a source that was freed."""
+        """A function to call when a copy on this stream runs: whether `source` still exists. It
+        reports a freed source as a misuse."""
         allocation = weakref.ref(source.allocation)
 
         def is_valid() -> bool:
@@ -170,7 +188,7 @@ class StreamState:
         return is_valid
 
 
-class Card(Protocol):
+class StreamCard(Protocol):
     """The part of the device that streams and events use."""
 
     acquisition: Acquisition
@@ -191,7 +209,7 @@ class Card(Protocol):
 class CardEvent:
     """A point in a stream; `elapsed_time` is host time in milliseconds."""
 
-    def __init__(self, device: Card, enable_timing: bool) -> None:
+    def __init__(self, device: StreamCard, enable_timing: bool) -> None:
         self._device = device
         self._timed = enable_timing
         self._state: StreamState | None = None
@@ -214,8 +232,8 @@ class CardEvent:
         self.seen = self._state.seen
 
     def wait(self, stream: "CardStream | None" = None) -> None:
-        """Make a stream wait, not the host. Copies before the event have read their sources when
-        that stream goes on."""
+        """Make `stream` wait, not the host. Copies before the event read their sources before that
+        stream continues."""
         (stream or self._device.current_stream()).stream_state.wait_for(self.seen)
         if self._state:
             self._device.queue.read_until(self._position, self._state)
@@ -251,9 +269,9 @@ class CardEvent:
 
 
 class CardStream:
-    """A stream other than the default stream."""
+    """A stream of the card."""
 
-    def __init__(self, device: Card, stream_state: StreamState, priority: int) -> None:
+    def __init__(self, device: StreamCard, stream_state: StreamState, priority: int) -> None:
         self._device = device
         self.stream_state = stream_state
         self.priority = priority
@@ -281,14 +299,16 @@ class CardStream:
 
 
 class CurrentStream:
-    """The current stream: as the card sees it, each thread has a stream of its own.
+    """The current stream. On the card, each thread has its own current stream.
 
     In lazy mode the runtime's Python code also remembers the stream that any thread has set last,
-    and believes this memory: a thread reads the stream of another thread from it, and setting the
-    stream that it holds does nothing (the bridge's torch/hpu/streams.py, up to 2026).
+    and relies on this record: a thread may get the stream of another thread, and setting the
+    recorded stream has no effect (the bridge's torch/hpu/streams.py, up to 2026).
     """
 
-    def __init__(self, device: Card, default: CardStream, *, is_lazy: Callable[[], bool]) -> None:
+    def __init__(
+        self, device: StreamCard, default: CardStream, *, is_lazy: Callable[[], bool]
+    ) -> None:
         self._device = device
         self._default = default
         self._is_lazy = is_lazy
@@ -304,8 +324,8 @@ class CurrentStream:
         return self._remembered
 
     def set(self, stream: CardStream | None) -> None:
-        """Change the stream of this thread, after the launch of what was collected before. In eager
-        mode another stream waits for the default stream."""
+        """Set the stream of this thread, after launching the collected ops. In eager mode, a stream
+        that replaces the default stream waits for it."""
         if not stream:
             return
         if self._is_lazy():

@@ -1,12 +1,12 @@
 """HpuTensor: a tensor whose device is `hpu` and whose bytes are a CPU tensor's.
 
-How the device string is carried, and why so: torch knows the device type `hpu` by itself, so
-`torch.device("hpu")` needs no renaming of the private-use back end (which cannot be undone and
-would need C++ kernels). An HpuTensor is a wrapper subclass with that device; every op on one
-arrives in `__torch_dispatch__` of this file, and factories given the device arrive in a fallback
-registered for the HPU dispatch key by `install`. So reads by the host are visible ops on every
-thread, and CPU tensors cost nothing extra. Only functions that resolve a device without an index in
-C++ (`Tensor.to`, `torch.tensor`, `torch.as_tensor`) are patched, by `install`.
+torch has a built-in device type `hpu`, so `torch.device("hpu")` needs no renaming of the
+private-use back end (which cannot be undone and would need C++ kernels). An HpuTensor is a wrapper
+subclass with that device; every op on an HpuTensor arrives in `__torch_dispatch__` of this file,
+and factories given the device arrive in a fallback registered for the HPU dispatch key by
+`install`. So reads by the host are visible ops on every thread, and CPU tensors cost nothing extra.
+Only functions that resolve a device without an index in C++ (`Tensor.to`, `torch.tensor`,
+`torch.as_tensor`) are patched, by `install`.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,8 @@ DEVICE = torch.device("hpu", 0)
 
 
 class Lifetime(Protocol):
-    """Validity of a graph's tensor. `kind` and `text` name the misuse of a later read."""
+    """Validity of a graph's tensor. `kind` and `text` describe the misuse that a later read
+    reports."""
 
     kind: str
     text: str
@@ -106,8 +107,8 @@ class HpuTensor(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Refused: the bridge exchanges the storage (HbLazyTensor::ShallowCopyTo), and no source
-        says what the graphs that read it do then."""
+        """Raises RuntimeError: the bridge swaps the storage (HbLazyTensor::ShallowCopyTo), and the
+        effect on captured graphs is not documented."""
         raise RuntimeError("the emulator does not follow an assignment to the data of a tensor")
 
     def tolist(self) -> Any:
@@ -176,8 +177,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 CONSTANTS = frozenset((int, float, bool, type(None), torch.dtype))
-"""Types of arguments that hold no tensor and name no device. They are most of an op's arguments,
-and looking at them was a third of the emulator's time."""
+"""Types of arguments that hold no tensor and name no device. They are most of an op's arguments;
+inspecting them took a third of the emulator's time."""
 
 
 def _collect_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -220,8 +221,14 @@ def is_hpu(device: Any) -> bool:
 
 
 def with_index(value: Any) -> Any:
-    """The device `hpu` with its index; other values unchanged."""
-    return DEVICE if is_hpu(value) else value
+    """The device `hpu` with its index; other values unchanged. Raises RuntimeError for another
+    index: a process has a single card (the bridge's HPUGuardImpl.h)."""
+    if not is_hpu(value):
+        return value
+    index = torch.device(value).index
+    if index:
+        raise RuntimeError(f"habana active device: {index} != 0")
+    return DEVICE
 
 
 # Indexing as views and index ops: torch's own indexing needs a device guard, which comes with a
@@ -249,14 +256,28 @@ def set_item(tensor: Tensor, key: Any, value: Any) -> None:
             value = value.to(tensor.device)
         torch.ops.aten.index_put_.default(view, indices, value)
     elif isinstance(value, Tensor):
-        view.copy_(value.squeeze(0) if value.dim() > view.dim() else value)
+        _copy_into(view, value)
     else:
         view.fill_(value)
 
 
+def _copy_into(view: Tensor, value: Tensor) -> None:
+    """Copy as torch's index assignment does: a 0-dimensional host tensor fills the view, other
+    values are expanded first."""
+    if value.shape == view.shape:
+        view.copy_(value)
+    elif not value.dim() and value.device.type == "cpu":
+        view.fill_(value)
+    else:
+        while value.dim() > view.dim() and value.shape[0] == 1:
+            value = value.squeeze(0)
+        view.copy_(value.expand(view.shape))
+
+
 def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, list[Tensor | None]]:
-    """The view of the basic parts of the key, and the remaining index tensors by dimension, on the
-    card if `uploads`. A list becomes a tensor on the card."""
+    """Split `key` into basic and advanced indexing: the view by integers, slices and None, and the
+    index tensors by dimension. Index tensors are moved to the card if `uploads`; a list always
+    becomes a tensor on the card."""
     parts = list(key) if isinstance(key, tuple) else [key]
     width = sum(_width(part) for part in parts)
     if width > tensor.dim():

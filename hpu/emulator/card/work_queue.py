@@ -31,14 +31,25 @@ class Copy(NamedTuple):
     """Whether the bytes may arrive after the end of the copy."""
 
 
+class Upload(NamedTuple):
+    """A submitted upload from pinned memory."""
+
+    position: int
+    stream: object
+    target: Tensor
+    source: Tensor
+    expected: Tensor
+
+
 class WorkQueue:
     """Submitted work in order, by stream.
 
     A copy reaches its target when the host has waited for it or, with `late_copy_s` and unpinned
     memory, up to that many seconds later and in two parts: a thread of the runtime copies from a
     staging buffer, and neither events nor a synchronize wait for it. A large asynchronous upload
-    reads its source up to `late_copy_s` later. A kernel's error is raised by the next
-    `synchronize`, not by the call that caused it.
+    reads its source up to `late_copy_s` later. An asynchronous upload from pinned memory reads its
+    source when the host waits (copy_data_to_device_ in the bridge's device.cpp). A kernel's error
+    is raised by the next `synchronize`, not by the call that caused it.
     """
 
     def __init__(
@@ -56,6 +67,7 @@ class WorkQueue:
         """Sizes of uploads whose source changed before it was read."""
         self._random = random.Random(seed)
         self._copies: deque[Copy] = deque()
+        self._uploads: list[Upload] = []
         self._errors: list[str] = []
         self._submitted = 0
 
@@ -72,10 +84,16 @@ class WorkQueue:
         self._submitted += 1
         self._copies.append(Copy(self._submitted, stream, target, read, is_late))
 
-    def upload(self, target: Tensor, source: Tensor) -> None:
+    def upload(
+        self, target: Tensor, source: Tensor, stream: object, *, is_pinned: bool = False
+    ) -> None:
         """Emulate the late read of an asynchronous upload, whose contents are already in `target`:
         a later change of the source reaches `target` and is reported."""
         size = source.numel() * source.element_size()
+        if is_pinned and self._staged_bytes:
+            self._submitted += 1
+            self._uploads.append(Upload(self._submitted, stream, target, source, source.clone()))
+            return
         if size < self._staged_bytes or not self._late_copy_s:
             return
         expected = source.clone()
@@ -96,7 +114,7 @@ class WorkQueue:
         return self._submitted
 
     def read_until(self, position: int, stream: object) -> None:
-        """The stream's copies up to `position` have read their sources, as they are now."""
+        """Make the stream's copies up to `position` read their sources now."""
         self._copies = deque(
             _with_value(copy) if copy.stream is stream and copy.position <= position else copy
             for copy in self._copies
@@ -104,6 +122,7 @@ class WorkQueue:
 
     def complete_until(self, position: int, stream: object) -> None:
         """Complete the stream's copies up to `position`."""
+        self._read_pinned(position, stream)
         self._report_changed_sources()
         others: deque[Copy] = deque()
         while self._copies and self._copies[0].position <= position:
@@ -116,6 +135,8 @@ class WorkQueue:
 
     def complete_all(self) -> None:
         """Complete all copies, then raise the device errors since the last call."""
+        for stream in [upload.stream for upload in self._uploads]:
+            self._read_pinned(self._submitted, stream)
         self._report_changed_sources()
         while self._copies:
             self._complete(self._copies.popleft())
@@ -123,6 +144,18 @@ class WorkQueue:
             text, count = self._errors[0], len(self._errors)
             self._errors.clear()
             raise RuntimeError(f"synLaunch failed: {text} ({count} since the last synchronize)")
+
+    def _read_pinned(self, position: int, stream: object) -> None:
+        """Read the sources of the stream's uploads from pinned memory up to `position`."""
+        others = []
+        for upload in self._uploads:
+            if upload.stream is not stream or upload.position > position:
+                others.append(upload)
+            elif not torch.equal(upload.source, upload.expected):
+                with torch.inference_mode():
+                    copy_bytes(upload.target, upload.source)
+                self._changed_sources.append(upload.source.nbytes)
+        self._uploads = others
 
     def _report_changed_sources(self) -> None:
         while self._changed_sources:
@@ -137,7 +170,7 @@ class WorkQueue:
         if not (self._late_copy_s and copy.is_late):
             _write(copy.target, value)
             return
-        # The card has copied to the staging buffer; the source may change from now on.
+        # The card has copied to the staging buffer; the source may change.
         staged, target = value.clone(), copy.target
         half = len(staged) // 2 if staged.dim() else 0
         moments = sorted(self._random.uniform(0, self._late_copy_s) for _ in range(2))
@@ -163,6 +196,17 @@ def _write(target: Tensor, value: Tensor) -> None:
     # The waiting code may run outside the inference mode in which the target was created.
     with torch.inference_mode():
         target.copy_(value)
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
+    """Overwrite `target`, or its first elements if `source` is smaller, and return it: a copy
+    between host and card moves the bytes of its source, and does not broadcast it (copy_hpu_ in the
+    bridge's basic_kernels.cpp, _copy_from in its copy_from.cpp)."""
+    if target.shape == source.shape:
+        return target.copy_(source)
+    wide = target.contiguous()
+    wide.view(-1)[: source.numel()] = source.reshape(-1)
+    return target if wide is target else target.copy_(wide)
 
 
 def fill_with_garbage(tensor: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Reference maths of the device's fused operations, on CPU tensors."""
+"""Reference implementations of the device's fused operations on CPU tensors."""

@@ -1,13 +1,24 @@
-"""torch.ops.hpu: reference maths on CPU tensors for fused attention, with the documented
-refusals."""
+"""torch.ops.hpu: reference implementations of fused attention on CPU tensors, which raise the
+documented errors."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
+
+from hpu.emulator.card.tensor import HpuTensor
 
 SDPA = (
-    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, float? scale, "
-    "bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len, "
-    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
+    "float scale, bool is_causal, bool requires_backward, str softmax_mode, "
+    "Tensor? valid_seq_len, str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+SDPA_FWD = (
+    "sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, "
+    "bool is_causal, str softmax_mode, Tensor? valid_seq_len, str seq_padding_type) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -29,14 +40,14 @@ def sdpa(
     of a padded query is unspecified, here zeros.
 
     Like in the bridge's sdpa_gen.cpp, statistics (batch, ..., seq, 1) exist only for a backward
-    pass; the maxima have the dtype of `q`, the inverse sums too if that is bfloat16 and the softmax
-    fast, else float32.
+    pass; the maxima have the dtype of `q`; the inverse sums are bfloat16 if `q` is bfloat16 and the
+    softmax mode is fast, else float32.
     """
     check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     _check_statistics(requires_backward, is_causal, valid_seq_len)
     scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
     limits = torch.finfo(q.dtype)
-    # The returned maxima are the maxima that the exponentials are relative to.
+    # The exponentials are relative to the returned, rounded maxima.
     highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max).to(q.dtype)
     weights = torch.exp(scores - highest.float())
     inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
@@ -46,6 +57,25 @@ def sdpa(
     if not requires_backward:
         highest, inverse = highest.new_zeros(1), inverse.new_zeros(1)
     return out, highest, inverse, torch.zeros(1, dtype=torch.int32)
+
+
+def sdpa_with_probabilities(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    scale: float,
+    is_causal: bool,
+    *modes: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `sdpa`, which does not keep probabilities: (out, probabilities (batch, ..., seq, keys),
+    dropout mask) (SDPAFwdOutputShape in the bridge's sdpa_gen.cpp)."""
+    check_sdpa(q, k, mask, p, is_causal, *modes)
+    scores = sdpa_scores(q, k, mask, scale, is_causal, *modes[1:])
+    # A row without a visible key has weights of 0.
+    weights = torch.softmax(scores, -1).nan_to_num(0.0).to(q.dtype)
+    return (weights @ v).to(q.dtype), weights, torch.zeros(1, dtype=torch.int8)
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
@@ -81,7 +111,7 @@ def sdpa_scores(
 
 
 MAX_HEAD_SIZE = 256
-"""No caller of the vendor and no test of the bridge passes larger heads to FusedSDPA."""
+"""Largest head size that the vendor's callers and the bridge's tests pass to FusedSDPA."""
 
 
 def check_sdpa(
@@ -115,7 +145,7 @@ def check_sdpa(
         raise RuntimeError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
     if seq_padding_type not in ("left", "right"):
         raise RuntimeError(f"seq_padding_type is left or right, got {seq_padding_type!r}")
-    if softmax_mode not in ("None", "fast", "fp32"):
+    if softmax_mode not in ("None", "none", "fast", "fp32"):
         raise RuntimeError(f"softmax_mode is None, fast or fp32, got {softmax_mode!r}")
     if p:
         raise RuntimeError(f"FusedSDPA is emulated for inference: dropout is 0, got {p}")
@@ -138,3 +168,40 @@ def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:
     if padding == "right":
         return positions < lengths.view(-1, 1)
     return positions >= span - lengths.view(-1, 1)
+
+
+def register_flex_attention() -> None:
+    """Register an implementation of torch's flex_attention for emulated tensors."""
+    if HpuTensor not in flex_attention.python_key_table:
+        flex_attention.py_impl(HpuTensor)(_flex_attention)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: object,
+    scale: float,
+    kernel_options: object,
+    *buffers: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, log-sum-exp, maxima) by matmuls, a softmax, and `score_mod` on whole tensors, as a
+    compiler without a kernel decomposes flex_attention. `buffers`: tensors for `score_mod`, then
+    tensors for the mask. `block_mask` is ignored: it must only tell a kernel which blocks to skip,
+    and not change results."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    places = []
+    for dim, size in enumerate(scores.shape):
+        shape = [1] * scores.dim()
+        shape[dim] = size
+        index = torch.arange(size, dtype=torch.int32, device=query.device)
+        places.append(index.view(shape))
+    scores = score_mod(scores, *places, *next(iter(buffers), ()))
+    highest = scores.amax(-1)
+    weights = torch.softmax(scores, dim=-1)
+    out = weights.to(value.dtype) @ value
+    return out, torch.logsumexp(scores, dim=-1), highest

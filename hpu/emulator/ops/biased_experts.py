@@ -1,5 +1,5 @@
-"""torch.ops.hpu.mixture_of_experts for experts with biases: reference maths on CPU tensors, with
-weights in the model's dtype and in MXFP4."""
+"""torch.ops.hpu.mixture_of_experts for experts with biases: reference implementations on CPU
+tensors, with weights in the model's dtype and in MXFP4."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from hpu.emulator.ops.quantized import check_experts, weighted_sum
 from hpu.model_loader.quantized_weights import dequantize_mxfp4
 
 BLOCK = 32
-"""Weights with a common scale; the kernel has no other size."""
+"""Weights per scale; the kernel supports only this block size."""
 MOE_BIAS = (
     "mixture_of_experts.bias_fused_weights(Tensor hidden_states, Tensor expert_routing_table, "
     "Tensor router_weights, Tensor[] w12, Tensor[] w3, Tensor[] w12_bias, Tensor[] w3_bias, "
     "bool permuted_weights, int experts_min, int experts_max, *, int chunk_size=0, "
     "int total_experts=0, float alpha=1.702, float limit=7.0) -> Tensor"
 )
-"""Arguments follow the operator's C++ declaration (HabanaAI/gaudi-pytorch-bridge, state of 2026).
-Earlier releases lack the last four, which no caller here passes."""
+"""Arguments follow the operator's C++ declaration (HabanaAI/gaudi-pytorch-bridge, as of 2026).
+Earlier releases lack the last four arguments, which no caller here passes."""
 MOE_BIAS_MXFP4 = (
     "mixture_of_experts.bias_mxfp4_fused_weights(Tensor hidden_states, "
     "Tensor expert_routing_table, Tensor router_weights, Tensor[] w12, Tensor[] w3, "
@@ -30,15 +30,16 @@ MOE_BIAS_MXFP4 = (
 
 
 class BiasedExperts:
-    """The operators. `runs_eagerly`: see quantized.Int4; the bridge's tests list the MXFP4 form as
-    unsupported in eager mode. `has_fault`: whether the card has a fault."""
+    """mixture_of_experts with biases. `runs_eagerly`: see quantized.Int4Conversion; the bridge's
+    tests list the MXFP4 form as unsupported in eager mode. `has_fault`: whether the card has a
+    fault."""
 
     def __init__(self, runs_eagerly: Callable[[], bool], has_fault: Callable[[str], bool]) -> None:
         self._runs_eagerly = runs_eagerly
         self._has_fault = has_fault
 
     def kernels(self, has: Callable[[str], bool]) -> dict[str, Callable[..., Tensor]]:
-        """Schema -> implementation of the operators that exist; `has`: whether an operator does."""
+        """Schema -> implementation of the operators for which `has` returns True."""
         all_kernels: dict[str, Callable[..., Tensor]] = {
             MOE_BIAS: self.run,
             MOE_BIAS_MXFP4: self.run_mxfp4,
@@ -63,11 +64,12 @@ class BiasedExperts:
         limit: float = 7.0,
     ) -> Tensor:
         """Like `mixture_of_experts` with w1 and w2 interleaved in a weight per expert, biases of
-        both products, and the activation of gpt-oss."""
+        both matmuls, and the activation of gpt-oss."""
         if not len(w12) == len(w12_bias) == len(w3_bias) == experts_max - experts_min + 1:
             raise RuntimeError(
-                f"mixture_of_experts: {len(w12)} weights and {len(w12_bias)} biases for experts "
-                f"{experts_min} to {experts_max}"
+                f"mixture_of_experts: {len(w12)} weights, {len(w12_bias)} and {len(w3_bias)} "
+                f"biases, experts {experts_min} to {experts_max} need "
+                f"{experts_max - experts_min + 1} of each"
             )
         dtypes = {bias.dtype for bias in (*w12_bias, *w3_bias)}
         if dtypes != {hidden_states.dtype}:

@@ -36,6 +36,14 @@ def _sdpa(
     )
 
 
+def _sdpa_fwd(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty((*q.shape[:-1], k.shape[-2])),
+        q.new_empty(1, dtype=torch.int8),
+    )
+
+
 def _rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dtype = x.dtype if x.dtype == gamma.dtype else torch.float32
     return torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=dtype)
@@ -72,7 +80,7 @@ def _cast_to_fp8(
     scale_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype or torch.float8_e4m3fn), x.new_empty(
-        (), dtype=torch.float32
+        () if is_amax else 0, dtype=torch.float32
     )
 
 
@@ -124,6 +132,7 @@ OVERLOAD_FAKES: dict[str, Callable[..., Any]] = {
 """Fakes of the overloads of mixture_of_experts."""
 FAKES: dict[str, Callable[..., Any]] = {
     "sdpa_recomp_fwd": _sdpa,
+    "sdpa_fwd": _sdpa_fwd,
     "rms_norm": _rms_norm,
     "rms_norm_fast": _rms_norm,
     "rotary_pos_embedding": _rotary,

@@ -1,5 +1,5 @@
-"""Reference maths on CPU tensors for FP8 fused attention and softmax, and for bfloat16 attention
-that measures its softmax.
+"""Reference implementations on CPU tensors of FP8 fused attention and softmax, and of bfloat16
+attention that measures its softmax.
 
 Schemas and result types follow the bridge (HabanaAI/gaudi-pytorch-bridge: kernels_register.cpp,
 sdpa_gen.cpp, and the meta functions of its compile backend).
@@ -53,7 +53,8 @@ class Fp8Attention:
         valid_seq_len: Tensor | None,
         seq_padding_type: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest output or 0).
+        """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest output or 0),
+        the last two of shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp).
 
         FP8 operands are multiplied by their `d_scale`s. The softmax weights are then rounded to FP8
         with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else bfloat16.
@@ -99,7 +100,8 @@ class Fp8Attention:
             out, _ = self._fp8.cast_to(out, q_scale_o)
         empty = torch.zeros(1, dtype=wide_dtype)
         seed = torch.zeros(1, dtype=torch.int32)
-        return out.to(_out_dtype(q, q_scale_o)), empty, empty.clone(), seed, amax_s, amax_o
+        largest = amax_s.reshape(1), amax_o.reshape(1)
+        return out.to(_out_dtype(q, q_scale_o)), empty, empty.clone(), seed, *largest
 
     def softmax(
         self,
@@ -110,7 +112,20 @@ class Fp8Attention:
         inv_attn_heads: Tensor | None = None,
         fused_add: Tensor | None = None,
     ) -> Tensor:
-        """Softmax in FP8, times `output_scale`, if there is an `input_scale`; else in bfloat16."""
+        """Softmax in FP8, times `output_scale`, if there is an `input_scale`; else in bfloat16.
+        The checks come from softmax_fp8_gen.cpp."""
+        if input.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
+            raise RuntimeError(
+                "Input tensor must be of torch.bfloat16 or torch.float8_e4m3fn dtype, got "
+                f"{input.dtype}"
+            )
+        is_scaled = input_scale is not None
+        if [input_scale, output_scale].count(None) == 1:
+            raise RuntimeError("Output and input scales must be both given or None")
+        if input.dtype == torch.float8_e4m3fn and not is_scaled:
+            raise RuntimeError(
+                "If Input is of torch.float8_e4m3fn dtype then input scale must be given."
+            )
         if inv_attn_heads is not None or fused_add is not None:
             raise RuntimeError("softmax_fp8 is emulated without inv_attn_heads and fused_add")
         if dim % input.dim() != input.dim() - 1:
@@ -119,7 +134,7 @@ class Fp8Attention:
         if input.dtype == torch.float8_e4m3fn and input_scale is not None:
             wide = wide * input_scale
         weights = torch.softmax(wide, dim)
-        if input_scale is None:
+        if not is_scaled:
             return weights.to(torch.bfloat16)
         return self._fp8.cast_to(weights, output_scale)[0]
 
@@ -158,8 +173,8 @@ def fake_sdpa(
         q.new_empty(1, dtype=wide_dtype),
         q.new_empty(1, dtype=wide_dtype),
         q.new_empty(1, dtype=torch.int32),
-        q.new_empty((), dtype=torch.float32),
-        q.new_empty((), dtype=torch.float32),
+        q.new_empty(1, dtype=torch.float32),
+        q.new_empty(1, dtype=torch.float32),
     )
 
 

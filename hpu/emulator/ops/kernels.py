@@ -1,5 +1,5 @@
-"""torch.ops.hpu: reference maths on CPU tensors for RMS norm, rotary embedding and block softmax,
-with the documented refusals; and the registration of all ops."""
+"""torch.ops.hpu: reference implementations on CPU tensors of RMS norm, rotary embedding and block
+softmax, which raise the documented errors; and the registration of all ops."""
 
 from collections.abc import Callable
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops import biased_experts, fp8_attention, measured_experts, quantized
-from hpu.emulator.ops.attention import SDPA, sdpa
+from hpu.emulator.ops.attention import SDPA, SDPA_FWD, sdpa, sdpa_with_probabilities
 from hpu.gaudi_devices import generation, has_kernel, max_experts, release_of
 
-RMS_NORM = "rms_norm(Tensor x, Tensor gamma, float eps) -> (Tensor, Tensor)"
+RMS_NORM = "rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)"
 RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
 
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normed, inverse rms (..., 1)). A weight of another dtype makes both float32
+    """(normed, inverse rms (..., 1)). Both are float32 if the weight has another dtype than `x`
     (rms_norm_gen.cpp)."""
     x_fp32 = x.float()
     inverse = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
@@ -33,7 +33,7 @@ ROTARY = (
 def rotary(
     input: Tensor, sin: Tensor, cos: Tensor, position_ids: Tensor | None, offset: int, mode: int
 ) -> Tensor:
-    """`input` rotated: mode 0 pairs element i with i + half, mode 1 pairs neighbours.
+    """`input` rotated: mode 0 pairs element i with i + half, mode 1 pairs adjacent elements.
 
     `sin` and `cos` broadcast to the input, or are tables (positions, size) indexed by
     `position_ids`, or read from `offset` on.
@@ -54,7 +54,7 @@ def rotary(
     return (input * cos + rotated * sin).to(input.dtype)
 
 
-CUSTOM_SOFTMAX = "custom_softmax(Tensor x, int flavor) -> Tensor"
+CUSTOM_SOFTMAX = "custom_softmax(Tensor input, int flavor) -> Tensor"
 
 
 def custom_softmax(x: Tensor, flavor: int) -> Tensor:
@@ -65,7 +65,7 @@ BLOCK_SOFTMAX = "block_softmax(Tensor attn, Tensor bias, Tensor groups) -> (Tens
 
 
 def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(exponentials, maxima, sums) of each block alone; the last dimension is a block's slots.
+    """(exponentials, maxima, sums) per block; the last dimension is a block's slots.
 
     `attn` (blocks, kv_heads, group, rows, slots); `bias` with 1 head and 1 group; `groups`
     (blocks): row of each block. The checks come from block_softmax_adjustment_gen.cpp.
@@ -74,11 +74,12 @@ def block_softmax(attn: Tensor, bias: Tensor, groups: Tensor) -> tuple[Tensor, T
         raise RuntimeError(f"attn tensor must be 5-dimensional, got {attn.dim()}")
     if bias.shape != (attn.shape[0], 1, 1, *attn.shape[3:]):
         raise RuntimeError(
-            f"block_softmax: the bias is {tuple(bias.shape)} for scores {tuple(attn.shape)}"
+            f"block_softmax: the bias is {tuple(bias.shape)}, it must be "
+            f"{(attn.shape[0], 1, 1, *attn.shape[3:])} for scores {tuple(attn.shape)}"
         )
     if groups.shape[0] != attn.shape[0]:
         raise RuntimeError(
-            f"block_softmax: {groups.shape[0]} groups for {attn.shape[0]} blocks of scores"
+            f"block_softmax: groups has {groups.shape[0]} blocks, the scores have {attn.shape[0]}"
         )
     scores = attn.float() + bias.float()
     highest = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
@@ -95,14 +96,16 @@ BLOCK_SOFTMAX_ADJUSTMENT = (
 def block_softmax_adjustment(
     block_max: Tensor, block_sums: Tensor, block_groups: Tensor, batch: int, out_shape: list[int]
 ) -> Tensor:
-    """Factor for each block's product, such that the blocks of a row sum to the row's softmax.
+    """Factor for the partial output of each block, so that the scaled partial outputs of a row sum
+    to its attention output.
 
-    RuntimeError for maxima of another rank than 2 and 5.
+    Raises RuntimeError for maxima whose number of dimensions is not 2 or 5.
     """
     if block_max.dim() not in (2, 5) or block_groups.shape != block_max.shape[:1]:
         raise RuntimeError(
-            f"block_softmax_adjustment: maxima {tuple(block_max.shape)} for groups "
-            f"{tuple(block_groups.shape)}: 2 or 5 dimensions, of which the first is the blocks"
+            f"block_softmax_adjustment: the maxima are {tuple(block_max.shape)}, the groups "
+            f"{tuple(block_groups.shape)}: maxima must have 2 or 5 dimensions, the first of the "
+            "groups' length"
         )
     count = block_max.shape[0]
     highest = block_max.float().reshape(count, -1)
@@ -120,7 +123,8 @@ def block_softmax_adjustment(
 
 
 def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]:
-    """A kernel for experts that refuses more than `limit` of them in a call."""
+    """Wrap a mixture_of_experts kernel: raises RuntimeError for more than `limit` experts in a
+    call."""
 
     def run(*args: object, **kwargs: object) -> object:
         weights = args[3]
@@ -134,15 +138,31 @@ def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]
     return run
 
 
+def _on_card(
+    name: str, kernel: Callable[..., object], check: Callable[[str], None]
+) -> Callable[..., object]:
+    """A kernel behind a check."""
+
+    def run(*args: object, **kwargs: object) -> object:
+        check(name)
+        return kernel(*args, **kwargs)
+
+    return run
+
+
 def define_ops(
-    card: str, release: str, runs_eagerly: Callable[[], bool], has_fault: Callable[[str], bool]
+    card: str,
+    release: str,
+    runs_eagerly: Callable[[], bool],
+    has_fault: Callable[[str], bool],
+    check_on_card: Callable[[str], None],
 ) -> Library:
     """Define and implement every op that `card` has with this release; destroying the library
-    removes them. `runs_eagerly`: as in quantized.Int4. `has_fault`: whether the card has a fault.
-    """
+    removes them. `runs_eagerly`: as in quantized.Int4Conversion. `has_fault`: whether the card has
+    a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the host."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly)
-    int4 = quantized.Int4(runs_eagerly)
+    int4 = quantized.Int4Conversion(runs_eagerly)
     biased = biased_experts.BiasedExperts(runs_eagerly, has_fault)
 
     def has(kernel: str) -> bool:
@@ -151,6 +171,7 @@ def define_ops(
     grouped = has("convert_from_uint4.g_idx")
     table: dict[str, Callable[..., object]] = {
         SDPA: sdpa,
+        SDPA_FWD: sdpa_with_probabilities,
         RMS_NORM: rms_norm,
         RMS_NORM_FAST: rms_norm,
         ROTARY: rotary,
@@ -171,10 +192,11 @@ def define_ops(
         table[measured_experts.SCALARS] = measured_experts.ScalarExperts(fp8).run
         table[quantized.MOE_FP8_DYNAMIC] = fp8.dynamic_experts
     table |= biased.kernels(has)
-    for name, scale in quantized.OVERLOADS:
-        table[quantized.CAST_TO.format(name=name, scale=scale)] = fp8.cast_to
-        table[quantized.CAST_FROM.format(name=name, scale=scale)] = fp8.cast_from
-        table[quantized.GEMM.format(name=name, scale=scale)] = fp8.gemm
+    for name, scale, default in quantized.OVERLOADS:
+        parts = {"name": name, "scale": scale, "default": default}
+        table[quantized.CAST_TO.format(**parts)] = fp8.cast_to
+        table[quantized.CAST_FROM.format(**parts)] = fp8.cast_from
+        table[quantized.GEMM.format(**parts)] = fp8.gemm
     attention = fp8_attention.Fp8Attention(fp8)
     table[fp8_attention.FP8_SDPA] = attention.sdpa
     for name, scale, default in fp8_attention.SOFTMAX_OVERLOADS:
@@ -185,5 +207,6 @@ def define_ops(
         if limit and schema.startswith("mixture_of_experts"):
             kernel = _limited(kernel, limit)
         library.define(schema)  # type: ignore[no-untyped-call]  # torch's own
-        library.impl(schema.partition("(")[0], kernel, "CPU")  # type: ignore[no-untyped-call]  # torch's own
+        name = schema.partition("(")[0]
+        library.impl(name, _on_card(name, kernel, check_on_card), "CPU")  # type: ignore[no-untyped-call]  # torch's own
     return library

@@ -1,5 +1,5 @@
-"""Reference maths on CPU tensors for mixture of experts: a variant that also measures the inputs of
-the experts' second products, and an FP8 variant whose scales are numbers.
+"""Reference implementations of mixture of experts on CPU tensors: a variant that also measures the
+inputs of the experts' second matmuls, and an FP8 variant with scales as Python numbers.
 
 Declarations: kernels_register.cpp of HabanaAI/gaudi-pytorch-bridge.
 """
@@ -36,8 +36,8 @@ def measured_experts(
     experts_max: int,
     measurement_mode: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(result of `mixture_of_experts_fused`, the largest input of each expert's second product over
-    the tokens that chose it, float32)."""
+    """(result of `mixture_of_experts_fused`, the largest input of each expert's second matmul over
+    the tokens that are routed to it, float32)."""
     out = mixture_of_experts_fused(
         hidden_states,
         expert_routing_table,
@@ -61,7 +61,7 @@ def measured_experts(
 
 
 class ScalarExperts:
-    """FP8 experts whose scales are numbers, which are constants of the recipe."""
+    """FP8 experts with scales as Python numbers, which are constants of the recipe."""
 
     def __init__(self, fp8: Fp8) -> None:
         self._fp8 = fp8

@@ -1,6 +1,6 @@
-"""Operators that the partitioner of hpu_backend takes out of a compiled graph: they run alone, and
-divide the graph into several recipes (HabanaAI/gaudi-pytorch-bridge, shared_layer.py of the
-compile back end, as of 2026)."""
+"""Operators that the partitioner of hpu_backend takes out of a compiled graph: they run alone and
+split the graph into several recipes (HabanaAI/gaudi-pytorch-bridge, shared_layer.py of the compile
+back end, as of 2026)."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -23,24 +23,29 @@ DYNAMIC_ONLY = frozenset(
         *("sdpa_recomp_fwd_dropout_seed", "fp8_sdpa_recomp_fwd"),
     )
 )
-"""Operators that leave graphs with symbolic shapes."""
+"""Operators that are taken out of graphs with symbolic shapes."""
 COLLECTIVES = "_c10d_functional"
-"""Namespace of the collectives of compiled code, which no validation of the bridge admits to a
-graph (its test_hpu_propose_partitions.py)."""
+"""Namespace of the collectives of compiled code, which the bridge never accepts into a graph (its
+test_hpu_propose_partitions.py)."""
 NO_BOOL = ("full", "mul")
-"""Operators that leave the graph if their second argument is a bool (bool_fallback_list)."""
+"""Operators that are taken out of the graph if their second argument is a bool
+(bool_fallback_list)."""
 MAX_INDEXED_DIMS = 4
 
 
 def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str]]:
-    """(operator, reason) of each node of a lowered graph that does not stay in it. `is_dynamic`:
-    whether the graph has symbolic shapes; shapes that depend on data are always symbolic."""
+    """(operator, reason) of each node of a lowered graph that does not stay in it, except nodes
+    with results on the host. `is_dynamic`: whether the graph has symbolic shapes; shapes that
+    depend on data are always symbolic."""
     values = [node.meta.get("val") for node in graph.graph.nodes]
     is_dynamic = is_dynamic or any(
         free_unbacked_symbols(value) for value in values if isinstance(value, Tensor)
     )
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        found = node.meta.get("val")
+        if isinstance(found, Tensor) and found.device.type != "hpu":
             continue
         namespace, _, name = node.target._schema.name.partition("::")
         if namespace == COLLECTIVES:
@@ -52,7 +57,7 @@ def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str
 
 
 def _reason(name: str, node: Node, is_dynamic: bool) -> str:
-    """Why a node leaves the graph; empty if it stays."""
+    """Why a node is taken out of the graph; empty if it stays."""
     if name in ALWAYS:
         return "the operator is never part of a graph"
     if name == "permute" and _dtype_of(node) == torch.int64:

@@ -1,6 +1,7 @@
-"""Reference maths on CPU tensors for quantized ops: FP8 casts and products that saturate like the
-card's generation, int4 unpacking, mixture of experts."""
+"""Reference implementations of quantized ops on CPU tensors: FP8 casts and matmuls that saturate
+like the card's generation, int4 unpacking, mixture of experts."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +11,26 @@ from torch.nn import functional
 
 Scale = Tensor | float | list[float] | None
 
-OVERLOADS = (("", "Tensor?"), (".scalar", "float?"), (".scalar_list", "float[]?"))
-"""Overload names, and the type of a scale in each."""
+OVERLOADS = (("", "Tensor?", "=None"), (".scalar", "float", ""), (".scalar_list", "float[]", ""))
+"""Overload names, the type of a scale in each, and its default: only a tensor may be missing."""
 
 CAST_TO = (
-    "cast_to_fp8_v2{name}(Tensor x, {scale} scale=None, bool stochastic_rounding=False, "
+    "cast_to_fp8_v2{name}(Tensor input, {scale} scale{default}, bool stochastic_rounding=False, "
     "bool is_amax=False, ScalarType? dtype=None, int[]? scale_shape=None) -> (Tensor, Tensor)"
 )
 CAST_FROM = (
-    "cast_from_fp8{name}(Tensor x, {scale} scale, ScalarType out_dtype, int[]? scale_shape=None) "
-    "-> Tensor"
+    "cast_from_fp8{name}(Tensor input, {scale} scale, ScalarType out_dtype, "
+    "int[]? scale_shape=None) -> Tensor"
 )
 GEMM = (
     "fp8_gemm_v2{name}(Tensor A, bool trans_A, Tensor B, bool trans_B, Tensor? D, "
-    "ScalarType out_dtype, {scale} A_scale_inv=None, {scale} B_scale_inv=None, "
+    "ScalarType out_dtype, {scale} A_scale_inv{default}, {scale} B_scale_inv{default}, "
     "Tensor? bias=None, bool accumulate=False, int[]? B_scale_shape=None) -> Tensor"
 )
+WIDE = (torch.float32, torch.bfloat16)
+"""Input dtypes of casts to FP8, besides FP8 itself, and output dtypes of casts from FP8 (the
+bridge's fp8_ops.cpp)."""
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_FOR_CAST = (
     "calculate_scale_for_cast(Tensor input, int maxMode, int scaleMode, int reduceAxis=0, "
     "bool reduceKeepdim=False, float fullscale=1.0, float backoff=1.0) -> Tensor"
@@ -61,25 +66,64 @@ MOE_FP8 = (
 MOE_FP8_DYNAMIC = MOE_FP8.replace("weights(", "weights_dynamic(").replace(
     "Tensor[] d_scale_intermediate_hidden_states, ", ""
 )
-"""Schema without scales for the inputs of the second product. Both schemas follow the bridge's
+"""Schema without scales for the inputs of the second matmul. Both schemas follow the bridge's
 declarations (mixture_of_experts_fp8_fused_weights) and the calls of vllm-gaudi."""
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
+    """RuntimeError for a shape of another number of elements (ValidateScaleShape in the bridge's
+    fp8_ops.cpp)."""
     if scale is None:
         return 1.0
     if isinstance(scale, float):
         return scale
     wide = torch.tensor(scale) if isinstance(scale, list) else scale.float()
+    if shape and math.prod(shape) != wide.numel():
+        raise RuntimeError(
+            f"Number of scale elements ({wide.numel()}) is not equal to number of scale_shape "
+            f"elements ({math.prod(shape)})"
+        )
+    if wide.numel() == 1:
+        return wide.reshape(())
     return wide.view(shape) if shape is not None else wide
 
 
+def _times(op: str, x: Tensor, scale: Scale, shape: list[int] | None) -> Tensor:
+    """`x` times the scale in float32. Raises RuntimeError for a scale that broadcasts `x` to a
+    larger shape: results of the bridge's casts have the shape of `x` (CastToFp8V2OutputShape in its
+    fp8_ops.cpp)."""
+    wide = _spread(scale, shape)
+    out = x.float() * wide
+    if out.shape != x.shape:
+        given = tuple(wide.shape) if isinstance(wide, Tensor) else ()
+        raise RuntimeError(
+            f"{op}: the scale has the shape {given}, which does not broadcast to the input's shape "
+            f"{tuple(x.shape)}"
+        )
+    return out
+
+
+def _check_scale(name: str, scale: Scale, shape: list[int] | None, sizes: tuple[int, ...]) -> None:
+    """Raise RuntimeError for a tensor of scales that does not broadcast to `sizes`: a scale for
+    each row of A, or for each column of B after its transposition (ValidateFp8GemmScales in the
+    bridge's fp8_gemm_gen.cpp). Block scales, which the bridge also accepts, are not emulated."""
+    if not isinstance(scale, Tensor) or scale.numel() == 1:
+        return
+    given = shape or list(scale.shape)
+    ends = zip(reversed(given), reversed(sizes), strict=False)
+    if len(given) > len(sizes) or any(size not in (1, most) for size, most in ends):
+        raise RuntimeError(
+            f"fp8_gemm_v2: the scale of {name} has the shape {tuple(given)}, which does not "
+            f"broadcast to {sizes}"
+        )
+
+
 class Fp8:
-    """FP8 casts and products of a device with `largest` as the largest e4m3 value."""
+    """FP8 casts and matmuls of a device with `largest` as the largest e4m3 value."""
 
     def __init__(self, largest: float, runs_eagerly: Callable[[], bool] = lambda: False) -> None:
-        """`runs_eagerly`: see Int4; the bridge's tests also list FP8 experts as unsupported in
-        eager mode."""
+        """`runs_eagerly`: see Int4Conversion; the bridge's tests also list FP8 experts as
+        unsupported in eager mode."""
         self._largest = largest
         self._runs_eagerly = runs_eagerly
 
@@ -92,12 +136,26 @@ class Fp8:
         dtype: torch.dtype | None = None,
         scale_shape: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(x times the multiplier `scale`, saturated, in FP8; largest |x| or 0)."""
+        """(x times the multiplier `scale`, saturated, in FP8; largest |x|, or (0) without
+        `is_amax`). RuntimeError for an input that is neither in WIDE nor of the target's dtype, or
+        that is measured in FP8."""
         target = dtype or torch.float8_e4m3fn
+        if x.dtype not in (*WIDE, *NARROW):
+            raise RuntimeError(
+                "CastToFp8V2 input dtype must be one of [float, bfloat16, float8_e5m2, "
+                f"float8_e4m3fn], got {x.dtype}"
+            )
+        if x.dtype in NARROW and is_amax:
+            raise RuntimeError("CastToFp8V2 must have no amax for float8.")
+        if x.dtype in NARROW and x.dtype != target:
+            raise RuntimeError(
+                "CastToFp8V2 input and output must have the same dtype for float8, but are "
+                f"{x.dtype} and {target}"
+            )
         largest = self._largest if target == torch.float8_e4m3fn else torch.finfo(target).max
-        wide = x.float() * _spread(scale, scale_shape)
+        wide = _times("cast_to_fp8_v2", x, scale, scale_shape)
         out = wide.clamp(-largest, largest).to(target)
-        amax = x.float().abs().max() if is_amax else torch.zeros(())
+        amax = x.float().abs().max() if is_amax else torch.zeros(0)
         return out, amax.to(torch.float32)
 
     def cast_from(
@@ -107,8 +165,13 @@ class Fp8:
         out_dtype: torch.dtype,
         scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """Dequantize: x times `scale`."""
-        return (x.float() * _spread(scale, scale_shape)).to(out_dtype)
+        """Dequantize: x times `scale`. Raises RuntimeError for an `out_dtype` that is not in
+        WIDE."""
+        if out_dtype not in WIDE:
+            raise RuntimeError(
+                f"CastFromFp8 output dtype must be equal to float or bfloat16, got {out_dtype}"
+            )
+        return _times("cast_from_fp8", x, scale, scale_shape).to(out_dtype)
 
     def gemm(
         self,
@@ -124,16 +187,24 @@ class Fp8:
         accumulate: bool = False,
         B_scale_shape: list[int] | None = None,
     ) -> Tensor:
-        """A @ B in float32, times both dequantization scales. RuntimeError for an operand with a
-        value above `largest`, which the device cannot represent."""
+        """A @ B in float32, times both dequantization scales. Raises RuntimeError for an operand
+        with a value above `largest`, which the device cannot represent, for `accumulate` without
+        `D`, and for scales that do not broadcast to their operand."""
         for name, operand in (("A", A), ("B", B)):
             self._check_range(f"fp8_gemm_v2, {name}", operand)
         left = A.float().transpose(-1, -2) if trans_A else A.float()
         right = B.float().transpose(-1, -2) if trans_B else B.float()
+        _check_scale("A", A_scale_inv, None, (*left.shape[:-1], 1))
+        _check_scale("B", B_scale_inv, B_scale_shape, (*right.shape[:-2], 1, right.shape[-1]))
         out = left @ right * _spread(A_scale_inv, None) * _spread(B_scale_inv, B_scale_shape)
         if bias is not None:
             out = out + bias.float()
-        if accumulate and D is not None:
+        if accumulate:
+            if D is None:
+                raise RuntimeError(
+                    "Accumulation tensor must be provided at index 4 for Fp8GemmV2, when "
+                    "accumulate is true"
+                )
             out = out + D.float()
         return out.to(out_dtype)
 
@@ -157,11 +228,14 @@ class Fp8:
     ) -> Tensor:
         """`mixture_of_experts_fused` of FP8 tensors with dequantization scales: `hidden_states` has
         a scale per token (tokens, 1) or a single scale; a weight has a scale per output or a single
-        scale. The inputs of an expert's second product are quantized with its
-        `d_scale_intermediate_hidden_states`. bfloat16."""
+        scale. The inputs of an expert's second matmul are quantized with its
+        `d_scale_intermediate_hidden_states`. Returns bfloat16."""
         inner = d_scale_intermediate_hidden_states
         if len(inner) != len(w3):
-            raise RuntimeError(f"mixture_of_experts: {len(inner)} scales for {len(w3)} experts")
+            raise RuntimeError(
+                f"mixture_of_experts: {len(inner)} scales of the second inputs, {len(w3)} experts "
+                f"need {len(w3)}"
+            )
         scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
         tokens = (hidden_states, expert_routing_table, router_weights)
         form = (permuted_weights, activation, experts_min, experts_max)
@@ -184,7 +258,7 @@ class Fp8:
         chunk_size: int = 0,
         total_experts: int = 0,
     ) -> Tensor:
-        """`experts` with inputs of second products that are quantized per token."""
+        """Like `experts`, with the inputs of the second matmul quantized per token."""
         scales = (d_scale_hidden_states, d_scale_w12, d_scale_w3)
         tokens = (hidden_states, expert_routing_table, router_weights)
         form = (permuted_weights, activation, experts_min, experts_max)
@@ -208,8 +282,8 @@ class Fp8:
         sizes = {len(scale) for scale in (w12, w3, of_w12, of_w3)}
         if sizes != {last - first + 1}:
             raise RuntimeError(
-                f"mixture_of_experts: {sorted(sizes)} weights and scales for experts {first} to "
-                f"{last}"
+                f"mixture_of_experts: {sorted(sizes)} weights and scales, experts {first} to "
+                f"{last} need {last - first + 1} of each"
             )
         dtypes = {weight.dtype for weight in (hidden, *w12, *w3)}
         if dtypes != {torch.float8_e4m3fn} or shares.dtype != torch.bfloat16:
@@ -259,8 +333,8 @@ def scale_for_cast(
     backoff: float = 1.0,
 ) -> Tensor:
     """Scales with which the largest |input| becomes `fullscale` * `backoff`, in the dtype of
-    `input`: (1) for the whole tensor, or per slice along `reduceAxis`; `NO_MAX` takes `input` as
-    scales. `POWER_OF_2` rounds scales up to a power of two. Scales of zeros are zeros.
+    `input`: (1) for the whole tensor, or per slice along `reduceAxis`; with `NO_MAX`, `input` holds
+    the scales. `POWER_OF_2` rounds scales up to a power of two. Scales of zeros are zeros.
 
     Arguments, shapes and formula: hpu_ops/backend/calculate_scale_for_cast_gen.cpp and the test
     test_hpu_calculate_scale_for_cast of HabanaAI/gaudi-pytorch-bridge. Intel Neural Compressor
@@ -288,7 +362,9 @@ def _scaled(weight: Tensor, scale: Tensor, is_permuted: bool) -> Tensor:
         return weight.float() * scale.float()
     outputs = weight.shape[0 if is_permuted else 1]
     if scale.shape != (outputs,):
-        raise RuntimeError(f"mixture_of_experts: scales {tuple(scale.shape)} for {outputs} outputs")
+        raise RuntimeError(
+            f"mixture_of_experts: the scale is {tuple(scale.shape)}, it must be () or ({outputs},)"
+        )
     return weight.float() * (scale.float().unsqueeze(1) if is_permuted else scale.float())
 
 
@@ -298,7 +374,7 @@ def _nibbles(packed: Tensor) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 15).flatten(-2)
 
 
-class Int4:
+class Int4Conversion:
     """Converts 4-bit weights to a float type. `runs_eagerly`: whether an op runs outside of lazy
     mode and of compiled code, which the bridge's tests list as unsupported for these ops."""
 
@@ -313,12 +389,12 @@ class Int4:
         out_dtype: torch.dtype,
         g_idx: Tensor | None = None,
     ) -> Tensor:
-        """(..., n) int32 to (..., 8 * n): (value - zero point) * scale. RuntimeError for other
-        types and shapes.
+        """(..., n) int32 to (..., 8 * n): (value - zero point) * scale. Raises RuntimeError for
+        other types and shapes.
 
         `scale` has the shape of the output, or is (groups, columns) for an `input` of two
-        dimensions, whose rows are divided evenly among the groups, or as `g_idx` (rows) int32 says.
-        Zero points are values of the scale's shape, or, as int32, packed as the input is.
+        dimensions, whose rows are divided evenly among the groups, or assigned to groups by `g_idx`
+        (rows) int32. Zero points have the scale's shape or, as int32, are packed like the input.
         """
         values = self._unpack("convert_from_uint4", input)
         return _dequantize("convert_from_uint4", values, scale, zero_point, out_dtype, g_idx)
@@ -360,8 +436,9 @@ def _dequantize(
         zeros = _nibbles(zero_point) if zero_point.dtype == torch.int32 else zero_point
         if zeros.shape != scale.shape:
             raise RuntimeError(
-                f"{name}: zero points {tuple(zero_point.shape)} {zero_point.dtype} for scales "
-                f"{tuple(scale.shape)}: they have the same shape, or int32 packs eight of them"
+                f"{name}: zero points are {tuple(zero_point.shape)} {zero_point.dtype}, scales "
+                f"{tuple(scale.shape)}: they must have the same shape, or int32 with eight zero "
+                "points each"
             )
         wide = wide - (zeros if groups is None else zeros[groups]).float()
     return (wide * (scale if groups is None else scale[groups]).float()).to(out_dtype)
@@ -371,8 +448,8 @@ def _groups_of_rows(name: str, values: Tensor, scale: Tensor, g_idx: Tensor | No
     """Group of each row of `values`, (rows) int64."""
     if values.dim() != 2 or scale.dim() != 2 or scale.shape[1] != values.shape[1]:
         raise RuntimeError(
-            f"{name}: scales {tuple(scale.shape)} for weights {tuple(values.shape)}: they are "
-            "(groups, columns) for (rows, columns), or one for each weight"
+            f"{name}: scales are {tuple(scale.shape)}, weights {tuple(values.shape)}: scales of "
+            "weights (rows, columns) must be (groups, columns) or (rows, columns)"
         )
     rows, groups = values.shape[0], scale.shape[0]
     if g_idx is None:
@@ -414,16 +491,17 @@ def mixture_of_experts(
 ) -> Tensor:
     """Sum over each token's chosen experts of weight * w3(act(w1 x) * w2 x).
 
-    `hidden_states` (tokens, hidden); table and weights (tokens, chosen); weights are
-    (out, in) if `permuted_weights`, (in, out) if not. Only experts `experts_min` to `experts_max`
-    are on this card; others add nothing. RuntimeError for what the card does not compile.
+    `hidden_states` (tokens, hidden); table and weights (tokens, chosen); weights are (out, in) if
+    `permuted_weights`, (in, out) if not. Only experts `experts_min` to `experts_max` are on this
+    card; others add nothing. Raises RuntimeError for arguments that the card does not compile.
     """
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise RuntimeError(f"mixture_of_experts: activation {activation!r} is not one of {known}")
     if len(w1) != experts_max - experts_min + 1:
         raise RuntimeError(
-            f"mixture_of_experts: {len(w1)} weights for experts {experts_min} to {experts_max}"
+            f"mixture_of_experts: {len(w1)} weights, experts {experts_min} to {experts_max} need "
+            f"{experts_max - experts_min + 1}"
         )
     check_experts(hidden_states, expert_routing_table, router_weights, w1, w2, w3, permuted_weights)
     act = ACTIVATIONS[activation]
@@ -452,8 +530,8 @@ def check_experts(
     w3: list[Tensor],
     permuted: bool,
 ) -> None:
-    """Raise RuntimeError for dtypes with which the recipe does not compile. Accepted are the dtypes
-    in the bridge's test and in the callers of vllm-gaudi."""
+    """Raise RuntimeError for shapes that do not match, and for dtypes with which the recipe does
+    not compile. The dtypes of the bridge's test and of vllm-gaudi's calls are accepted."""
     if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise RuntimeError(f"Graph compile failed. mixture_of_experts: hidden is {hidden.dtype}")
     if table.dtype != torch.int64:
@@ -467,7 +545,8 @@ def check_experts(
     if hidden.dim() != 2 or table.shape != weights.shape or table.shape[:1] != hidden.shape[:1]:
         raise RuntimeError(
             f"mixture_of_experts: hidden is {tuple(hidden.shape)}, ids {tuple(table.shape)}, "
-            f"weights {tuple(weights.shape)}"
+            f"weights {tuple(weights.shape)}: they must be (tokens, hidden), (tokens, chosen) and "
+            "(tokens, chosen)"
         )
     inner = w1[0].shape[0 if permuted else 1]
     wide = (inner, hidden.shape[1]) if permuted else (hidden.shape[1], inner)
@@ -477,7 +556,8 @@ def check_experts(
     ):
         raise RuntimeError(
             f"mixture_of_experts: experts are {tuple(w1[0].shape)} and {tuple(w3[0].shape)}, "
-            f"hidden is {tuple(hidden.shape)}, permuted_weights {permuted}"
+            f"hidden is {tuple(hidden.shape)}: with permuted_weights {permuted}, every w1 and w2 "
+            f"must be {wide}, every w3 {narrow}"
         )
 
 

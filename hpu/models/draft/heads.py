@@ -40,7 +40,7 @@ from hpu.quantization.kv_cache import KVCacheFormat
 
 
 class LastLayer(Stage):
-    """Pipeline stage that has only the last layer, and takes hidden states."""
+    """Pipeline stage that has only the last layer and receives hidden states."""
 
     def layers(self, num_layers: int) -> range:
         return range(num_layers - 1, num_layers)
@@ -84,8 +84,8 @@ class DraftHead(LoadableModel):
     def draft(
         self, tokens: Tensor, inputs: AttentionInputs, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`tokens` (B, Q) and hidden states (B, Q, hidden) of the tokens before them -> twice
-        (B, Q, hidden): the input of `logits`, and the input of the next `draft`."""
+        """`tokens` (B, Q) and hidden states (B, Q, hidden) of the tokens before them -> two (B, Q,
+        hidden) tensors: the input of `logits`, and the input of the next `draft`."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class DraftHead(LoadableModel):
         return self._decoder[0].layers
 
     def use_kernels(self, kernels: Kernels, *, split_qkv: bool = False) -> None:
-        """Run on a device's fused kernels from now on; see Decoder.use_kernels."""
+        """Switch to the device's fused kernels; see Decoder.use_kernels."""
         self._decoder[0].use_kernels(kernels, split_qkv=split_qkv)
 
     def use_kv_cache_format(self, format: KVCacheFormat) -> None:
@@ -179,7 +179,10 @@ class Eagle3Head(DraftHead):
         old = decoder.layers[0]
         attention = old.self_attn
         if not isinstance(attention, SelfAttention) or decoder.spec.arrangement != "before":
-            raise ConfigError(f"{config.path} is an EAGLE-3 head of a {config.architecture}")
+            raise ConfigError(
+                f"{config.path} is an EAGLE-3 head for a {config.architecture}, which is not "
+                "supported"
+            )
         attention.qkv_proj = QKVParallelLinear(
             2 * config.hidden_size,
             QKVParallelLinear.sizes(
@@ -292,7 +295,7 @@ def build_draft_head(
 
 def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
     """Kept layers of an EAGLE-3 head for a target of `num_layers`; see DraftHead.kept_layers.
-    Raises ConfigError."""
+    Raises ConfigError unless config.json names 3 of these layers."""
     names = "eagle_aux_hidden_state_layer_ids"
     raw = config.fields.raw
     own = raw.get("eagle_config")
@@ -329,7 +332,7 @@ def _read_d2t(folder: str, size: int, vocab_size: int) -> Tensor:
                 return torch.from_numpy(offsets)
     if size != vocab_size:
         raise CheckpointError(
-            f"{folder} has a head of {size} tokens (draft_vocab_size) of {vocab_size}, and no "
-            "tensor d2t that says which"
+            f"{folder} has draft_vocab_size {size}, below the vocabulary size {vocab_size}, and "
+            "no tensor d2t that maps the draft tokens"
         )
     return torch.zeros(size, dtype=torch.int64)

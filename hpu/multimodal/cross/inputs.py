@@ -70,8 +70,8 @@ class CrossInputs:
             found = tokens[image.offset : image.offset + 1].tolist()
             if image.length != 1 or found != [self._token_id]:
                 raise RuntimeError(
-                    f"an image has {image.length} tokens from {image.offset} on, {found}, it has "
-                    f"one, {self._token_id}"
+                    f"an image has {image.length} tokens from {image.offset} on, {found}, it must "
+                    f"have 1 token, {self._token_id}"
                 )
         if new.images:
             self._images[new.req_index] = new.images
@@ -113,7 +113,8 @@ class CrossInputs:
         count = len(request.tiles)
         if count > out.cross_tiles.shape[1]:
             raise RuntimeError(
-                f"a request has {count} tiles of images, launches have {out.cross_tiles.shape[1]}"
+                f"a request has {count} tiles of images, a launch takes at most "
+                f"{out.cross_tiles.shape[1]}"
             )
         out.cross_tiles[row, :count] = request.tiles
         out.cross_spans[:, row, : len(positions)] = request.spans(positions)

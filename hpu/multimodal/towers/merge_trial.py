@@ -53,7 +53,7 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
     expected = torch.zeros(*tokens.shape, hidden_size)
     expected[is_image] = rows
     reason = ""
-    # Models return a single tensor or a tensor per image.
+    # Some models return a single tensor, others a tensor per image.
     for features in ([rows], rows, rows.unsqueeze(0)):
         given = _language_inputs(owner, tokens, features, hidden_size)
         if isinstance(given, str):
@@ -102,7 +102,7 @@ class _LanguageModel(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """Replacement of the token embedding."""
+    """Replacement of the token embedding; returns zeros."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -115,7 +115,8 @@ class _Zeros(nn.Module):
 def _language_inputs(
     owner: Any, tokens: Tensor, features: Any, hidden_size: int
 ) -> dict[str, Any] | str:
-    """What the language model is called with, or why it is not called."""
+    """Keyword arguments that the language model is called with, or the reason why it is not
+    called."""
     embed = _Zeros(hidden_size)
     for name in ("language_model", "text_model"):
         if hasattr(owner, name):
@@ -127,6 +128,6 @@ def _language_inputs(
             owner(input_ids=tokens, pixel_values=torch.zeros(1, 3, 1, 1), use_cache=False)
     except _Reached as reached:
         return reached.given
-    except Exception as error:  # foreign code may fail in any way
+    except Exception as error:  # third-party code may fail in any way
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
     return "its language model is not called"

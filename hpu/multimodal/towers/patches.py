@@ -232,8 +232,8 @@ def _read(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor, Te
 def _attend(
     operands: Iterable[Tensor], rotation: tuple[Tensor, Tensor], mask: Tensor, scale: float
 ) -> Tensor:
-    """Attention (n, heads * head_dim) of queries, keys and values (n, heads, head_dim). The first
-    numbers of each head are rotated, as many as `rotation` has."""
+    """Attention (n, heads * head_dim) of queries, keys and values (n, heads, head_dim). Only the
+    first elements of each head are rotated, as many as `rotation` has."""
     query, key, value = operands
     size = rotation[0].shape[-1]
     turned = apply_rotary_pos_emb_vision(query[..., :size], key[..., :size], *rotation)

@@ -78,7 +78,7 @@ class Phi4Tiles(Tiles):
         rows, columns = (length // self._crop_size for length in size)
         if rows * columns + 1 != num_tiles:
             raise RuntimeError(
-                f"an image has {num_tiles} tiles, one and {rows} x {columns} are expected"
+                f"an image has {num_tiles} tiles, it must have 1 + {rows} x {columns}"
             )
 
         def joined(crops: Integers) -> Integers:

@@ -65,7 +65,7 @@ class PixtralPatches(Patches):
         rows, columns = (int(length) // size for length in tensors["image_sizes"].view(-1).tolist())
         if rows % merge or columns % merge:
             raise RuntimeError(
-                f"an image has {rows} x {columns} patches, {merge} x {merge} are merged"
+                f"an image has {rows} x {columns} patches, both must be multiples of {merge}"
             )
         pixels = tensors["pixel_values"]
         pixels = pixels.view(*pixels.shape[-3:])[:, : rows * size, : columns * size]

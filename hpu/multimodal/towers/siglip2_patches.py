@@ -21,8 +21,8 @@ from hpu.multimodal.base import (
 
 
 class Siglip2Patches(Patches):
-    """Patches of the tiles of an image. A launch has a tile: tiles do not attend to each other.
-    Patches that the projector merges are adjacent."""
+    """Patches of the tiles of an image. Each launch encodes one tile, because tiles do not attend
+    to each other. Patches that the projector merges are adjacent."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._tower = tower = whole.model.vision_tower
@@ -74,8 +74,8 @@ class Siglip2Patches(Patches):
         height, width = shape[0].tolist()
         if len(shape) > 1 or height % self._merge or width % self._merge:
             raise RuntimeError(
-                f"an image has tiles of {shape.tolist()} patches, squares of {self._merge} x "
-                f"{self._merge} are merged"
+                f"an image has tiles of {shape.tolist()} patches, it must have 1 tile whose sides "
+                f"are multiples of {self._merge}"
             )
         count = height * width
         pixels = tensors["pixel_values"].reshape(-1, self.inputs[0].shape[0])[:count]
@@ -87,8 +87,8 @@ class Siglip2Patches(Patches):
         return given, np.arange(count // self.merged)
 
     def _weights(self, shape: Tensor) -> Tensor:
-        """(patches, positions): weights of the learned positions in the position of each patch,
-        which is a linear function of them."""
+        """Interpolation weights (patches, positions): the position embedding of each patch is a
+        linear combination of the learned embeddings."""
         side = int(self._num_positions**0.5)
         each = torch.eye(self._num_positions).view(side, side, -1)
         count = int(shape.prod())
@@ -97,7 +97,7 @@ class Siglip2Patches(Patches):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, num_heads: int) -> Tensor:
-    """(n, heads * head_dim), like the operands."""
+    """Attention with the additive `mask` (n, n). Operands and result are (n, heads * head_dim)."""
     query, key, value = (
         tensor.view(1, len(tensor), num_heads, -1).transpose(1, 2) for tensor in (query, key, value)
     )

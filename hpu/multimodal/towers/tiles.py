@@ -34,7 +34,7 @@ def _features(whole: Any, pixels: Tensor) -> Tensor:
 
 
 def _plain_features(whole: Any, pixels: Tensor) -> Tensor:
-    """Features by the method of LLaVA-1.5: the method of its successor packs the features by image
+    """Features by the method of LLaVA-1.5: the method of LLaVA-NeXT packs the features by image
     size."""
     output: Any = LlavaModel.get_image_features(whole.model, pixels)
     return torch.stack(tuple(output.pooler_output))
@@ -111,7 +111,9 @@ class TowerTiles(Tiles):
     def prepare(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         mask = tensors.get("pixel_attention_mask")
         if mask is not None and not mask.all():
-            raise RuntimeError("an image has padding within its tiles, which a device cannot leave")
+            raise RuntimeError(
+                "an image has padding within its tiles, which the vision tower cannot mask"
+            )
         pixels = tensors["pixel_values"]
         if tuple(pixels.shape[-3:]) != self._shape:
             raise RuntimeError(

@@ -17,7 +17,7 @@ from config.checkpoint.weight_maps.text_part import OUTSIDE
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
-from hpu.models.transformers_attention import Unsupported
+from hpu.models.transformers_attention import UnsupportedModelCode
 from hpu.models.transformers_fallback import allocate, register_stored_buffers
 from hpu.multimodal.base import Patches, Tiles, Tower, WholeImages
 from hpu.multimodal.cross.tower import MllamaImages
@@ -74,10 +74,10 @@ class VisionTower(Tower):
         )
         try:
             allocate(whole, device, rotation)
-        except Unsupported as error:
+        except UnsupportedModelCode as error:
             raise ConfigError(
                 f"{config.path} is a {self.facts.architecture}, whose vision tower cannot be "
-                f"driven: its code in transformers {transformers.__version__} {error}"
+                f"used: its code in transformers {transformers.__version__} {error}"
             ) from error
         for name, child in whole.named_children():
             self.add_module(name, child)
@@ -87,7 +87,7 @@ class VisionTower(Tower):
         self.__dict__["_whole"] = whole
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Embeddings (embeddings, hidden) of an image. `tensors`: arguments of the tower."""
+        """Embeddings (rows, hidden) of an image. `tensors`: arguments of the tower."""
         given = {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
@@ -131,7 +131,7 @@ class VisionTower(Tower):
 
 
 def _by_tiles(tiles: Tiles, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Embeddings (embeddings, hidden) of an image."""
+    """Embeddings (rows, hidden) of an image."""
     features = tiles.features(*tiles.prepare(tensors))
     layout = torch.from_numpy(tiles.layout(tensors, *features.shape[:2])).to(features.device)
     parts = [features.flatten(0, 1)]

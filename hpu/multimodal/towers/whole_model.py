@@ -18,8 +18,8 @@ LANGUAGE_MODELS = (
     *("language_model", "text_model", "lm_head"),
     *("layers", "embed_tokens", "norm", "rotary_emb"),
 )
-"""Attribute names of the language model, which is not built here. The second row: language model
-parts of models whose tower is inside the language model."""
+"""Attributes of the language model, which are removed. `layers` to `rotary_emb` are its parts in
+models whose tower is inside the language model."""
 
 
 def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> Any:
@@ -36,7 +36,7 @@ def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> 
         with torch.device("meta"):
             whole = kind._from_config(theirs, dtype=dtype)
     except Exception as error:
-        # Foreign code reads a foreign file: any field may be wrong in any way.
+        # Third-party code reads a third-party file: any field may be wrong in any way.
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{config.path} is a {facts.architecture}, and transformers {transformers.__version__} "

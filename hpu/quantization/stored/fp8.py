@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from config.errors import CheckpointError
 from config.model.quantization.base import Role
 from hpu.ops.gaudi_modules import MOE_ACTIVATIONS
 from hpu.quantization.base import ExpertsLayer, LinearLayer
@@ -25,19 +26,22 @@ from hpu.quantization.stored.weights import (
 CHECKPOINT_MAX = 448.0
 """Largest e4m3 value in checkpoints."""
 MIN_AMAX = 1e-8
-"""Added to the largest activation of a token, which may be 0."""
+"""Avoids a scale of 0: added to the amax of a token, and lower bound of the amax of a weight."""
 
 
-class Range(NamedTuple):
+class Fp8Range(NamedTuple):
     """Range of e4m3 on a card."""
 
     largest: float
+    converts: bool = True
+    """Whether weights are converted to the smaller range while loading; False: the checkpoint has
+    been converted."""
 
     @property
     def halves(self) -> bool:
         """Whether the card's range is smaller than the range of checkpoints. If so, weights are
-        halved and scales doubled, so that no code beyond the card's range is ever on the card."""
-        return self.largest < CHECKPOINT_MAX
+        halved and scales doubled, so that the card never holds a value beyond its range."""
+        return self.converts and self.largest < CHECKPOINT_MAX
 
     def per_output(
         self, weight: StoredWeight, parts: Mapping[Role, Tensor]
@@ -46,16 +50,27 @@ class Range(NamedTuple):
         scales (out, 1) float32."""
         values, scales = parts["values"], parts["scales"]
         if scales.shape[1] > 1:
-            plain = weight.dequantize(parts)
-            scales = plain.abs().amax(1, keepdim=True).clamp_min_(MIN_AMAX) / self.largest
-            return to_fp8(plain / scales, self.largest), scales
+            own = quantize_outputs(weight.dequantize(parts), self.largest)
+            return own["values"], own["scales"]
         return self.fitted(values, scales)
 
     def fitted(self, values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """`values` in the card's range, and matching scales."""
+        """`values` in the card's range, and matching scales. Raises CheckpointError for values
+        beyond the range that are not converted."""
         if self.halves:
-            return to_fp8(values.float() / 2, self.largest), scales * 2
+            return halved(values), scales * 2
+        if self.largest < (most := self._most(values)):
+            raise CheckpointError(
+                f"the checkpoint has FP8 weights of up to {most:g}, and FP8 of this card ends at "
+                f"{self.largest:g}: set --convert-to-fp8uz, or convert the checkpoint "
+                "(`gaudiserve quantize --to fp8-gaudi2`)"
+            )
         return values, scales
+
+    def _most(self, values: Tensor) -> float:
+        """Largest magnitude of `values`; 0 on a card with the range of checkpoints, where it is not
+        needed."""
+        return float(values.float().abs().amax()) if self.largest < CHECKPOINT_MAX else 0.0
 
     def input_scale(self, stored: Tensor) -> Tensor:
         """Scale of activations for the card, from the checkpoint's scale."""
@@ -74,10 +89,9 @@ class Fp8LinearMethod(StoredMethod):
     static scale if there is one, else a scale per token. Block scales are replaced by scales per
     output: the host rounds the weights again."""
 
-    def __init__(self, weight: StoredWeight, largest: float) -> None:
-        """`largest`: largest e4m3 value of the card."""
+    def __init__(self, weight: StoredWeight, fp8_range: Fp8Range) -> None:
         super().__init__(weight)
-        self._range = Range(largest)
+        self._range = fp8_range
         self._is_static = weight.scheme.activations == "static"
 
     def process_weights(self, layer: LinearLayer) -> None:
@@ -116,6 +130,19 @@ class Fp8LinearMethod(StoredMethod):
         return out.view(*x.shape[:-1], -1)
 
 
+def quantize_outputs(weight: Tensor, largest: float = CHECKPOINT_MAX) -> dict[Role, Tensor]:
+    """Quantize `weight` (out, in): values (out, in) float8_e4m3fn up to `largest`, and scales
+    (out, 1) float32."""
+    plain = weight.float()
+    scales = plain.abs().amax(1, keepdim=True).clamp_min_(MIN_AMAX) / largest
+    return {"values": to_fp8(plain / scales, largest), "scales": scales}
+
+
+def halved(values: Tensor) -> Tensor:
+    """FP8 `values` divided by 2: at most half of CHECKPOINT_MAX."""
+    return to_fp8(values.float() / 2, CHECKPOINT_MAX)
+
+
 def to_fp8(values: Tensor, largest: float) -> Tensor:
     return values.clamp(-largest, largest).to(torch.float8_e4m3fn)
 
@@ -130,14 +157,14 @@ def cast_to_fp8(rows: Tensor, multiplier: Tensor) -> Tensor:
 
 class Fp8MoEMethod(StoredMoEMethod):
     """MoEMethod with the FP8 forms of torch.ops.hpu.mixture_of_experts, with a scale per output of
-    each expert, like Fp8LinearMethod. Static activation scales: the first product uses the largest
-    scale of this rank's experts, the second product uses each expert's own scale
-    (vllm_gaudi/extension/ops.py in vllm-project/vllm-gaudi)."""
+    each expert, like Fp8LinearMethod. Static activation scales: w13 uses the largest scale of this
+    rank's experts, w2 uses each expert's own scale (vllm_gaudi/extension/ops.py in
+    vllm-project/vllm-gaudi)."""
 
-    def __init__(self, experts: StoredExperts, largest: float) -> None:
-        """`experts` must satisfy `can_multiply`. `largest`: largest e4m3 value of the card."""
+    def __init__(self, experts: StoredExperts, fp8_range: Fp8Range) -> None:
+        """`experts` must satisfy `can_multiply`."""
         super().__init__(experts)
-        self._range = Range(largest)
+        self._range = fp8_range
         self._is_static = experts.w13.scheme.activations == "static"
 
     def process_weights(self, layer: ExpertsLayer) -> None:
@@ -164,9 +191,9 @@ class Fp8MoEMethod(StoredMoEMethod):
 
 class VllmMixtureOfExpertsOpFP8PerChannel(nn.Module):
     """MoEImpl: the vendor's kernel for a layer's routed experts in FP8. The kernel quantizes the
-    inputs of the second product itself, per token, or with the static scale of the expert."""
+    inputs of w2, per token or with the static scale of the expert."""
 
-    def __init__(self, layer: ExpertsLayer, fp8_range: Range, is_static: bool) -> None:
+    def __init__(self, layer: ExpertsLayer, fp8_range: Fp8Range, is_static: bool) -> None:
         """Holds views of the parameters of `layer`, so the parameters must not be moved later."""
         super().__init__()
 
@@ -236,10 +263,10 @@ class Fp8BlockLinearMethod(StoredMethod):
     """LinearMethod that keeps the checkpoint's scales and dequantizes the weight to the
     activations' dtype in each launch."""
 
-    def __init__(self, weight: StoredWeight, largest: float) -> None:
-        """`weight` must satisfy `can_stay`. `largest`: largest e4m3 value of the card."""
+    def __init__(self, weight: StoredWeight, fp8_range: Fp8Range) -> None:
+        """`weight` must satisfy `can_stay`."""
         super().__init__(weight)
-        self._range = Range(largest)
+        self._range = fp8_range
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)
@@ -260,13 +287,13 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
     def __init__(
         self,
         experts: StoredExperts,
-        largest: float,
+        fp8_range: Fp8Range,
         end_slice: Callable[[], None] = lambda: None,
     ) -> None:
         """`experts` must satisfy `can_multiply`, and both weights `can_stay`. `end_slice`: see
         ExpandedExperts."""
         super().__init__(experts)
-        self._range = Range(largest)
+        self._range = fp8_range
         self._end_slice = end_slice
 
     def process_weights(self, layer: ExpertsLayer) -> None:

@@ -1,5 +1,6 @@
 """Int8LinearMethod and Int8MoEMethod: 8-bit integers of a checkpoint on Gaudi, dequantized by
-ordinary operators in each launch. They take half of the memory of bfloat16, and are not faster."""
+ordinary operators in each launch. The weights take half of the memory of bfloat16; launches are not
+faster."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,8 +24,8 @@ from hpu.quantization.unquantized import UNQUANTIZED
 
 
 class Int8LinearMethod(StoredMethod):
-    """LinearMethod with `expand_int8`. All tensors are parameters: constants would give each layer
-    a recipe of its own."""
+    """LinearMethod with `expand_int8`. All tensors are parameters: constants would require a
+    separate recipe for each layer."""
 
     def __init__(self, weight: StoredWeight) -> None:
         """`weight` must satisfy `can_expand`."""
@@ -111,7 +112,7 @@ def _converted(weight: StoredWeight, parts: Mapping[Role, Tensor]) -> dict[str, 
 
 def expand_int8(operands: Operands, dtype: torch.dtype, names: tuple[str, ...]) -> Tensor:
     """Dequantize to (out, in) in `dtype`, rounded once: (int8 values (out, in) - int8 zero points
-    (out, groups)) * float32 scales (out, groups). Groups consist of neighbouring inputs, unless
+    (out, groups)) * float32 scales (out, groups). Groups consist of adjacent inputs, unless
     g_idx int32 (in) gives the group of each input. `names`: names of the `operands`."""
     tables = dict(zip(names, operands, strict=True))
     values = tables["qweight"].float()

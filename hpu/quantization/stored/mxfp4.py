@@ -31,7 +31,7 @@ class Mxfp4Experts:
 
     @classmethod
     def of(cls, w2: list[Shard], hidden_size: int, inner_size: int) -> "Mxfp4Experts":
-        """Mxfp4Experts of this rank, from the shards of the second product."""
+        """Create from the shards of w2."""
         blocks = next(shard for shard in w2 if shard.spec.mxfp4 == "blocks")
         count = blocks.spec.num_experts
         assert count is not None, "a tensor has all experts"
@@ -41,7 +41,7 @@ class Mxfp4Experts:
 
 
 class Mxfp4MoEMethod:
-    """A MoEMethod whose weights become StackedWeights."""
+    """MoEMethod whose weights become StackedWeights."""
 
     def __init__(self, experts: Mxfp4Experts) -> None:
         self._experts = experts
@@ -63,7 +63,7 @@ class Mxfp4MoEMethod:
     def _take_weights(
         self, layer: ExpertsLayer, kind: type[Mxfp4Weight]
     ) -> list[tuple[Mxfp4Weight, ...]]:
-        """Both weights of each expert, which `layer` gives up."""
+        """Remove the parameters of both weights from `layer`. Returns w13 and w2 of each expert."""
         stacks = []
         for prefix in (W13, W2):
             halves = (layer.get_parameter(prefix + half).detach() for half in HALVES)
@@ -78,8 +78,8 @@ class Mxfp4MoEMethod:
 
 class NativeMxfp4MoEMethod(Mxfp4MoEMethod):
     """Mxfp4MoEMethod with torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights, for experts
-    with biases and a clamped SwiGLU. Without the kernel, each launch dequantizes the experts, an
-    expert at a time."""
+    with biases and a clamped SwiGLU. Without the kernel, each launch dequantizes the experts one at
+    a time."""
 
     def process_weights(self, layer: ExpertsLayer) -> None:
         w13, w2 = self._take_weights(layer, LaunchedMxfp4Weight)
@@ -97,7 +97,7 @@ class LaunchedMxfp4Weight(Mxfp4Weight):
         pairs = self.blocks.int()
         codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
         power, half = (codes >> 1) & 3, (codes & 1).float() * 0.5
-        # Powers are multiplied by exp2: the first power has no implicit leading 1.
+        # E2M1: numbers of exponent 0 are subnormal, without an implicit leading 1.
         sizes = torch.where(power > 0, (half + 1) * torch.exp2(power.float() - 1), half)
         values = torch.where(codes > 7, -sizes, sizes)
         scales = torch.exp2((self.scales.int() - POWER_BIAS).float())
@@ -107,7 +107,7 @@ class LaunchedMxfp4Weight(Mxfp4Weight):
 class VllmMixtureOfExpertsOpMxfp4(nn.Module):
     """MoEImpl: the vendor's kernel for a layer's routed experts in MXFP4. Arguments follow the
     kernel's test (test_mixture_of_experts_bias_mxfp4_fused_weights in
-    HabanaAI/gaudi-pytorch-bridge, state of 2026)."""
+    HabanaAI/gaudi-pytorch-bridge, as of 2026)."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class VllmMixtureOfExpertsOpMxfp4(nn.Module):
         self._w13_biases = list(layer.w13_bias.detach().unbind(0))
         w2_bias = layer.applied_w2_bias
         if w2_bias is None:
-            # Another rank adds it.
+            # Another rank adds the bias.
             w2_bias = torch.zeros(
                 layer.num_experts,
                 w2[0].shape[0],

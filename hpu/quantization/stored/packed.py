@@ -28,7 +28,7 @@ DEQUANTIZED_BITS = 16
 
 
 class PackedLinearMethod(StoredMethod):
-    """LinearMethod whose weight becomes a QuantizedWeight. If groups do not consist of neighbouring
+    """LinearMethod whose weight becomes a QuantizedWeight. If groups do not consist of adjacent
     inputs, the inputs are reordered; if ranks divide the groups, each group is padded with zeros to
     the size of the largest group. The weight is dequantized if the outputs differ in their groups,
     or if padding would take more memory than the dequantized weight."""

@@ -25,7 +25,7 @@ class Uint4LinearMethod(StoredMethod):
     """LinearMethod with torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge). Weights
     are int32 (in, out / 8), with the first output in the lowest bits; scales (groups, out); zero
     points int32 (groups, out / 8) in the same packing. All tensors are parameters: constants would
-    give each layer a recipe of its own."""
+    require a separate recipe for each layer."""
 
     def __init__(self, weight: StoredWeight) -> None:
         """`weight` must satisfy `can_convert`."""

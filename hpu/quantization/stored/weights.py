@@ -17,10 +17,10 @@ from hpu.quantization.base import ExpertsLayer, LinearLayer
 from hpu.quantization.unquantized import UNQUANTIZED_MOE
 
 W13, W2 = "w13_", "w2_"
-"""Prefixes of the parameter names of the two products of stacked experts."""
+"""Parameter name prefixes of the two weights of stacked experts."""
 
 
-class StoringLayer(Protocol):
+class ParameterLayer(Protocol):
     """The part of a layer that a StoredWeight uses."""
 
     device: torch.device
@@ -58,7 +58,7 @@ class StoredWeight:
         return any(part.role == "zeros" for part in self.scheme.parts)
 
     def create_parameters(
-        self, layer: StoringLayer, prefix: str = "", num_experts: int | None = None
+        self, layer: ParameterLayer, prefix: str = "", num_experts: int | None = None
     ) -> None:
         """Register on `layer` the parameters that loading fills, in host memory, in the layout of
         `unpack_part` with 4-bit values in pairs. `num_experts`: stack the parameters of this many
@@ -82,7 +82,7 @@ class StoredWeight:
                 parameter = nn.Parameter(empty, requires_grad=False)
                 layer.register_parameter(prefix + PARAMETERS[part.role], parameter)
 
-    def take_parameters(self, layer: StoringLayer, prefix: str = "") -> dict[Role, Tensor]:
+    def take_parameters(self, layer: ParameterLayer, prefix: str = "") -> dict[Role, Tensor]:
         """Remove the parameters of `create_parameters` from `layer` and return them."""
         taken: dict[Role, Tensor] = {}
         for part in self.scheme.parts:
@@ -116,7 +116,7 @@ class StoredWeight:
 
 
 class StoredMethod:
-    """Shared part of the methods for StoredWeight: creates the parameters that loading fills, and
+    """Base class of the methods for StoredWeight: creates the parameters that loading fills, and
     handles weights that have to be dequantized."""
 
     def __init__(self, weight: StoredWeight) -> None:
@@ -135,7 +135,7 @@ class StoredMethod:
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
     """Weights of a layer's stacked experts on this rank, in the quantized form of the checkpoint.
-    Each expert has a StoredWeight of its own; all have the same shapes and scheme."""
+    All experts have the same shapes and scheme."""
 
     w13: StoredWeight
     """Gate and up projections."""
@@ -159,7 +159,7 @@ class StoredExperts:
         permuted_weights: bool,
         end_slice: Callable[[], None],
     ) -> ExpandedExperts:
-        """Op over the stacked parameters `names` of both products of `layer`."""
+        """Op over the stacked parameters `names` of both weights of `layer`."""
 
         def operands(prefix: str) -> list[Operands]:
             stacked = (layer.get_parameter(prefix + name).detach().unbind(0) for name in names)
@@ -178,7 +178,7 @@ class StoredExperts:
 
 
 class StoredMoEMethod:
-    """Shared part of the methods for StoredExperts. Experts that have to be dequantized get weights
+    """Base class of the methods for StoredExperts. Experts that have to be dequantized get weights
     in the layer's dtype, in the layout of UNQUANTIZED_MOE."""
 
     def __init__(self, experts: StoredExperts) -> None:

@@ -1,9 +1,10 @@
-"""DeviceDrafter: launches of a drafter on a device with its own memory, with its own graphs.
+"""DeviceModelDrafter and its subclasses: launches of a drafter on a device with its own memory,
+with their own graphs.
 
 The drafter computes every prompt along with the target, in the same blocks, so that a cached prefix
 of the target is also cached for the drafter. Before each decode it recomputes the last tokens,
-because the previous decode may have accepted any number of them, and drafts after them. Nothing
-waits for the host.
+because the previous decode may have accepted any number of them, and then drafts. Nothing waits for
+the host.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +28,12 @@ from hpu.spec_decode.device import DraftBatch
 Greedy = Callable[[Tensor], Tensor]
 """(M, V) logits to (M,) tokens of the index type, -1 for non-finite logits."""
 Found = tuple[Tensor, ...]
-"""(B,) drafts; a head adds (B, 1, hidden), its own hidden states, which replace the target's in the
+"""(B,) drafts. A head adds (B, 1, hidden), its own hidden states, which replace the target's in the
 next launch."""
 
 
-class DeviceDrafter:
-    """A draft model with its own KV cache."""
+class DeviceModelDrafter:
+    """Drafter with a draft model, which has its own KV cache."""
 
     shift = 0
 
@@ -48,10 +49,11 @@ class DeviceDrafter:
         is_shorter: bool,
         hidden_cache: HiddenCache | None = None,
     ) -> None:
-        """`is_shorter`: whether positions of the target may reach `max_model_len`. `hidden_cache`:
+        """`is_shorter`: whether positions of the target can reach `max_model_len`. `hidden_cache`:
         hidden states of the target."""
         self.max_model_len = max_model_len
-        # The last draft of the previous launch was not computed, and may have been accepted.
+        # Two rows: the KV of the last draft of the previous launch was not computed, and the draft
+        # may have been accepted.
         self.num_rows = 2
         self._model = model
         self._backend = backend
@@ -62,15 +64,15 @@ class DeviceDrafter:
         self._hidden_cache = hidden_cache
         self._text: Callable[[PrefillAttentionInputs, int], Tensor] | None = None
         self._inputs: dict[tuple[Bucket, bool], tuple[Tensor, ...]] = {}
-        """Input tensors of captured graphs, by bucket and whether it is the first launch."""
+        """Input tensors of captured graphs, by (bucket, whether it is the first launch)."""
 
     def read_text(self, tokens: Callable[[PrefillAttentionInputs, int], Tensor]) -> None:
-        """Set the source of prompt tokens. `tokens`: maps a prefill and a shift to the tokens (B,
-        Q) at its positions + shift."""
+        """Set the source of prompt tokens: `tokens` maps a prefill and a shift to the tokens (B, Q)
+        at its positions + shift."""
         self._text = tokens
 
     def prefill(self, inputs: InputBuffers) -> None:
-        """Compute the uploaded `inputs` of a prefill, after the target."""
+        """Compute the uploaded `inputs` of a prefill. Call it after the target's launch."""
         function = partial(_split, self._prefill, inputs)
         graph = self._graphs.find(
             ("prefill", inputs.bucket), inputs.bucket, function, inputs.capture_inputs
@@ -83,7 +85,7 @@ class DeviceDrafter:
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
-        """Draft tokens for a decode; see DeviceDrafter in hpu/spec_decode/device.py."""
+        """Draft tokens for a decode. See DeviceDrafter.draft in hpu/spec_decode/device.py."""
         found = self._run(bucket, self._first, first, is_first=True)
         drafts = [found[0].unsqueeze(1)]
         while len(drafts) < self._max_drafts:
@@ -100,8 +102,8 @@ class DeviceDrafter:
         *,
         is_first: bool,
     ) -> Found:
-        """Launch `function`, as a graph if captured. Graph outputs are cloned, because the next
-        replay overwrites them."""
+        """Launch `function`, as a graph if it is captured. Graph outputs are cloned, because the
+        next replay overwrites them."""
         key = bucket, is_first
         graph = self._graphs.find(
             ("draft", *key), bucket, function, lambda: self._own_inputs(key, inputs)
@@ -118,7 +120,8 @@ class DeviceDrafter:
     def _own_inputs(
         self, key: tuple[Bucket, bool], inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Copies of `inputs` in the tensors that a graph reads: the runtime matches no views."""
+        """Copy `inputs` to the tensors that a graph reads, and return these. The runtime does not
+        accept views."""
         own = self._inputs.get(key)
         if own is None:
             zeros = self._backend.zeros
@@ -130,9 +133,9 @@ class DeviceDrafter:
         return own
 
     def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
-        """Run a prefill to fill the cache. The returned tensor is arbitrary."""
+        """Run a prefill to fill the cache. The value of the returned tensor is unused."""
         if tokens.dim() > 2:
-            # A later pipeline stage has hidden states in place of tokens.
+            # On later pipeline stages, `tokens` contains hidden states.
             tokens = self._prompt_tokens(context)
         hidden: Tensor = self._model(tokens, self._within(context))
         return hidden.reshape(-1, hidden.shape[-1])[:1].clone()
@@ -152,15 +155,15 @@ class DeviceDrafter:
         return (self._choose(hidden.reshape(-1, hidden.shape[-1])),)
 
     def _within(self, context: AttentionInputs) -> AttentionInputs:
-        """Clamp positions to the drafter's maximum. Nothing is drafted after it."""
+        """Clamp positions to the drafter's maximum; positions beyond it are not drafted."""
         if not self._is_shorter:
             return context
         assert isinstance(context, PrefillAttentionInputs)
         return context._replace(positions=context.positions.clamp(max=self.max_model_len - 1))
 
     def _choose(self, hidden: Tensor) -> Tensor:
-        """(M, hidden) to the (M,) most likely tokens, 0 for non-finite logits: every draft is
-        verified."""
+        """(M, hidden) to the (M,) most likely tokens; 0 for non-finite logits, since drafts are
+        verified anyway."""
         model = self._model
         found = model.argmax(hidden)
         if found is None:
@@ -170,17 +173,18 @@ class DeviceDrafter:
         return found.clamp(min=0).to(self._backend.index_dtype)
 
 
-class DeviceHeadDrafter(DeviceDrafter):
-    """A head with its own KV cache that reads the target's hidden states: position i combines the
-    hidden states of token i with token i + 1."""
+class DeviceHeadDrafter(DeviceModelDrafter):
+    """Drafter with a head, which has its own KV cache and reads the target's hidden states:
+    position i combines the hidden states of token i with token i + 1."""
 
     shift = 1
 
     def __init__(self, *args: object, **options: object) -> None:
-        """Arguments of DeviceDrafter; the model is a DraftHead, and `hidden_cache` is required."""
+        """Arguments of DeviceModelDrafter; the model is a DraftHead, and `hidden_cache` is
+        required."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        # All positions that the previous decode may have accepted: they were drafted from the
-        # head's own hidden states, not the target's.
+        # Recompute all positions that the previous decode may have accepted: they were drafted from
+        # the head's own hidden states, not the target's.
         self.num_rows = 1 + self._max_drafts
         assert isinstance(self._model, DraftHead)
         self._head = self._model
@@ -209,13 +213,14 @@ class DeviceHeadDrafter(DeviceDrafter):
         return hidden.view(*tokens.shape, -1)
 
 
-class DeviceHiddenHeadDrafter(DeviceDrafter):
-    """A head that reads the hidden states of a single token and has no KV cache."""
+class DeviceHiddenHeadDrafter(DeviceModelDrafter):
+    """Drafter with a head that reads the hidden states of a single token and has no KV cache."""
 
     shift = 1
 
     def __init__(self, *args: object, **options: object) -> None:
-        """Arguments of DeviceDrafter; the model is a HiddenHead, and `hidden_cache` is required."""
+        """Arguments of DeviceModelDrafter; the model is a HiddenHead, and `hidden_cache` is
+        required."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.num_rows = 1
 
@@ -246,8 +251,8 @@ def _split(
     return function(inputs, split.tokens, split.context)
 
 
-DEVICE_DRAFTERS: Mapping[str, type[DeviceDrafter]] = {
-    DRAFT_MODEL: DeviceDrafter,
+DEVICE_DRAFTERS: Mapping[str, type[DeviceModelDrafter]] = {
+    DRAFT_MODEL: DeviceModelDrafter,
     **dict.fromkeys(HEADS, DeviceHeadDrafter),
     **dict.fromkeys(HIDDEN_HEADS, DeviceHiddenHeadDrafter),
 }

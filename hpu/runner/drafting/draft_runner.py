@@ -1,5 +1,5 @@
-"""DraftRunner: launches of a drafter over the blocks of the target's requests, on a device that
-shares the host's memory."""
+"""DraftRunner and its subclasses: launches of a drafter over the blocks of the target's requests,
+on a device that shares the host's memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,11 +23,11 @@ from hpu.runner.kv_cache import KVCache
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
 MEASURED_CONTEXT = 256
-"""Context tokens per row in `DraftRunner.measure`."""
+"""Number of context tokens per row in `DraftRunner.measure`."""
 
 
 class DraftRunner:
-    """Runs a draft model with a KV cache indexed by the target's blocks."""
+    """Runs a draft model, whose KV cache is indexed by the target's blocks."""
 
     def __init__(
         self,
@@ -43,11 +43,12 @@ class DraftRunner:
         hidden_cache: HiddenCache | None = None,
     ) -> None:
         """Build the runner from its components.
+
         Args:
             batch_state, hidden_cache: state and hidden states of the target.
-            greedy: (M, V) logits to (M,) tokens, like the target's sampler.
-            agreement: among the ranks, so that all ranks use the same measurements.
-            max_prefill_tokens: maximum tokens of a launch.
+            greedy: maps (M, V) logits to (M,) tokens, like the target's sampler.
+            agreement: of the ranks, so that all ranks use the same measurements.
+            max_prefill_tokens: maximum number of tokens of a launch.
         """
         self.block_size = batch_state.block_size
         self.max_model_len = max_model_len
@@ -65,7 +66,7 @@ class DraftRunner:
         return self._state.block_table(req_index)
 
     def set_num_computed_tokens(self, req_index: int, count: int) -> None:
-        """Set the position at which the next launch of a request begins."""
+        """Set the position at which a request's next launch starts."""
         self._state.set_num_computed_tokens(req_index, count)
 
     def prefill(self, req_index: int, count: int) -> None:
@@ -107,13 +108,14 @@ class DraftRunner:
             computed = state.num_computed_tokens(req_index) + count
             state.set_num_computed_tokens(req_index, computed)
             if token < 0:
-                # 0 * NaN would leak into drafts of the next request that gets the blocks.
+                # Non-finite KV: 0 * NaN would leak into drafts of the next request that uses the
+                # blocks.
                 self._cache.scrub(state.exclusive_blocks(req_index))
                 self._cache.scrub_rings(req_index)
         return [int(token) for token in found]
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """Measure decodes of up to `max_rows` rows over a short context."""
+        """Measure decodes of up to `max_rows` rows with a context of MEASURED_CONTEXT tokens."""
         blocks = -(-MEASURED_CONTEXT // self.block_size)
 
         def launch(rows: int) -> None:
@@ -126,7 +128,7 @@ class DraftRunner:
         return measure(launch, max_rows, self._agreement)
 
     def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
-        """Run a prefill whose tokens are all on the host."""
+        """Run a prefill whose tokens are all known on the host."""
         self._model(inputs.tokens, inputs.context)
 
     def _draft(
@@ -153,7 +155,7 @@ class HeadRunner(DraftRunner):
         assert isinstance(self._model, DraftHead)
         self._head = self._model
         self._last_hidden: dict[int, Tensor] = {}
-        """(hidden,) of the last launch by request, used in place of the target's hidden states."""
+        """(hidden,) of the last launch by request, used instead of the target's hidden states."""
 
     def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
         # `fill_prefill` has already counted these tokens as computed.

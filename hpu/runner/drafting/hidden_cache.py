@@ -12,7 +12,7 @@ from hpu.layers.metadata import AttentionInputs, TextAttentionInputs
 
 
 class HiddenCache:
-    """`width` numbers per slot of `num_blocks` blocks and the pad block."""
+    """Hidden states of `width` numbers for each slot of `num_blocks` blocks and the pad block."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class HiddenCache:
         return self._rows.nbytes
 
     def write(self, inputs: AttentionInputs, hidden: Tensor) -> None:
-        """Store `hidden` (B, Q, width) of a launch's tokens. Columns beyond `width` are not hidden
-        states (hpu/lora/layers.py) and are dropped."""
+        """Store `hidden` (B, Q, width) of a launch's tokens. Further columns are not hidden states
+        (see hpu/lora/layers.py) and are dropped."""
         assert not isinstance(inputs, TextAttentionInputs), "a pooling model has no cache"
         width = self._rows.shape[1]
         if hidden.shape[-1] > width:
@@ -50,7 +50,7 @@ class HiddenCache:
         return self._rows.index_select(0, inputs.slot_mapping)
 
     def at(self, slots: Tensor) -> Tensor:
-        """(M,) slots to (M, width)."""
+        """Hidden states (M, width) at `slots` (M,)."""
         return self._rows.index_select(0, slots)
 
     def close(self) -> None:

@@ -1,3 +1,2 @@
-"""Checks of the self-test, found by their files: a file with a tuple CHECKS adds its checks.
-No file here imports torch: a program gets it with the card.
-"""
+"""Checks of the self-test, which are discovered by their files: each file lists its checks in
+CHECKS. The files do not import torch: a program gets torch from its Card."""

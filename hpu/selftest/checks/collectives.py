@@ -1,4 +1,4 @@
-"""Checks of collectives, which a model on several cards uses."""
+"""Checks of the collectives that a model on several cards uses."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,12 +12,13 @@ NUM_RANKS = 2
 
 
 def collectives(card: Card) -> Iterator[Comparison]:
-    """Eager collectives. The group exists: it is created before the first use of the card."""
+    """Eager collectives. The process group already exists: it is created before the first use of
+    the card."""
     dist = card.torch.distributed
     torch, rank = card.torch, card.rank
     hosts = [card.values(64, seed=number) for number in range(NUM_RANKS)]
     own = card.put(hosts[rank])
-    # Lazy collectives read what is launched.
+    # Launch the operation that produces the input, since a lazy collective reads launched tensors.
     card.mark()
     dist.all_reduce(own)
     yield Comparison("sum over two cards", own, hosts[0] + hosts[1])
@@ -34,7 +35,7 @@ def collectives(card: Card) -> Iterator[Comparison]:
 
 
 def captured(card: Card) -> Iterator[Comparison]:
-    """A collective inside a graph, with a mark before it."""
+    """A collective inside a graph, after a mark_step."""
     dist, rank = card.torch.distributed, card.rank
 
     def function(x: "Tensor") -> "Tensor":

@@ -1,4 +1,4 @@
-"""Checks of torch.compile with the vendor's back end, which torch-compile uses."""
+"""Checks of torch.compile with the vendor's back end, used by the mode torch-compile."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +13,7 @@ CAPTURED = Fallback("execution-mode", ("hpu-graphs", "lazy", "eager"))
 
 
 class Operands(NamedTuple):
-    """Named tuple that the compiled function replaces a field of, like attention metadata."""
+    """Named tuple like attention metadata; the compiled function replaces one of its fields."""
 
     rows: "Tensor"
     slots: "Tensor"

@@ -1,4 +1,4 @@
-"""Checks of copies between host and card, of streams and of events."""
+"""Checks of copies between host and card, and of streams and events."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BRIDGE = "HabanaAI/gaudi-pytorch-bridge, backend/synapse_helpers/device.cpp and stream.cpp"
 LOCKSTEP = Fallback("overlap-depth", ("1",))
-"""The host waits for each step before it prepares the next step."""
+"""Fallback: the host waits for each step before it prepares the next step."""
 SENTINEL = -7_654_321
 ARRIVAL_TIMEOUT_S = 1.0
 NUM_COPIES = 8
@@ -54,7 +54,8 @@ def _sources(card: Card) -> "Iterator[Tensor]":
 def _arrived(
     card: Card, what: str, target: "Tensor", expected: "Tensor", wait: Callable[[], None]
 ) -> Comparison:
-    """`target` after its copy beside other work. `wait`: until the event after the copy."""
+    """Comparison of `target` after its copy has run concurrently with other work. `wait`: waits for
+    the event after the copy."""
     weight = card.put(card.values(256, 256, seed=1))
     product = weight @ weight
     card.mark()

@@ -1,4 +1,4 @@
-"""Checks of captured graphs, which hpu-graphs replays for each launch."""
+"""Checks of captured graphs, which the mode hpu-graphs replays for each launch."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 def _fill(targets: "Iterable[Tensor]", *hosts: "Tensor") -> None:
-    """Overwrite inputs of a graph."""
+    """Overwrite the inputs of a graph."""
     for target, host in zip(targets, hosts, strict=True):
         target.copy_(host)
 
@@ -66,7 +66,7 @@ def writes(card: Card) -> Iterator[Comparison]:
         _fill(given, rows, slots)
         expected.index_copy_(0, slots.long(), rows)
         yield Comparison(f"rows of call {number}", graph(*given), rows * 2)
-        # Takes memory that the graph has freed.
+        # Reuse memory that the graph has freed.
         card.put(card.values(256, 256)).add_(1)
     yield Comparison("the cache after all calls", cache, expected)
 
@@ -122,8 +122,8 @@ def slices(card: Card) -> Iterator[Comparison]:
 
 
 def state_updates(card: Card) -> Iterator[Comparison]:
-    """Rows that a graph reads before it writes them: states of Mamba 2 and gated DeltaNet, and the
-    blocks of a window."""
+    """A graph reads rows before it writes them, as for the states of Mamba 2 and gated DeltaNet and
+    for the blocks of a sliding window."""
     states = card.values(6, 2, 3, 4, seed=1)
     on_card = card.put(states)
 
@@ -140,7 +140,7 @@ def state_updates(card: Card) -> Iterator[Comparison]:
         card.put(torch.zeros(2, 2, 3, 4)),
         card.put(torch.zeros(2, 1, 1, 1, dtype=torch.bool)),
     ]
-    # The capture runs the function too.
+    # The first call captures the graph and runs it; later calls replay it.
     written = [(4, 1), (1, 3), (4, 3), (0, 4)]
     for number, indices in enumerate(written):
         rows = card.values(2, 2, 3, 4, seed=number + 2)
@@ -155,7 +155,7 @@ def state_updates(card: Card) -> Iterator[Comparison]:
 
 
 def cache_views(card: Card) -> Iterator[Comparison]:
-    """A cache that is written by slot, and read by block through a view."""
+    """A cache is written by slot and read by block through a view."""
     torch = card.torch
     expected = torch.zeros(32, 8)
     cache = card.put(expected)
@@ -190,7 +190,7 @@ def sampling(card: Card) -> Iterator[Comparison]:
         scores = card.unequal(2, 128, seed=number)
         given.copy_(scores)
         found = graph(given)
-        # Takes memory that the graph has freed.
+        # Reuse memory that the graph has freed.
         card.put(card.values(256, 256)).add_(1)
         for what, own, expected in zip(("sums", "ids"), found, function(scores), strict=True):
             yield Comparison(f"{what} of call {number}", own, expected)
@@ -203,7 +203,7 @@ def after_failure(card: Card) -> Iterator[Comparison]:
     def function(x: "Tensor") -> "Tensor":
         raise RuntimeError(f"the check stops a capture of {(x * 2).shape}")
 
-    # The unfinished graph is destroyed with the wrapper and the error.
+    # The unfinished graph is destroyed together with the wrapper and the error.
     with contextlib.suppress(RuntimeError):
         card.graph(function)(given)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Checks of the vendor's fused kernels, which prompts and decodes use."""
+"""Checks of the vendor's fused kernels for prompts and decodes."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ PLUGIN = "vllm-project/vllm-gaudi"
 UNFUSED = Fallback("prompt-use-fusedsdpa", ("off",))
 MASKED = -1e30
 WIDE = 192
-"""Head size of DeepSeek's prompts."""
+"""Head size of prompt attention in DeepSeek models."""
 BFLOAT16 = 0.03
-"""Tolerance of results in bfloat16."""
+"""Tolerance of bfloat16 results."""
 
 
 def _scale(card: Card) -> float:
@@ -24,7 +24,7 @@ def _scale(card: Card) -> float:
 
 
 def _scores(card: Card, query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tensor":
-    """Masked scores on the CPU, (batch, heads, queries, keys)."""
+    """Masked attention scores on the CPU: (batch, heads, queries, keys)."""
     group = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(group, dim=1)
     found: Tensor = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5 + mask
@@ -80,7 +80,7 @@ def float32_softmax(card: Card) -> Iterator[Comparison]:
 
 
 def wide_heads(card: Card) -> Iterator[Comparison]:
-    """Heads of latent attention: values are padded to the size of keys."""
+    """Attention heads of latent attention: values are padded to the size of keys."""
     query, key, value = (card.values(2, 4, 32, WIDE, seed=seed) for seed in range(3))
     value[..., 128:] = 0
     return _causal(card, "fast", (query, key, value))
@@ -100,7 +100,7 @@ def masked_attention(card: Card) -> Iterator[Comparison]:
 
 
 def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
-    """Outputs and statistics of a slice, whose mask has `num_rows` rows."""
+    """Outputs and softmax statistics of a slice whose mask has `num_rows` rows."""
     torch = card.torch
     query, key, value = _operands(card, 16, 32)
     visible = torch.ones(num_rows, 32, dtype=torch.bool)
@@ -125,7 +125,7 @@ def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
     yield Comparison("output", out.view(query.shape), expected, BFLOAT16)
     found = highest.float().view(*query.shape[:3], 1)
     yield Comparison("maxima of the scores", found, tops, BFLOAT16)
-    # Relative to the found maxima, which may be rounded.
+    # Use the card's maxima, which may be rounded.
     sums = torch.exp(scores - found.cpu()).sum(-1, keepdim=True)
     yield Comparison(
         "inverses of the sums", inverse.float().view(*query.shape[:3], 1), 1 / sums, BFLOAT16
@@ -143,7 +143,7 @@ def statistics_of_slices(card: Card) -> Iterator[Comparison]:
 def block_softmax(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     card.need_kernel("block_softmax_adjustment")
-    # Two requests: three blocks and one block; the last block is padding.
+    # Two requests, with three blocks and one block; the last block is padding.
     groups = torch.tensor([0, 1, 0, 0, -1]).int()
     highest = card.values(5, 2, 1, 1, 1, seed=1)
     sums = card.values(5, 2, 1, 1, 1, seed=2).abs() + 1

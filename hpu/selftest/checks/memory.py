@@ -1,4 +1,4 @@
-"""Checks of what the runtime reports: memory, metrics, and the cache of compiled recipes."""
+"""Checks of the runtime's reports: memory, metrics, and the cache of compiled recipes."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ FIELDS = {
     "cpu_fallback": "TotalNumber",
     "recipe_cache": "TotalMiss",
 }
-"""Metric -> a field that a server reads."""
+"""A field that a server reads, by metric."""
 NAMES = {
     "core": ("mark_step",),
     "hpu": (
@@ -28,7 +28,7 @@ NAMES = {
     "utils.internal": ("is_lazy",),
     "utils.experimental": ("_get_device_type", "synDeviceType"),
 }
-"""Module of the vendor -> names that a server uses in each mode."""
+"""Names that a server uses in every mode, by module of the vendor."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:
@@ -49,7 +49,7 @@ def memory_stats(card: Card) -> Iterator[Comparison]:
 
 def out_of_memory(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    # Parts, since a tensor of all memory may have too many elements for a recipe.
+    # Allocate in parts: a tensor of all memory may have too many elements for a recipe.
     part = int(card.hpu.mem_get_info()[1]) // NUM_PARTS
     held, refusal = [], ""
     try:
@@ -72,7 +72,7 @@ def metrics(card: Card) -> Iterator[Comparison]:
         yield Comparison(f"metric {name}", bool(metric), True)
         yield Comparison(f"field {field} of {name}", field in dict(metric.stats()), True)
     count, before = _compilations(card), _lookups(card)
-    # A shape that no other check has.
+    # A shape that no other check uses.
     on_card = card.put(card.values(3, 7, 11)) * 1.125
     card.synchronize()
     found = _compilations(card) - count
@@ -94,14 +94,14 @@ def _compilations(card: Card) -> int:
 
 
 def _lookups(card: Card) -> int:
-    """Lookups of recipes, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
+    """Number of recipe lookups, which the runtime counts with PT_HPU_ENABLE_CACHE_METRICS=1."""
     facts = dict(card.metrics.metric_global("recipe_cache").stats())
     return int(facts["TotalHit"]) + int(facts["TotalMiss"])
 
 
 def recipe_cache(card: Card) -> Iterator[Comparison]:
     folder = Path(card.recipe_folder)
-    # Unlike all recipes of earlier runs.
+    # A random constant, so that no earlier run has stored the recipe.
     number = int.from_bytes(os.urandom(2), "big") + 3
     on_card = card.put(card.values(5, 13)) + number
     card.synchronize()

@@ -1,4 +1,4 @@
-"""Checks of torch's own operators in lazy recipes: writes to caches, the router, the sampler."""
+"""Checks of torch's own operators in lazy recipes: cache writes, the router, the sampler."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,21 +10,22 @@ if TYPE_CHECKING:
 
 REGISTRY = "HabanaAI/gaudi-pytorch-bridge, the registered operators"
 COMPILED = Fallback("execution-mode", ("torch-compile", "eager"))
-"""torch.compile lowers an operator by another path; eager launches it alone."""
+"""Fallback: torch.compile lowers operators differently; eager mode launches each operator
+separately."""
 UNCAPTURED = Fallback("execution-mode", ("torch-compile", "lazy", "eager"))
-"""An operator that runs on the host cannot be captured."""
+"""Fallback for an operator that runs on the host and therefore cannot be captured."""
 
 
 def _on_card(
     card: Card, what: str, function: "Callable[..., Tensor]", *given: "Tensor"
 ) -> Comparison:
-    """`function` on the card against the CPU, which gets int64 in place of int32 indices."""
+    """Compare `function` on the card and on the CPU, where int32 indices are converted to int64."""
     on_host = [host.long() if host.dtype == card.torch.int32 else host for host in given]
     return Comparison(what, function(*map(card.put, given)), function(*on_host))
 
 
 def _without_host(card: Card, comparisons: Iterator[Comparison]) -> Iterator[Comparison]:
-    """`comparisons`, and then whether all operators ran on the card."""
+    """`comparisons`, followed by a check that all operators ran on the card."""
     before = card.num_fallbacks()
     yield from comparisons
     yield Comparison("operators that ran on the host", card.num_fallbacks() - before, 0)
@@ -35,7 +36,7 @@ def cache_writes(card: Card) -> Iterator[Comparison]:
     slots = torch.tensor([5, 0, 9, 3]).int()
 
     def write(cache: "Tensor", slots: "Tensor", rows: "Tensor") -> "Tensor":
-        # A copy: on the CPU the given tensor is written.
+        # Write to a copy: on the CPU, the given tensor would be modified.
         cache = cache + 0
         cache.index_copy_(0, slots, rows)
         return cache
@@ -106,8 +107,8 @@ def routing(card: Card) -> Iterator[Comparison]:
     return _without_host(card, comparisons())
 
 
-def products(card: Card) -> Iterator[Comparison]:
-    """Products of latent attention, whose operands are views."""
+def matmuls_of_views(card: Card) -> Iterator[Comparison]:
+    """Matmuls of latent attention, whose operands are views."""
     heads, latents = card.values(3, 4, 16, seed=1), card.values(3, 8, 24, seed=2)
     weights = card.values(4, 16, 16, seed=3)
 
@@ -125,9 +126,9 @@ def products(card: Card) -> Iterator[Comparison]:
     )
 
 
-def wide_products(card: Card) -> Iterator[Comparison]:
+def wide_matmuls(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    # The exact products need more bits than bfloat16 has.
+    # bfloat16 cannot represent the exact results.
     left, right = card.values(2, 4, 16, seed=1), card.values(2, 16, 8, seed=2)
     found = torch.empty(2, 4, 8, dtype=torch.float32, device="hpu")
     torch.matmul(card.put(left.bfloat16()), card.put(right.bfloat16()), out=found)
@@ -136,7 +137,7 @@ def wide_products(card: Card) -> Iterator[Comparison]:
 
 def extremes(card: Card) -> Iterator[Comparison]:
     torch = card.torch
-    # Neighbouring float32 numbers, which bfloat16 does not tell apart.
+    # Adjacent float32 values that are equal in bfloat16.
     scores = 1 + torch.arange(64).view(2, 32) * 2.0**-20
     numbers = 2**24 + torch.arange(64).view(2, 32).int()
     yield Comparison("amax", card.put(scores).amax(-1), scores.amax(-1), 0.0)
@@ -200,14 +201,14 @@ CHECKS = (
         name="products-of-views",
         assumption="bmm and matmul of transposed and sliced operands are right (latent attention)",
         source="vllm-project/vllm-gaudi, vllm_gaudi/attention/backends/hpu_attn.py",
-        program=products,
+        program=matmuls_of_views,
         fallbacks=(COMPILED,),
     ),
     Check(
         name="float32-products",
         assumption="matmul of bfloat16 with a float32 output does not round the product (Qwen2)",
         source="vllm-project/vllm-gaudi, vllm_gaudi/extension/utils.py (Matmul)",
-        program=wide_products,
+        program=wide_matmuls,
         fallbacks=(),
     ),
     Check(

@@ -20,17 +20,17 @@ HIDDEN = 32
 INNER = 32
 """Sizes of the experts; a scale of 4-bit floats covers 32 inputs."""
 MANY_EXPERTS = 128
-"""Experts of a layer of Qwen3-30B-A3B."""
+"""Number of experts in a layer of Qwen3-30B-A3B."""
 BFLOAT16 = 0.03
-"""Tolerance of results in bfloat16."""
+"""Tolerance of bfloat16 results."""
 FP8 = 0.15
-"""Tolerance of sums of products in FP8, which has three bits of mantissa."""
+"""Tolerance of FP8 matmuls; FP8 has three mantissa bits."""
 CODE_BLOCK = 32
 CODE_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Layer(NamedTuple):
-    """Experts on the CPU, and tokens with their choice of experts."""
+    """Experts on the CPU, and tokens with their selected experts."""
 
     hidden: "Tensor"
     """(tokens, HIDDEN)."""
@@ -43,7 +43,7 @@ class Layer(NamedTuple):
     """(experts, HIDDEN, INNER)."""
 
     def tokens(self, card: Card) -> "dict[str, Tensor]":
-        """The arguments of each form of the operator that are the same."""
+        """Arguments that all forms of the operator have in common."""
         return {
             "hidden_states": card.put(self.hidden.bfloat16()),
             "expert_routing_table": card.put(self.ids),
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
         }
 
     def expected(self, card: Card) -> "Tensor":
-        """The result of the layer on the CPU with the activation silu."""
+        """Output of the layer with the activation silu, computed on the CPU."""
         silu = card.torch.nn.functional.silu
         out: Tensor = card.torch.zeros(self.hidden.shape)
         for token, hidden in enumerate(self.hidden):
@@ -116,7 +116,7 @@ def experts_with_bias(card: Card) -> Iterator[Comparison]:
         experts_max=len(layer.w13) - 1,
     )
     expected = _clamped(card, layer, biases)
-    # Sums of bfloat16 products that cancel each other.
+    # A high tolerance: bfloat16 terms of the sums cancel each other.
     yield Comparison("experts with biases, as in gpt-oss", found, expected, 0.15)
 
 
@@ -126,7 +126,7 @@ def packed_experts(card: Card) -> Iterator[Comparison]:
     if not hasattr(torch.ops.hpu.mixture_of_experts, overload):
         raise NotApplicable(f"this release has no {PACKED_EXPERTS}")
     layer, biases = _with_biases(card)
-    # Every code and two scales occur in each weight.
+    # Each weight contains every code and two scales.
     packed = [_codes(card, weight.shape, seed) for seed, weight in ((8, layer.w13), (9, layer.w2))]
     layer = layer._replace(w13=packed[0][2], w2=packed[1][2])
     codes, scales = ([list(card.put(pack[part])) for pack in packed] for part in (0, 1))
@@ -154,12 +154,13 @@ def _with_biases(card: Card) -> "tuple[Layer, tuple[Tensor, Tensor]]":
     layer = _own_layer(card)
     count = len(layer.w13)
     biases = card.values(count, 2 * INNER, seed=6), card.values(count, HIDDEN, seed=7)
-    # Large enough for the limit of the activation.
+    # Scaled so that the activation's limit applies.
     return layer._replace(hidden=layer.hidden * 4), biases
 
 
 def _clamped(card: Card, layer: Layer, biases: "tuple[Tensor, Tensor]") -> "Tensor":
-    """The result on the CPU with biases and the activation of gpt-oss; gate and up interleaved."""
+    """Output with biases and the activation of gpt-oss, computed on the CPU; gate and up are
+    interleaved."""
     torch = card.torch
     out: Tensor = torch.zeros(layer.hidden.shape)
     for token, hidden in enumerate(layer.hidden):
@@ -192,12 +193,13 @@ def fp8(card: Card) -> Iterator[Comparison]:
     unit = card.put(torch.ones(()))
     found = torch.ops.hpu.cast_from_fp8(_cast(card, given, unit), unit, torch.bfloat16)
     expected = given.clamp(-largest, largest)
-    # Three bits of mantissa.
+    # Tolerance for three mantissa bits.
     yield Comparison(f"values up to {largest:g} in FP8", found, expected, 2.0**-4)
 
 
-def fp8_products(card: Card) -> Iterator[Comparison]:
-    """A product with a scale per token and a scale per output, and with a common scale."""
+def fp8_matmuls(card: Card) -> Iterator[Comparison]:
+    """FP8 matmuls with weight scales per output channel, and with input scales per token or per
+    tensor."""
     torch = card.torch
     rows, weight = _exact(card, 5, 32, seed=1), _exact(card, 8, 32, seed=2)
     multipliers = torch.tensor([1.0, 2.0, 4.0, 2.0, 1.0]).unsqueeze(1)
@@ -205,17 +207,17 @@ def fp8_products(card: Card) -> Iterator[Comparison]:
     codes = card.put(weight.to(torch.float8_e4m3fn))
     expected = rows @ (weight * scales.unsqueeze(1)).t()
     for what, multiplier in (("a scale per token", multipliers), ("one scale", torch.ones(1))):
-        narrow = _cast(card, rows, card.put(multiplier))
+        quantized = _cast(card, rows, card.put(multiplier))
         found = torch.ops.hpu.fp8_gemm_v2(
-            *(narrow, False, codes, True, None, torch.bfloat16),
+            *(quantized, False, codes, True, None, torch.bfloat16),
             *(card.put(1 / multiplier), card.put(scales), None, False),
         )
         yield Comparison(f"FP8 product with {what}", found, expected, BFLOAT16)
 
 
 def fp8_experts(card: Card) -> Iterator[Comparison]:
-    """Both forms: the operator quantizes the inputs of the second product by token, or with the
-    given scale of each expert."""
+    """FP8 experts in both forms: the operator quantizes the inputs of the second matmul dynamically
+    per token, or with a given scale per expert."""
     torch = card.torch
     card.need_kernel("mixture_of_experts.fp8_fused_weights")
     layer = _own_layer(card)
@@ -258,13 +260,14 @@ def fp8_experts(card: Card) -> Iterator[Comparison]:
 
 
 def _exact(card: Card, *shape: int, seed: int) -> "Tensor":
-    """Multiples of 1/4 between -2 and 2: exact in FP8, with the factors of the checks too."""
+    """Multiples of 1/4 between -2 and 2: exact in FP8, also after multiplication with the checks'
+    scales."""
     found: Tensor = card.values(*shape, seed=seed).mul(4).round() / 4
     return found
 
 
 def _cast(card: Card, rows: "Tensor", multiplier: "Tensor") -> "Tensor":
-    """`rows` times `multiplier` (on the card) in FP8."""
+    """`rows` times `multiplier` (a tensor on the card), in FP8."""
     torch = card.torch
     found: Tensor = torch.ops.hpu.cast_to_fp8_v2(
         card.put(rows.bfloat16()), multiplier, False, False, torch.float8_e4m3fn
@@ -292,7 +295,8 @@ def uint4_groups(card: Card) -> Iterator[Comparison]:
 
 
 def _uint4(card: Card) -> "tuple[Tensor, Tensor, Tensor]":
-    """Values (in, out) below 16, scales and zero points (groups, out): two groups of 8 inputs."""
+    """Values (in, out) below 16, and scales and zero points (groups, out), for two groups of 8
+    inputs."""
     torch = card.torch
     values = torch.arange(16 * 24).view(16, 24) * 7 % 16
     zeros = torch.arange(2 * 24).view(2, 24) * 5 % 16
@@ -366,7 +370,7 @@ CHECKS = (
         name="fp8-products",
         assumption="fp8_gemm_v2 takes a scale per token, or one scale, and a scale per output",
         source=f"{BRIDGE}, the test of fp8_gemm_v2",
-        program=fp8_products,
+        program=fp8_matmuls,
         fallbacks=(EXPANDED_BLOCKS, CONVERTED),
         needs=("fp8-casts",),
     ),

@@ -1,4 +1,4 @@
-"""`gaudiserve bench serve`: generate the load and print the report."""
+"""`gaudiserve bench serve`: generates load and prints the report."""
 
 import argparse
 import asyncio
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from tqdm import tqdm
 
 from config.errors import CommandFailed, ConfigError
 from config.loading.env import environment
+from config.progress import CountBar
 from config.version import VERSION
 from server.cli.bench.openai import OpenAIServer, Outcome, first_model
 from server.cli.bench.options import SAMPLING, read
@@ -36,8 +36,8 @@ Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns 1 if a request failed. Raises ConfigError for invalid flags and
-    CommandFailed for an unusable server."""
+    """Run the benchmark; returns 1 if a request failed or none completed, otherwise 0. Raises
+    ConfigError for invalid flags and CommandFailed for an unusable server."""
     options = read(argv)
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:
@@ -87,7 +87,7 @@ async def _run(
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Request fields that the flags set."""
+    """Request fields set by flags."""
     names = [name.replace("-", "_") for name in ("temperature", *SAMPLING)]
     given = {name: getattr(options, name) for name in names}
     if options.logprobs is not None and options.endpoint == "chat":
@@ -106,7 +106,7 @@ async def _load(
 
     # None: show the progress bar only on a terminal.
     disable = options.quiet or None
-    with tqdm(total=len(requests), unit="req", disable=disable, file=sys.stderr) as bar:
+    with CountBar(total=len(requests), unit="req", disable=disable, file=sys.stderr) as bar:
 
         def on_done() -> None:
             bar.update(1)
@@ -123,7 +123,8 @@ async def closed_loop(
     concurrency: int,
     on_done: Callable[[], None],
 ) -> list[Outcome]:
-    """Keep `concurrency` requests running until all are done; `on_done` is called after each."""
+    """Keep `concurrency` requests in flight until all are done; `on_done` is called after each
+    request."""
     waiting = iter(requests)
     outcomes: list[Outcome] = []
 
@@ -143,8 +144,8 @@ async def open_loop(
     max_concurrency: int | None,
     on_done: Callable[[], None],
 ) -> list[Outcome]:
-    """Send each request after its gap, without waiting for earlier requests, but at most
-    `max_concurrency` at a time."""
+    """Send each request after its gap without waiting for earlier requests, but with at most
+    `max_concurrency` in flight."""
     slots = asyncio.Semaphore(max_concurrency or len(requests) or 1)
     outcomes: list[Outcome] = []
 
@@ -155,7 +156,7 @@ async def open_loop(
 
     tasks: list[asyncio.Future[None]] = []
     try:
-        # Absolute times: an overslept gap shortens the next one.
+        # Absolute times, so that a late wake-up shortens the next gap.
         send_at_s = asyncio.get_running_loop().time()
         for request, gap_s in zip(requests, gaps_s, strict=True):
             send_at_s += gap_s
@@ -180,7 +181,7 @@ async def _gather(tasks: Iterable["asyncio.Future[None]"]) -> None:
 async def _requests(
     server: OpenAIServer, options: argparse.Namespace, turns: list[tuple[str, str]]
 ) -> tuple[list[BenchRequest], str]:
-    """Make the requests; also returns how their lengths were determined: tokens, text, or words."""
+    """Returns (requests, how their lengths were determined: tokens, text, or words)."""
     shape = Shape(
         options.num_prompts + options.num_warmups,
         options.random_input_len,
@@ -204,8 +205,7 @@ async def _requests(
         if options.prompt_kind == "tokens":
             raise
         print(
-            f"/tokenize cannot count tokens ({str(error)[:120]}); each word counts as one, see the "
-            "prompt tokens in the result.",
+            f"/tokenize cannot count tokens ({str(error)[:120]}); each word counts as one token.",
             file=sys.stderr,
         )
     return await texts(count_words, count_words), "words"

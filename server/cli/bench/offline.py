@@ -1,5 +1,5 @@
-"""`gaudiserve bench throughput` and `gaudiserve bench latency` measure a model in this process,
-without HTTP. Flags and the keys of the JSON results have the names of vLLM's commands."""
+"""`gaudiserve bench throughput` and `gaudiserve bench latency`: measure a model in this process,
+without HTTP. Flags and JSON keys have the same names as in vLLM's commands."""
 
 import argparse
 import asyncio
@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from config import log
 from config.checkpoint.demo import NAMES
 from config.errors import ConfigError
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.params.sampling import SamplingParams
+from config.progress import CountBar
 from server.cli.bench.workload import (
     WORDS,
     BenchRequest,
@@ -32,14 +32,14 @@ from server.offline.llm import LLM
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 THROUGHPUT = """\
-Measure how many requests and tokens a second a model computes in this process, without HTTP: all
-requests are there at the start. The flags are those of `vllm bench throughput`."""
+Measure how many requests and tokens per second a model computes in this process, without HTTP: all
+requests are queued at the start. The flags are those of `vllm bench throughput`."""
 LATENCY = """\
 Measure how long a batch of requests takes from the prompts to the last token, in this process,
 without HTTP. The flags are those of `vllm bench latency`."""
 
 
-def throughput_parser() -> Parser:
+def throughput_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser("gaudiserve bench throughput", THROUGHPUT)
     parser.examples = (
@@ -47,29 +47,45 @@ def throughput_parser() -> Parser:
         "gaudiserve bench throughput /data/model --input-len 1024 --max-num-seqs 64",
     )
     add = parser.add_argument_group("This command").add_argument
-    add("--num-prompts", type=_count(1), default=100, metavar="N", help="[%(default)s]")
-    add("--dataset-name", choices=("random", "sharegpt"), default="random", help="[%(default)s]")
-    add("--dataset-path", metavar="FILE", help="JSON of conversations, for sharegpt")
-    add("--input-len", "--random-input-len", type=_count(1), metavar="N", help="[128]")
+    add(
+        "--num-prompts",
+        type=_count(1),
+        default=100,
+        metavar="N",
+        help="Number of requests [%(default)s]",
+    )
+    add(
+        "--dataset-name",
+        choices=("random", "sharegpt"),
+        default="random",
+        help="Random tokens, or conversations of --dataset-path [%(default)s]",
+    )
+    add("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
+    add(
+        *("--input-len", "--random-input-len"),
+        type=_count(1),
+        metavar="N",
+        help="Tokens of a prompt [128]",
+    )
     add(
         *("--output-len", "--random-output-len"),
         type=_count(1),
         metavar="N",
-        help="[128; with sharegpt those of the conversation's answer]",
+        help="Tokens of an answer [128; with sharegpt the length of the conversation's answer]",
     )
     add(
         "--random-range-ratio",
         type=number(minimum=0, maximum=1),
         default=0.0,
         metavar="R",
-        help="Draw lengths from (1 - R) to (1 + R) times these [%(default)g]",
+        help="Draw the lengths from (1 - R) to (1 + R) times these lengths [%(default)g]",
     )
-    add("--n", type=_count(1), default=1, metavar="N", help="Answers of each prompt [%(default)s]")
+    add("--n", type=_count(1), default=1, metavar="N", help="Answers to each prompt [%(default)s]")
     _add_common(parser)
     return parser
 
 
-def latency_parser() -> Parser:
+def latency_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser("gaudiserve bench latency", LATENCY)
     parser.examples = (
@@ -77,18 +93,42 @@ def latency_parser() -> Parser:
         "gaudiserve bench latency /data/model --input-len 1024 --output-len 16 --num-iters 5",
     )
     add = parser.add_argument_group("This command").add_argument
-    add("--input-len", type=_count(1), default=32, metavar="N", help="[%(default)s]")
-    add("--output-len", type=_count(1), default=128, metavar="N", help="[%(default)s]")
-    add("--batch-size", type=_count(1), default=8, metavar="N", help="[%(default)s]")
-    add("--n", type=_count(1), default=1, metavar="N", help="Answers of each prompt [%(default)s]")
+    add(
+        "--input-len",
+        type=_count(1),
+        default=32,
+        metavar="N",
+        help="Tokens of a prompt [%(default)s]",
+    )
+    add(
+        "--output-len",
+        type=_count(1),
+        default=128,
+        metavar="N",
+        help="Tokens of an answer [%(default)s]",
+    )
+    add(
+        "--batch-size",
+        type=_count(1),
+        default=8,
+        metavar="N",
+        help="Requests of a batch [%(default)s]",
+    )
+    add("--n", type=_count(1), default=1, metavar="N", help="Answers to each prompt [%(default)s]")
     add(
         "--num-iters-warmup",
         type=_count(0),
         default=10,
         metavar="N",
-        help="Batches that are not counted [%(default)s]",
+        help="Warm-up batches, not counted [%(default)s]",
     )
-    add("--num-iters", type=_count(1), default=30, metavar="N", help="[%(default)s]")
+    add(
+        "--num-iters",
+        type=_count(1),
+        default=30,
+        metavar="N",
+        help="Measured batches [%(default)s]",
+    )
     _add_common(parser)
     return parser
 
@@ -97,10 +137,10 @@ def _count(minimum: int) -> Callable[[str], object]:
     return number(int, minimum=minimum)
 
 
-def _add_common(parser: Parser) -> None:
+def _add_common(parser: FlagParser) -> None:
     group = parser.add_argument_group("Result")
     group.add_argument(
-        "--output-json", metavar="FILE", help="File for the results, with the keys of vLLM"
+        "--output-json", metavar="FILE", help="JSON file to write the results to, with vLLM's keys"
     )
 
 
@@ -141,10 +181,10 @@ def latency(argv: Sequence[str]) -> int:
         shape = Shape(options.batch_size, options.input_len, options.output_len)
         prompts = [_prompt(each) for each in token_requests(shape, _vocabulary(llm))]
         params = _params(options.output_len, options.n)
-        for _ in tqdm(range(options.num_iters_warmup), desc="Warmup iterations", disable=None):
+        for _ in CountBar(range(options.num_iters_warmup), desc="Warmup iterations", disable=None):
             llm.generate(prompts, params, use_tqdm=False)
         latencies = []
-        for _ in tqdm(range(options.num_iters), desc="Bench iterations", disable=None):
+        for _ in CountBar(range(options.num_iters), desc="Bench iterations", disable=None):
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - start)
@@ -162,8 +202,8 @@ def latency(argv: Sequence[str]) -> int:
     return 0
 
 
-def _opened(argv: Sequence[str], parser: Parser) -> tuple[LLM, argparse.Namespace]:
-    """The model that the flags name, and the flags of the command."""
+def _opened(argv: Sequence[str], parser: FlagParser) -> tuple[LLM, argparse.Namespace]:
+    """Load the model of the flags; returns it and the command's own flags."""
     loaded = load(argv, default_model=NAMES[0], parser=parser)
     options = loaded.arguments
     _check(options, loaded.engine.max_model_len)
@@ -173,7 +213,7 @@ def _opened(argv: Sequence[str], parser: Parser) -> tuple[LLM, argparse.Namespac
 
 
 def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
-    """Raise ConfigError for flags that do not fit each other."""
+    """Raise ConfigError for incompatible flags."""
     is_random = getattr(options, "dataset_name", "random") == "random"
     if not is_random and not options.dataset_path:
         raise ConfigError("--dataset-name is sharegpt, it needs --dataset-path FILE")
@@ -206,7 +246,7 @@ def _requests(llm: LLM, options: argparse.Namespace) -> list[BenchRequest]:
 
 
 def _vocabulary(llm: LLM) -> list[int]:
-    """Ids for random prompts: the tokens of plain words."""
+    """Token ids of common words, for random prompts."""
     return sorted(set(llm.get_tokenizer().encode_now(" ".join(WORDS), False)))
 
 
@@ -217,7 +257,7 @@ def _prompt(request: BenchRequest) -> str | dict[str, list[int]]:
 
 
 def _params(output_len: int, n: int) -> SamplingParams:
-    """Exactly `output_len` tokens, sampled like vLLM's commands do."""
+    """Parameters for exactly `output_len` tokens, sampled as in vLLM's commands."""
     return SamplingParams(
         n=n, temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=output_len, detokenize=False
     )

@@ -56,7 +56,7 @@ class Outcome:
 
 
 class OpenAIServer:
-    """A model of a server, through a completions or chat endpoint."""
+    """Client of a model on a server, for its completions or chat endpoint."""
 
     def __init__(
         self,
@@ -74,24 +74,24 @@ class OpenAIServer:
         self._request_usage = request_usage
 
     async def send(self, request: BenchRequest, timeout_s: float) -> Outcome:
-        """Send a request and read its stream to the end; failures are part of the outcome."""
+        """Send a request and read its stream to the end; failures are recorded in the outcome."""
         outcome = Outcome(time.perf_counter())
         try:
             await asyncio.wait_for(self._read(request, outcome), timeout_s)
-        except asyncio.TimeoutError:  # not the builtin before Python 3.11
+        except asyncio.TimeoutError:  # not the built-in TimeoutError before Python 3.11
             outcome.failure = f"no end after {timeout_s:g} s"
         except (EOFError, HttpFailure, msgspec.DecodeError) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()
         if outcome.failure is None and not outcome.arrivals:
-            outcome.failure = "the stream held no text"
+            outcome.failure = "the stream had no text"
         return outcome
 
     async def _read(self, request: BenchRequest, outcome: Outcome) -> None:
         try:
             await self._read_events(request, outcome)
         except MissingDone:
-            # Some servers send no [DONE]: a finish_reason is enough.
+            # Some servers do not send [DONE]; a finish_reason also ends the stream.
             if not outcome.is_finished:
                 raise
         # Without usage, each chunk counts as a token.
@@ -127,15 +127,16 @@ class OpenAIServer:
         return body
 
     async def count_prompt(self, text: str) -> int:
-        """Number of prompt tokens of this text with the chat template. Raises HttpFailure."""
+        """Number of prompt tokens of a text after the chat template is applied. Raises
+        HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
 
     async def count(self, text: str) -> int:
-        """Number of tokens of this text alone. Raises HttpFailure."""
+        """Number of tokens of a text without the chat template. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=False))
 
     async def vocabulary(self) -> list[int]:
-        """Token ids of ordinary words. Raises HttpFailure if the server lacks vLLM's /tokenize."""
+        """Token ids of common words. Raises HttpFailure if the server lacks vLLM's /tokenize."""
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:
@@ -145,7 +146,7 @@ class OpenAIServer:
         response = await self._client.call("POST", "/tokenize", body)
         tokens = response.get("tokens") if isinstance(response, dict) else None
         if not isinstance(tokens, list) or not tokens:
-            raise HttpFailure("/tokenize gave no tokens")
+            raise HttpFailure("/tokenize returned no tokens")
         return tokens
 
 

@@ -1,4 +1,4 @@
-"""Flags of `gaudiserve bench serve`, and their checks."""
+"""Flags of `gaudiserve bench serve` and their validation."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from config.errors import ConfigError
 from config.json_text import json_problem, parse_json
-from config.loading.parser import Parser, number
+from config.loading.parser import FlagParser, number
 from config.loading.vllm_flags import absence
 from server.cli.bench.openai import PATHS
 from server.cli.bench.report import METRICS, PERCENTILES
@@ -18,17 +18,17 @@ DESCRIPTION = """\
 Measure an OpenAI-compatible server under load: time to first token, inter-token latency, time per
 output token, end-to-end latency, throughput. Closed loop: --max-concurrency requests are always
 running. Open loop: --request-rate requests start per second (a Poisson process), whether or not
-earlier ones have finished. The flags are those of `vllm bench serve`."""
+earlier requests have finished. The flags are those of `vllm bench serve`."""
 
 BACKENDS = {"openai": "completions", "vllm": "completions", "openai-chat": "chat"}
-"""Endpoint of each vLLM back end name."""
+"""Name of a vLLM backend -> its endpoint."""
 
 SAMPLING = (
     *("top-p", "top-k", "min-p", "frequency-penalty", "presence-penalty"),
     *("repetition-penalty", "logprobs"),
 )
 
-_COUNTED = "/tokenize of the server counts the tokens"
+_COUNTED = "the server's /tokenize counts the tokens"
 _WITHOUT_EFFECT = {"tokenizer": "NAME", "tokenizer-mode": "MODE"}
 _SWITCHES_WITHOUT_EFFECT = ("trust-remote-code", "skip-tokenizer-init")
 
@@ -52,12 +52,12 @@ _ABSENT = (
     ("chat-template-kwargs", "send them by --extra-body"),
     ("request-id-prefix", "the server names the requests"),
 )
-"""Flags of `vllm bench serve` that this command lacks, and their replacements."""
+"""Flags of `vllm bench serve` that do not exist here -> their replacements."""
 
 
-def bench_parser() -> Parser:
+def bench_parser() -> FlagParser:
     """Parser with all flags of the command."""
-    parser = Parser(
+    parser = FlagParser(
         prog="gaudiserve bench serve",
         usage="gaudiserve bench serve [flags]",
         description=DESCRIPTION,
@@ -69,30 +69,54 @@ def bench_parser() -> Parser:
     )
     parser.absence = partial(absence, rows=_ABSENT)
     add = parser.add_argument_group("Server").add_argument
-    add("--host", default="127.0.0.1", help="[%(default)s]")
+    add("--host", default="127.0.0.1", help="Host of the server [%(default)s]")
     add(
         "--port",
         type=number(int, minimum=0, maximum=65535),
         default=8000,
         metavar="N",
-        help="[%(default)s]",
+        help="Port of the server [%(default)s]",
     )
-    add("--base-url", metavar="URL", help="With or without /v1, instead of --host and --port")
-    add("--backend", choices=BACKENDS, default="openai", help="[%(default)s]")
-    add("--endpoint", choices=(*PATHS, *PATHS.values()), help="[as the back end says]")
-    add("--model", metavar="NAME", help="[the first of /v1/models]")
-    add("--served-model-name", metavar="NAME", help="Name in the requests, if not that of --model")
-    add("--api-key", metavar="KEY", help="[the variable OPENAI_API_KEY]")
+    add(
+        "--base-url",
+        metavar="URL",
+        help="URL of the server instead of --host and --port, with or without /v1",
+    )
+    add("--backend", choices=BACKENDS, default="openai", help="Kind of API [%(default)s]")
+    add(
+        "--endpoint",
+        choices=(*PATHS, *PATHS.values()),
+        help="Route of the requests [the route of --backend]",
+    )
+    add("--model", metavar="NAME", help="Name of the model [the first of /v1/models]")
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        help="Name of the model in the requests, if it differs from --model",
+    )
+    add("--api-key", metavar="KEY", help="API key [the variable OPENAI_API_KEY]")
     add("--header", nargs="+", default=[], metavar="KEY=VALUE", help="Headers of each request")
-    add("--timeout", type=number(above=0), default=600.0, metavar="SECONDS", help="[%(default)g]")
+    add(
+        "--timeout",
+        type=number(above=0),
+        default=600.0,
+        metavar="SECONDS",
+        help="Time limit of a request [%(default)g]",
+    )
 
     add = parser.add_argument_group("Load").add_argument
-    add("--num-prompts", type=number(int, minimum=1), default=32, metavar="N", help="[%(default)s]")
+    add(
+        "--num-prompts",
+        type=number(int, minimum=1),
+        default=32,
+        metavar="N",
+        help="Number of requests [%(default)s]",
+    )
     add(
         "--max-concurrency",
         type=number(int, minimum=1),
         metavar="N",
-        help="Concurrent requests [8; with --request-rate no limit]",
+        help="Maximum concurrent requests [8; with --request-rate no limit]",
     )
     add(
         "--request-rate",
@@ -105,7 +129,7 @@ def bench_parser() -> Parser:
         type=number(above=0),
         default=1.0,
         metavar="X",
-        help="Below 1 the requests of an open loop come in bursts, above 1 evenly [%(default)g]",
+        help="Open loop: requests arrive in bursts below 1, evenly above 1 [%(default)g]",
     )
     add(
         "--num-warmups",
@@ -114,61 +138,86 @@ def bench_parser() -> Parser:
         metavar="N",
         help="Warm-up requests, not counted [%(default)s]",
     )
-    add("--seed", type=number(int), default=0, metavar="N", help="[%(default)s]")
+    add(
+        "--seed",
+        type=number(int),
+        default=0,
+        metavar="N",
+        help="Random seed of prompts and arrivals [%(default)s]",
+    )
 
     add = parser.add_argument_group("Prompts, in tokens").add_argument
-    add("--dataset-name", choices=("random", "sharegpt"), default="random", help="[%(default)s]")
-    add("--dataset-path", metavar="FILE", help="JSON of conversations, for sharegpt")
+    add(
+        "--dataset-name",
+        choices=("random", "sharegpt"),
+        default="random",
+        help="Random tokens, or conversations of --dataset-path [%(default)s]",
+    )
+    add("--dataset-path", metavar="FILE", help="JSON file of conversations, for sharegpt")
     add(
         "--sharegpt-output-len",
         type=number(int, minimum=1),
         metavar="N",
-        help="Output tokens [those of the conversation's answer]",
+        help="Tokens of an answer, for sharegpt [the length of the conversation's answer]",
     )
     for end in ("input", "output"):
         add(
             *(f"--random-{end}-len", f"--{end}-len"),
             type=number(int, minimum=1),
             metavar="N",
-            help="[128]" if end == "input" else "[128]; --output-len is also for sharegpt",
+            help="Tokens of a prompt [128]"
+            if end == "input"
+            else "Tokens of an answer [128; with sharegpt the length of the conversation's answer]",
         )
     add(
         "--random-range-ratio",
         type=number(minimum=0, maximum=1),
         default=0.0,
         metavar="R",
-        help="Draw lengths from (1 - R) to (1 + R) times these [%(default)g]",
+        help="Draw the lengths from (1 - R) to (1 + R) times these lengths [%(default)g]",
     )
     add(
         *("--shared-prefix-len", "--random-prefix-len"),
         type=number(int, minimum=0),
         default=0,
         metavar="N",
-        help="Common prefix of all prompts, before --random-input-len [%(default)s]",
+        help="Tokens of a common prefix, in addition to --random-input-len [%(default)s]",
     )
     add(
         "--prompt-kind",
         choices=("auto", "tokens", "text"),
         default="auto",
-        help="tokens sends ids (completions only); auto: ids if the server has /tokenize [auto]",
+        help="tokens: send token ids, to completions only; text: send text; auto: token ids if the "
+        "server has /tokenize [auto]",
     )
 
     add = parser.add_argument_group("Requests, other fields").add_argument
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="Do not let the model end before the output length [for random]",
+        help="Generate the full output length, past end tokens [on for random]",
     )
     add(
         "--no-stream-usage",
         action="store_true",
-        help="Send no stream_options, for servers that reject it; counts chunks as tokens",
+        help="Send no stream_options, for servers that reject it; each chunk counts as a token",
     )
-    add("--temperature", type=number(minimum=0), default=0.0, metavar="T", help="[%(default)g]")
+    add(
+        "--temperature",
+        type=number(minimum=0),
+        default=0.0,
+        metavar="T",
+        help="Sampling temperature [%(default)g]",
+    )
     for name in SAMPLING:
         kind, metavar = (int, "N") if name in ("top-k", "logprobs") else (float, "X")
-        add(f"--{name}", type=number(kind), metavar=metavar)
-    add("--extra-body", default="{}", metavar="JSON", help="Merged into each request body")
+        add(f"--{name}", type=number(kind), metavar=metavar, help="[the server's default]")
+    add(
+        "--extra-body",
+        default="{}",
+        metavar="JSON",
+        help="Fields that are added to each request body",
+    )
 
     add = parser.add_argument_group("Output").add_argument
     add(
@@ -181,12 +230,14 @@ def bench_parser() -> Parser:
         "--metric-percentiles",
         default=",".join(map(str, PERCENTILES)),
         metavar="N,N",
-        help="[%(default)s]",
+        help="Percentiles of each row [%(default)s]",
     )
     add("--json", metavar="FILE", help="Write the report as JSON; - for stdout")
     add("--quiet", "--disable-tqdm", action="store_true", help="No progress bar")
 
-    add = parser.add_argument_group(f"Of vLLM, without effect: {_COUNTED}").add_argument
+    add = parser.add_argument_group(
+        f"Flags of vLLM without effect, because {_COUNTED}"
+    ).add_argument
     for name, metavar in _WITHOUT_EFFECT.items():
         add(f"--{name}", metavar=metavar)
     for name in _SWITCHES_WITHOUT_EFFECT:
@@ -195,7 +246,7 @@ def bench_parser() -> Parser:
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags, and decode their values. Raises ConfigError."""
+    """Parse, validate and decode the flags. Raises ConfigError."""
     options = bench_parser().parse_all(argv)
     _choose(options)
     _check(options)
@@ -238,7 +289,7 @@ def _check(options: argparse.Namespace) -> None:
     options.percentile_metrics = _names(options.percentile_metrics)
     options.metric_percentiles = _percentiles(options.metric_percentiles)
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        raise ConfigError(f"json is {options.json!r}, there is no such folder")
+        raise ConfigError(f"json is {options.json!r}, whose folder does not exist: create it")
     if options.prompt_kind == "tokens" and options.endpoint == "chat":
         raise ConfigError("prompt-kind is tokens, but the chat endpoint takes text only")
     if options.prompt_kind == "tokens" and options.dataset_name == "sharegpt":

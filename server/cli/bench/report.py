@@ -1,4 +1,4 @@
-"""Report of a run: percentiles, throughput and failures, as a table and as JSON."""
+"""Report of a benchmark: percentiles, throughput and failures, as a table and as JSON."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ METRICS = {
     "tpot": "Time per output token",
     "e2el": "End to end",
 }
-"""Table name of each measured time, by vLLM's name."""
+"""vLLM's name of a metric -> its name in the table."""
 
 Distribution = dict[str, float]
 """Mean and percentiles (p50, ...) in milliseconds."""
@@ -25,7 +25,7 @@ Distribution = dict[str, float]
 def distribution(
     seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES
 ) -> Distribution | None:
-    """Distribution of `values`; None without values."""
+    """Mean and percentiles of `seconds`, in milliseconds; None if `seconds` is empty."""
     if not seconds:
         return None
     milliseconds = np.asarray(seconds) * 1000
@@ -36,7 +36,7 @@ def distribution(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of a run. Failed requests count only in `failures`."""
+    """Results of a benchmark. Failed requests count only in `failures`."""
 
     completed: int
     failures: dict[str, int]
@@ -49,15 +49,15 @@ class Report:
     ttft_ms: Distribution | None
     """Time from sending the request to the first text."""
     itl_ms: Distribution | None
-    """Time between two chunks with text."""
+    """Time between consecutive chunks with text."""
     tpot_ms: Distribution | None
-    """Mean time per output token after the first; a value per request."""
+    """Mean time per output token after the first, one value per request."""
     e2e_ms: Distribution | None
     """Time from sending the request to the end of the stream."""
 
 
 def summarise(outcomes: Sequence[Outcome], percentiles: Sequence[float] = PERCENTILES) -> Report:
-    """Make the report of `outcomes`; the duration is from the first start to the last end."""
+    """Summarize `outcomes`; the duration is from the first start to the last end."""
     completed = [outcome for outcome in outcomes if outcome.failure is None]
     failures = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
     duration_s = 0.0
@@ -98,7 +98,7 @@ def summarise(outcomes: Sequence[Outcome], percentiles: Sequence[float] = PERCEN
 
 
 def as_text(report: Report, metrics: Collection[str] = tuple(METRICS)) -> str:
-    """Report as a table, with the times named by `metrics`."""
+    """Report as a table with the times in `metrics`."""
     failed = sum(report.failures.values())
     lines = [
         f"{'Requests':<28}{report.completed} completed, {failed} failed",

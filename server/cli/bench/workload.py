@@ -24,20 +24,20 @@ WORDS = tuple(_TEXT.split())
 MAX_TRIES = 8
 """Maximum rounds of adding or removing words until a text has the requested number of tokens."""
 MIN_TURN_LEN, MAX_INPUT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
-"""Limits of vLLM on the tokens of ShareGPT prompts and answers."""
+"""vLLM's limits on the tokens of ShareGPT prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Lengths in tokens. Each length is drawn uniformly from (1 - r) to (1 + r) times the given
-    length, where r is `range_ratio`."""
+    """Size of a workload, lengths in tokens. Each request's input and output lengths are drawn
+    uniformly from (1 - r) to (1 + r) times `input_len` and `output_len`, with r = `range_ratio`."""
 
     num_prompts: int
     input_len: int
     output_len: int
     range_ratio: float = 0.0
     shared_prefix_len: int = 0
-    """Length of a common prefix of all prompts, in addition to `input_len`."""
+    """Length of the common prefix of all prompts, in addition to `input_len`."""
     seed: int = 0
 
 
@@ -54,12 +54,12 @@ CountTokens = Callable[[str], Awaitable[int]]
 
 
 async def count_words(text: str) -> int:
-    """Count words, for servers that cannot count tokens."""
+    """Count words, for servers without a route to count tokens."""
     return len(text.split())
 
 
 def lengths(shape: Shape) -> Iterator[tuple[int, int]]:
-    """(input, output) length of each request, at least 1 each."""
+    """(input, output) length of each request; each is at least 1."""
     rng = random.Random(shape.seed)
     for _ in range(shape.num_prompts):
         yield (
@@ -74,7 +74,7 @@ def _draw(mean: int, ratio: float, rng: random.Random) -> int:
 
 
 def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
-    """Prompts of exactly the requested lengths, as ids drawn from `vocabulary`."""
+    """Prompts of exactly the requested lengths, as token ids drawn from `vocabulary`."""
     rng = random.Random(f"{shape.seed} tokens")
     prefix = rng.choices(vocabulary, k=shape.shared_prefix_len)
     return [
@@ -84,8 +84,8 @@ def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
 
 
 async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
-    """Prompts of plain words, each with the requested number of tokens by `count`, or as close as
-    MAX_TRIES rounds get."""
+    """Prompts of plain words with the requested number of tokens according to `count`, or as close
+    as possible in MAX_TRIES rounds."""
     rng = random.Random(f"{shape.seed} words")
     words_per_token = len(WORDS) / max(1, await count(" ".join(WORDS)))
     prefix = rng.choices(WORDS, k=round(shape.shared_prefix_len * words_per_token))
@@ -101,7 +101,7 @@ async def text_requests(shape: Shape, count: CountTokens) -> list[BenchRequest]:
             if difference > 0:
                 words += rng.choices(WORDS, k=change)
                 continue
-            # Keep the shared prefix, and at least one word of the prompt itself.
+            # Keep the shared prefix and at least one more word.
             num_kept = max(len(prefix) + 1, len(words) - change)
             if num_kept == len(words):
                 break
@@ -135,8 +135,9 @@ def read_sharegpt(path: str) -> list[tuple[str, str]]:
 async def sharegpt_requests(
     turns: Sequence[tuple[str, str]], shape: Shape, output_len: int | None, count: CountTokens
 ) -> list[BenchRequest]:
-    """Prompts in random order, with the lengths of their answers or `output_len`; as in vLLM
-    without very short and long ones, and repeated if there are too few. Raises ConfigError."""
+    """Prompts in random order, with the lengths of their answers or `output_len`. As in vLLM, very
+    short and very long prompts are left out, and prompts are repeated if there are too few. Raises
+    ConfigError."""
     rng = random.Random(f"{shape.seed} sharegpt")
     requests: list[BenchRequest] = []
     for prompt, answer in rng.sample(turns, len(turns)):
@@ -150,14 +151,14 @@ async def sharegpt_requests(
     if not requests:
         raise ConfigError(
             f"0 of {len(turns)} conversations have prompts of {MIN_TURN_LEN} to {MAX_INPUT_LEN} "
-            f"tokens and at most {MAX_TOTAL_LEN} with the answer, at least 1 must"
+            f"tokens and at most {MAX_TOTAL_LEN} with the answer, at least 1 conversation must"
         )
     return requests + rng.choices(requests, k=shape.num_prompts - len(requests))
 
 
 def arrival_gaps(rate: float, count: int, seed: int, burstiness: float = 1.0) -> Iterator[float]:
-    """Seconds before each request: a Poisson process of `rate` per second; inf: no wait. With
-    another `burstiness` the gaps have a gamma distribution of that shape."""
+    """Seconds to wait before each request, on average 1 / `rate`; 0 if `rate` is inf. The gaps are
+    exponential (a Poisson process) if `burstiness` is 1, otherwise gamma with this shape."""
     rng = random.Random(f"{seed} arrivals")
     for _ in range(count):
         if rate == float("inf"):

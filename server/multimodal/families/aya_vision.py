@@ -9,7 +9,8 @@ from server.multimodal.processor_fields import MAX_SIDE
 
 
 class AyaVisionForm(NoGrid):
-    """The template's mark is not the placeholder token of the embeddings."""
+    """Prompt text of Aya Vision. The token that the template writes differs from the placeholder
+    token of the embeddings."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.word("image_token", "<image>")

@@ -1,7 +1,5 @@
-"""PromptForm: the prompt text of an image for a model family.
-
-The processor classes of transformers write the same texts, but need torch and a tokenizer.
-"""
+"""PromptForm: the prompt text of images for a model family. The processor classes of transformers
+generate the same text, but need torch and a tokenizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +10,12 @@ import msgspec
 import numpy as np
 
 from config.errors import ConfigError
-from config.model.json_fields import Fields, Json
+from config.model.json_fields import MAX_JSON_BYTES, Fields, Json
+from config.whole_files import read_limited
 from server.multimodal.processor_fields import MAX_IMAGE_TOKENS
 
 MAX_TOKEN_CHARACTERS = 256
-"""Maximum length of the text of a token."""
+"""Maximum length of a token's text."""
 
 Arrays = Mapping[str, Any]
 """Output of the image processor for an image: numpy arrays, and lists of sizes."""
@@ -24,7 +23,7 @@ Arrays = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
-    """JSON files of a checkpoint that define the prompt text of its images."""
+    """JSON files of a checkpoint that define the prompt text of images."""
 
     config: dict[str, Any]
     processor: dict[str, Any]
@@ -36,36 +35,37 @@ class ProcessorFiles:
     video_token: str = ""
     """Text of the token VisionFacts.video_token_id; empty: the model has no video token."""
     video_processor: dict[str, Any] = field(default_factory=dict)
-    """video_preprocessor_config.json, else the field video_processor of `processor`."""
+    """video_preprocessor_config.json, or the field video_processor of `processor`."""
 
     @property
     def vision(self) -> dict[str, Any]:
-        """The config of the vision tower."""
+        """Config of the vision tower."""
         return self._object("vision_config", self.config.get("vision_config"))
 
     def value(self, name: str, *fallbacks: object) -> Any:
-        """A field of the processor, else the first fallback that is set. Raises ConfigError."""
+        """Value of a processor field, or the first fallback that is not None. Raises
+        ConfigError."""
         for value in (self.processor.get(name), *fallbacks):
             if value is not None:
                 return value
         raise ConfigError(f"the checkpoint's processor_config.json has no {name}")
 
     def count(self, name: str, *fallbacks: object, maximum: int = MAX_IMAGE_TOKENS) -> int:
-        """A field like `value` that is an integer from 1 to `maximum`. Raises ConfigError."""
-        return self._one(name, *fallbacks).count(name, maximum=maximum)
+        """`value(name, *fallbacks)` as an integer from 1 to `maximum`. Raises ConfigError."""
+        return self._field(name, *fallbacks).count(name, maximum=maximum)
 
     def number(self, name: str, *fallbacks: object) -> float:
-        """A field like `value` that is a number above 0. Raises ConfigError."""
-        return self._one(name, *fallbacks).number(name, 0.0, above=0.0)
+        """`value(name, *fallbacks)` as a number above 0. Raises ConfigError."""
+        return self._field(name, *fallbacks).number(name, 0.0, above=0.0)
 
     def flag(self, name: str, *fallbacks: object) -> bool:
-        """A field like `value` that is a boolean. Raises ConfigError."""
-        flag: bool = self._one(name, *fallbacks).get(name, bool, None)
+        """`value(name, *fallbacks)` as a boolean. Raises ConfigError."""
+        flag: bool = self._field(name, *fallbacks).get(name, bool, None)
         return flag
 
     def word(self, name: str, *fallbacks: object) -> str:
-        """A field like `value` that is the text of a token. Raises ConfigError."""
-        word: str = self._one(name, *fallbacks).get(name, str, None)
+        """`value(name, *fallbacks)` as the text of a token. Raises ConfigError."""
+        word: str = self._field(name, *fallbacks).get(name, str, None)
         if not 1 <= len(word) <= MAX_TOKEN_CHARACTERS:
             raise ConfigError(
                 f"{name} of the checkpoint's processor has {len(word)} characters, it must have "
@@ -73,7 +73,7 @@ class ProcessorFiles:
             )
         return word
 
-    def _one(self, name: str, *fallbacks: object) -> Fields:
+    def _field(self, name: str, *fallbacks: object) -> Fields:
         return Fields({name: self.value(name, *fallbacks)}, Path("the checkpoint's processor"))
 
     @staticmethod
@@ -82,7 +82,7 @@ class ProcessorFiles:
         return found
 
     def token(self, name: str, default: str) -> str:
-        """The token `name` of tokenizer_config.json, else `default`."""
+        """Token `name` in tokenizer_config.json, or `default`."""
         for source in (self.tokenizer, self.tokenizer.get("extra_special_tokens")):
             found = source.get(name) if isinstance(source, dict) else None
             if isinstance(found, dict):
@@ -112,13 +112,15 @@ def read_object(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
 class VideoForm(Protocol):
-    """Prompt text of videos. The image processor has preprocessed each frame as an image."""
+    """Prompt text of videos. The image processor has already preprocessed each frame as an
+    image."""
 
     @property
     def mark(self) -> str:
@@ -128,21 +130,22 @@ class VideoForm(Protocol):
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """Height and width to which `count` frames are resized. `size`: pixel limits of the
-        checkpoint's video processor. None: the image processor resizes each frame by itself. Raises
-        ValueError for frames that the model does not take."""
+        """(height, width) to which `count` frames are resized. `size`: pixel limits of the
+        checkpoint's video processor. None: the image processor chooses the size of each frame.
+        Raises ValueError for frames that the model does not support."""
         ...
 
     def joined(self, arrays: Arrays) -> Arrays:
-        """Join the arrays of the frames into an image whose grid may have several time steps."""
+        """Join the arrays of the frames to an image whose grid may have several time steps."""
         ...
 
     def text(self, arrays: Arrays, times: Sequence[float]) -> str:
-        """Text that replaces the mark. `arrays`: joined arrays; `times`: seconds of each frame."""
+        """Text that replaces `mark`. `arrays`: joined arrays; `times`: timestamp of each frame in
+        seconds."""
         ...
 
     def time_step(self, fps: float) -> float:
-        """ImagePlacement.time_step of a video sampled at `fps`."""
+        """ImagePlacement.time_step for a video sampled at `fps`."""
         ...
 
 
@@ -151,7 +154,7 @@ class PromptForm(Protocol):
 
     @property
     def video(self) -> VideoForm | None:
-        """Prompt text of videos; None: the model takes no videos."""
+        """Prompt text of videos; None: the model does not support videos."""
         ...
 
     @property
@@ -162,11 +165,11 @@ class PromptForm(Protocol):
     @property
     def options(self) -> dict[str, Any]:
         """Arguments that the processor class passes to the image processor. They override the
-        checkpoint's files; --mm-processor-kwargs overrides them."""
+        checkpoint's files, and --mm-processor-kwargs overrides them."""
         ...
 
     def text(self, arrays: Arrays) -> str:
-        """Text that replaces the mark. Each of its image tokens takes a row of the embeddings."""
+        """Text that replaces `mark`. Each of its image tokens corresponds to an embedding row."""
         ...
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:
@@ -174,17 +177,18 @@ class PromptForm(Protocol):
         ...
 
     def num_rows(self, arrays: Arrays) -> int:
-        """Embedding rows that the tower computes for the image; 0: as many as image tokens."""
+        """Embedding rows that the vision tower computes for the image; 0: as many as image
+        tokens."""
         ...
 
 
 MakeForm = Callable[[ProcessorFiles], PromptForm]
-"""Makes the PromptForm of a checkpoint. A family's file lists them by processor class and by model
-type, in FORMS."""
+"""Creates the PromptForm of a checkpoint. Each family's file lists its functions in FORMS, by
+processor class and by model type."""
 
 
 class NoGrid:
-    """Defaults of families without M-RoPE and without videos."""
+    """Defaults for families without M-RoPE and without videos."""
 
     options: dict[str, Any] = {}  # noqa: RUF012 - never written
     video: VideoForm | None = None
@@ -197,6 +201,6 @@ class NoGrid:
 
 
 def image_size(arrays: Arrays) -> tuple[int, int]:
-    """Height and width of pixel_values."""
+    """(height, width) of pixel_values."""
     height, width = np.shape(arrays["pixel_values"])[-2:]
     return int(height), int(width)

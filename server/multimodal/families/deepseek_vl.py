@@ -6,7 +6,7 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class DeepseekVLForm(NoGrid):
-    """The template writes a single image token."""
+    """Expands the single image token that the template writes."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token

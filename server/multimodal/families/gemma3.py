@@ -7,7 +7,7 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class Gemma3Form(NoGrid):
-    """The template writes only the start token of an image."""
+    """Expands the start token, which is all that the template writes for an image."""
 
     # Published checkpoints have null for these arguments.
     options: dict[str, Any] = {  # noqa: RUF012 - never written

@@ -9,7 +9,7 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class Idefics3Form(NoGrid):
-    """A fixed number of image tokens per tile, after a token with the row and column."""
+    """A token with row and column, then a fixed number of image tokens, for each tile."""
 
     options: dict[str, Any] = {"return_row_col_info": True}  # noqa: RUF012 - never written
 

@@ -9,9 +9,10 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class InternVLForm(NoGrid):
-    """The template writes a single image token."""
+    """Expands the single image token that the template writes."""
 
-    # Published checkpoints say false in preprocessor_config.json; their processor class says true.
+    # Published checkpoints have false in preprocessor_config.json, but their processor class passes
+    # true.
     options: dict[str, Any] = {"crop_to_patches": True}  # noqa: RUF012 - never written
 
     def __init__(self, files: ProcessorFiles) -> None:

@@ -1,6 +1,5 @@
-"""LFM2-VL: a large image is cut into tiles of equal size in rows and columns, and followed by the
-whole image. The prompt text, and a port of transformers' Lfm2VlImageProcessor without
-torchvision."""
+"""LFM2-VL: a large image is cut into tiles of equal size in rows and columns, followed by the whole
+image. The prompt text, and a port of transformers' Lfm2VlImageProcessor without torchvision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from server.multimodal.processor_fields import (
 )
 
 Size = tuple[int, int]
-"""Width and height, or columns and rows."""
+"""(width, height), or (columns, rows)."""
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 MAX_TILES = 100
-"""Limit on tiles of an image; published checkpoints have 10. More tiles make quadratically more
-grids."""
+"""Limit on the tiles of an image; published checkpoints have 10. The number of grids grows
+quadratically."""
 
 _COUNTS: Mapping[str, tuple[int, int]] = {
     "downsample_factor": (2, MAX_SIDE),
@@ -36,11 +35,12 @@ _COUNTS: Mapping[str, tuple[int, int]] = {
     "encoder_patch_size": (16, MAX_SIDE),
     "tile_size": (512, MAX_SIDE),
 }
-"""Default and maximum by field."""
+"""Field -> (default, maximum)."""
 
 
 class Lfm2VlForm(NoGrid):
-    """A token with row and column before each tile, and a token before the whole image."""
+    """Prompt text of LFM2-VL: a token with row and column before each tile, and a token before the
+    whole image."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -62,24 +62,24 @@ class Lfm2VlForm(NoGrid):
             for column in range(columns)
         ]
         marks = [*marks, self._thumbnail] if len(marks) > 1 else [""]
-        # Without a thumbnail the last mark has no tile.
+        # Without a thumbnail, the last mark has no tile.
         body = "".join(mark + tile for mark, tile in zip(marks, tokens, strict=False))
         return f"{self._start}{body}{self._end}"
 
 
 class Lfm2VlImageProcessor:
-    """Called like the image processors of transformers, for images of Pillow. Each tile becomes a
+    """Callable like the image processors of transformers, for Pillow images. Each tile becomes a
     list of patches."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields` of preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json. Raises ConfigError."""
         read = processor_fields(fields)
         numbers = {
             name: read.count(name, default, maximum=maximum)
             for name, (default, maximum) in _COUNTS.items()
         }
         self._patch, self._tile = numbers["encoder_patch_size"], numbers["tile_size"]
-        # Sides are multiples of a square of patches that becomes a token.
+        # Sides are multiples of the side of the square of patches that is merged into a token.
         self._unit = self._patch * numbers["downsample_factor"]
         if self._tile % self._unit:
             raise ConfigError(
@@ -129,7 +129,7 @@ class Lfm2VlImageProcessor:
         }
 
     def fitted(self, size: Size) -> Size:
-        """The size of an image that is not cut."""
+        """Size of an image that is not cut into tiles."""
         (width, height), unit = size, self._unit
         new = tuple(max(unit, round(side / unit) * unit) for side in size)
         if new[0] * new[1] > self._max_pixels:
@@ -145,7 +145,8 @@ class Lfm2VlImageProcessor:
         return width * height > self._max_pixels * self._tolerance
 
     def _patches(self, image: Image.Image) -> Array:
-        """(patches, numbers), row by row; a patch has its pixels row by row, with their colours."""
+        """(patches, values), row by row; each patch has its pixels row by row, with the channels
+        last."""
         pixels = (np.asarray(image, np.float32) / 255 - self._mean) / self._deviation
         rows, columns = image.height // self._patch, image.width // self._patch
         grid = pixels.reshape(rows, self._patch, columns, self._patch, 3)
@@ -154,9 +155,11 @@ class Lfm2VlImageProcessor:
 
 
 def grids(low: int, high: int) -> list[Size]:
-    """All grids of `low` to `high` tiles, those with fewer tiles first. Raises ConfigError."""
+    """All grids of `low` to `high` tiles, by increasing number of tiles. Raises ConfigError."""
     if low > high:
-        raise ConfigError(f"min_tiles of the image processor is {low}, and max_tiles is {high}")
+        raise ConfigError(
+            f"min_tiles of the image processor is {low}, it must be at most max_tiles, {high}"
+        )
     sizes = {
         (columns, rows)
         for count in range(low, high + 1)
@@ -168,8 +171,8 @@ def grids(low: int, high: int) -> list[Size]:
 
 
 def best_grid(size: Size, choices: Sequence[Size], side: int) -> Size:
-    """The grid whose ratio is nearest to the image's; if several are equally near, the last grid
-    that the image fills by more than half."""
+    """The grid whose aspect ratio is closest to the image's. If several grids are equally close,
+    the last grid whose area the image fills by more than half, or else the first grid."""
     width, height = size
     best, difference = (1, 1), math.inf
     for columns, rows in choices:
@@ -181,6 +184,6 @@ def best_grid(size: Size, choices: Sequence[Size], side: int) -> Size:
 
 
 FORMS: Mapping[str, MakeForm] = {
-    # transformers 4.57 writes the third name.
+    # transformers 4.57 writes lfm2-vl.
     **dict.fromkeys(("Lfm2VlProcessor", "lfm2_vl", "lfm2-vl"), Lfm2VlForm),
 }

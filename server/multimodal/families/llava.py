@@ -1,5 +1,5 @@
-"""LLaVA: an image token per patch. LLaVA-NeXT: an image token per patch of the whole image, per
-patch of its tiles without padding, and per end of a row of patches."""
+"""LLaVA: an image token per patch. LLaVA-NeXT: image tokens for the patches of the whole image, for
+the unpadded patches of its tiles, and for the end of each row of patches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ MAX_CANVASES = 1_024
 
 
 class LlavaForm(NoGrid):
-    """llava, vipllava."""
+    """Prompt text of llava and vipllava."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.word("image_token", files.image_token)
@@ -26,8 +26,8 @@ class LlavaForm(NoGrid):
             files.config.get("vision_feature_select_strategy"),
             "default",
         )
-        # The class token of CLIP, which the strategy "default" drops. Checkpoints without
-        # num_additional_image_tokens also count it.
+        # The strategy "default" drops CLIP's class token, which num_additional_image_tokens
+        # includes. Without this field, the class token is the only additional token.
         dropped = int(strategy == "default")
         extra = processor_fields(files.processor).integer(
             "num_additional_image_tokens", dropped, maximum=MAX_IMAGE_TOKENS
@@ -44,7 +44,7 @@ class LlavaForm(NoGrid):
 
 
 class LlavaNextForm(LlavaForm):
-    """llava_next ("any resolution" in its paper)."""
+    """Prompt text of llava_next (AnyRes tiles)."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         super().__init__(files)
@@ -60,12 +60,12 @@ class LlavaNextForm(LlavaForm):
         columns = width // self._patch * (best_width // width)
         rows, columns = _without_padding(size[0], size[1], rows, columns)
         base = self._num_patches(height, width) + self._extra
-        # The end of each row has its own embedding.
+        # The end of each row has an embedding.
         return self._token * (base + rows * columns + rows)
 
 
 def _sizes(pinpoints: object) -> list[list[int]]:
-    """Heights and widths of the canvases of tiles. Raises ConfigError."""
+    """(height, width) of the possible tile canvases. Raises ConfigError."""
     pairs: list[Any] = pinpoints if isinstance(pinpoints, list) else []
     if not 1 <= len(pairs) <= MAX_CANVASES:
         pairs = [None]
@@ -83,7 +83,7 @@ def _sizes(pinpoints: object) -> list[list[int]]:
 
 
 def _without_padding(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of patches without padding."""
+    """(rows, columns) of patches without padding."""
     if width / height > columns / rows:
         kept = int(round(height * (columns / width), 7))
         return rows - (rows - kept) // 2 * 2, columns

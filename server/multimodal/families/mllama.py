@@ -8,7 +8,7 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class MllamaForm(NoGrid):
-    """The template writes the image token."""
+    """Keeps the single image token that the template writes."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -17,7 +17,7 @@ class MllamaForm(NoGrid):
         return self.mark
 
     def num_rows(self, arrays: Arrays) -> int:
-        """Number of tiles, padding included."""
+        """Number of tiles, including padding."""
         return int(np.shape(arrays["aspect_ratio_mask"])[-1])
 
 

@@ -9,7 +9,7 @@ from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorF
 
 
 class PixtralForm(NoGrid):
-    """Form of Pixtral, Mistral 3, and LLaVA with the vision tower of Pixtral."""
+    """Form of Pixtral, Mistral 3, and LLaVA with Pixtral's vision tower."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -17,7 +17,7 @@ class PixtralForm(NoGrid):
         self._end = files.word("image_end_token", "[IMG_END]")
         patch = files.value("patch_size", files.vision.get("patch_size"))
         if isinstance(patch, dict):
-            # The field comes from preprocessor_config.json, which has height and width.
+            # preprocessor_config.json has an object with height and width.
             patch = Fields(patch, Path("patch_size of the processor")).count("height")
         else:
             patch = files.count("patch_size", files.vision.get("patch_size"))

@@ -9,11 +9,11 @@ import numpy as np
 from server.multimodal.families.base import Arrays, MakeForm, NoGrid, ProcessorFiles, VideoForm
 
 MAX_SIDES = 200
-"""Maximum ratio of the longer side of a frame to the shorter side."""
+"""Maximum aspect ratio of a frame."""
 
 
 class QwenVLForm:
-    """The template writes the start and the end of the image itself."""
+    """Expands the image token; the template also writes the start and end tokens around it."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -37,7 +37,7 @@ class QwenVLForm:
 
 
 class MiniMaxM3Form(NoGrid):
-    """The template writes a single image token."""
+    """Replaces the single image token that the template writes, and adds start and end texts."""
 
     def __init__(self, files: ProcessorFiles) -> None:
         self.mark = files.image_token
@@ -71,8 +71,8 @@ class QwenVideoForm:
     def joined(self, arrays: Arrays) -> Arrays:
         grid = np.asarray(arrays["image_grid_thw"])
         num_frames, (_, height, width) = len(grid), grid[0].tolist()
-        # The image processor fills all temporal_patch_size frames of a patch with the same frame.
-        # single copy.
+        # The image processor fills all temporal_patch_size frames of a patch with the same frame:
+        # take a single copy.
         patches = np.asarray(arrays["pixel_values"]).reshape(
             num_frames, height * width, 3, self._depth, -1
         )[:, :, :, 0]
@@ -90,22 +90,22 @@ class QwenVideoForm:
         return self._token * int(np.prod(self._images.grid(arrays)))
 
     def time_step(self, fps: float) -> float:
-        """Position step per temporal patch: 1 for Qwen2-VL; by seconds for Qwen2.5-VL."""
+        """Position step per temporal patch: 1 for Qwen2-VL; proportional to time for Qwen2.5-VL."""
         if self._rate is None:
             return 1.0
-        # float32, as in transformers, which rounds the products down.
+        # float32 as in transformers, which rounds the products down.
         return float(np.float32(self._depth / fps) * np.float32(self._rate))
 
 
 class TimedVideoForm(QwenVideoForm):
-    """Video of Qwen3-VL and Qwen3.5: the prompt has the timestamp of each temporal patch, and the
-    pixel limit is for all frames together."""
+    """Video of Qwen3-VL and Qwen3.5: the prompt has a timestamp for each temporal patch, and the
+    pixel limit applies to all frames together."""
 
     def __init__(self, files: ProcessorFiles, images: QwenVLForm) -> None:
         super().__init__(files, images)
         self._start = files.token("vision_start_token", "<|vision_start|>")
         self._end = files.token("vision_end_token", "<|vision_end|>")
-        # The template writes start, token and end; `text` writes start and end per timestamp.
+        # The template writes start, token and end; `text` writes a start and an end per timestamp.
         self.mark = self._start + self._token + self._end
         patch: int = files.count("patch_size", files.vision.get("patch_size"), 16)
         self._factor = patch * images.merge
@@ -114,7 +114,7 @@ class TimedVideoForm(QwenVideoForm):
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """Size by the formula of `smart_resize` in the Qwen3-VL video processor of transformers."""
+        """Size according to `smart_resize` in the Qwen3-VL video processor of transformers."""
         bounds = {**self._default_size, **size}
         factor, count = self._factor, max(count, self._depth)
         smallest = min(height, width)

@@ -1,4 +1,4 @@
-"""PromptForm of a checkpoint by its processor class, else by its model type."""
+"""Selects the PromptForm of a checkpoint by its processor class, or else by its model type."""
 
 from config.errors import ConfigError
 from config.kinds import Kinds
@@ -8,16 +8,16 @@ _FORMS = Kinds[MakeForm]("server.multimodal.families", "FORMS", "processor class
 
 
 def prompt_form(files: ProcessorFiles) -> PromptForm:
-    """The PromptForm for a processor class, else for a model type. Raises ConfigError."""
+    """The PromptForm for a processor class, or else for a model type. Raises ConfigError."""
     name = files.processor.get("processor_class")
     if files.vision.get("model_type") == "pixtral":
-        # Checkpoints with the vision tower of Pixtral may say LlavaProcessor.
+        # Checkpoints with Pixtral's vision tower may name LlavaProcessor.
         name = "PixtralProcessor"
     model_type = files.config.get("model_type")
     found = _FORMS.get(str(name)) or _FORMS.get(str(model_type))
     if found is None:
         raise ConfigError(
             f"the checkpoint has the processor {name!r} and the model type {model_type!r}, images "
-            f"are written for {', '.join(name for name in _FORMS if name.endswith('Processor'))}"
+            f"are supported for {', '.join(name for name in _FORMS if name.endswith('Processor'))}"
         )
     return found(files)

@@ -1,4 +1,4 @@
-"""Background responses: their frames are stored so that clients can stream them later."""
+"""Background responses. Their frames are stored, so that clients can stream them later."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from server.openai.responses.writer import ResponseWriter
 from server.serving.job import ServingRequest, sse_frames
 
 PIECE_BYTES = 64 * 2**10
-"""Size of the frames of a stored stream that are sent at once: some hundred frames."""
+"""Approximate bytes of stored frames that are sent at once: a few hundred frames."""
 
 
 class BackgroundResponse:
@@ -28,7 +28,8 @@ class BackgroundResponse:
         store: ResponseStore,
         record: RequestRecord,
     ) -> None:
-        """`record`: access log record of the job; the request that started the job ends earlier."""
+        """`record`: access-log record for the job, because the request that started the job ends
+        earlier."""
         self._job = job
         self._record = record
         self._writer = writer
@@ -59,11 +60,11 @@ class BackgroundResponse:
         ending."""
         if self._writer.has_ended:
             return
-        # Stop the task first, so that it adds no output.
+        # Stop the task first, so that it adds no more output.
         self._job.close()
         if self._task is not None:
             self._task.cancel()
-        # The followers need the last frames even if the client of this request disconnects.
+        # Followers need the last frames even if this request's client disconnects.
         self._task = asyncio.get_running_loop().create_task(self._end_cancelled())
         await asyncio.shield(self._task)
 
@@ -99,7 +100,7 @@ async def follow_events(
     entry: StoredResponse, after: int, pacer: LoopPacer
 ) -> AsyncIterator[bytes]:
     """The frames of a stored stream after sequence number `after`, to its end. `pacer` paces the
-    pieces of all streams: a send does not suspend while the socket takes bytes."""
+    pieces of all streams, because a send does not suspend while the socket accepts bytes."""
     events = entry.events
     assert events is not None
     position = after + 1

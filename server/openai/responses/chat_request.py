@@ -1,14 +1,16 @@
-"""Convert the body of a response to the equivalent chat request with its whole history."""
+"""Converts a Responses API body, with its whole history, to the equivalent chat request."""
 
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
 from config.errors import NotFound, UserError
 from server.http.body import MANY_BYTES, validate_fields
+from server.http.body_bounds import MAX_MESSAGES
 from server.http.json_decoder import decode_json
 from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item, is_reference, number_in, read_items
@@ -19,28 +21,28 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""Maximum JSON size of the previous items and the referenced items of a request; decoded items take
-up to ten times as much memory."""
+"""Maximum JSON size of the previous and referenced items of a request; decoded items take up to ten
+times as much memory."""
 MAX_REFERENCES = 16_384
-"""Maximum item references of a request: finding their responses takes about 10 ms."""
+"""Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
 _FIELD_NAMES = {
     "logprobs": "include",
     **{chat_name: name.partition(".")[0] for chat_name, name in MOVED.items()},
 }
-"""Fields of this API by the chat field that they set."""
+"""Field of ChatBody -> the field of /v1/responses that sets it."""
 _MESSAGE_WORDS = (
     ("].function", "]"),
     ("reasoning_effort", "reasoning.effort"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
 )
-"""Words of chat error messages and their replacements in this API."""
+"""(word in an error message about ChatBody, the corresponding word for /v1/responses)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """A checked request for a response."""
+    """A validated request for a response."""
 
     chat: ChatBody
     history: ItemHistory
@@ -49,7 +51,7 @@ class ResponseRequest:
 
 @contextlib.contextmanager
 def as_response_fields() -> Iterator[None]:
-    """Replace chat fields in errors by the fields of this API."""
+    """Rename chat fields in errors to the fields of this API."""
     try:
         yield
     except UserError as error:
@@ -73,9 +75,9 @@ async def resolve_request(
     owner: str,
     kinds: Collection[bytes],
 ) -> ResponseRequest:
-    """The request for response `number` from `body`, whose JSON has `num_bytes`. `kinds`: media
-    that the model takes besides text. Raises UserError, and NotFound for a response or an item that
-    is not stored for `owner`."""
+    """Build the request for response `number` from `body`, whose JSON has `num_bytes`. `kinds`:
+    supported media besides text. Raises UserError, and NotFound for a response or an item that is
+    not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
     if num_bytes <= MANY_BYTES:
@@ -91,12 +93,13 @@ async def resolve_request(
 
 
 def previous_number(body: ResponseBody) -> str:
-    """Number of the response that `body` continues, or of a response whose items `body` references:
-    the process that stores the conversation has this number. Empty for a new conversation."""
+    """Number of the response that `body` continues, or of the first response whose item `body`
+    references; it identifies the process that stores the conversation. Empty for a new
+    conversation. Only MAX_MESSAGES items are searched, because a longer input is rejected later."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
     items = body.input if isinstance(body.input, list) else ()
-    for item in items:
+    for item in islice(items, MAX_MESSAGES):
         if isinstance(item, dict) and is_reference(item) and isinstance(item.get("id"), str):
             return number_in(item["id"]) or ""
     return ""
@@ -106,7 +109,7 @@ def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistor
     """The conversation of `owner` that `body` continues. Raises UserError."""
     given, param = body.previous_response_id or "", "previous_response_id"
     if not store.is_enabled:
-        raise UserError("this server keeps no responses", param=param)
+        raise UserError("this server stores no responses", param=param)
     try:
         entry = store.get(given, owner)
     except NotFound as error:
@@ -138,7 +141,7 @@ async def _with_references(store: ResponseStore, items: list[Item], owner: str) 
         return items
     if len(ids) > MAX_REFERENCES:
         raise UserError(
-            f"input has {len(ids)} references to items, at most {MAX_REFERENCES} are taken",
+            f"input has {len(ids)} references to items, at most {MAX_REFERENCES} are allowed",
             param="input",
         )
     numbers = dict.fromkeys(map(number_in, ids))
@@ -150,7 +153,7 @@ def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) 
     """Replace references in `items` by the items of `entries`."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
-        # The id of an item names its response: previous responses are not searched.
+        # Item ids contain the number of their response, so previous responses are not searched.
         encoded |= entry.input_history.find(wanted)
         if entry.full_history is not None:
             encoded |= entry.full_history.find(wanted)
@@ -169,5 +172,5 @@ def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) 
 def _check_bytes(num_bytes: int, what: str, param: str) -> None:
     if num_bytes > MAX_CONVERSATION_BYTES:
         raise UserError(
-            f"{what} {num_bytes} bytes, at most {MAX_CONVERSATION_BYTES} are read", param=param
+            f"{what} {num_bytes} bytes, at most {MAX_CONVERSATION_BYTES} are allowed", param=param
         )

@@ -1,4 +1,4 @@
-"""Input items of a response: checked, normalized, with ids."""
+"""Input items of a response: validated and normalized, with ids."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -26,19 +26,19 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Part types of assistant messages."""
+"""Content part types of the assistant."""
 _CONTENT = ("role", "content", "text")
-"""Fields with content for the model."""
+"""Fields whose content the model sees."""
 _SHOWN = 40
 
 
 def item_id(kind: str, number: str, place: str) -> str:
-    """Id of an item of response `number`, for references."""
+    """Id of an item of response `number`, for use in item references."""
     return f"{PREFIXES[kind]}_{number}_{place}"
 
 
 def number_in(given_id: str) -> str | None:
-    """Number of the response in an item id; None for an id of another server."""
+    """Number of the response in an item id; None for ids of other servers."""
     prefix, _, rest = given_id.partition("_")
     number, _, place = rest.partition("_")
     return number if prefix in PREFIXES.values() and number and place else None
@@ -51,8 +51,8 @@ def is_reference(item: Item) -> bool:
 
 
 def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[Item]:
-    """Read the `input` of response `number` as items; references are kept. `kinds`: media that the
-    model takes besides text. Raises UserError."""
+    """Parse the `input` of response `number` to items; references are kept. `kinds`: supported
+    media besides text. Raises UserError."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -60,7 +60,7 @@ def read_items(given: Any, number: str, kinds: Collection[bytes] = ()) -> list[I
     if not isinstance(given, list):
         raise error_at_path(f"input is {value_text(given)}, it must be a string or a list of items")
     if len(given) > MAX_MESSAGES:
-        raise error_at_path(f"input has {len(given)} items, at most {MAX_MESSAGES} are taken")
+        raise error_at_path(f"input has {len(given)} items, at most {MAX_MESSAGES} are allowed")
     taken = ("input_text", "input_image") if IMAGE in kinds else ("input_text",)
     return [
         _read(item, f"input[{place}]", f"in{place}", number, taken)
@@ -81,8 +81,8 @@ def ignored_items(given: Any) -> Iterator[str]:
 
 
 def _is_ignored_item(item: Any) -> bool:
-    """Whether `item` belongs to another server's tools or memory. Items with content for the model
-    are never ignored."""
+    """Whether `item` belongs to a tool or memory of another server. Items whose content the model
+    sees are never ignored."""
     kind = type_of(item)
     if kind is None or kind in PREFIXES or kind == "item_reference" or kind.startswith("input_"):
         return False
@@ -92,7 +92,7 @@ def _is_ignored_item(item: Any) -> bool:
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
-    # Only a missing type means message; {} and "" are invalid types.
+    # A missing or null type means message; {} and "" are invalid.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"
@@ -134,7 +134,7 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
         raise error_at_path(wrong_field(item, "content", where, "a string or a list of parts"))
     if len(content) > MAX_PARTS:
         raise error_at_path(
-            f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are taken"
+            f"{where}.content has {len(content)} parts, at most {MAX_PARTS} are allowed"
         )
     parts = [
         _part(part, f"{where}.content[{i}]", taken)
@@ -148,7 +148,7 @@ def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
     if "input_image" in taken and isinstance(part, dict) and part.get("type") == "input_image":
         if part.get("file_id") is not None:
             raise error_at_path(
-                f"{where} has a file_id, this server keeps no files: send an image_url"
+                f"{where} has a file_id, this server stores no files: send an image_url"
             )
         if not isinstance(part.get("image_url"), str):
             raise error_at_path(wrong_field(part, "image_url", where, "a string"))
@@ -166,8 +166,8 @@ def _part(part: Any, where: str, taken: tuple[str, ...]) -> Item:
 
 
 def _call(item: Item, where: str, field: str) -> Item:
-    """Normalize a call item. `field`: name of the arguments field, which accepts any form because
-    the model wrote the arguments."""
+    """Normalize a call item. `field`: name of the arguments field. Its text is not validated,
+    because the model wrote it."""
     fields = {name: item.get(name) for name in ("call_id", "name")}
     for name, value in fields.items():
         if not isinstance(value, str) or not value:
@@ -181,7 +181,7 @@ def _call(item: Item, where: str, field: str) -> Item:
 
 def _output(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     call_id = item.get("call_id")
-    # A tool may give nothing.
+    # The output of a tool may be empty.
     output = item.get("output") or ""
     if not isinstance(call_id, str) or not call_id:
         raise error_at_path(wrong_field(item, "call_id", where, "a string that is not empty"))

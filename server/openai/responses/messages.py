@@ -1,4 +1,4 @@
-"""Response items to chat messages."""
+"""Converts response items to chat messages."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from server.openai.responses.tools import flat_name
 Message = dict[str, Any]
 
 LEADING = ("system", "developer")
-"""Roles of leading instruction messages."""
+"""Roles of instruction messages at the start."""
 
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
-    """Convert checked `items` to chat messages. Consecutive output of the model (reasoning, text,
+    """Convert validated `items` to chat messages. Consecutive output of the model (reasoning, text,
     calls) becomes a single message. `instructions` and the system messages after them are merged,
     since many templates accept only a single system message."""
     outputs = ("function_call_output", "custom_tool_call_output")
@@ -31,11 +31,11 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
 
 class _MessageBuilder:
     def __init__(self, answered: Collection[str]) -> None:
-        """`answered`: ids of calls that have a result."""
+        """`answered`: ids of calls with a result."""
         self._answered = answered
         self.messages: list[Message] = []
         self._assistant: Message | None = None
-        """Assistant message that the next items may extend."""
+        """Assistant message that following items may extend."""
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._texts: dict[str, list[str]] = {}
@@ -70,7 +70,8 @@ class _MessageBuilder:
             self._start_assistant()
         assert self._assistant is not None
         if self._assistant.get("tool_calls"):
-            # Text after a call joins the same message: the results must follow the calls.
+            # Text after a call is merged into the same message, because the results must follow the
+            # calls.
             self._texts.setdefault("content", []).append(_joined(item["content"]))
             return
         if self._assistant["content"]:
@@ -79,14 +80,15 @@ class _MessageBuilder:
 
     def _add_call(self, item: Item) -> None:
         if item["status"] == "incomplete" and item["call_id"] not in self._answered:
-            # The answer was cut: the arguments are not JSON, and the call was never executed.
+            # The response was truncated: the arguments are not JSON, and the call was never
+            # executed.
             return
         if self._assistant is None:
             self._start_assistant()
         assert self._assistant is not None
         name = flat_name(item["name"], item.get("namespace"))
         self._names[item["call_id"]] = name
-        # The text of a custom call is not JSON, and templates accept only objects.
+        # The input of a custom call is not JSON, and templates accept only objects.
         is_custom = item["type"] == "custom_tool_call"
         arguments = {"input": item["input"]} if is_custom else item["arguments"]
         function = {"name": name, "arguments": arguments}
@@ -122,7 +124,8 @@ class _MessageBuilder:
 
 
 def _content(parts: list[Item]) -> str | list[Item]:
-    """A single part as text; several parts as a list, which some templates render differently."""
+    """A single text part becomes a string. Several parts, and an image, stay a list, which some
+    templates render differently."""
     return parts if len(parts) > 1 or _has_image(parts) else _joined(parts)
 
 

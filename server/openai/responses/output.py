@@ -13,7 +13,7 @@ from server.parsers.stream.base import (
     TextDelta,
     ToolCallStart,
 )
-from server.serving.choices import TokenFormatter, chat_logprobs
+from server.serving.choices import TokenFormatter, encoded_chat_logprobs
 from server.text.hidden_reasoning import hide_reasoning
 
 StreamEvent = dict[str, Any]
@@ -22,7 +22,7 @@ StreamEvent = dict[str, Any]
 
 @dataclass(slots=True)
 class OutputItem:
-    """Item of the output. `fields` are constant."""
+    """Item of the output. `fields`: the constant fields."""
 
     kind: str
     output_index: int
@@ -33,7 +33,7 @@ class OutputItem:
 
     @property
     def part(self) -> Item:
-        """Content part with its text."""
+        """Content part with the text so far."""
         text = "".join(self.texts)
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -57,7 +57,7 @@ class OutputItem:
 
 
 class ResponseOutput:
-    """Output of response `number`: call `add` with each delta, then `close`."""
+    """Output of response `number`: call `add` for each delta, then `close`."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class ResponseOutput:
         shows_reasoning: bool,
         hides_reasoning: bool,
     ) -> None:
-        """`parse` splits deltas into reasoning, text and calls. `namespaces`: namespace and name of
-        functions, by the name that the model sees. `hides_reasoning`: reasoning items also have
-        `encrypted_content`."""
+        """`parse`: splits deltas into reasoning, text and calls. `namespaces`: name of a function
+        as the model sees it -> (namespace, name). `hides_reasoning`: whether reasoning items also
+        have `encrypted_content`."""
         self._number = number
         self._parse = parse
         self._token_formatter = token_formatter
@@ -83,7 +83,7 @@ class ResponseOutput:
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
         self._pending: list[PositionLogprobs] = []
-        """Log-probabilities of tokens whose text has not arrived."""
+        """Log-probabilities of tokens whose text has not arrived yet."""
         self.finish_reason: str | None = None
 
     @property
@@ -92,7 +92,7 @@ class ResponseOutput:
         return [entry.item for entry in self._items]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
-        """The events of `delta`."""
+        """Stream events for `delta`."""
         self._pending += delta.logprobs or []
         emitted: list[StreamEvent] = []
         for event in self._parse(delta):
@@ -105,7 +105,7 @@ class ResponseOutput:
         return emitted
 
     def close(self, status: str) -> list[StreamEvent]:
-        """End the open item with `status`."""
+        """Close the open item with `status`."""
         output_item, self._open = self._open, None
         if output_item is None:
             return []
@@ -130,7 +130,7 @@ class ResponseOutput:
     def _handle(self, event: ParserEvent) -> list[StreamEvent]:
         if isinstance(event, TextDelta):
             return [*self._open_message(), self._add_text(event.text)]
-        # The tokens belong to no text.
+        # Log-probabilities are sent only for the tokens of message text.
         self._pending = []
         if isinstance(event, ReasoningDelta):
             return self._add_reasoning(event.text) if self._shows_reasoning else []
@@ -161,13 +161,15 @@ class ResponseOutput:
         assert self._open is not None
         entries: list[Any] = []
         if self._has_logprobs:
-            entries = chat_logprobs(self._tokens_of(text), self._token_formatter)["content"]
+            tokens = self._tokens_of(text)
+            # Encoded, because five events and the response contain them.
+            entries = encoded_chat_logprobs(tokens, self._token_formatter)["content"]
             self._open.logprobs += entries
         return {**self._add_delta("output_text", text), "logprobs": entries}
 
     def _tokens_of(self, text: str) -> list[PositionLogprobs]:
-        """The tokens of `text`, found by their bytes. Tokens before it (tags, whitespace) are
-        dropped, tokens after it wait for the next text."""
+        """The tokens of `text`, found by their bytes. Earlier tokens (tags, whitespace) are
+        dropped, later tokens wait for the next text."""
         assert self._open is not None
         tokens, self._pending = self._pending, []
         data, encoded = b"".join(token.chosen.bytes for token in tokens), text.encode()
@@ -184,7 +186,7 @@ class ResponseOutput:
         return matched
 
     def _add_delta(self, kind: str, text: str) -> StreamEvent:
-        """A delta event of the open item."""
+        """A delta event for the open item."""
         assert self._open is not None
         self._open.texts.append(text)
         event = {"type": f"response.{kind}.delta", **self._item_ref(self._open)}

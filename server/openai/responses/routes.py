@@ -1,4 +1,5 @@
-"""/v1/responses: create (whole, streamed, background), retrieve, cancel, delete."""
+"""Routes of /v1/responses: create (complete, streamed or in the background), retrieve, cancel,
+delete."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -50,13 +51,13 @@ from server.serving.state import AppState
 
 ROUTE = "/v1/responses"
 MAX_ITEMS = 100
-"""Maximum items of a page of input items."""
+"""Maximum number of input items per page."""
 BYTES_PER_VALUE = 16
-"""Assumed bytes per JSON value of stored responses, which are mostly text."""
+"""Assumed bytes per JSON value in stored responses, which are mostly text."""
 
 
 def response_routes(state: AppState) -> APIRouter:
-    """The routes, over `state`."""
+    """Routes of the Responses API."""
     config = state.config
     store = ResponseStore(
         config.responses_store_max_count,
@@ -87,7 +88,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
         )
         if body.background:
-            # A separate record: the job continues after this request has ended.
+            # A separate record, because the job continues after this request has ended.
             attach_record(request.scope, replace(record_of(request.scope)))
         job = await _start(state, request, resolved, is_cut=body.truncation == "auto")
         history = resolved.history if is_stored else ItemHistory(b"[]", None)
@@ -108,7 +109,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         try:
             writer = await asyncio.to_thread(make_writer) if is_long else make_writer()
         except BaseException:
-            # This includes the cancellation when the client disconnects.
+            # BaseException, to include the cancellation when the client disconnects.
             job.close()
             raise
         if body.background:
@@ -118,11 +119,14 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
             BackgroundResponse(job, writer, entry, store, record_of(request.scope)).start()
             if not body.stream:
                 return await long_json_response(first)
-            # Not counted as a follower: the number of running responses is limited.
+            # Not counted as a follower, because the number of running responses is limited.
             return _stream_stored(state, store, entry, -1, on_close=lambda: None)
         if body.stream:
             return EventStream(
-                _streamed(job, writer), keep_alive_s=state.config.keep_alive_s, on_close=job.close
+                _streamed(job, writer),
+                keep_alive_s=state.config.keep_alive_s,
+                on_close=job.close,
+                num_unread_bytes=job.num_unread_bytes,
             )
         response = await run_to_end(job, request, _whole(job, writer))
         return await built_response(lambda: response, job.num_answer_values)
@@ -169,8 +173,8 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             return await _stored_answer(entry)
         if entry.events is None:
             raise UserError(
-                "the events of this response are not kept: it was not created with background and "
-                "stream",
+                "the events of this response are not stored: it was not created with background "
+                "and stream",
                 param="stream",
             )
         after = -1 if starting_after is None else starting_after
@@ -220,7 +224,7 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
 async def _read(
     state: AppState, request: Request
 ) -> tuple[ReceivedBody, ResponseBody] | ForwardedResponse:
-    """The body, or the answer of the API server that stores the conversation."""
+    """The body, or the response of the API server that stores the conversation."""
     state.generation_pipeline()
     sent = await state.bodies.read_object(request)
     fields = sent.fields
@@ -240,7 +244,7 @@ def _is_stored(store: ResponseStore, body: ResponseBody) -> bool:
         return body.store is not False
     if body.store or body.background:
         raise UserError(
-            "this server keeps no responses, since --responses-store-max-count is 0",
+            "this server stores no responses, since --responses-store-max-count is 0",
             param="store" if body.store else "background",
         )
     return False
@@ -267,7 +271,7 @@ async def _streamed(job: ServingRequest, writer: ResponseWriter) -> AsyncIterato
 
 async def _whole(job: ServingRequest, writer: ResponseWriter) -> Fields:
     async for deltas in job.tracker:
-        writer.feed(deltas)
+        writer.add(deltas)
     await writer.ending()
     return writer.fields()
 
@@ -285,7 +289,7 @@ def _stream_stored(
     after: int,
     on_close: Callable[[], None],
 ) -> Response:
-    """The stream of a background response, which continues when the client disconnects."""
+    """Stream a background response, which continues when the client disconnects."""
     return EventStream(
         follow_events(entry, after, store.pacer),
         keep_alive_s=state.config.keep_alive_s,
@@ -304,7 +308,9 @@ def _page(entry: StoredResponse, limit: int, order: str, after: str | None) -> d
     if after is not None:
         positions = [i for i, item in enumerate(items) if item["id"] == after]
         if not positions:
-            raise UserError(f"after is {after[:40]!r}, which is none of the items", param="after")
+            raise UserError(
+                f"after is {after[:40]!r}, which is not one of the items", param="after"
+            )
         items = items[positions[0] + 1 :]
     shown = items[:limit]
     return {

@@ -1,4 +1,4 @@
-"""Body of /v1/responses, and the equivalent chat fields."""
+"""Body of /v1/responses, and its conversion to chat fields."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,7 +46,7 @@ WITH_HIDDEN_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     WITH_LOGPROBS,
     WITH_HIDDEN_REASONING,
-    # Values that request items which this server never produces.
+    # Values for items that this server never produces.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -61,7 +61,7 @@ MOVED = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""Chat fields, and the fields of this API with another name."""
+"""Field of /v1/chat/completions -> the corresponding field of /v1/responses."""
 _SHOWN = 40
 
 _KINDS = (*PREFIXES, "item_reference")
@@ -74,7 +74,7 @@ _ITEM = record(
 )
 _INPUT = {
     **any_of(TEXT, array(_ITEM), NULL),
-    "description": "A text, or items. May be absent only with previous_response_id.",
+    "description": "A text or a list of items; may be absent only with previous_response_id.",
 }
 _TOOL = record(
     {
@@ -91,21 +91,21 @@ _TOOL_CHOICE = any_of(words("none", "auto", "required"), _NAMED_CHOICE, NULL)
 
 
 class ReasoningOptions(Body):
-    """Reasoning options. Summaries are never generated: the reasoning is returned whole."""
+    """Options for reasoning. Summaries are never generated: the whole reasoning is returned."""
 
     effort: Label | None = None
     summary: Label | None = None
 
 
 class TextOptions(Body):
-    """Format of the text."""
+    """Output format of the text."""
 
     format: Schema | None = None
     verbosity: Label | None = None
 
 
 class ResponseBody(GenerationBody):
-    """Items to respond to."""
+    """Body of POST /v1/responses."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -140,13 +140,20 @@ class ResponseBody(GenerationBody):
     )
 
     input: Annotated[Any, WithJsonSchema(_INPUT)] = None
-    instructions: str | None = Field(None, description="Not inherited by the next response.")
+    instructions: str | None = Field(
+        None, description="System prompt of this response; the next response does not inherit it."
+    )
     previous_response_id: Label | None = None
-    max_output_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
+    max_output_tokens: Integer | None = Field(
+        None, description="Maximum generated tokens; default: the rest of the context."
+    )
     max_tool_calls: Integer | None = Field(
         None, description="Without effect: there are no hosted tools."
     )
-    top_logprobs: Integer | None = Field(None, description=f"Needs include: {WITH_LOGPROBS}.")
+    top_logprobs: Integer | None = Field(
+        None,
+        description=f"Number of most likely tokens per position; needs include: {WITH_LOGPROBS}.",
+    )
     include: Strings | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -191,7 +198,9 @@ class ResponseBody(GenerationBody):
     def check(self) -> None:
         super().check()
         if not self.input and not isinstance(self.input, str) and not self.previous_response_id:
-            raise UserError("input is missing, it must be a text or at least 1 item", param="input")
+            raise UserError(
+                "input is missing, it must be a string or at least 1 item", param="input"
+            )
         check_at_least(self, "max_output_tokens", 1)
         check_at_least(self, "max_tool_calls", 1)
         for name in self.include or ():
@@ -214,12 +223,12 @@ class ResponseBody(GenerationBody):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the texts come with log-probabilities."""
+        """Whether the texts have log-probabilities."""
         return WITH_LOGPROBS in (self.include or ())
 
     @property
     def hides_reasoning(self) -> bool:
-        """Whether items of reasoning have `encrypted_content`, too."""
+        """Whether reasoning items also have `encrypted_content`."""
         return WITH_HIDDEN_REASONING in (self.include or ())
 
     @property
@@ -249,7 +258,8 @@ _SHARED = (
 
 
 def _format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`text.format` as response_format of a chat, where a JSON schema is nested a level deeper."""
+    """`text.format` as the response_format of a chat, where a JSON schema is nested a level
+    deeper."""
     if given is None or given.get("type") != "json_schema":
         return given
     return {

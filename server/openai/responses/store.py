@@ -1,4 +1,4 @@
-"""Stored responses, bounded by count, bytes and age; the oldest are evicted first."""
+"""Stored responses, limited by count, bytes and age; the oldest are evicted first."""
 
 import asyncio
 import time
@@ -19,11 +19,12 @@ from server.openai.responses.items import Item
 CONTINUABLE = ("completed", "incomplete")
 """Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
-"""Minimum seconds between two checks for expired responses."""
+"""Minimum time between checks for expired responses."""
 MAX_FOLLOWERS_PER_RESPONSE = 16
-"""Maximum connections that receive the stream of a response. Each event wakes all of them."""
+"""Maximum number of connections that follow the stream of a response; each event wakes all of
+them."""
 MAX_FOLLOWERS_PER_CLIENT = 64
-"""Maximum connections of a client that receive stored streams."""
+"""Maximum number of connections of a client that follow stored streams."""
 _SHOWN = 80
 
 
@@ -32,20 +33,18 @@ class _Identified(msgspec.Struct):
 
 
 class ItemHistory:
-    """Items of a request or response as JSON, linked to the previous history; reference counted.
-
-    A history lives as long as a stored response refers to it, directly or through later histories,
-    so a conversation can continue after its first responses are evicted.
-    """
+    """Items of a request or response as JSON, linked to the previous history; reference counted. A
+    history lives as long as a stored response refers to it, directly or through later histories, so
+    a conversation can continue after its first responses are evicted."""
 
     def __init__(self, data: bytes, before: "ItemHistory | None") -> None:
-        """`data` is a JSON list of items."""
+        """`data`: JSON list of items."""
         self.data = data
         self.previous = before
         self.ref_count = 0
 
     def acquire(self) -> int:
-        """Add a reference; returns the additional bytes, previous histories included."""
+        """Add a reference; returns the additional bytes, including previous histories."""
         added = 0
         for history in self._chain():
             history.ref_count += 1
@@ -66,7 +65,7 @@ class ItemHistory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this history and all previous ones."""
+        """Bytes of this history and all previous histories."""
         return sum(len(history.data) for history in self._chain())
 
     def items(self) -> list[Item]:
@@ -75,7 +74,7 @@ class ItemHistory:
         return [item for history in reversed(histories) for item in decode_json(history.data)]
 
     def find(self, ids: Collection[str]) -> dict[str, msgspec.Raw]:
-        """JSON items of this history with `ids`. Previous histories are not searched."""
+        """The items of this history with `ids`, as JSON. Previous histories are not searched."""
         found = {}
         for item in msgspec.json.decode(self.data, type=list[msgspec.Raw]):
             item_id = msgspec.json.decode(item, type=_Identified).id
@@ -91,7 +90,7 @@ class ItemHistory:
 
 
 class EndedResponse(NamedTuple):
-    """Response that has ended, in its stored form."""
+    """A finished response, as it is stored."""
 
     status: str
     data: bytes
@@ -101,12 +100,12 @@ class EndedResponse(NamedTuple):
 
 
 def ended_response(response: dict[str, Any]) -> EndedResponse:
-    """Encode an ended response. Call it on a thread for a long response."""
+    """Encode a finished response. For a long response call it on a thread."""
     return EndedResponse(response["status"], encode_json(response), encode_json(response["output"]))
 
 
 class RunningResponse(Protocol):
-    """Background response that has not ended."""
+    """A background response that has not finished."""
 
     @property
     def num_values(self) -> int:
@@ -128,23 +127,23 @@ class StoredResponse:
 
     id: str
     owner: str
-    """API key that created the response (see ApiKeys.check); only this key finds it."""
+    """API key that created the response (see ApiKeys.check); only this key can access it."""
     input_history: ItemHistory
     """Input items, linked to all previous items."""
     full_history: ItemHistory | None = None
     """Input and output, once the response has a CONTINUABLE status."""
     data: bytes = b""
-    """The response as JSON; empty until it has ended."""
+    """The response as JSON; empty until it has finished."""
     status: str = "in_progress"
     running: RunningResponse | None = None
     is_background: bool = False
     events: list[bytes] | None = None
-    """Frames of the stream; index = sequence number. None if the response is not streamed."""
+    """Frames of the stream, by sequence number; None if the response is not streamed."""
     num_bytes: int = 0
-    """Size without histories."""
+    """Size in bytes, without the histories."""
     stored_s: float = 0.0
     has_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced, when `events` grow or the response ends."""
+    """Set and replaced when `events` grow or the response ends."""
 
     def notify(self) -> None:
         """Wake all tasks that wait for a change."""
@@ -158,29 +157,29 @@ class StoredResponse:
 
 
 class Followers:
-    """Counts the connections that receive stored streams, by response and by client."""
+    """Counts the connections that follow stored streams, by response and by client."""
 
     def __init__(self) -> None:
         self._of_response: Counter[str] = Counter()
         self._of_client: Counter[str] = Counter()
 
     def add(self, response_id: str, client: str) -> None:
-        """Count a connection of `client`. Raises Overloaded at a limit."""
+        """Count a connection of `client`. Raises Overloaded if a limit is reached."""
         if (count := self._of_response[response_id]) >= MAX_FOLLOWERS_PER_RESPONSE:
             raise Overloaded(
                 f"{count} connections receive the stream of {response_id}, at most "
-                f"{MAX_FOLLOWERS_PER_RESPONSE} may"
+                f"{MAX_FOLLOWERS_PER_RESPONSE} are allowed"
             )
         if (count := self._of_client[client]) >= MAX_FOLLOWERS_PER_CLIENT:
             raise Overloaded(
                 f"{count} connections of this client receive stored streams, at most "
-                f"{MAX_FOLLOWERS_PER_CLIENT} may"
+                f"{MAX_FOLLOWERS_PER_CLIENT} are allowed"
             )
         self._of_response[response_id] += 1
         self._of_client[client] += 1
 
     def remove(self, response_id: str, client: str) -> None:
-        """Count a connection no longer."""
+        """Stop counting a connection."""
         for counter, key in ((self._of_response, response_id), (self._of_client, client)):
             counter[key] -= 1
             if not counter[key]:
@@ -188,8 +187,8 @@ class Followers:
 
 
 class ResponseStore:
-    """Responses by id. Running responses count towards the bounds and are never evicted; if they
-    fill the store, new responses are refused."""
+    """Stored responses by id. Running responses count towards the limits but are never evicted; if
+    they fill the store, new responses are rejected."""
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class ResponseStore:
         return self._max_count > 0
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """The response. Raises NotFound, with the same text for an unknown response and for a
+        """The response. Raises NotFound, with the same message for an unknown response and for a
         response of another owner."""
         if not (found := self.find([response_id], owner)):
             raise NotFound(
@@ -245,18 +244,21 @@ class ResponseStore:
             raise Overloaded(f"{len(self._entries)} responses run in the background")
 
     def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
-        """Count more bytes of a response, if it is stored. Raises Overloaded if the response is
-        running and the bytes exceed the bound."""
+        """Account for more bytes of a response, if it is stored. Raises Overloaded if the response
+        is running and exceeds the limit."""
         if entry.id not in self._entries:
             return
         self._count_bytes(entry, num_bytes)
         if not self._evict() and entry.running is not None:
-            raise Overloaded(f"the responses that are kept have {self._max_bytes} bytes")
+            raise Overloaded(
+                f"the stored responses have {self._max_bytes} bytes, the maximum "
+                "(--responses-store-max-bytes)"
+            )
 
     def finish(self, entry: StoredResponse, response: EndedResponse) -> None:
-        """Store the ended response in `entry`, whether new or running. No effect if a background
-        response was removed from the store or `entry` has already ended; a response larger than the
-        store is removed."""
+        """Store the finished response in `entry`, which may be new or running. No effect if a
+        background response has been removed from the store or `entry` has already finished; a
+        response larger than the store is removed."""
         entry.running = None
         was_stored = entry.id in self._entries
         if entry.data or (entry.is_background and not was_stored):
@@ -279,7 +281,7 @@ class ResponseStore:
         self._schedule_expiry()
 
     def remove(self, entry: StoredResponse) -> None:
-        """Remove a response. If it runs, the caller cancels it. Safe to call twice."""
+        """Remove a response; the caller cancels it if it is running. Safe to call twice."""
         if self._entries.pop(entry.id, None) is None:
             return
         self.num_bytes -= entry.num_bytes + entry.input_history.release()
@@ -291,8 +293,8 @@ class ResponseStore:
         self.num_bytes += num_bytes
 
     def _evict(self) -> bool:
-        """Evict ended responses until the bounds hold; returns False if the bounds still do not
-        hold."""
+        """Evict finished responses, oldest first, until the limits are met. Returns False if
+        running responses alone exceed them."""
         while not self._fits:
             oldest = next(
                 (entry for entry in self._entries.values() if entry.running is None), None
@@ -314,7 +316,7 @@ class ResponseStore:
                 self.remove(entry)
 
     def _schedule_expiry(self) -> None:
-        """Schedule the next expiry, since there may be no further request."""
+        """Schedule the next expiry check, because no further request may arrive."""
         if self._timer is None and self._entries:
             oldest_s = self._now() - next(iter(self._entries.values())).stored_s
             left_s = max(self._max_age_s - oldest_s, MIN_EXPIRY_INTERVAL_S)

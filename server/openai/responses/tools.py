@@ -1,12 +1,12 @@
-"""Convert tools of a response to tools of a chat: functions, and functions of namespaces as
-`namespace__name`. Other tools are ignored, since this server runs no tools."""
+"""Converts tools of a response to chat tools: functions, and functions in namespaces as
+`namespace__name`. Other tools are ignored, since this server does not run tools."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from config.errors import UserError, wrong_field
 from server.openai.schema.json_schema import ignored_entries, type_of, untyped
-from server.openai.schema.tools import check_function, is_foreign_tool
+from server.openai.schema.tools import check_allowed, check_function, is_foreign_tool
 
 Tool = dict[str, Any]
 
@@ -15,13 +15,13 @@ _SHOWN = 40
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
-    """Name of a function as the model sees it."""
+    """Function name as the model sees it."""
     is_in_namespace = isinstance(namespace, str) and namespace and isinstance(name, str)
     return f"{namespace}__{name}" if is_in_namespace else name
 
 
 def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
-    """The functions as tools of a chat. Raises UserError."""
+    """The functions as chat tools. Raises UserError."""
     functions = []
     for tool, namespace, where in _functions(tools):
         function = {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}
@@ -33,8 +33,8 @@ def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
 
 
 def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
-    """Namespace and name of each namespace function, by the name that the model sees; `tools` must
-    have been checked."""
+    """Function name as the model sees it -> (namespace, name), for functions in namespaces. `tools`
+    must have been validated."""
     found, plain = {}, set()
     for tool, namespace, _ in _functions(tools):
         if namespace is None:
@@ -45,7 +45,7 @@ def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
 
 
 def offered_tools(tools: list[Any] | None) -> list[Tool]:
-    """Tools that the model sees, for the response object. `tools` must have been checked."""
+    """Tools that the model sees, for the response object. `tools` must have been validated."""
     offered = []
     for tool in tools or ():
         if tool["type"] == "function":
@@ -72,8 +72,8 @@ def ignored_tools(tools: Any) -> Iterator[str]:
 
 
 def chat_choice(choice: Any) -> Any:
-    """Convert a tool_choice to the tool_choice of a chat; a choice of allowed tools stays
-    unchanged. Raises UserError."""
+    """Convert a tool_choice to the tool_choice of a chat; allowed_tools choices are not changed.
+    Raises UserError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -89,31 +89,21 @@ def chat_choice(choice: Any) -> Any:
 
 
 def allowed_tools(tools: list[Tool] | None, choice: Tool) -> tuple[list[Tool] | None, Any]:
-    """The tools of the chat that a `choice` of allowed tools permits, and its mode: auto or
-    required. `tools`: all tools of the chat. Raises UserError."""
+    """(chat tools that an allowed_tools `choice` permits, its mode: auto or required). `tools`: all
+    chat tools. Raises UserError."""
     mode, listed = choice.get("mode"), choice.get("tools")
     if not isinstance(listed, list):
         message = wrong_field(choice, "tools", "tool_choice", "a list of tools")
         raise UserError(message, param="tool_choice")
     allowed = chat_tools(listed)
-    if mode not in ("auto", "required"):
-        raise UserError(
-            f"tool_choice has mode {str(mode)[:_SHOWN]!r}, it must be auto or required",
-            param="tool_choice",
-        )
     names = {tool["function"]["name"] for tool in allowed or ()}
     known = {tool["function"]["name"] for tool in tools or ()}
-    if not names or names - known:
-        raise UserError(
-            f"tool_choice.tools names {len(names)} functions, {len(names - known)} of them not in "
-            "tools; it must name at least 1, all of them in tools",
-            param="tool_choice",
-        )
+    check_allowed(mode, names, known, "tool_choice")
     return [tool for tool in tools or () if tool["function"]["name"] in names], mode
 
 
 def _functions(tools: list[Any] | None) -> Iterator[tuple[Tool, str | None, str]]:
-    """Each function, its namespace, and its place in the body. Raises UserError."""
+    """(function, namespace, path in the body) for each function. Raises UserError."""
     for place, tool in enumerate(tools or ()):
         where = f"tools[{place}]"
         if _checked_type(tool, where) == "function":

@@ -1,4 +1,4 @@
-"""Truncation `auto`: drop the oldest messages so that the prompt fits the context."""
+"""Truncation `auto`: drops the oldest messages so that the prompt fits the context."""
 
 from starlette.requests import Request
 
@@ -11,9 +11,10 @@ from server.text.template_renderer import TextTooLong
 
 
 async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBody:
-    """Drop as few of the oldest messages of `chat` as the context requires. Leading system messages
-    stay, the next message is a user message, and the last user message is always kept: a prompt
-    that is still too long is refused later. Renders and counts about log2(messages) times."""
+    """Drop as few of the oldest messages of `chat` as necessary to fit the context. Leading system
+    messages are kept, the next message is a user message, and the last user message is always kept:
+    a prompt that is still too long is rejected later. Renders and counts tokens about
+    log2(messages) times."""
     messages = chat.messages
     head = next((i for i, entry in enumerate(messages) if entry["role"] not in LEADING), 0)
     starts = [i for i in range(head + 1, len(messages)) if messages[i]["role"] == "user"]
@@ -32,7 +33,7 @@ async def shortened(state: AppState, request: Request, chat: ChatBody) -> ChatBo
 
 
 def is_too_long(error: UserError) -> bool:
-    """Whether a prompt was refused for its length, in tokens or in characters."""
+    """Whether a prompt was rejected because it has too many tokens or characters."""
     return error.code == "context_length_exceeded" or isinstance(error, TextTooLong)
 
 

@@ -1,4 +1,4 @@
-"""Response object during generation: its fields, and its events as SSE frames."""
+"""Response object during generation: its fields, and its stream events as SSE frames."""
 
 import asyncio
 import time
@@ -20,11 +20,11 @@ from server.serving.job import ServingRequest
 
 
 class ResponseWriter:
-    """The ChunkWriter of a response; `opening` comes first.
+    """ChunkWriter for a response; call `opening` first.
 
     `ending`, `failing` and `cancelling` call `on_end` with the response before the client can see
-    that it ended. Their frames have the whole output several times: many values are encoded on a
-    thread. The first of the three calls decides how the response ends; a further call gives no
+    that it ended. Their frames contain the whole output several times, so long output is encoded on
+    a thread. The first of these calls determines how the response ends; later calls return no
     frames.
     """
 
@@ -75,7 +75,13 @@ class ResponseWriter:
         return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
 
     def feed(self, deltas: list[Delta]) -> bytes:
-        return b"".join([self._frames(self._output.add(delta)) for delta in deltas])
+        return b"".join([self._frames(events) for events in self.add(deltas)])
+
+    def add(self, deltas: list[Delta]) -> list[list[StreamEvent]]:
+        """Add deltas to the response; returns the events of each delta, which have no frames
+        yet."""
+        self._job.check_kept_logprobs()
+        return [self._output.add(delta) for delta in deltas]
 
     async def ending(self) -> bytes:
         if self._output.finish_reason == "length":
@@ -125,12 +131,12 @@ class ResponseWriter:
 
 
 def number_of(response_id: str) -> str:
-    """The part that the id of a response shares with the ids of its items."""
+    """Part of a response id after the prefix; the ids of the response's items contain it too."""
     return response_id.partition("_")[2]
 
 
 def _encoded(value: Any) -> msgspec.Raw:
-    """JSON of a request field, which may be large and is repeated in several events."""
+    """Encoded JSON of a request field, which may be large and is repeated in several events."""
     return msgspec.Raw(long_json_line(value))
 
 
@@ -147,7 +153,7 @@ def _usage_of(job: ServingRequest) -> Fields:
 
 
 def _fields_of(job: ServingRequest, body: ResponseBody, *, is_stored: bool) -> Fields:
-    """Constant fields of a response: request fields and their defaults."""
+    """Constant fields of a response: the request fields and their defaults."""
     text, reasoning = body.text, body.reasoning
     return {
         "id": job.id,

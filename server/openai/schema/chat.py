@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, and the checks of its messages."""
+"""Body of /v1/chat/completions, and validation of its messages."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -47,25 +47,27 @@ from server.openai.schema.tools import (
     TOOL_CHOICE_SCHEMA,
     TOOLS_SCHEMA,
     check_tools,
+    choice_among,
     forced_schema,
     functions_of,
     is_foreign_tool,
     name_of,
+    without_others,
 )
 from server.text.messages import is_ignored_call, is_ignored_part
 
 Message = dict[str, Any]
 
 MAX_ECHO_CHARACTERS = 2**24
-"""Maximum characters of the echoed message in all choices."""
+"""Maximum total characters of the echoed message over all choices."""
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Text part types, and the key of the text."""
+"""Text part type -> key of the text."""
 
 _MESSAGE = record(
     {
         "role": {**TEXT, "examples": ["system", "user", "assistant", "tool"]},
-        # A text in the list is a part, as in vLLM.
+        # A text in the list counts as a part, as in vLLM.
         "content": any_of(
             TEXT, array(any_of(record({"type": constant("text"), "text": TEXT}), TEXT)), NULL
         ),
@@ -78,7 +80,7 @@ _MESSAGE = record(
 
 
 class ChatPromptBody(Body):
-    """The fields that make the prompt of a chat: shared by chat and /tokenize."""
+    """The fields that determine the prompt of a chat, shared by chat and /tokenize."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = (
         "messages",
@@ -109,8 +111,8 @@ class ChatPromptBody(Body):
         ]
 
     def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
-        """Check messages, tools and template fields. `kinds`: media that the model takes besides
-        text. Raises UserError."""
+        """Validate messages, tools and template fields. `kinds`: supported media besides text.
+        Raises UserError."""
         check_messages(self.messages, kinds)
         check_tools(self.tools, self.tool_choice)
         if self.chat_template is not None and not trust_template:
@@ -126,7 +128,7 @@ class ChatPromptBody(Body):
             )
 
     def has_more_than(self, num_pieces: int) -> bool:
-        """Whether there are more messages and content parts than `num_pieces`."""
+        """Whether there are more than `num_pieces` messages and content parts."""
         if len(self.messages) > num_pieces:
             return True
         contents = [
@@ -137,12 +139,12 @@ class ChatPromptBody(Body):
 
     @property
     def text(self) -> str:
-        """Text of all messages, joined; the messages must have been checked."""
+        """Concatenated text of all messages, which must have been validated."""
         return "".join(map(_text_of, self.messages))
 
     @property
     def last_text(self) -> str:
-        """Text of the last message; the message must have been checked."""
+        """Text of the last message, which must have been validated."""
         return _text_of(self.messages[-1])
 
     @property
@@ -150,11 +152,11 @@ class ChatPromptBody(Body):
         """Functions that the model sees; None without functions or if tool_choice is none."""
         if self.tool_choice == "none":
             return None
-        return functions_of(self.tools) or None
+        return without_others(functions_of(self.tools), self.tool_choice) or None
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Whether the prompt ends with the start of an answer."""
+        """Whether the prompt ends with the header of an assistant message."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -195,9 +197,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
     )
 
     max_completion_tokens: Integer | None = Field(
-        None, description="Takes precedence over max_tokens."
+        None, description="Maximum generated tokens; takes precedence over max_tokens."
     )
-    max_tokens: Integer | None = Field(None, description="Default: the rest of the context.")
+    max_tokens: Integer | None = Field(
+        None, description="Maximum generated tokens; default: the rest of the context."
+    )
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
     parallel_tool_calls: bool | None = None
@@ -214,7 +218,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
     verbosity: Label | None = None
 
     def check_conversation(self, *, trust_template: bool, kinds: Collection[bytes] = ()) -> None:
-        """Check the conversation, and the size of its echoes. Raises UserError."""
+        """Validate the conversation, and the size of its echoes. Raises UserError."""
         super().check_conversation(trust_template=trust_template, kinds=kinds)
         if not self.echo:
             return
@@ -223,7 +227,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
         if num_characters * num_choices > MAX_ECHO_CHARACTERS:
             raise UserError(
                 f"the last message has {num_characters} characters, "
-                f"{num_characters * num_choices} in the echoes of {num_choices} choices, at most "
+                f"{num_characters * num_choices} for {num_choices} choices with echo, at most "
                 f"{MAX_ECHO_CHARACTERS} are allowed",
                 param="echo",
             )
@@ -256,11 +260,11 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """Field and grammar that constrain the output. If tool_choice is required or names a tool,
-        the grammar of the tool calls."""
+        """(field, grammar) that constrain the output. If tool_choice is required or names a tool,
+        this is the grammar of the tool calls."""
         if self.visible_tools is not None:
             parallel = self.parallel_tool_calls is not False
-            forced = forced_schema(self.visible_tools, self.tool_choice, is_parallel=parallel)
+            forced = forced_schema(self.visible_tools, self.visible_choice, is_parallel=parallel)
             if forced is not None:
                 return "tools", spec_of_schema("tools", forced)
         return super().constraint
@@ -268,11 +272,22 @@ class ChatBody(ChatPromptBody, GenerationBody):
     @property
     def requires_call(self) -> bool:
         """Whether tool_choice requires a call."""
-        return self.visible_tools is not None and self.tool_choice not in (None, "auto")
+        return self.visible_tools is not None and not self.may_call
+
+    @property
+    def may_call(self) -> bool:
+        """Whether tool_choice lets the model choose to call a tool or not."""
+        return self.visible_tools is not None and self.visible_choice in (None, "auto")
+
+    @property
+    def visible_choice(self) -> ToolChoice:
+        """The tool_choice; for allowed_tools, its mode, because `visible_tools` has only the
+        allowed tools."""
+        return choice_among(self.tool_choice)
 
     @property
     def max_calls(self) -> int | None:
-        """Maximum number of calls in an answer; None: no maximum."""
+        """Maximum number of calls in an answer; None: no limit."""
         return 1 if self.parallel_tool_calls is False else None
 
     @property
@@ -281,7 +296,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
         return self.last_text if self.continue_final_message else None
 
     def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
-        """False if the body or `defaults` disable reasoning by a template variable."""
+        """Whether the template enables reasoning: False if a template variable of the body or of
+        `defaults` disables it."""
         variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 
@@ -292,13 +308,13 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def limit(self) -> int | None:
-        """Maximum generated tokens of a choice; None: the rest of the context."""
+        """Maximum generated tokens of a choice; None: the remaining context."""
         limit: int | None = getattr(self, self.limit_field)
         return limit
 
     @property
     def limit_field(self) -> str:
-        """Name of the field that `limit` is from."""
+        """Name of the field that sets `limit`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -319,7 +335,7 @@ def _text_of(message: Message) -> str:
 
 
 def _ignored_parts(messages: Any) -> Iterator[str]:
-    """Names of the content parts and calls of earlier answers that are left out, for the header of
+    """Paths of ignored content parts and tool calls of assistant messages, for the header of
     ignored fields."""
     for place, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") == "assistant":
@@ -332,8 +348,8 @@ def _ignored_parts(messages: Any) -> Iterator[str]:
 
 
 def check_messages(messages: list[Any], kinds: Collection[bytes] = ()) -> None:
-    """Raise UserError for messages that no template could render. Text is never refused; images and
-    videos are unless they are among `kinds`."""
+    """Raise UserError for messages that no template can render. Text is always accepted; images and
+    videos only if they are in `kinds`."""
     if not messages:
         raise error_at_path("messages is an empty list, it must have at least 1 message")
     for index, message in enumerate(messages):
@@ -353,10 +369,10 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
     for field in ("name", "tool_call_id"):
         if not isinstance(message.get(field), str | None):
             raise error_at_path(wrong_field(message, field, where, "a string"))
-    # A user's message without the field is most likely a misspelt field.
+    # A user message without content most likely has a misspelt field.
     if role == "user" and "content" not in message:
         raise error_at_path(wrong_field(message, "content", where, "a string or a list of parts"))
-    # vLLM takes other messages without content and results of tools without an id, too.
+    # Like vLLM, accept other messages without content, and tool results without an id.
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -377,8 +393,8 @@ def _check_many(entries: list[Any], where: str) -> None:
 
 
 def part_text(part: Any, where: str, taken: Sequence[str]) -> tuple[str, str]:
-    """Type and text of a content part. Raises UserError for a part without text. `taken`: part
-    types that are accepted at `where`, for the error."""
+    """(type, text) of a content part. Raises UserError for a part without text. `taken`: part types
+    that are accepted at `where`, for the error."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise error_at_path(untyped(part, where, taken[0]))

@@ -1,4 +1,4 @@
-"""The body of /v1/completions, and the checks of prompts: texts or token ids, one or many."""
+"""Body of /v1/completions, and validation of prompts: texts or token ids, one or many."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -30,7 +30,7 @@ def prompts_schema(most: int) -> Schema:
 
 
 class CompletionBody(GenerationBody):
-    """Plain text or token ids to go on from."""
+    """Plain text or token ids to complete."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32}}
@@ -44,7 +44,9 @@ class CompletionBody(GenerationBody):
     prompt_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))]
-    max_tokens: Integer | None = Field(None, description=f"Default {DEFAULT_MAX_TOKENS}.")
+    max_tokens: Integer | None = Field(
+        None, description=f"Maximum generated tokens; default {DEFAULT_MAX_TOKENS}."
+    )
     logprobs: Integer | None = None
     best_of: Integer | None = Field(
         None, description="Choices generated for each prompt; the n most likely ones are returned."
@@ -82,8 +84,15 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_drawn(self) -> int:
-        """Number of choices drawn per prompt; the response has the best `n` choices."""
+        """Number of choices to sample per prompt; the response has the best `n` of them."""
         return self.best_of or self.n or 1
+
+    @property
+    def num_prompt_logprob_lists(self) -> int:
+        """Number of times that the response lists the log-probabilities of a prompt: each choice
+        has them in `logprobs` with echo, and in `prompt_logprobs`."""
+        is_echoed = bool(self.echo) and self.logprobs is not None
+        return (self.n or 1) * max(1, is_echoed + (self.prompt_logprobs is not None))
 
     @property
     def limit(self) -> int:
@@ -91,12 +100,12 @@ class CompletionBody(GenerationBody):
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> Texts | TokenLists:
-        """Prompts as a list, all texts or all token ids. Raises UserError."""
+        """The prompts as a list, all texts or all token ids. Raises UserError."""
         return given_prompts(self.prompt, "prompt", MAX_PROMPTS)
 
 
 def numbers_of_ids(given: Any) -> list[int]:
-    """Lengths of the lists of token ids, without checks."""
+    """Lengths of the token id lists, without validation."""
     if not isinstance(given, list) or not given:
         return []
     if _is_id(given[0]):
@@ -105,12 +114,15 @@ def numbers_of_ids(given: Any) -> list[int]:
 
 
 def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
-    """Entries of field `name` as a list, all texts or all token ids. Raises UserError."""
+    """The entries of field `name` as a list, all texts or all token ids. Raises UserError."""
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list):
-        raise _bad(f"{name} is {value_text(given)}, it must be a string, a list of strings, a "
-                   "list of token ids, or a list of such lists", name)  # fmt: skip
+        raise _bad(
+            f"{name} is {value_text(given)}, it must be a string, a list of strings, a list of "
+            "token ids, or a list of lists of token ids",
+            name,
+        )
     if not given:
         raise _bad(f"{name} is an empty list, it must have at least 1 {name} or token id", name)
     first = given[0]
@@ -134,7 +146,7 @@ def _token_ids(given: Any, where: str, name: str) -> list[int]:
     for place, token_id in enumerate(given):
         if not _is_id(token_id):
             raise _unlike(f"{where}[{place}]", token_id, "a token id", name)
-        # The pipeline compares smaller integers with the vocabulary.
+        # Only integers beyond 64 bits are rejected here: the pipeline checks the vocabulary size.
         if not -(2**63) <= token_id < 2**63:
             raise _bad(
                 f"{where} has token id {value_text(token_id)}, it must be between 0 and the size "
@@ -149,7 +161,7 @@ def _is_id(value: object) -> bool:
 
 
 def _unlike(where: str, value: object, wanted: str, name: str) -> UserError:
-    """The error for an entry of another type than the first entry of its list."""
+    """The error for an entry whose type differs from the first entry of its list."""
     first = f"{where.rpartition('[')[0]}[0]"
     return _bad(f"{where} is {value_text(value)}, it must be {wanted} like {first}", name)
 

@@ -1,7 +1,5 @@
 """Base classes of all request bodies: strict types, sampling fields, unsupported fields.
-
-Values out of range are refused by config.params.sampling.
-"""
+config.params.sampling rejects values out of range."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -42,12 +40,12 @@ R = TypeVar("R")
 MAX_SALT_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 512
 INLINE_IDS = 5_000
-"""Maximum token ids converted on the event loop, about a millisecond."""
+"""Maximum number of token ids converted on the event loop, about a millisecond."""
 INLINE_WEIGHT = 2_000
-"""Maximum weight (see `weighs_more`) of fields with schemas converted on the event loop."""
+"""Maximum weight (see `weighs_more`) of schema fields converted on the event loop."""
 LEFT_WEIGHT = 4_000
-"""Weight (see `weighs_more`) above which the fields of a body besides the prompt stay counted until
-the request ends: 100 to 500 kB."""
+"""Weight (see `weighs_more`) of the fields besides the prompt above which a body stays accounted
+for until the request ends: 100 to 500 kB."""
 MAX_STOP_CHARACTERS = 1_024
 """Maximum length of a stop string: the text of each token is compared with all its prefixes."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -83,39 +81,41 @@ UNSUPPORTED: Unsupported = {
     "repetition_detection": (),
     "vllm_xargs": ({},),
 }
-"""Unsupported fields, and their harmless values (null always is harmless). Other values are
-refused: to ignore them silently would return wrong output with a 200."""
+"""Unsupported field -> values without effect, besides null. Other values are rejected, because
+silently ignoring them would return wrong output with a 200."""
 
 
 class Body(BaseModel):
-    """Strict types; unknown fields are ignored; an explicit null means the default."""
+    """Base of request bodies: strict types; unknown fields are ignored; an explicit null means the
+    default."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}
     instead: ClassVar[Mapping[str, str]] = {}
-    """Unsupported fields, and what to send in their place."""
+    """Unsupported field -> what to send instead."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields of other servers that could not change any response of this server."""
+    """Fields of other servers that cannot change any response of this server, so they are ignored
+    silently."""
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """The fields of `data` that are not null and that this body does not have."""
+        """Fields of `data` that are not null and that this body does not define."""
         known = cls.model_fields.keys() | cls.unsupported.keys() | cls.without_effect
         return [name for name, value in data.items() if name not in known and value is not None]
 
     prompt_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that only the prompt is made of."""
+    """Fields that are only needed for the prompt."""
 
     _held: HeldBody = PrivateAttr(default_factory=lambda: NOT_HELD)
 
     def hold(self, held: HeldBody) -> None:
-        """Count the body's memory in `held` while anything refers to the body."""
+        """Count the body's memory in `held` for as long as the body is referenced."""
         self._held = held
 
     def drop_prompt(self, left_bytes: int = 0) -> None:
-        """Empty the prompt's fields: the request continues for long, and needs only the other
-        fields. `left_bytes`: memory that the request takes besides the body. Large other fields
-        stay counted."""
+        """Empty the prompt fields, because the running request needs only the other fields.
+        `left_bytes`: memory that the request still needs besides the body. If the other fields are
+        large, the whole body stays accounted for."""
         for name in self.prompt_fields:
             if value := getattr(self, name):
                 setattr(self, name, type(value)())
@@ -127,7 +127,7 @@ class Body(BaseModel):
             self._held.free(left_bytes)
 
     other_routes: ClassVar[OtherRoutes] = {}
-    """Field of another route's body: the field that this body needs in its place, the route."""
+    """Field of another route's body -> (field that this body needs instead, other route)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,7 +149,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has besides text."""
+    """Additional content of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -164,9 +164,9 @@ class GenerationBody(Body):
         {"media_io_kwargs", "mm_processor_kwargs", "prediction", "prompt_cache_retention"}
     )
     schema_fields: ClassVar[tuple[str, ...]] = ("response_format", "structured_outputs", *FIELDS)
-    """Fields that may hold a large schema."""
+    """Fields that may contain a large schema."""
 
-    model: str | None = Field(None, description="A served name; default: the first one.")
+    model: str | None = Field(None, description="A served name; default: the first served name.")
     n: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -202,7 +202,7 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool | None = None
     bad_words: Strings | None = None
     allowed_token_ids: TokenIds | None = None
-    use_beam_search: bool | None = Field(None, description="n is the number of beams.")
+    use_beam_search: bool | None = Field(None, description="Use beam search with n beams.")
     length_penalty: float | None = None
     prompt_logprobs: Integer | None = None
     truncate_prompt_tokens: Integer | None = None
@@ -241,14 +241,19 @@ class GenerationBody(Body):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """The field that constrains the output, and its grammar. Raises UserError."""
+        """(field, grammar) that constrain the output. Raises UserError."""
         given = ((name, getattr(self, name)) for name in FIELDS)
         others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)
 
     @property
+    def num_prompt_logprob_lists(self) -> int:
+        """Number of times that the response lists the log-probabilities of a prompt."""
+        return 1
+
+    @property
     def keeps_end(self) -> bool:
-        """Whether truncation keeps the last tokens of the prompt."""
+        """Whether truncation keeps the end of the prompt."""
         return self.truncation_side != "right"
 
     @property
@@ -258,15 +263,15 @@ class GenerationBody(Body):
 
     @property
     def is_large(self) -> bool:
-        """Whether checks and conversions of the body take more than a few milliseconds."""
+        """Whether validation and conversion of the body take more than a few milliseconds."""
         lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
         if sum(len(entries) for entries in lists if entries is not None) > INLINE_IDS:
             return True
         return weighs_more([getattr(self, name) for name in self.schema_fields], INLINE_WEIGHT)
 
     async def on_thread_if_large(self, call: Callable[[], R]) -> R:
-        """Result of `call`, which checks or converts this body; on a thread if the body is large.
-        Raises the errors of `call`."""
+        """Result of `call`, which validates or converts this body; on a thread if the body is
+        large. Raises the errors of `call`."""
         return await asyncio.to_thread(call) if self.is_large else call()
 
     async def sampling_params(
@@ -277,7 +282,7 @@ class GenerationBody(Body):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """`sampling`, on a thread for a large body. Raises UserError."""
+        """Call `sampling`, on a thread for a large body. Raises UserError."""
         convert = partial(
             self.sampling,
             defaults,
@@ -295,8 +300,8 @@ class GenerationBody(Body):
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> SamplingParams:
-        """Sampling parameters: the fields of the body over the model's `defaults`. Raises
-        UserError."""
+        """Sampling parameters: the fields of the body, with the model's `defaults` for absent
+        fields. Raises UserError."""
         chosen: dict[str, Any] = {
             name: defaults[name] for name in GENERATION_DEFAULTS if name in defaults
         }
@@ -317,11 +322,11 @@ class GenerationBody(Body):
 
 _CONVERTED = {"logit_bias", "prompt_logprobs", "structured_outputs", "truncate_prompt_tokens"}
 _DIRECT = set(SamplingParams.__struct_fields__) & set(GenerationBody.model_fields) - _CONVERTED
-"""Fields that are passed on unchanged."""
+"""Fields that are passed on without conversion."""
 
 
 def check_between(body: Body, name: str, least: int, most: int) -> None:
-    """Raise UserError for a number outside of the range; both bounds are allowed."""
+    """Raise UserError for a number outside the range, which includes both bounds."""
     value = getattr(body, name)
     if value is not None and not least <= value <= most:
         shown = value_text(value)
@@ -354,8 +359,8 @@ def check_stops(stops: list[str] | None, name: str) -> None:
             )
         if len(stop) > MAX_STOP_CHARACTERS:
             raise UserError(
-                f"{name} has a string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS} are "
-                "taken",
+                f"{name} has a string of {len(stop)} characters, at most {MAX_STOP_CHARACTERS} "
+                "are allowed",
                 param=name,
             )
 
@@ -387,7 +392,7 @@ def check_request_id(request_id: str | None) -> None:
 
 
 def is_header_word(word: str) -> bool:
-    """Whether `word` may be part of a header and of an id: 1 to 512 visible ASCII characters."""
+    """Whether `word` can be part of a header and of an id: 1 to 512 visible ASCII characters."""
     return 1 <= len(word) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= c <= "~" for c in word)
 
 
@@ -401,12 +406,12 @@ _AFFECT_TOKENS = {
     "bad_words": ([],),
     "stop": ([],),
 }
-"""Fields that change which tokens are generated, and their neutral values."""
+"""Field that changes which tokens are generated -> its neutral values."""
 
 
 def _check_beam_search(body: GenerationBody) -> None:
-    """Raise UserError for fields that a beam search cannot apply, and for a length_penalty without
-    beam search. Sampling fields (temperature, top_p, top_k, min_p, seed) have no effect."""
+    """Raise UserError for fields that do not apply to a beam search, and for a length_penalty
+    without beam search. Sampling fields (temperature, top_p, top_k, min_p, seed) are ignored."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise UserError(

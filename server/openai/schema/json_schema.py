@@ -1,5 +1,6 @@
-"""Fields whose values are checked by hand: their JSON schemas in short forms, and lists that may
-have entries of unknown types, which the prompt leaves out and the response names as ignored."""
+"""Helpers for fields that are validated by hand: short forms of their JSON schemas, and lists whose
+entries may have unknown types. The prompt leaves out such entries, and the response lists them as
+ignored."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def type_of(entry: Any) -> str | None:
 
 
 def untyped(entry: object, where: str, example: str) -> str:
-    """The message about an entry without a type."""
+    """The error message for an entry without a type."""
     if isinstance(entry, dict):
         return wrong_field(entry, "type", where, f"a string such as {example!r}")
     return f"{where} is {value_text(entry)}, it must be an object with a type, such as {example!r}"

@@ -1,5 +1,5 @@
-"""Fields that constrain the output: response_format, structured_outputs, and the names that other
-servers use. At most a single field may be set."""
+"""Fields that constrain the output: response_format, structured_outputs, and the names used by
+other servers. A request may set at most a single such field."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from config.params.structured_output import KINDS, GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
-"""Options of structured_outputs that this server always applies."""
+"""Options of structured_outputs that are always on here."""
 FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
@@ -23,7 +23,7 @@ FIELDS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
-"""Fields of other servers, and the kind of grammar of each field."""
+"""Field of other servers -> kind of grammar."""
 
 
 def spec_of(
@@ -31,8 +31,8 @@ def spec_of(
     structured_outputs: Mapping[str, Any] | None,
     others: Mapping[str, Any],
 ) -> tuple[str, GrammarSpec] | None:
-    """The field that constrains the output, and its grammar; `others` holds the FIELDS that are
-    set. Raises UserError."""
+    """(field, grammar) that constrain the output; `others`: values of the FIELDS that are set.
+    Raises UserError."""
     specs = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
         requested = {name: v for name, v in structured_outputs.items() if name not in _HINTS}
@@ -48,7 +48,7 @@ def spec_of(
     fields = [(name, spec) for name, spec in specs.items() if spec is not None]
     if len(fields) > 1:
         names = " and ".join(name for name, _ in fields)
-        raise UserError(f"{names} are set, only one of them may be", param=fields[1][0])
+        raise UserError(f"{names} are set, only one of them may be set", param=fields[1][0])
     return fields[0] if fields else None
 
 
@@ -79,7 +79,7 @@ def spec_of_tags(field: str, part: Mapping[str, Any]) -> GrammarSpec:
 
 def part_of(field: str, spec: GrammarSpec) -> dict[str, Any]:
     """`spec` as a part of a structural tag. Raises UserError, which names `field`, if `spec` cannot
-    be a part."""
+    be such a part."""
     if spec.kind in ("json", "json_object"):
         schema = json.loads(spec.text) if spec.kind == "json" else {"type": "object"}
         if isinstance(schema, dict):

@@ -8,7 +8,7 @@ from server.openai.schema.generation import Body
 
 
 class TokenizeTextBody(Body):
-    """A text whose tokens are asked for."""
+    """A text to tokenize."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "Hello!"}})
 
@@ -19,7 +19,7 @@ class TokenizeTextBody(Body):
 
 
 class TokenizeChatBody(ChatPromptBody):
-    """A conversation whose tokens are asked for."""
+    """A conversation to render and tokenize."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -27,7 +27,7 @@ class TokenizeChatBody(ChatPromptBody):
 
 
 class DetokenizeBody(Body):
-    """Token ids whose text is asked for."""
+    """Token ids to decode."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [1, 2, 3]}})
 

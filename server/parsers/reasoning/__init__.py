@@ -1,1 +1,1 @@
-"""Reasoning parsers: split reasoning from the answer."""
+"""Reasoning parsers, which split reasoning from the answer."""

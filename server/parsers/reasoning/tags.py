@@ -10,7 +10,7 @@ from server.parsers.tool.base import NO_CALLS, CallFinder
 
 MAX_HEADER_CHARACTERS = 128
 _TEXT_TAGS = ("<think>", "</think>")
-"""Tags that are not special tokens in formats with reasoning anywhere: text may quote them."""
+"""Tags that are not special tokens, so text may quote them; for formats with `is_anywhere`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ReasoningFormat:
     start_tags: tuple[str, ...] = ("<think>",)
     end_tags: tuple[str, ...] = ("</think>",)
     always: bool = False
-    """Whether an answer starts in reasoning unless the prompt ends with an end tag."""
+    """Whether an answer starts with reasoning unless the prompt ends with an end tag."""
     answer_open: str = ""
     """Optional tag before the answer."""
     answer_close: str = ""
@@ -28,25 +28,26 @@ class ReasoningFormat:
     label: str = ""
     """Optional word in the first line of reasoning, after the start tag."""
     is_anywhere: bool = False
-    """Whether reasoning may start anywhere in an answer. Tags are special tokens: outside of
-    reasoning they are not text."""
+    """Whether reasoning may start anywhere in an answer. Tags are then special tokens, and stray
+    tags outside the reasoning are dropped."""
     dropped: tuple[str, ...] = ()
-    """Other tags that are dropped and end reasoning, with `is_anywhere`."""
+    """Other tags that are dropped and that end the reasoning, with `is_anywhere`."""
     has_messages: bool = False
-    """Whether calls are separate messages: reasoning can only quote a call."""
+    """Whether calls are separate messages, so that call markup inside reasoning is only a
+    quotation."""
     header: re.Pattern[str] | None = None
-    """Pattern of the header at the start of an answer and after `header_tag`; the header is dropped
-    up to the next tag."""
+    """Pattern of the header at the start of an answer and after `header_tag`. The text from the
+    header up to the next tag is dropped."""
     header_tag: str = ""
 
     @property
     def answer_start_tags(self) -> tuple[str, ...]:
-        """Tags that end reasoning and start the answer: a grammar applies after them."""
+        """Tags that end the reasoning and start the answer. A grammar applies after them."""
         return self.end_tags
 
     @property
     def stray_end_tags(self) -> tuple[str, ...]:
-        """End tags that are dropped at the start of an answer: tags, not phrases."""
+        """End tags that are dropped at the start of an answer. Phrases are not dropped."""
         return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
 
     def starts_in_reasoning(self, prompt: str) -> bool:
@@ -64,15 +65,15 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.answer_start_tags)
 
     def has_unclosed_reasoning(self, text: str) -> bool:
-        """Whether `text`, the start of an answer, has reasoning without an end tag."""
+        """Whether the reasoning in `text`, the start of an answer, lacks an end tag."""
         opened = max(text.rfind(mark) for mark in self.start_tags)
         return opened > max(text.rfind(mark) for mark in self.end_tags)
 
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
     ) -> ReasoningParser:
-        """A parser of an answer. `keeps_whitespace`: all text after the reasoning is kept,
-        including whitespace. `calls`: finder of the calls that end the reasoning."""
+        """A parser for an answer. `keeps_whitespace`: keep all whitespace of the text after the
+        reasoning. `calls`: detects calls that end the reasoning."""
         return ReasoningTagParser(
             self,
             is_inside=is_inside,
@@ -83,7 +84,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class ShownReasoning(ReasoningFormat):
-    """Reasoning that is shown as text of the answer, including its tags."""
+    """Format for reasoning that is shown as text of the answer, including its tags."""
 
     def parser(
         self, *, is_inside: bool, keeps_whitespace: bool = False, calls: CallFinder = NO_CALLS
@@ -110,8 +111,8 @@ class ShownReasoningParser(ReasoningParser):
 
 
 class ReasoningTagParser(ReasoningParser):
-    """Parser of tagged reasoning. Drops whitespace around the tags. Reasoning without an end tag
-    ends before a call, or with the answer."""
+    """Parser of reasoning between tags. Drops whitespace around the tags. Reasoning without an end
+    tag ends before a call or at the end of the answer."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class ReasoningTagParser(ReasoningParser):
             space += yield from source.skip_whitespace()
         opened = yield from source.accept(*form.start_tags)
         if form.label and not opened and not self._is_inside:
-            # The label without a tag also starts reasoning.
+            # The label alone also starts reasoning.
             opened = yield from source.accept(f"{form.label}\n")
         if opened or self._is_inside:
             self.has_reasoning = True
@@ -168,8 +169,8 @@ class ReasoningTagParser(ReasoningParser):
         source.take_all(output.add_text)
 
     def _skip_label(self) -> Steps[None]:
-        """Skip the label of reasoning, if any, and whitespace. A prompt that ends with the start
-        tag leaves the label to the model."""
+        """Skip the label of the reasoning, if any, and whitespace. If the prompt ends with the
+        start tag, the model writes the label."""
         label, source = self._form.label, self._source
         if label:
             lines = (f"{label}\n", *(label + tag for tag in self._form.end_tags))
@@ -188,8 +189,8 @@ class ReasoningTagParser(ReasoningParser):
             source.take(match.end())
 
     def _read_blocks(self) -> Steps[None]:
-        """Read text and further reasoning. If the format has no tags around text (`dropped`), the
-        rest from a call's marker is text."""
+        """Read text and further reasoning. In formats without `dropped` tags, everything from a
+        call's marker on is text."""
         form, source, output = self._form, self._source, self._output
         marks = (*form.start_tags, *form.end_tags, *form.dropped)
         tags = tuple(mark for mark in marks if mark not in _TEXT_TAGS)
@@ -224,7 +225,7 @@ class ReasoningTagParser(ReasoningParser):
 
 
 class _Trimmed:
-    """Passes text to `sink` without trailing whitespace."""
+    """Passes text to `sink`, without trailing whitespace."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

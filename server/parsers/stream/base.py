@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from server.parsers.stream.text_stream import Source, Steps
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The functions of a request: name to JSON schema of the arguments."""
+"""The functions of a request: name -> JSON schema of the arguments."""
 MAX_HELD_CHARACTERS = 256
 """Maximum characters of arguments that are buffered before their first value."""
 _FIRST_VALUE = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:\s*\S', re.DOTALL)
@@ -30,7 +30,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of call number `index`, from 0. `id` is None if the model did not write an id."""
+    """Start of call number `index`, from 0. `id` is None if the model did not write an id."""
 
     index: int
     name: str
@@ -40,7 +40,7 @@ class ToolCallStart:
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
     """The next piece of a call's arguments. The joined pieces are a JSON object, unless the answer
-    was cut or the model wrote arguments that cannot be parsed."""
+    was truncated or the model wrote arguments that cannot be parsed."""
 
     index: int
     text: str
@@ -50,40 +50,35 @@ ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class Parser(Protocol):
-    """Incremental parser of a choice.
-
-    Never raises, and returns the same events (adjacent pieces joined) however the text is split.
-    Buffers only text that may still be a marker or the name of a call.
-    """
+    """Incremental parser for a choice. Never raises. Returns the same events (adjacent pieces
+    joined) for any chunking of the text. Buffers only text that may still be a marker or the name
+    of a call."""
 
     def feed(self, text: str) -> list[ParserEvent]:
         """The events that `text` completes."""
         ...
 
     def finish(self, *, is_cut: bool) -> list[ParserEvent]:
-        """The remaining events, when no text follows. `is_cut`: the answer was cut by its length,
-        so an open call counts as a call."""
+        """The remaining events at the end of the text. `is_cut`: the answer was truncated (finish
+        reason length), so an open call counts as a call."""
         ...
 
 
 class EventBuffer:
-    """Collects events and joins adjacent pieces.
-
-    A call is buffered until its first value begins or the call ends: text that only starts like a
-    call can still become text. After that it remains a call.
-    """
+    """Collects events and joins adjacent pieces. A call is buffered until its first value starts or
+    the call ends, because text that only starts like a call may still turn out to be text. After
+    that it remains a call."""
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []
         self.num_calls = 0
-        """Number of calls that were released."""
+        """Number of emitted calls."""
         self._held: ToolCallStart | None = None
         self._held_arguments = ""
         self.has_open_call = False
-        """Whether a released call has not ended."""
+        """Whether an emitted call is still open."""
 
     def add_text(self, piece: str) -> None:
-        """Add text of the answer."""
         last = self._events[-1] if self._events else None
         if isinstance(last, TextDelta):
             self._events[-1] = TextDelta(last.text + piece)
@@ -91,7 +86,6 @@ class EventBuffer:
             self._events.append(TextDelta(piece))
 
     def add_reasoning(self, piece: str) -> None:
-        """Add reasoning."""
         last = self._events[-1] if self._events else None
         if isinstance(last, ReasoningDelta):
             self._events[-1] = ReasoningDelta(last.text + piece)
@@ -104,7 +98,7 @@ class EventBuffer:
         self._held_arguments = ""
 
     def add_arguments(self, piece: str) -> None:
-        """Append to the arguments of the started call."""
+        """Append to the arguments of the current call."""
         if self._held is not None:
             self._held_arguments += piece
             is_long = len(self._held_arguments) > MAX_HELD_CHARACTERS
@@ -119,12 +113,12 @@ class EventBuffer:
             self._events.append(ToolCallArguments(index, piece))
 
     def end_call(self) -> None:
-        """End the started call."""
+        """End the current call."""
         self.release_call()
         self.has_open_call = False
 
     def release_call(self) -> None:
-        """Release the buffered call, if any; it then remains a call."""
+        """Emit the buffered call, if any. It can no longer be dropped."""
         if self._held is None:
             return
         held, self._held = self._held, None
@@ -134,7 +128,7 @@ class EventBuffer:
         self.add_arguments(self._held_arguments)
 
     def drop_call(self) -> None:
-        """Drop the buffered call, which is text."""
+        """Discard the buffered call, which turned out to be text."""
         self._held = None
 
     def drain(self) -> list[ParserEvent]:
@@ -160,7 +154,7 @@ class StreamParser:
         return self._advance()
 
     def _run(self) -> Steps[None]:
-        """Read the source and write events to the output."""
+        """Parse the source and write events to the output."""
         raise NotImplementedError
 
     def _advance(self) -> list[ParserEvent]:
@@ -178,10 +172,10 @@ class ReasoningParser(StreamParser):
     def __init__(self, *, is_inside: bool) -> None:
         super().__init__()
         self.is_done = False
-        """Whether no reasoning can follow."""
+        """Whether no more reasoning can follow."""
         self.has_reasoning = is_inside
         """Whether reasoning has started."""
         self.call_marker = ""
-        """The marker of the call that ended the reasoning; "" otherwise."""
+        """Marker of the call that ended the reasoning; otherwise empty."""
         self.late_end_tags: tuple[str, ...] = ()
-        """End tags that may occur again after the reasoning; they are dropped."""
+        """End tags that may be repeated after the reasoning; they are dropped."""

@@ -1,4 +1,4 @@
-"""Incremental JSON: checked character by character and emitted immediately."""
+"""Incremental JSON parser: validates each character and emits it immediately."""
 
 import json
 import re
@@ -17,9 +17,9 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 def read_value(
     source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read any JSON value, and emit it as written. Missing brackets before one of `ends`, or before
-    an outer bracket, are added, and trailing commas are dropped. Raises ParseError at any other
-    invalid character, and for values nested deeper than MAX_DEPTH."""
+    """Read any JSON value, and emit it as written. Adds missing brackets before one of `ends` or
+    before an outer bracket, and drops trailing commas. Raises ParseError at any other invalid
+    character, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)
@@ -35,8 +35,8 @@ def read_value(
 
 
 def read_string(source: Source, sink: Sink) -> Steps[None]:
-    """Read a JSON string. Escapes raw control characters, and backslashes before other characters,
-    which JSON forbids and models write."""
+    """Read a JSON string. Escapes raw control characters, and backslashes before characters that
+    JSON does not allow there, because models write both."""
     yield from source.expect('"')
     sink('"')
     while True:
@@ -99,7 +99,7 @@ def _read_container(source: Source, sink: Sink, depth: int, ends: tuple[str, ...
 def _closes(
     source: Source, sink: Sink, closing: str, depth: int, ends: tuple[str, ...]
 ) -> Steps[bool]:
-    """Whether a container ends here; takes its bracket, or adds a missing bracket."""
+    """Whether a container ends here. Consumes its bracket, or adds a missing bracket."""
     character = yield from source.peek()
     if character == closing:
         sink(source.take(1))
@@ -115,13 +115,13 @@ def _closes(
 def read_separated(
     source: Source,
     closing: str,
-    read_one: Callable[[bool], Steps[None]],
+    read_entry: Callable[[bool], Steps[None]],
     *,
     allows_trailing_comma: bool = False,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Read values separated by commas, up to and including `closing`, which may be missing before
-    `ends`. The argument of `read_one` is whether its value is the first."""
+    """Read comma-separated values, up to and including `closing`, which may be missing before
+    `ends`. `read_entry` is called with whether the value is the first."""
     is_first = True
     while True:
         yield from source.skip_whitespace()
@@ -132,7 +132,7 @@ def read_separated(
             yield from source.skip_whitespace()
             if allows_trailing_comma and (yield from source.accept(closing)):
                 return
-        yield from read_one(is_first)
+        yield from read_entry(is_first)
         is_first = False
 
 
@@ -141,18 +141,18 @@ def read_members(
     sink: Sink,
     closing: str,
     read_key: Callable[[], Steps[str]],
-    read_one: Callable[[str], Steps[None]],
+    read_entry: Callable[[str], Steps[None]],
     *,
     allows_trailing_comma: bool = False,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Read named values and emit them as a JSON object. `read_key` reads a name, `read_one` the
+    """Read named values and emit them as a JSON object. `read_key` reads a name, `read_entry` the
     value."""
 
     def read_member(is_first: bool) -> Steps[None]:
         key = yield from read_key()
         sink(f"{'' if is_first else ', '}{quoted(key)}: ")
-        yield from read_one(key)
+        yield from read_entry(key)
 
     sink("{")
     yield from read_separated(
@@ -162,13 +162,13 @@ def read_members(
 
 
 def object_of(text: str) -> str | None:
-    """`text` as a JSON object, if `read_value` accepts it as an object; otherwise None."""
+    """`text` as a JSON object if `read_value` accepts it as an object, otherwise None."""
     value = value_of(text.strip(WHITESPACE))
     return value if value is not None and value.startswith("{") else None
 
 
 def value_of(text: str) -> str | None:
-    """`text` as a JSON value, if `read_value` accepts it; otherwise None."""
+    """`text` as a JSON value if `read_value` accepts it, otherwise None."""
     source = Source()
     source.push(text)
     source.has_ended = True

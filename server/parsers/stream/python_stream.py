@@ -30,11 +30,11 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 Ends = Callable[[], Steps[bool]]
-"""Function that tells whether a value ends after the next character, which is a quote."""
+"""Callback: whether the value ends after the next character, which is a quote."""
 
 
 def read_literal(source: Source, sink: Sink, depth: int, ends: Ends) -> Steps[None]:
-    """Read a Python literal and emit it as JSON; a set becomes a list. A quote in a string that
+    """Read a Python literal and emit it as JSON; a set becomes a list. A quote inside a string that
     does not end the value is part of the string. Raises ParseError."""
     first = yield from source.peek()
     if first in "\"'":
@@ -75,7 +75,7 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
     is_dict: bool | None = None if opening == "{" else False
     ends_key, ends_value = (partial(_ends_item, source, marks) for marks in (",:}", "," + closing))
 
-    def read_one(is_first: bool) -> Steps[None]:
+    def read_entry(is_first: bool) -> Steps[None]:
         nonlocal is_dict
         if is_dict is False:
             sink("" if is_first else ", ")
@@ -100,7 +100,7 @@ def _read_items(source: Source, sink: Sink, depth: int) -> Steps[None]:
 
     if is_dict is False:
         sink("[")
-    yield from read_separated(source, closing, read_one, allows_trailing_comma=True, ends=others)
+    yield from read_separated(source, closing, read_entry, allows_trailing_comma=True, ends=others)
     sink("{}" if is_dict is None else "}" if is_dict else "]")
 
 
@@ -135,7 +135,7 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
     if digits is None:
         source.take(2)
         if kind != "\n":
-            # A backslash before any other character stays, as in Python.
+            # A backslash before any other character is kept, as in Python.
             sink(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else "\\" + kind))
         return
     written = (yield from source.peek_many(2 + digits))[2:]
@@ -149,8 +149,8 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 
 def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
-    """Offset and value of the first character that is not whitespace after the next `at`
-    characters; "" at the end of the text."""
+    """(offset, character) of the first non-whitespace character after the next `at` characters; the
+    character is "" at the end of the text."""
     for place in range(at, at + MAX_BLANKS):
         character = yield from source.peek_at(place)
         if not character or character not in WHITESPACE:
@@ -159,7 +159,7 @@ def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
 
 
 def literal_of(text: str) -> str | None:
-    """The JSON value of `text` if it is a Python literal; otherwise None."""
+    """JSON value of `text` if it is a Python literal, otherwise None."""
     source = Source()
     source.push(text)
     source.has_ended = True

@@ -1,7 +1,7 @@
-"""Incremental text, and parsers that wait for more text.
+"""Incremental text, and parsers that wait for more of it.
 
 A parser is a generator that yields when it needs more text. Its result depends only on the text,
-not on how the text was split.
+not on the chunking.
 """
 
 import re
@@ -17,15 +17,15 @@ Sink = Callable[[str], object]
 
 WHITESPACE = " \t\r\n"
 MAX_REREAD_CHARACTERS = 1024
-"""Maximum characters of a failed call that are read again as text."""
+"""Maximum characters of a failed call that are parsed again as text."""
 MAX_BLANKS = 64
-"""Maximum whitespace before the character that shows whether a quote ends a value."""
+"""Maximum whitespace before the character that decides whether a quote ends a value."""
 MAX_LOOKAHEAD = 4096
-"""Maximum characters that are searched to determine whether a tag ends a value."""
+"""Maximum characters that are searched to decide whether a tag ends a value."""
 
 
 class ParseError(Exception):
-    """The text is not in the expected format."""
+    """The text does not match the expected format."""
 
 
 class UnexpectedEnd(ParseError):
@@ -33,7 +33,7 @@ class UnexpectedEnd(ParseError):
 
 
 class Source:
-    """Text that is not consumed yet, and a recording of the consumed text."""
+    """Text that has not been consumed yet, and a recording of consumed text."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -41,33 +41,33 @@ class Source:
         self._recorded: list[str] | None = None
         self.has_ended = False
         self.is_cut = False
-        """Whether the text ended because the answer was cut by its length."""
+        """Whether the answer was truncated (finish reason length)."""
 
     def push(self, text: str) -> None:
-        """Append `text`."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def start_recording(self, text: str = "") -> None:
-        """Record all text that is taken from now on. The recording starts with `text`, which was
-        just taken."""
+        """Record all text that is consumed from now on. The recording starts with `text`, which was
+        just consumed."""
         self._recorded = [text]
 
     def stop_recording(self) -> None:
-        """Drop the recording."""
+        """Discard the recording."""
         self._recorded = None
 
     def take_recorded(self) -> str:
-        """All text taken since `start_recording`, and the rest once the text has ended. Stops the
-        recording."""
+        """Stop recording; returns the recording. If the text has ended, this also consumes and
+        returns its rest."""
         if self.has_ended:
             self.take(len(self._text) - self._at)
         recorded, self._recorded = self._recorded, None
         return "".join(recorded or ())
 
     def rewind(self, count: int) -> str:
-        """Return the first `count` recorded characters, and put the rest back in front of the text.
-        A recording over MAX_REREAD_CHARACTERS is returned as a whole. Stops the recording."""
+        """Return the first `count` recorded characters, and put the others back in front of the
+        text. A recording longer than MAX_REREAD_CHARACTERS is returned as a whole. Stops
+        recording."""
         recorded, self._recorded = "".join(self._recorded or ()), None
         if len(recorded) > MAX_REREAD_CHARACTERS:
             return recorded
@@ -80,11 +80,11 @@ class Source:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all text pushed so far has been taken."""
+        """Whether all text pushed so far has been consumed."""
         return self._at >= len(self._text)
 
     def take(self, count: int) -> str:
-        """Take the next `count` characters, which must be available."""
+        """Consume and return the next `count` characters, which must be available."""
         piece = self._text[self._at : self._at + count]
         self._at += count
         if self._recorded is not None:
@@ -92,7 +92,7 @@ class Source:
         return piece
 
     def peek(self) -> Steps[str]:
-        """The next character, not taken. Raises UnexpectedEnd."""
+        """The next character, without consuming it. Raises UnexpectedEnd."""
         while self._at >= len(self._text):
             if self.has_ended:
                 raise UnexpectedEnd
@@ -100,7 +100,7 @@ class Source:
         return self._text[self._at]
 
     def peek_many(self, count: int) -> Steps[str]:
-        """The next `count` characters, not taken. Raises UnexpectedEnd."""
+        """The next `count` characters, without consuming them. Raises UnexpectedEnd."""
         while len(self._text) - self._at < count:
             if self.has_ended:
                 raise UnexpectedEnd
@@ -109,7 +109,7 @@ class Source:
 
     def peek_until(self, words: tuple[str, ...], skip: int, most: int) -> Steps[str | None]:
         """The text, at most `most` characters, between the next `skip` characters and the first of
-        `words`; not taken. None if none of `words` follows."""
+        `words`, without consuming it. None if no word follows."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
@@ -122,7 +122,7 @@ class Source:
 
     def find_next(self, words: tuple[str, ...], skip: int) -> Steps[str]:
         """The first of `words` in the MAX_LOOKAHEAD characters after the next `skip` characters; ""
-        if none of `words` is found."""
+        if no word is found."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
@@ -134,8 +134,8 @@ class Source:
             yield
 
     def is_followed_by(self, words: tuple[str, ...], skip: int) -> Steps[bool]:
-        """Whether any of `words`, or the end of the text, comes after the next `skip` characters
-        and whitespace."""
+        """Whether any of `words`, or the end of the text, follows the next `skip` characters and
+        whitespace."""
         while True:
             rest = self._text[self._at + skip : self._at + skip + MAX_BLANKS + max(map(len, words))]
             following = rest.lstrip(WHITESPACE)
@@ -150,13 +150,13 @@ class Source:
             yield
 
     def expect(self, character: str) -> Steps[None]:
-        """Take `character`. Raises ParseError if a different character comes next."""
+        """Consume `character`. Raises ParseError if another character comes next."""
         if (yield from self.peek()) != character:
             raise ParseError
         self.take(1)
 
     def skip_whitespace(self, more: str = "") -> Steps[str]:
-        """Take all following whitespace and characters of `more`."""
+        """Consume and return whitespace and characters of `more`."""
         taken = []
         while True:
             end = self._at
@@ -170,8 +170,8 @@ class Source:
             yield
 
     def peek_run(self, pattern: "re.Pattern[str]", most: int) -> Steps[str]:
-        """The match of `pattern` (a run of characters), not taken. Raises ParseError for more than
-        `most` characters."""
+        """The match of `pattern` (a run of characters), without consuming it. Raises ParseError for
+        more than `most` characters."""
         while True:
             match = pattern.match(self._text, self._at, self._at + most + 1)
             assert match is not None, "a run may be empty"
@@ -182,22 +182,22 @@ class Source:
             yield
 
     def take_run(self, pattern: "re.Pattern[str]", sink: Sink) -> None:
-        """Take the match of `pattern` in the available text."""
+        """Consume the match of `pattern` in the available text, and pass it to `sink`."""
         match = pattern.match(self._text, self._at)
         if match is not None and match[0]:
             sink(self.take(len(match[0])))
 
     def take_all(self, sink: Sink) -> None:
-        """Take all available text."""
+        """Consume all available text, and pass it to `sink`."""
         if not self.is_empty:
             sink(self.take(len(self._text) - self._at))
 
     def accept(self, *words: str) -> Steps[str]:
-        """Take the longest of `words` that comes next; "" if none of `words` does."""
+        """Consume and return the longest of `words` that comes next; "" if no word does."""
         return self.take(len((yield from self.peek_word(*words))))
 
     def peek_word(self, *words: str) -> Steps[str]:
-        """The longest of `words` that comes next, not taken; "" if none of `words` does."""
+        """The longest of `words` that comes next, without consuming it; "" if no word does."""
         for word in sorted(words, key=len, reverse=True):
             while True:
                 following = self._text[self._at : self._at + len(word)]
@@ -209,11 +209,12 @@ class Source:
         return ""
 
     def peek_piece(self, start: int, end: int) -> str:
-        """The available characters from offset `start` to offset `end`, not taken."""
+        """The available characters from offset `start` to offset `end`, without consuming them."""
         return self._text[self._at + start : self._at + end]
 
     def peek_at(self, offset: int) -> Steps[str]:
-        """The character after the next `offset` characters, not taken; "" if the text has ended."""
+        """The character after the next `offset` characters, without consuming it; "" if the text
+        has ended."""
         while len(self._text) - self._at <= offset and not self.has_ended:
             yield
         return self._text[self._at + offset : self._at + offset + 1]
@@ -221,11 +222,9 @@ class Source:
     def read_until(
         self, words: tuple[str, ...], sink: Sink, *, most: int | None = None, leave: bool = False
     ) -> Steps[str]:
-        """Take text up to the first of `words`, and the word too unless `leave`.
-
-        Returns the word; "" if the text ended without any of `words`. No word may be a prefix of
-        another word. Raises ParseError when more than `most` characters precede the word.
-        """
+        """Pass text to `sink` up to the first of `words`, and take the word too unless `leave`.
+        Returns the word; "" if the text ended first. No word may be a prefix of another word.
+        Raises ParseError if more than `most` characters precede the word."""
         pattern, prefixes, longest = _word_search(words)
         while True:
             match = pattern.search(self._text, self._at)
@@ -250,8 +249,7 @@ class Source:
     def collect_until(
         self, words: tuple[str, ...], *, most: int, leave: bool = False
     ) -> Steps[str]:
-        """The text before the first of `words`. Raises UnexpectedEnd if the text ends without any
-        of `words`."""
+        """The text before the first of `words`. Raises UnexpectedEnd if the text ends first."""
         pieces: list[str] = []
         if not (yield from self.read_until(words, pieces.append, most=most, leave=leave)):
             raise UnexpectedEnd
@@ -260,8 +258,7 @@ class Source:
 
 @lru_cache(maxsize=256)
 def _word_search(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
-    """Pattern that finds the first of `words`, all their prefixes, and the length of the longest
-    word."""
+    """(pattern that finds the first of `words`, all their prefixes, length of the longest word)."""
     pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
     prefixes = frozenset(word[:end] for word in words for end in range(1, len(word)))
     return pattern, prefixes, max(map(len, words), default=1)

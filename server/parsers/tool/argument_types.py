@@ -1,4 +1,5 @@
-"""JSON types that a function's schema allows for an argument, and casts of text to these types."""
+"""JSON types that a function's schema allows for an argument, and conversion of text to these
+types."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -8,17 +9,18 @@ from server.parsers.stream.json_stream import quoted, value_of
 from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
-"""Maximum subschemas that are read for the types of an argument; beyond, all types are allowed."""
+"""Maximum number of subschemas searched for the types of an argument; beyond this, all types are
+allowed."""
 MAX_REQUEST_NODES = 100_000
-"""Maximum subschemas that are read for all arguments of the strict tools of a request: some tenths
-of a second."""
+"""Maximum number of subschemas searched for all arguments of a request's strict tools, which takes
+tenths of a second."""
 MAX_SCHEMA_DEPTH = 32
 MAX_REFERENCE_CHARACTERS = 1_024
-"""Maximum characters of a $ref; a longer $ref has no target."""
+"""Maximum characters of a $ref; a longer $ref is not resolved."""
 CHARACTERS_PER_NODE = 32
-"""Characters of a $ref that cost as much time as a subschema."""
+"""Number of $ref characters that count as a subschema."""
 ENTRIES_PER_NODE = 16
-"""Entries of an enum or of a list of types that cost as much time as a subschema."""
+"""Number of entries of an enum or of a list of types that count as a subschema."""
 ANY_TYPE = "any"
 ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 """Keywords that do not restrict values."""
@@ -31,13 +33,14 @@ _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 
 
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that `schema`, a function's parameters, allows for parameter `name`. Empty if
-    the schema does not restrict them, ANY_TYPE if they cannot be determined."""
+    """JSON types that `schema`, a function's parameters, allows for parameter `name`. Empty if the
+    schema does not restrict them, ANY_TYPE if they cannot be determined."""
     return _Search(schema).types_of(name, schema)
 
 
 class NestedSchema:
-    """A schema inside the parameters of a function. References point into `root`."""
+    """A schema nested in the parameters of a function. `root`: schema that references are resolved
+    in."""
 
     def __init__(self, schema: Any, root: Mapping[str, Any]) -> None:
         self._schema = schema
@@ -56,13 +59,13 @@ class NestedSchema:
         return NestedSchema(found, self._root)
 
     def of_items(self) -> "NestedSchema":
-        """The schema of objects whose properties all have the schema of the items."""
+        """A schema of objects whose properties all have the schema of the items."""
         found = _Search(self._root).composed(self._schema, _items, 0)
         return NestedSchema({"additionalProperties": found}, self._root)
 
 
 def _property(name: str, schema: Mapping[str, Any]) -> Any:
-    """The subschema of property `name` in `schema` itself; None if there is none."""
+    """Subschema of property `name` directly in `schema`; None if there is none."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -70,13 +73,12 @@ def _property(name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _items(schema: Mapping[str, Any]) -> Any:
-    """The subschema of items in `schema` itself; None if there is none."""
+    """Subschema of the items directly in `schema`; None if there is none."""
     return schema["items"] if isinstance(schema.get("items"), dict) else None
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with its references into `root` replaced by their targets, where the keywords do not
-    conflict."""
+    """`schema` with references into `root` replaced by their targets, unless keywords conflict."""
     for _ in range(MAX_SCHEMA_DEPTH):
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         if isinstance(schema.get("$ref"), str) and "allOf" not in schema:
@@ -92,7 +94,7 @@ def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[st
 
 
 class SharedTypes:
-    """Cache of argument types for all functions of a request. Arguments whose schemas share values
+    """Cache of argument types for all functions of a request. Arguments with the same schema values
     share an entry."""
 
     def __init__(self) -> None:
@@ -100,8 +102,8 @@ class SharedTypes:
         self._num_nodes = 0
 
     def types_of(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
-        """The JSON types that `schema` allows; its references point into `root`. ANY_TYPE once the
-        searches of the request have read MAX_REQUEST_NODES."""
+        """JSON types that `schema` allows; references are resolved in `root`. ANY_TYPE after the
+        request's searches have read MAX_REQUEST_NODES."""
         restricting = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         values = (*restricting.items(), *root.items())
         key = tuple((name, id(value)) for name, value in values)
@@ -110,14 +112,14 @@ class SharedTypes:
             exhausted = self._num_nodes > MAX_REQUEST_NODES
             types = frozenset((ANY_TYPE,)) if exhausted else search.types_of("", search.root)
             self._num_nodes += search.num_nodes
-            # Keep the values alive, so that their ids are not reused.
+            # Keep a reference to the values, so that their ids are not reused.
             self._known[key] = (values, types)
         return self._known[key][1]
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Upper bound of the keywords that `referenced` copies for `schema`, including the entries of
-    their lists. A $ref counts as more than a keyword, depending on its length."""
+    """Upper bound on the keywords that `referenced` copies for `schema`, including entries of
+    lists. A $ref counts as several keywords, depending on its length."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -135,7 +137,7 @@ def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
 
 
 def _reference_nodes(reference: str) -> int:
-    """The time to find the target of `reference`, in subschemas."""
+    """Cost of resolving `reference`, in subschemas."""
     return min(len(reference), MAX_REFERENCE_CHARACTERS) // CHARACTERS_PER_NODE
 
 
@@ -144,13 +146,14 @@ def _is_single(branches: object) -> bool:
 
 
 class _Search:
-    """Search of a schema for types. A set of types is None if the schema does not restrict them."""
+    """Search for the types that a schema allows. A set of types is None if the schema does not
+    restrict them."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self.num_nodes = 0
         self._open: set[str] = set()
-        """References that are being followed."""
+        """References that are currently being resolved."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -164,8 +167,8 @@ class _Search:
         return frozenset() if types is None else types
 
     def composed(self, schema: Any, pick: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
-        """The results of `pick` for `schema`, for the target of its reference and for its branches,
-        composed with anyOf and allOf like the branches; None if `pick` finds nothing."""
+        """Results of `pick` for `schema`, for the target of its reference and for its branches,
+        combined by anyOf and allOf like the branches; None if there are no results."""
         if not self._enter(schema, depth):
             return None
         found = [pick(schema)]
@@ -203,7 +206,7 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`. A set that contradicts the sets before it is
+        """The intersection of the sets in `found`. A set that contradicts the earlier sets is
         ignored."""
         allowed: frozenset[str] | None = None
         for types in found:
@@ -235,7 +238,7 @@ class _Search:
 
 
 def _num_nodes(schema: Any) -> int:
-    """The cost of `schema` in subschemas: 1, and more for a long enum, list of types or $ref."""
+    """Cost of `schema` in subschemas: 1, or more for a long enum, list of types or $ref."""
     if not isinstance(schema, dict):
         return 1
     lists = (schema.get("enum"), schema.get("type"))
@@ -246,7 +249,7 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """The target of a local reference; None if there is no such schema."""
+    """Target of a local reference; None if it does not exist."""
     if not reference.startswith("#") or len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     found: Any = root
@@ -290,7 +293,7 @@ def _union(found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
 
 
 def cast(text: str, types: frozenset[str]) -> str:
-    """`text` as a JSON value that `types` allow; otherwise as a JSON string."""
+    """Convert `text` to a JSON value of an allowed type in `types`, otherwise to a JSON string."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     if "boolean" in types and not types & {"integer", "number", ANY_TYPE}:

@@ -1,5 +1,5 @@
-"""The tool parser, and the interfaces of call formats. An answer is text up to a marker, a call,
-and text again."""
+"""The tool parser, and the interfaces of call formats. An answer is text up to a marker, then a
+call, then text again."""
 
 import secrets
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
 _TAG_STARTS = "<[]"
-"""First characters of tags. Text may quote words, but not tags."""
+"""First characters of tags. Text may quote words that are markers, but not tags."""
 _TAG_ENDS = (">", "]")
-"""Last characters of a tag that is whole: the rest of a tag is not part of some markers."""
+"""Last characters of a complete tag; some markers do not include the end of their tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallReader:
-    """Reader of calls in a format."""
+    """Reader for calls of a format."""
 
     markers: tuple[str, ...] = ()
     """Texts that start a call or several calls. No marker is a prefix of another marker."""
     ignored_markers: tuple[str, ...] = ()
-    """Texts around calls that are dropped."""
+    """Texts around calls that are dropped from the output."""
     section: tuple[str, ...] = ()
-    """The ignored markers that start and end a section of calls; other text in the section is
+    """The ignored markers that start and end a section of calls; other text inside the section is
     dropped."""
     ends: tuple[str, ...] = ()
-    """Optional texts after a call; dropped anywhere after it."""
+    """Optional texts after a call, which are dropped anywhere after it."""
     allows_unmarked: bool = False
     """Whether an answer may start with a call without a marker."""
     unmarked_starts: str = ""
@@ -49,8 +49,8 @@ class ToolCallReader:
 
     @property
     def markers_in_reasoning(self) -> tuple[str, ...]:
-        """Markers that also start a call in the reasoning: tags, not words that the reasoning may
-        quote."""
+        """Markers that also start a call inside reasoning: only tags, because reasoning may quote
+        words."""
         markers = (*self.section[:1], *self.markers)
         return tuple(marker for marker in markers if marker[0] in _TAG_STARTS)
 
@@ -67,18 +67,18 @@ class ToolCallFormat(ToolCallReader):
     __slots__ = ()
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The grammar of calls to `functions`. Raises UserError if it cannot enforce the schema of
+        """Grammar for calls to `functions`. Raises UserError if it cannot enforce the schema of
         their arguments."""
         raise NotImplementedError
 
     def new_call_id(self) -> str:
-        """A new id for a call whose id the model did not write."""
+        """A new id, for calls without an id from the model."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class ToolCallParser(StreamParser):
-    """Parses the calls of a format. Text that is not a call stays text. Arguments that cannot be
-    parsed are emitted unchanged."""
+    """Parser for the calls of a format. Text that is not a call stays text. Arguments that cannot
+    be parsed are emitted unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class ToolCallParser(StreamParser):
         self._text_end = ""
         """The last MAX_BLANKS characters of text."""
         self._section_text: list[str] | None = None
-        """Text of the open section; None outside of a section."""
+        """Text in the open section; None outside a section."""
 
     def ignore(self, words: tuple[str, ...]) -> None:
-        """Drop `words` from the following text."""
+        """Drop `words` in the following text."""
         self._always_ignored = tuple(dict.fromkeys(self._always_ignored + words))
         self._ignored = tuple(dict.fromkeys(self._ignored + words))
 
@@ -123,8 +123,8 @@ class ToolCallParser(StreamParser):
                 yield from self._read_section()
 
     def _read_section(self) -> Steps[None]:
-        """Read the calls of a section and drop the text around them. Text before an end tag is a
-        call that cannot be parsed, and is kept."""
+        """Read the calls of a section and drop the text around them. Text before an end tag is
+        kept, because it is a call that cannot be parsed."""
         reader, source, first = self._reader, self._source, self._output.num_calls
         self._section_text = []
         while True:
@@ -136,7 +136,7 @@ class ToolCallParser(StreamParser):
                 if self._output.num_calls > num_calls:
                     self._section_text.clear()
             elif word in reader.ends and word not in reader.section:
-                # Before the first call an end tag is text, both inside and outside of a section.
+                # Before the first call, an end tag is text, both inside and outside a section.
                 end = "" if word in self._ignored else word
                 self._output.add_text("".join(self._section_text) + end)
                 self._section_text.clear()
@@ -154,7 +154,7 @@ class ToolCallParser(StreamParser):
             source.stop_recording()
         except ParseError as error:
             if source.is_cut and isinstance(error, UnexpectedEnd):
-                # The call is incomplete; finish_reason shows that the answer was cut.
+                # The call is incomplete; finish_reason shows that the answer was truncated.
                 output.release_call()
             output.drop_call()
             if output.has_open_call:
@@ -165,7 +165,7 @@ class ToolCallParser(StreamParser):
                 if text != marker or not (yield from self._take_empty_block(marker)):
                     self._add_text(text)
         if output.num_calls == num_calls:
-            # The end tag belongs to text that is not a call, so it is text too.
+            # The marker did not start a call, so the end tag that follows is text too.
             self._ignored = self._always_ignored
         else:
             ends = tuple(end for end in self._reader.ends if end[0] in _TAG_STARTS)
@@ -173,8 +173,8 @@ class ToolCallParser(StreamParser):
             self._text_end = ""
 
     def _take_empty_block(self, marker: str) -> Steps[bool]:
-        """Take the end tag after `marker` if nothing but whitespace or an empty list is between
-        both tags. Whether the block is empty."""
+        """Consume the end tag after `marker` if there is only whitespace or an empty list between
+        the tags; returns whether this is the case."""
         source, ends = self._source, self._reader.block_ends
         if not (ends and marker.startswith(tuple(_TAG_STARTS)) and marker.endswith(_TAG_ENDS)):
             return False
@@ -194,7 +194,7 @@ class ToolCallParser(StreamParser):
         return False
 
     def _read_raw_arguments(self) -> Steps[None]:
-        """Read the rest of arguments that cannot be parsed."""
+        """Emit the rest of arguments that cannot be parsed."""
         reader, source, output = self._reader, self._source, self._output
         yield from source.read_until(
             (*reader.ends, *reader.markers), output.add_arguments, leave=True
@@ -209,7 +209,7 @@ class ToolCallParser(StreamParser):
         self._output.add_text(piece)
 
     def _ends_like_data(self) -> bool:
-        """Whether the text so far ends like JSON or code that continues."""
+        """Whether the text so far ends like unfinished JSON or code."""
         end = self._text_end.rstrip(WHITESPACE)
         if end == self._text_end and end and (end[-1].isalnum() or end[-1] in "_])"):
             return True
@@ -217,7 +217,8 @@ class ToolCallParser(StreamParser):
 
 
 def checked_name(name: str) -> str:
-    """`name`, stripped. Raises ParseError if it is not a valid function name."""
+    """`name` without surrounding whitespace. Raises ParseError if it is not a valid function
+    name."""
     name = name.strip()
     is_short = 1 <= len(name) <= MAX_NAME_CHARACTERS
     if not is_short or not name.isprintable() or "<" in name:
@@ -227,7 +228,7 @@ def checked_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFinder:
-    """Determines whether a marker in the reasoning starts a call."""
+    """Decides whether a marker inside reasoning starts a call."""
 
     reader: ToolCallReader
     tools: Tools
@@ -238,7 +239,7 @@ class CallFinder:
         return self.reader.markers_in_reasoning
 
     def starts_call(self, source: Source) -> Steps[bool]:
-        """Whether a call comes next. Does not consume `source`."""
+        """Whether a call comes next, without consuming `source`."""
         parser, count = ToolCallParser(self.reader, self.tools), 0
         while True:
             piece = source.peek_piece(count, MAX_REREAD_CHARACTERS)
@@ -253,4 +254,4 @@ class CallFinder:
 
 
 NO_CALLS = CallFinder(ToolCallReader(), {})
-"""Finder for answers without calls in the reasoning."""
+"""CallFinder for answers without calls in the reasoning."""

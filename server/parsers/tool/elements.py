@@ -1,4 +1,4 @@
-"""Calls whose arguments are nested elements: MiniMax M3."""
+"""Calls with arguments as nested elements: MiniMax M3."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,16 +40,13 @@ _NAME = regex("[A-Za-z_][A-Za-z0-9_]{0,63}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements(ToolCallFormat):
     """Calls in which each tag follows the special token `namespace`, which does not occur in text.
-    An element with elements is an object or a list; an element with text is a value of the type in
-    the schema.
-
-    An end tag that is missing is replaced by the next tag. Text between elements is text of the
-    answer, after the call.
-    """
+    An element that contains elements is an object or a list; an element that contains text is a
+    value of the type in the schema. A missing end tag is implied by the next tag. Text between
+    elements becomes text of the answer, after the call."""
 
     namespace: str
     opening: str
-    """The text before the name of a function."""
+    """Text before the name of a function."""
     call_end: str
     section_end: str
 
@@ -104,7 +101,7 @@ class Elements(ToolCallFormat):
     def _read_arguments(
         self, source: Source, output: EventBuffer, schema: NestedSchema, between: list[str]
     ) -> Steps[None]:
-        """Read arguments and the tag that ends the call."""
+        """Read the arguments, and the tag that ends the call."""
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
@@ -121,7 +118,7 @@ class Elements(ToolCallFormat):
         output.add_arguments("}")
 
     def _next_key(self, source: Source, between: list[str], num_keys: int) -> Steps[str]:
-        """Take the start tag of the next argument and return its name; "" if the call ends
+        """Consume the start tag of the next argument and return its name; "" if the call ends
         first."""
         while True:
             word = yield from source.read_until((self.namespace,), between.append, leave=True)
@@ -144,8 +141,7 @@ class Elements(ToolCallFormat):
         return bool((yield from source.peek_word(*ends)))
 
     def _peek_tag(self, source: Source) -> Steps[str]:
-        """The text between the angle brackets of the tag after a namespace; "" if no tag
-        follows."""
+        """Text between the angle brackets of the tag after a namespace; "" if there is no tag."""
         tag = yield from source.peek_until((">",), len(self.namespace), MAX_NAME_CHARACTERS)
         if tag is None:
             if source.has_ended and source.is_cut:
@@ -156,13 +152,13 @@ class Elements(ToolCallFormat):
         return tag[1:].strip() if is_tag else ""
 
     def _take_tag(self, source: Source, tag: str) -> Steps[None]:
-        """Take the namespace and the tag after it, if any."""
+        """Consume the namespace and the following tag, if any."""
         source.take(len(self.namespace))
         if tag:
             yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
 
     def _read_text(self, source: Source, key: str, sink: Sink) -> Steps[None]:
-        """Read text up to the end tag of `key`, which may lack its namespace, or to the next
+        """Read text up to the end tag of `key`, whose namespace may be missing, or up to the next
         tag."""
         bare_end = f"</{key}>"
         words = (self.namespace, bare_end + self.namespace)
@@ -185,8 +181,8 @@ class Elements(ToolCallFormat):
     def _read_value(
         self, source: Source, schema: NestedSchema, path: tuple[str, ...], between: list[str]
     ) -> Steps[str]:
-        """Read the value of the last element of `path` and return it as JSON. `schema` is the
-        schema of the object that contains the element."""
+        """Read the value of the last element of `path` and return it as JSON. `schema`: schema of
+        the object that contains the element."""
         key = path[-1]
         types = schema.types_of(key)
         has_elements = not types or bool(types & {"object", "array", ANY_TYPE})
@@ -244,7 +240,7 @@ class Elements(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
     def _call(self, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-        """Grammar of a call after `opening`."""
+        """Grammar for a call after `opening`."""
         check_name(name, name, (">",))
         gap = regex("\\n?")
         if schema is None:
@@ -267,7 +263,7 @@ class Elements(ToolCallFormat):
 
 
 def _schema_inside(schema: NestedSchema, key: str, types: frozenset[str]) -> NestedSchema:
-    """The schema whose properties are the elements inside of `key`."""
+    """Schema with a property for each element inside `key`."""
     own = schema.inside(key)
     return own.of_items() if _is_list(types, True) else own
 
@@ -287,8 +283,7 @@ def _cast(text: str, types: frozenset[str]) -> str:
 
 
 def _joined(elements: list[tuple[str, str]], types: frozenset[str]) -> str:
-    """The JSON of elements: a list, or an object in which the value of a repeated name is a
-    list."""
+    """Elements as JSON: a list, or an object in which repeated names become a list."""
     if _is_list(types, all(name == _ITEM for name, _ in elements)):
         return f"[{', '.join(value for _, value in elements)}]"
     values: dict[str, list[str]] = {}
@@ -313,7 +308,7 @@ MINIMAX_M3 = Elements(
 
 TOOL_PARSERS = by_name(
     ParserKind(
-        # The second name is the name of vLLM's parser in its plug-in for Gaudi.
+        # The second name is the name in vLLM's Gaudi plug-in.
         ("minimax_m3", "minimax_m3_py"),
         MINIMAX_M3,
         '`<invoke name="f"><a>x</a></invoke>`, with `]<]minimax[>[` before each tag; objects '

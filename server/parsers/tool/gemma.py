@@ -36,9 +36,9 @@ from server.parsers.tool.structural_tag import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma(ToolCallFormat):
-    """`call:NAME{key:value,...}` between two tags. A string is raw text between two `quote`s; a
-    value without quotes is a number, a word, an object or a list. The model writes the ignored
-    marker when it waits for results."""
+    """`call:NAME{key:value,...}` between two tags. A string is raw text between two `quote`
+    delimiters; a value without quotes is a number, a word, an object or a list. The model writes
+    the ignored marker when it waits for results."""
 
     quote: str
 
@@ -142,7 +142,8 @@ class Gemma(ToolCallFormat):
 
 
 def _is_flat(schema: Any) -> bool:
-    """Whether values have no keys: JSON may write keys in ways that this reader does not accept."""
+    """Whether values of `schema` contain no objects: a JSON grammar allows forms of keys that this
+    reader does not accept."""
     if not isinstance(schema, dict):
         return False
     if isinstance(words := schema.get("enum"), list):

@@ -1,5 +1,5 @@
-"""Calls of Hunyuan 3. The tags have a suffix in the published checkpoints and no suffix in
-others."""
+"""Calls of Hunyuan 3. The tags have a suffix in the published checkpoints, and no suffix in other
+checkpoints."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,7 +17,7 @@ SUFFIX = ":opensource"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EitherTags(ToolCallFormat):
-    """Calls in the tags of either family; the marker determines which."""
+    """Calls with the tags of either family; the marker selects the family."""
 
     first: Tags
     second: Tags

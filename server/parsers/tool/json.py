@@ -1,5 +1,5 @@
-"""Calls whose arguments are JSON: objects and lists between markers (Hermes, Llama, Granite and
-others), or a name and then an object (Mistral, DeepSeek, Kimi)."""
+"""Calls with JSON arguments: objects and lists between markers (Hermes, Llama, Granite and others),
+or a name followed by an object (Mistral, DeepSeek, Kimi)."""
 
 import json
 import re
@@ -49,12 +49,10 @@ _DEEPSEEK_CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 def read_object_call(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`, keys in any order, other keys ignored. Brackets
-    before one of `ends` may be missing. Raises ParseError.
-
-    With `allowed`, an object is not a call if it names no function of `allowed`, has no arguments,
-    or has a key that calls do not have.
-    """
+    """Read `{"name": ..., "arguments": {...}}`, with keys in any order and unknown keys ignored.
+    Brackets before one of `ends` may be missing. Raises ParseError. With `allowed`, an object is
+    not a call if it names no function in `allowed`, has no arguments, or has a key that calls do
+    not have."""
     call = _Call(output, allowed)
     yield from source.expect("{")
     while True:
@@ -85,13 +83,13 @@ def read_object_call(
 
 
 class _Call:
-    """Builder of a call whose name and arguments may come in any order."""
+    """Builder of a call whose name and arguments can come in any order."""
 
     def __init__(self, output: EventBuffer, allowed: Tools | None) -> None:
         self.name: str | None = None
         self.has_arguments = False
         self.has_other_object = False
-        """Whether an unknown key has an object, which may be the arguments."""
+        """Whether an unknown key has an object as its value, which may be the arguments."""
         self._output = output
         self._known = allowed
         self._arguments: list[str] = []
@@ -125,12 +123,12 @@ class _Call:
 
 
 def _ignore(piece: str) -> None:
-    """Sink that drops a value."""
+    """Sink that discards a value."""
 
 
 def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> Steps[None]:
-    """Read arguments: an object, emitted as it arrives; a string that contains an object; or null
-    for no arguments. Raises ParseError."""
+    """Read arguments: an object, which is emitted as it arrives; a string that contains an object;
+    or null for no arguments. Raises ParseError."""
     first = yield from source.peek()
     if first == "{":
         yield from read_value(source, sink, 0, ends)
@@ -149,7 +147,7 @@ def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> St
 def read_calls(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read a call as an object, or a list of calls."""
+    """Read a call as an object, or a list of such calls."""
     if (yield from source.peek()) != "[":
         yield from read_object_call(source, output, allowed, ends)
         return
@@ -173,7 +171,7 @@ def read_named_call(
     call_id: str | None = None,
     ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Read a call to `name`, whose arguments follow as an object."""
+    """Read a call to `name`, followed by its arguments as an object."""
     if (yield from source.peek()) != "{":
         raise ParseError
     output.start_call(name, call_id)
@@ -183,8 +181,8 @@ def read_named_call(
 
 
 def read_call_block(source: Source, output: EventBuffer, ends: tuple[str, ...]) -> Steps[bool]:
-    """Read calls that the model writes as JSON in the tags of a format without JSON. False if no
-    JSON comes next."""
+    """Read calls in JSON that the model wrote inside the tags of a non-JSON format. Returns False
+    if there is no JSON."""
     if not (yield from source.peek_word("{", "[")):
         return False
     yield from read_calls(source, output, None, ends)
@@ -196,9 +194,9 @@ def read_call_block(source: Source, output: EventBuffer, ends: tuple[str, ...]) 
 def read_inner_arguments(
     source: Source, output: EventBuffer, parameters: Container[str], ends: tuple[str, ...]
 ) -> Steps[bool]:
-    """Read an object of all arguments in the tags of a call: in a format without JSON, the end of
-    the object is needed to find arguments that the model wrapped once more. False if no object
-    comes next. `parameters`: names of the function's parameters."""
+    """Read all arguments as an object that the model wrote inside the tags of a non-JSON format. It
+    is emitted only at its end, because the model may have wrapped the arguments in another object.
+    Returns False if there is no object. `parameters`: names of the function's parameters."""
     if not (yield from source.peek_word("{")):
         return False
     pieces: list[str] = []
@@ -219,7 +217,8 @@ def read_inner_arguments(
 
 
 def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:
-    """Read the text up to `separator`. Raises ParseError if another tag precedes it."""
+    """Consume and return the text up to `separator`. Raises ParseError if another tag comes
+    first."""
     tags = (separator, *reader.markers, *reader.ignored_markers)
     name = yield from source.collect_until(tags, most=MAX_NAME_CHARACTERS, leave=True)
     if not (yield from source.accept(separator)):
@@ -230,7 +229,8 @@ def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Step
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedJson(ToolCallFormat):
     """An object or a list after a marker, with an optional end. Without a marker, and after a
-    marker of `must_be_known`, only functions of the request are calls: the text may be any JSON."""
+    marker in `must_be_known`, only objects that name a function of the request are calls, because
+    the text may be any JSON."""
 
     after: str = ""
     """Optional text after the marker."""
@@ -238,7 +238,7 @@ class TaggedJson(ToolCallFormat):
     separators: str = ""
     """Characters that may separate calls."""
     keys: CallKeys = NAME_AND_ARGUMENTS
-    """The keys that the grammar allows; the reader accepts all of NAMES and ARGUMENTS."""
+    """Keys that the grammar allows; the reader accepts all of NAMES and ARGUMENTS."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         allowed = tools if not marker or marker in self.must_be_known else None
@@ -247,7 +247,7 @@ class TaggedJson(ToolCallFormat):
             yield from source.accept(self.after)
             yield from source.skip_whitespace()
         yield from self.read_calls(source, output, allowed)
-        # Models often write a surplus brace.
+        # Models often write an extra brace.
         space = yield from source.skip_whitespace("}" if marker else "")
         while self.separators and (yield from source.accept(*self.separators)):
             yield from source.skip_whitespace()
@@ -268,7 +268,7 @@ class TaggedJson(ToolCallFormat):
         ends = [sequence(GAP, literal(end)) for end in self.ends]
         end = [] if not ends else ends if len(ends) == 1 else [optional(any_of(*ends))]
         content = sequence(*after, GAP, written, *end)
-        # A special token that is not at the start of a marker does not start a call in the grammar.
+        # The grammar matches special tokens only at the start of a marker.
         markers = (marker for marker in self.markers if "<" not in marker[1:])
         form = dict.fromkeys(markers, content)
         if not self.allows_unmarked:
@@ -280,7 +280,7 @@ class TaggedJson(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mistral(ToolCallFormat):
-    """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
+    """`[TOOL_CALLS]` followed by a list of objects, or by a name, `[ARGS]` and an object."""
 
     before_id: str = "[CALL_ID]"
     before_arguments: str = "[ARGS]"
@@ -301,7 +301,7 @@ class Mistral(ToolCallFormat):
             call_id = checked_name(call_id)
         has_mark = yield from source.accept(self.before_arguments)
         if not has_mark and not call_id and not _NAME.fullmatch(name):
-            # The marker is text that an object follows.
+            # The marker is text that happens to precede an object.
             raise ParseError
         yield from source.skip_whitespace()
         yield from read_named_call(source, output, checked_name(name), call_id)
@@ -315,7 +315,7 @@ class Mistral(ToolCallFormat):
         return ToolCallGrammar(dict.fromkeys(self.markers, content))
 
     def new_call_id(self) -> str:
-        """A new id of nine letters and digits, the only ids that Mistral's templates accept."""
+        """A new id of nine letters and digits, as required by Mistral's templates."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -384,7 +384,7 @@ class Kimi(ToolCallFormat):
 
 @dataclass(frozen=True, slots=True)
 class Arguments(ToolCallReader):
-    """Reader of an answer that contains only the arguments of the function `name`."""
+    """Reader for answers that contain only the arguments of the function `name`."""
 
     name: str
     allows_unmarked: bool = field(default=True, kw_only=True)
@@ -395,7 +395,7 @@ class Arguments(ToolCallReader):
 
 
 CALLS_ALONE = TaggedJson(allows_unmarked=True)
-"""Format of an answer that a grammar constrains to a list of calls."""
+"""Format of answers that a grammar constrains to a list of calls."""
 HERMES = TaggedJson(markers=("<tool_call>",), ends=("</tool_call>",))
 GRANITE = TaggedJson(
     markers=("<|tool_call|>", "<tool_call>"), ends=("</tool_call>", "<|tool_call|>")

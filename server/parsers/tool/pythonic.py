@@ -32,10 +32,8 @@ _COMMA = regex(", ?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pythonic(ToolCallFormat):
-    """`[f(a="x", b=1), g()]`: a list of calls with keyword arguments, whose values are literals.
-
-    Without a marker only functions of the request are calls.
-    """
+    """`[f(a="x", b=1), g()]`: a list of calls with literals as keyword arguments. Without a marker,
+    only functions of the request are calls."""
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         yield from source.skip_whitespace()
@@ -112,18 +110,18 @@ def _read_call(
         yield from source.skip_whitespace()
         return key
 
-    def read_one(key: str) -> Steps[None]:
+    def read_entry(key: str) -> Steps[None]:
         yield from read_literal(source, sink, 1, partial(_ends_argument, source, ends, is_list))
 
     yield from read_members(
-        source, sink, ")", read_key, read_one, allows_trailing_comma=True, ends=("]", *ends)
+        source, sink, ")", read_key, read_entry, allows_trailing_comma=True, ends=("]", *ends)
     )
     output.end_call()
 
 
 def _ends_argument(source: Source, ends: tuple[str, ...], is_list: bool) -> Steps[bool]:
-    """Whether an argument ends after the next character: the next argument or the end of the call
-    follows, and after the call a further call or the end of the calls."""
+    """Whether an argument ends after the next character: another argument or the end of the call
+    must follow, and after the call another call or the end of the calls."""
     at, character = yield from after_blanks(source, 1)
     if character == ",":
         at, character = yield from after_blanks(source, at + 1)
@@ -141,7 +139,7 @@ def _ends_argument(source: Source, ends: tuple[str, ...], is_list: bool) -> Step
 
 
 def _is_name_before(source: Source, at: int, mark: str) -> Steps[bool]:
-    """Whether a name and then `mark` come after the next `at` characters."""
+    """Whether a name followed by `mark` comes after the next `at` characters."""
     start = at
     while (character := (yield from source.peek_at(at))) and (
         character.isalnum() or character in "_.-"
@@ -161,7 +159,7 @@ def _read_name(source: Source) -> Steps[str]:
 
 
 def _python_call(name: str, schema: Mapping[str, Any] | None) -> Part:
-    """Grammar of `name(a=1, b="x")`; values are written as JSON, which the reader also accepts."""
+    """Grammar for `name(a=1, b="x")`. Values are JSON, which the reader also accepts."""
     free = sequence(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), json_value({}))
     inner = named_arguments(
         name,

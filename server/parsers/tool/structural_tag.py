@@ -15,19 +15,19 @@ from server.parsers.tool.argument_types import (
 
 Part = dict[str, Any]
 Functions = Mapping[str, Mapping[str, Any] | None]
-"""Function name to the schema that its arguments must match; None: any object."""
+"""Function name -> schema of its arguments; None: any object."""
 
 IDENTIFIER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 """Names that can be written without quotes."""
 MAX_ARGUMENT_PARTS = 16_384
-"""Maximum parts for arguments of a grammar, which take 10 ms to build; a larger grammar exceeds the
-character limit anyway."""
+"""Maximum number of grammar parts for arguments, which take 10 ms to build; a larger grammar
+exceeds the character limit anyway."""
 MAX_ARGUMENT_KEYWORDS = 65_536
-"""Maximum keywords of arguments, including entries of enums and branches. A keyword takes at least
-4 characters; a larger grammar exceeds the character limit anyway."""
+"""Maximum number of keywords of all arguments, including entries of enums and branches. A keyword
+takes at least 4 characters; a larger grammar exceeds the character limit anyway."""
 MAX_CALLS = 32
-"""Maximum calls of a constrained answer; without a limit a model may continue to the end of the
-context."""
+"""Maximum number of calls in a constrained answer; without a limit, a model may continue to the end
+of the context."""
 _VALUES = ("enum", "const", "default", "examples")
 """Keywords whose values are not schemas."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -50,7 +50,7 @@ def json_value(schema: Mapping[str, Any]) -> Part:
 
 
 def text_until(mark: str) -> Part:
-    """Any text up to the first `mark`, inclusive."""
+    """Any text up to and including the first `mark`."""
     return {"type": "text_until", "mark": mark}
 
 
@@ -79,18 +79,18 @@ class Argument:
     name: str
     schema: Mapping[str, Any]
     definitions: Mapping[str, Any]
-    """Definitions that the schema may reference."""
+    """Definitions that the schema may refer to."""
     is_required: bool
 
     @property
     def as_json(self) -> Part:
-        """The grammar of the value as JSON."""
+        """Grammar for the value as JSON."""
         return json_value({**self.definitions, **self.schema})
 
 
 def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
-    """The named arguments of `schema`, required arguments first. Raises UserError if the schema has
-    other keywords."""
+    """Arguments in `schema`, required arguments first. Raises UserError if the schema cannot
+    be enforced (see `unenforceable`)."""
     unknown = schema.keys() - _KEYWORDS - ANNOTATIONS
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -114,8 +114,8 @@ def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
 
 
 def check_keywords(functions: Functions) -> None:
-    """Raise UserError for more than MAX_ARGUMENT_KEYWORDS keywords of all arguments. A definition
-    counts for each argument that refers to it."""
+    """Raise UserError if all arguments together have more than MAX_ARGUMENT_KEYWORDS keywords. A
+    definition counts for each argument that refers to it."""
     total = 0
     for schema in functions.values():
         properties = (schema or {}).get("properties")
@@ -123,16 +123,16 @@ def check_keywords(functions: Functions) -> None:
             total += num_keywords(inner, schema or {})
             if total > MAX_ARGUMENT_KEYWORDS:
                 raise UserError(
-                    f"the arguments of the strict tools have at least {total} keywords and entries "
-                    f"of lists, at most {MAX_ARGUMENT_KEYWORDS} are taken: set strict to false, or "
-                    "refer to smaller definitions",
+                    f"the arguments of the strict tools have at least {total} keywords and "
+                    f"entries of lists, at most {MAX_ARGUMENT_KEYWORDS} are allowed: set strict "
+                    "to false, or refer to smaller definitions",
                     param="tools",
                 )
 
 
 def check_optional_arguments(functions: Functions) -> None:
     """Raise UserError for more optional arguments than `named_arguments` supports: if all arguments
-    are optional, there is a part for each pair of arguments."""
+    are optional, the grammar has a part for each pair of arguments."""
     check_keywords(functions)
     total = 0
     for schema in functions.values():
@@ -142,7 +142,7 @@ def check_optional_arguments(functions: Functions) -> None:
     if total > MAX_ARGUMENT_PARTS:
         raise UserError(
             f"the arguments of the strict tools make {total} parts of a grammar, at most "
-            f"{MAX_ARGUMENT_PARTS} are built: set strict to false, or name required arguments",
+            f"{MAX_ARGUMENT_PARTS} are allowed: set strict to false, or name required arguments",
             param="tools",
         )
 
@@ -154,8 +154,8 @@ def named_arguments(
     free: Part,
     write: Callable[[Argument], Part],
 ) -> list[Part]:
-    """The grammar of the arguments that match `schema`, each written by `write`, separated by
-    `comma`; without a schema any number of `free`. Raises UserError for names that must be
+    """Grammar for the arguments that match `schema`, each produced by `write`, separated by
+    `comma`; without a schema, any number of `free`. Raises UserError for names that must be
     quoted."""
     if not IDENTIFIER.fullmatch(function):
         raise unenforceable(function, "the name")
@@ -176,7 +176,7 @@ def named_arguments(
             for place, part in enumerate(parts[first:])
         ]
 
-    # The first present optional part determines the positions of commas.
+    # The first optional part that is present determines the positions of commas.
     firsts = range(1 if num_required else len(parts))
     options = [sequence(parts[place], *after(place + 1)) for place in firsts]
     if num_required:
@@ -185,7 +185,7 @@ def named_arguments(
 
 
 def is_plain_text(schema: Mapping[str, Any]) -> bool:
-    """Whether any text is valid for `schema`, even text that also reads as null or a boolean."""
+    """Whether any text is valid for `schema`, even text that reads as null or a boolean."""
     rest = {k: v for k, v in schema.items() if k not in ANNOTATIONS}
     branches = rest.pop("anyOf", None)
     if branches is not None:
@@ -206,7 +206,8 @@ def _allow_text(kinds: list[Any]) -> bool:
 
 
 def unenforceable(function: str, what: str) -> UserError:
-    """The error for a schema that cannot be enforced in formats that write arguments separately."""
+    """The error for a schema that cannot be enforced in formats that write each argument
+    separately."""
     return UserError(
         f"{what} of the parameters of {function!r:.60} cannot be enforced in the way this model "
         "writes calls; set strict to false, or tool_choice to required",
@@ -219,7 +220,7 @@ def _check_references(function: str, value: Any) -> None:
         if len(reference) > MAX_REFERENCE_CHARACTERS:
             raise UserError(
                 f"the parameters of {function!r:.60} have a $ref of {len(reference)} characters, "
-                f"at most {MAX_REFERENCE_CHARACTERS} are taken",
+                f"at most {MAX_REFERENCE_CHARACTERS} are allowed",
                 param="tools",
             )
         if not reference.startswith(("#/$defs/", "#/definitions/")):
@@ -244,20 +245,20 @@ GAP = regex("[ \\n]?")
 
 @dataclass(frozen=True, slots=True)
 class ToolCallGrammar:
-    """Grammar of the text that may follow each marker of a format, including the end of the
+    """Grammar for the text that may follow each marker of a format, including the end of the
     call."""
 
     by_marker: Mapping[str, Part]
     ignored_markers: tuple[str, ...] = ()
     bare: Part | None = None
-    """The grammar of an answer that starts with a character of `bare_starts`; None: all calls have
+    """Grammar for an answer that starts with a character in `bare_starts`; None: all calls have
     markers."""
     bare_starts: str = ""
     whole: Part | None = None
-    """The grammar of the whole answer, including reasoning, if calls are not embedded in text."""
+    """Grammar for the whole answer, including reasoning, if calls are not embedded in text."""
 
     def part(self) -> Part:
-        """The grammar of text and calls."""
+        """Grammar for text with calls."""
         if self.whole is not None:
             return self.whole
         result: Part = {
@@ -272,7 +273,8 @@ class ToolCallGrammar:
         return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """The grammar of either `form` or only calls; None if text and calls may start alike."""
+        """Grammar for either `form` or only calls; None if text and calls may start with the same
+        characters."""
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(
@@ -287,13 +289,13 @@ class ToolCallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """Keys of a call that is a JSON object."""
+    """Keys of a call as a JSON object."""
 
     arguments: str = "arguments"
     name: str = "name"
-    """The key of the name. Empty: the name is the key of the arguments."""
+    """Key of the function name. Empty: the function name is the key of the arguments."""
     number: str = ""
-    """The key of the call's number. Empty: calls have no number."""
+    """Key of the call number. Empty: calls have no number."""
 
     def schema(self, name: str, arguments: Part) -> Part:
         """The JSON schema of a call to `name`."""
@@ -317,8 +319,8 @@ NAME_AND_ARGUMENTS = CallKeys()
 def calls_schema(
     functions: Functions, keys: CallKeys = NAME_AND_ARGUMENTS, max_calls: int = MAX_CALLS
 ) -> dict[str, Any]:
-    """The JSON schema of a list of calls: objects with a name and arguments that match the
-    function's schema; any object if the function has no schema."""
+    """JSON schema of a list of calls: objects with a name, and arguments that match the function's
+    schema; any object if the function has no schema."""
     calls = [
         keys.schema(name, {"$ref": f"#/$defs/arguments{place}"})
         for place, name in enumerate(functions)
@@ -336,13 +338,13 @@ def calls_schema(
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
-    """The schema of a function's arguments, which are always an object."""
+    """Schema of a function's arguments, which are always an object."""
     return {"type": "object", **(schema or {})}
 
 
 def _moved(value: Any, root: str, *, has_names: bool = False) -> Any:
-    """A copy of a schema that is moved to `root`, with its references adjusted. `has_names`: the
-    keys are names that the author chose, not keywords."""
+    """A copy of a schema that is moved to `root`, with adjusted references. `has_names`: whether
+    the keys are names chosen by the author instead of keywords."""
     if isinstance(value, list):
         return [_moved(item, root) for item in value]
     if not isinstance(value, dict):

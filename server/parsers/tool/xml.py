@@ -42,7 +42,7 @@ _ATTRIBUTE = re.compile(r'(?:\s*(?:index|string|type)="\w*")*')
 _TEXT_ATTRIBUTES = ('string="true"', 'type="string"')
 _LINE_BREAK = regex("\\n?")
 _WRAPPERS = ("arguments", "input", "properties")
-"""Argument names under which models write all arguments as an object."""
+"""Argument names under which models wrap all arguments in an object."""
 TEXT = frozenset(("string",))
 ANY = frozenset((ANY_TYPE,))
 QUOTES_AND_BLANKS = "\"' \t\r\n"
@@ -50,27 +50,27 @@ QUOTES_AND_BLANKS = "\"' \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """Attributes after the name of a parameter, which specify the type of the value."""
+    """Attributes after the name of a parameter, which specify the type of its value."""
 
     end: str
-    """The text that ends the tag."""
+    """End of the tag."""
     text: str
-    """The attributes of a string, as a regular expression."""
+    """Attributes for a string value, as a regular expression."""
     other: str
-    """The attributes of other values."""
+    """Attributes for other values, as a regular expression."""
     call: str = ""
-    """The attributes after the name of a function; empty: none."""
+    """Attributes after the name of a function; empty: none."""
     is_escaped: bool = False
-    """Whether names contain `&quot;` and `&amp;` for quotes and ampersands."""
+    """Whether `&quot;` and `&amp;` represent quotes and ampersands in names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
-    """Tags of a family. `opening` precedes a function's name, `key` a parameter's name. Markers are
-    the tags around calls and `opening` itself, because models omit the tag before it.
+    """Tags of a model family. `opening` precedes a function name, `key` a parameter name. Markers
+    are the tags around calls and `opening` itself, because models omit the tag before it.
 
-    A tag that is missing is replaced by the next tag of the family. Text between tags is text of
-    the answer, after the call.
+    A missing tag is implied by the next tag of the family. Text between tags becomes text of the
+    answer, after the call.
     """
 
     opening: str = ""
@@ -81,12 +81,12 @@ class Tags(ToolCallFormat):
     call_end: str
     section_end: str = ""
     value: str = ""
-    """The tag between key and value."""
+    """Tag between key and value."""
     attributes: Attributes | None = None
     cdata: tuple[str, ...] = ()
-    """The start and end tags of a CDATA section that may contain a value; empty: none."""
+    """Start and end tags of a CDATA section that may contain a value; empty: none."""
     must_be_known: bool = False
-    """Whether only functions of the request are calls."""
+    """Whether a call counts only if it names a function of the request."""
     is_framed: bool = True
     """Whether a line break before and after a value is dropped."""
     leaves_name_end: bool = False
@@ -94,18 +94,19 @@ class Tags(ToolCallFormat):
 
     @property
     def block_ends(self) -> tuple[str, ...]:
-        # A dataclass with slots is made anew: super() without arguments would mean the first class.
+        # A dataclass with slots is a new class, so super() without arguments refers to the original
+        # class.
         return (self.section_end or self.call_end, *super(Tags, self).block_ends)
 
     @property
     def _after_call(self) -> tuple[str, ...]:
-        """The tags that may follow a call."""
+        """Tags that can follow a call."""
         ends = (self.section_end, self.opening, *self.markers, *self.ignored_markers)
         return tuple(dict.fromkeys(tag for tag in ends if tag))
 
     def read(self, marker: str, source: Source, output: EventBuffer, tools: Tools) -> Steps[None]:
         is_bare = marker == self.opening
-        # Without its surrounding tag, the tag of a call may be meant as text.
+        # A call tag without its surrounding tag may be text, so it must name a known function.
         known = tools if self.must_be_known or (is_bare and len(self.markers) > 1) else None
         between: list[str] = []
         if not is_bare:
@@ -149,7 +150,7 @@ class Tags(ToolCallFormat):
         name = checked_name(self._unescaped(name.strip(QUOTES_AND_BLANKS)))
         namespace, _, last = name.partition(".")
         if name not in tools and namespace == last and last in tools:
-            # With a template that requires a namespace, models write the name twice.
+            # If the template requires a namespace, models write the name twice.
             name = last
         if known is not None and name not in known:
             raise ParseError
@@ -171,7 +172,7 @@ class Tags(ToolCallFormat):
     def _read_arguments(
         self, source: Source, output: EventBuffer, arguments: "_Arguments", between: list[str]
     ) -> Steps[None]:
-        """Read arguments and the tag that ends the call."""
+        """Read the arguments, and the tag that ends the call."""
         output.add_arguments("{")
         while True:
             between.append((yield from source.skip_whitespace()))
@@ -188,7 +189,7 @@ class Tags(ToolCallFormat):
     def _skip_to_tag(
         self, source: Source, arguments: "_Arguments", between: list[str]
     ) -> Steps[bool]:
-        """Read text up to a tag of the call; False if the call ends first."""
+        """Skip text up to a tag of the call; returns False if the call ends first."""
         inner = (self.value_end, *((self.value, self.key_end) if self.value else ()))
         tags = (self.key, self.call_end, *inner, *self._after_call)
         pieces: list[str] = []
@@ -206,7 +207,7 @@ class Tags(ToolCallFormat):
         return word in (self.key, self.call_end, *inner)
 
     def _read_argument(self, source: Source, arguments: "_Arguments") -> Steps[bool]:
-        """Read a key and its value; False if no key follows."""
+        """Read a key and its value; returns False if there is no key."""
         words = (self.key_end, *(("\n",) if self.is_framed else ()), *filter(None, (self.value,)))
         yield from source.skip_whitespace()
         key = yield from source.peek_until(words, 0, MAX_NAME_CHARACTERS)
@@ -273,8 +274,8 @@ class Tags(ToolCallFormat):
     def _read_raw(
         self, source: Source, arguments: "_Arguments", key: str, sink: Sink
     ) -> Steps[None]:
-        """Read text up to the end tag of a value, or to the next tag if the end tag is missing. A
-        tag in the text is part of the value, unless the call continues or ends after it."""
+        """Read text up to the end tag of a value, or up to the next tag if the end tag is missing.
+        A tag in the text is part of the value, unless the call continues or ends after the tag."""
         if self.cdata and (yield from source.accept(self.cdata[0])):
             if not (yield from source.read_until(self.cdata[1:], sink)):
                 raise UnexpectedEnd
@@ -307,7 +308,7 @@ class Tags(ToolCallFormat):
             take(source.take(len(word)))
 
     def _ends_value(self, source: Source, word: str, arguments: "_Arguments") -> Steps[bool]:
-        """Whether `word`, which comes next, is not part of a value."""
+        """Whether `word`, which comes next, ends the value."""
         if word == self.key:
             key = yield from source.peek_until((self.key_end,), len(word), MAX_NAME_CHARACTERS)
             return key is not None and arguments.expects(key.strip(QUOTES_AND_BLANKS))
@@ -341,7 +342,7 @@ class _Arguments:
         self.names = properties.keys() if isinstance(properties, dict) else frozenset()
         self._keys: set[str] = set()
         self._wrapped: tuple[str, str] | None = None
-        """Key and value of the only argument so far, if it may contain all arguments."""
+        """(key, value) of the only argument so far, if it may contain all arguments."""
 
     @property
     def num_keys(self) -> int:
@@ -351,7 +352,7 @@ class _Arguments:
         return types_of(self._schema, key)
 
     def expects(self, key: str) -> bool:
-        """Whether an argument `key` may follow."""
+        """Whether an argument `key` can follow."""
         if key in self._keys or not key.isprintable() or "<" in key:
             return False
         return key in self.names if self.names else IDENTIFIER.fullmatch(key) is not None
@@ -362,7 +363,7 @@ class _Arguments:
         return is_other and key in _WRAPPERS and not self._keys
 
     def add(self, key: str, value: str) -> None:
-        """Add an argument and its value, or the start of the value."""
+        """Add an argument with its value, or with the start of its value."""
         inner = None
         if self.is_wrapper(key):
             inner = object_of(value) or object_of(json.loads(value) if value[:1] == '"' else "")
@@ -378,7 +379,7 @@ class _Arguments:
         self._output.add_arguments(piece)
 
     def end(self) -> None:
-        """End the arguments; unwrap the only argument if it contains all arguments."""
+        """End the arguments; if the only argument contains all arguments, unwrap it."""
         if self._wrapped is not None:
             self._output.add_arguments(self._wrapped[1].strip()[1:-1])
 
@@ -395,7 +396,7 @@ class _Arguments:
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-    """Grammar of a call after the opening tag."""
+    """Grammar for a call after the opening tag."""
     check_name(name, name, family.name_end)
     quote = '"' if family.opening.endswith("name=") else ""
     head = literal(f"{quote}{name}{quote}{family.name_end[0]}")
@@ -429,7 +430,7 @@ def _argument(family: Tags, function: str, argument: Argument, shared: SharedTyp
 
 
 def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes) -> list[Part]:
-    """Grammar of a value and the tag after it."""
+    """Grammar for a value and the tag after it."""
     schema, as_json = argument.schema, argument.as_json
     is_plain = is_plain_text(schema)
     if family.attributes is not None:
@@ -441,7 +442,7 @@ def _value(family: Tags, function: str, argument: Argument, shared: SharedTypes)
 
 
 def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
-    """Grammar of the attributes of a value, and the end of the tag."""
+    """Grammar for the attributes of a value and the end of the tag."""
     if attributes is None:
         return []
     return [regex(attributes.text if is_text else attributes.other), literal(attributes.end)]
@@ -450,8 +451,8 @@ def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
 def raw_value(
     end: str, function: str, argument: Argument, shared: SharedTypes, *, is_framed: bool = False
 ) -> list[Part]:
-    """Grammar of a value without quotes, up to and including the tag `end`. Raises UserError for a
-    value whose type is not clear from its text."""
+    """Grammar for an unquoted value, up to and including the tag `end`. Raises UserError if the
+    type of the value cannot be derived from its text."""
     schema, gap = argument.schema, [_LINE_BREAK] if is_framed else []
     if is_plain_text(schema):
         return [*gap, text_until(end)]
@@ -476,7 +477,7 @@ def _any_word(end: str, function: str, name: str, words: list[Any], is_framed: b
 
 
 def check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
-    """Raise UserError for a name of an argument or function that would be read as a different
+    """Raise UserError for an argument or function name that the parser would read as another
     name."""
     is_read = name == name.strip(QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):

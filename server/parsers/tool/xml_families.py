@@ -24,7 +24,7 @@ def _in_section(section: str, **more: Any) -> Tags:
 
 
 def _invoke(prefix: str, quote: str = "", **more: Any) -> Tags:
-    """Tags of the form `<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
+    """Tags such as `<invoke name=...><parameter name=...>`, with `prefix` in all tags."""
     return Tags(
         **{
             "opening": f"<{prefix}invoke name={quote}",

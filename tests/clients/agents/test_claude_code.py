@@ -15,7 +15,7 @@ def run_claude(workplace: Workplace, prompt: str, options: str, status: int = 0)
 
 
 def blocks(events: list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
-    """The content blocks of the messages of a role."""
+    """Content blocks of the messages of `role`."""
     messages = [event["message"] for event in events if event["type"] == role]
     return [block for message in messages for block in message["content"]]
 
@@ -46,14 +46,14 @@ def test_claude_code_returns_the_output_of_a_command(workplace: Workplace) -> No
     assert workplace.asked_hosts == []
 
 
-def test_claude_code_returns_reasoning_that_it_does_not_show(workplace: Workplace) -> None:
-    # Without a stream of events, Claude Code asks for no text of the reasoning.
+def test_claude_code_sends_back_hidden_reasoning(workplace: Workplace) -> None:
+    # Without a stream of events, Claude Code does not request the text of the reasoning.
     output = run_claude(workplace, "Read the note with Bash.", "--allowedTools=Bash")
 
     assert output.strip() == READ_NOTE
 
 
-def test_claude_code_names_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
+def test_claude_code_reports_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
     output = run_claude(small_workplace, PROMPT, "", status=1)
 
     assert output.startswith("Prompt is too long")

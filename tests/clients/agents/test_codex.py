@@ -22,7 +22,7 @@ def run_codex(workplace: Workplace, prompt: str, status: int = 0) -> list[dict[s
 
 
 def items(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """The completed items of a kind."""
+    """Completed items of type `kind`."""
     done = [event["item"] for event in events if event["type"] == "item.completed"]
     return [item for item in done if item["type"] == kind]
 
@@ -48,7 +48,7 @@ def test_codex_returns_the_output_of_a_command(workplace: Workplace) -> None:
     assert workplace.asked_hosts == []
 
 
-def test_codex_names_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
+def test_codex_reports_a_conversation_that_is_too_long(small_workplace: Workplace) -> None:
     events = run_codex(small_workplace, PROMPT, status=1)
 
     assert events[-1]["type"] == "turn.failed"

@@ -17,7 +17,7 @@ pytestmark = [
 def run_opencode(
     workplace: Workplace, package: str, prompt: str, status: int = 0
 ) -> list[dict[str, Any]]:
-    """The parts of messages that opencode prints, and its errors."""
+    """Message parts that opencode prints, and its errors."""
     config = workplace.home / ".config" / "opencode" / "opencode.json"
     config.parent.mkdir(parents=True)
     documented = workplace.documented("opencode", "json")
@@ -54,7 +54,7 @@ def test_opencode_returns_the_output_of_a_command(workplace: Workplace, package:
     assert {*workplace.asked_hosts} <= {"registry.npmjs.org:443"}
 
 
-def test_opencode_names_a_conversation_that_is_too_long(
+def test_opencode_reports_a_conversation_that_is_too_long(
     small_workplace: Workplace, package: str
 ) -> None:
     errors = run_opencode(small_workplace, package, PROMPT, status=1)

@@ -1,5 +1,5 @@
-"""Checkpoints with absurd numbers: one sentence, in little time and memory, before anything is
-allocated."""
+"""Checkpoints with absurd numbers are refused in one sentence, with little time and memory, before
+anything is allocated."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint that a test may spoil."""
+    """A copy of the checkpoint that a test may damage."""
     for file in original.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -63,7 +63,7 @@ def _in_little_time_and_memory() -> Iterator[None]:
 
 
 def _open(model: str | Path, cache: Path) -> None:
-    """What `serve` does with a checkpoint before it starts an engine."""
+    """Resolve and check a checkpoint, as `serve` does before it starts an engine."""
     path = resolve(str(model), cache_dir=str(cache), progress=False)
     check_checkpoint(EngineConfig(path), path)
     if (Path(path) / "tokenizer.json").exists():
@@ -91,7 +91,7 @@ def _sparse(folder: Path, name: str, begin: bytes = b"") -> None:
 
 
 def _pipe(folder: Path, name: str) -> None:
-    """A named pipe without a writer; it is the only weights if it is a safetensors file."""
+    """Create a named pipe without a writer. A safetensors pipe replaces the real weights."""
     if name.endswith(".safetensors"):
         (folder / WEIGHTS).unlink()
     (folder / name).parent.mkdir(exist_ok=True)
@@ -109,7 +109,7 @@ def _index(folder: Path, name: str) -> None:
 
 
 def _header(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what the safetensors file says of the table of embeddings."""
+    """Change the header entry of the embedding table in the safetensors file."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -133,15 +133,15 @@ WEIGHTS = "model.safetensors"
 ATTACKS: dict[str, tuple[Spoil, str]] = {
     "layers": (
         partial(_set, num_hidden_layers=10**9),
-        "config.json says 1000000000 layers, the files have 2",
+        "config.json specifies 1000000000 layers, the files have 2",
     ),
     "layers and window": (
         partial(_set, num_hidden_layers=10**9, sliding_window=8),
-        "says 1000000000 layers, at most 10000 are built",
+        "specifies 1000000000 layers, at most 10000 are supported",
     ),
     "hidden": (
         partial(_set, hidden_size=10**12),
-        r"says 320x1000000000000 \(vocab_size x hidden_size\) for .* the files have 320x64",
+        r"specifies 320x1000000000000 \(vocab_size x hidden_size\) for .* the files have 320x64",
     ),
     "digits": (
         partial(_set, hidden_size=10**4000),
@@ -151,13 +151,13 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         partial(_set, hidden_size=10**20),
         "hidden_size in .* is 100000000000000000000, it must be at most 281474976710656",
     ),
-    "vocabulary": (partial(_set, vocab_size=10**9), "says 1000000000x64 .* have 320x64"),
-    "inner": (partial(_set, intermediate_size=10**12), "says 64x1000000000000 .* have 64x128"),
+    "vocabulary": (partial(_set, vocab_size=10**9), "specifies 1000000000x64 .* have 320x64"),
+    "inner": (partial(_set, intermediate_size=10**12), "specifies 64x1000000000000 .* have 64x128"),
     "heads": (
         partial(_set, num_attention_heads=10**9, num_key_value_heads=1, head_dim=16),
-        "says 64x16000000000 .* have 64x64",
+        "specifies 64x16000000000 .* have 64x64",
     ),
-    "odd head": (partial(_set, head_dim=1), "rotates 1 of 1 entries of a head"),
+    "odd head": (partial(_set, head_dim=1), "applies rope to 1 of 1 dimensions of a head"),
     "positions": (
         partial(_set, max_position_embeddings=10**9),
         "is 1000000000, it must be at most 16777216",
@@ -194,44 +194,44 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         "generation_config.json .* nested too deeply",
     ),
     "deep index": (partial(_write, name=INDEX, data=DEEP), "index.json .* nested too deeply"),
-    "large config": (partial(_sparse, name="config.json"), "at most 33554432 are read"),
-    "large tokenizer": (partial(_sparse, name="tokenizer.json"), "at most 268435456 are read"),
+    "large config": (partial(_sparse, name="config.json"), "at most 33554432 are allowed"),
+    "large tokenizer": (partial(_sparse, name="tokenizer.json"), "at most 268435456 are allowed"),
     "index outside": (
         partial(_index, name="../../etc/passwd"),
         "names '../../etc/passwd', it must",
     ),
-    "index missing": (partial(_index, name="gone.safetensors"), "gone.safetensors, which is not"),
+    "index missing": (partial(_index, name="gone.safetensors"), "gone.safetensors, which does not"),
     "index of a long name": (
         partial(_index, name="x" * 5_000 + ".safetensors"),
-        "xxx.safetensors, which is not there",
+        "xxx.safetensors, which does not exist",
     ),
     "header of 2^63": (
         partial(_write, name=WEIGHTS, data=(2**63).to_bytes(8, "little") + b"{}"),
-        "header has 9223372036854775808 bytes, at most 2 ",
+        "header has 9223372036854775808 bytes, it must have at most 2;",
     ),
     "header of 1 GB": (
         partial(_sparse, name=WEIGHTS, begin=(10**9).to_bytes(8, "little")),
-        "header has 1000000000 bytes, at most 33554432 ",
+        "header has 1000000000 bytes, it must have at most 33554432;",
     ),
     "deep header": (
         partial(_write, name=WEIGHTS, data=len(DEEP).to_bytes(8, "little") + DEEP),
-        "is not a whole safetensors file: .* invalid JSON in header",
+        "is not a complete safetensors file: .* invalid JSON in header",
     ),
     "shape": (
         partial(_header, change=lambda entry: entry.update(shape=[2**62, 2**62])),
-        "is not a whole safetensors file: .* overflow computing buffer size from shape",
+        "is not a complete safetensors file: .* overflow computing buffer size from shape",
     ),
     "dtype": (
         partial(_header, change=lambda entry: entry.update(dtype="X9")),
-        "is not a whole safetensors file: .* unknown variant `X9`, expected one of `BOOL`, ",
+        "is not a complete safetensors file: .* unknown variant `X9`, expected one of `BOOL`, ",
     ),
     "overlap": (
         partial(_header, change=lambda entry: _moved(entry, 4)),
-        "is not a whole safetensors file: .* invalid offset for tensor `model.*`",
+        "is not a complete safetensors file: .* invalid offset for tensor `model.*`",
     ),
     "offset": (
         partial(_header, change=lambda entry: _moved(entry, 10**15)),
-        "is not a whole safetensors file: .* invalid offset for tensor `model",
+        "is not a complete safetensors file: .* invalid offset for tensor `model",
     ),
     "temperature": (
         partial(_write, name="generation_config.json", data=b'{"temperature": NaN}'),
@@ -245,7 +245,7 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     ),
     "added tokens": (
         partial(_set, name="tokenizer_config.json", added_tokens_decoder={"x": 5}),
-        "the added or special tokens in .* have another form",
+        "the added or special tokens in .* are not in the format of transformers",
     ),
     "number of added tokens": (
         partial(_set, name="tokenizer_config.json", added_tokens_decoder=_added(66_000)),
@@ -257,19 +257,19 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
     ),
     "weights in a pipe": (
         partial(_pipe, name=WEIGHTS),
-        "model.safetensors cannot be read: it is no regular file",
+        "model.safetensors cannot be read: it is not a regular file",
     ),
     "shard in a pipe": (
         partial(_pipe, name="model-1.safetensors"),
-        "model-1.safetensors cannot be read: it is no regular file",
+        "model-1.safetensors cannot be read: it is not a regular file",
     ),
     "template in a pipe": (
         partial(_pipe, name="additional_chat_templates/x.jinja"),
-        "x.jinja cannot be read: it is no regular file",
+        "x.jinja cannot be read: it is not a regular file",
     ),
     "templates": (
         partial(_set, name="tokenizer_config.json", chat_template=[5]),
-        "holds 5, it must be a text, or a list of objects",
+        "has 5, it must be a string, or a list of objects",
     ),
 }
 
@@ -289,7 +289,8 @@ def test_an_absurd_checkpoint_is_refused_in_one_sentence(folder: Path, attack: s
 def test_many_added_tokens_take_little_time_and_get_their_ids(folder: Path) -> None:
     first = read_text_files(str(folder), folder).encoder.get_vocab_size(with_added_tokens=True)
     added = _added(60_000, first=first)
-    # The second token ends the row: it is in the vocabulary, so the id of the third is too large.
+    # The second token is already in the vocabulary and takes no new id, so the id of the third
+    # token is too large.
     kept = {str(first): {"content": "new"}, str(first + 1): {"content": "a"}}
     tail = {str(first + 2): {"content": "late"}}
     _set(folder, "tokenizer_config.json", added_tokens_decoder=added)
@@ -321,9 +322,9 @@ GGUF_ATTACKS = {
     ),
     "text": (_gguf(0, 1, _KEY + struct.pack("<IQ", _STRING, 2**60)), "takes 1152921504606846976 "),
     "nested": (_gguf(0, 1, _KEY + struct.pack("<IIQ", _ARRAY, _ARRAY, 1) * 99), "array of type 9"),
-    "tensors": (_gguf(10**12, 0), "1000000000000 tensors, at most 131072 are read"),
+    "tensors": (_gguf(10**12, 0), "1000000000000 tensors, at most 131072 are allowed"),
     "many tensors": (_gguf(10**5, 0), "100000 tensors of at least 32 bytes, 0 bytes are left"),
-    "keys": (_gguf(0, 10**12), "1000000000000 keys, at most 65536 are read"),
+    "keys": (_gguf(0, 10**12), "1000000000000 keys, at most 65536 are allowed"),
     "nothing": (b"", "cannot be read as a GGUF file"),
 }
 
@@ -337,13 +338,13 @@ def test_a_gguf_file_whose_counts_do_not_fit_it_is_refused(tmp_path: Path, attac
         _open(tmp_path / "m.gguf", tmp_path)
 
 
-def test_a_gguf_array_is_bounded_even_where_the_file_is_as_large(tmp_path: Path) -> None:
+def test_a_gguf_array_is_bounded_even_in_a_large_file(tmp_path: Path) -> None:
     begin = _gguf(0, 1, _KEY + struct.pack("<IIQ", _ARRAY, _U8, 10**9))
     _sparse(tmp_path, "m.gguf", begin)
 
     with (
         _in_little_time_and_memory(),
-        pytest.raises(ConfigError, match="have 1000000000 elements, at most 2097152 are read"),
+        pytest.raises(ConfigError, match="have 1000000000 elements, at most 2097152 are allowed"),
     ):
         _open(tmp_path / "m.gguf", tmp_path)
 
@@ -351,10 +352,15 @@ def test_a_gguf_array_is_bounded_even_where_the_file_is_as_large(tmp_path: Path)
 @pytest.mark.parametrize(
     ("key", "kind", "value", "message"),
     [
-        ("llama.block_count", "I", 10**9, "m.gguf says 1000000000 layers, the files have 2"),
-        ("llama.embedding_length", "I", 4 * 10**9, "says 288x4000000000 .* have 288x64"),
+        ("llama.block_count", "I", 10**9, "m.gguf specifies 1000000000 layers, the files have 2"),
+        ("llama.embedding_length", "I", 4 * 10**9, "specifies 288x4000000000 .* have 288x64"),
         ("llama.attention.head_count", "I", 0, "is 0, it must be at least 1"),
-        ("llama.attention.head_count", "I", 6, "64 rows in blk.0.attn_q.weight, which 6 heads"),
+        (
+            "llama.attention.head_count",
+            "I",
+            6,
+            "attn_q.weight, it must be a multiple of 12 for 6 heads",
+        ),
         (
             "llama.attention.layer_norm_rms_epsilon",
             "f",
@@ -385,7 +391,7 @@ def test_absurd_metadata_of_a_gguf_file_is_refused_before_it_is_converted(
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 8 experts in 4 groups; 2 groups give the 3 experts of a token."""
+    """A checkpoint with 8 experts in 4 groups; each token uses 3 experts of 2 groups."""
     return make_tiny("glm4_moe", tmp_path_factory.mktemp("experts"))
 
 
@@ -402,10 +408,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             {"num_experts_per_tok": 5},
-            "num_experts_per_tok in .* is 5, and topk_group of n_group groups hold 4 experts",
+            "num_experts_per_tok in .* is 5, it must be at most 4",
         ),
-        ({"n_group": 3}, "n_group in .* is 3, and it does not divide n_routed_experts, 8, into"),
-        ({"n_group": 8}, "n_group in .* is 8, .* into groups of 2 or more"),
+        ({"n_group": 3}, "n_group in .* is 3, it must divide n_routed_experts, 8, into"),
+        ({"n_group": 8}, "n_group in .* is 8, .* into groups of at least 2"),
         ({"topk_group": 5}, "topk_group in .* is 5, it must be at most n_group, which is 4"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace in .* it must be from 0 to"),
         ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers .* from 0 to 64"),
@@ -413,16 +419,16 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"norm_topk_prob": 1}, "norm_topk_prob in .* is 1, it must be a bool"),
         (
             {"n_routed_experts": 16},
-            r"says 16x64 \(n_routed_experts x hidden_size\) for .*gate.weight, .* have 8x64",
+            r"specifies 16x64 \(n_routed_experts x hidden_size\) for .*gate.weight, .* have 8x64",
         ),
         (
             {"moe_intermediate_size": 10**12},
-            r"says 1000000000000x64 \(moe_intermediate_size x .* have 48x64",
+            r"specifies 1000000000000x64 \(moe_intermediate_size x .* have 48x64",
         ),
         ({"n_shared_experts": 2}, r"x n_shared_experts \* moe_intermediate_size\) .* have 64x48"),
         (
             {"first_k_dense_replace": 2},
-            r"for model.layers.1.mlp.down_proj.weight, the files have no such tensor",
+            r"for model.layers.1.mlp.down_proj.weight, the files do not have this tensor",
         ),
     ],
 )
@@ -440,7 +446,7 @@ def test_absurd_experts_are_refused_in_one_sentence(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
-def test_every_family_s_own_sizes_are_found_in_its_files(tmp_path: Path, family: str) -> None:
+def test_family_specific_sizes_are_read_from_the_config(tmp_path: Path, family: str) -> None:
     if family in FAMILIES:
         make_tiny(family, tmp_path / "generates")
     make_pooling(family, tmp_path / "embeds")
@@ -462,7 +468,7 @@ def test_every_family_s_own_sizes_are_found_in_its_files(tmp_path: Path, family:
         ({"type_vocab_size": 10**9}, r"1000000000x64 \(type_vocab_size .* have 2x64"),
         ({"max_position_embeddings": 10**9}, "1000000000x64 .* have 130x64"),
         ({"layer_norm_eps": float("nan")}, "layer_norm_eps in .* is nan"),
-        ({"num_hidden_layers": 10**9}, "says 1000000000 layers, the files have 2"),
+        ({"num_hidden_layers": 10**9}, "specifies 1000000000 layers, the files have 2"),
     ],
 )
 def test_absurd_sizes_of_an_encoder_are_refused(
@@ -475,18 +481,18 @@ def test_absurd_sizes_of_an_encoder_are_refused(
         check_checkpoint(EngineConfig(str(folder)), str(folder))
 
 
-def test_a_plan_compares_sizes_too_and_bounds_them_where_there_are_no_files(folder: Path) -> None:
+def test_a_plan_checks_sizes_with_and_without_weight_files(folder: Path) -> None:
     _set(folder, num_hidden_layers=10**9)
 
     with _in_little_time_and_memory():
-        with pytest.raises(ConfigError, match="says 1000000000 layers, the files have 2"):
+        with pytest.raises(ConfigError, match="specifies 1000000000 layers, the files have 2"):
             model_facts(str(folder))
-        with pytest.raises(ConfigError, match="has 1000000000 layers, at most 10000 are built"):
+        with pytest.raises(ConfigError, match="has 1000000000 layers, at most 10000 are supported"):
             model_facts(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("endian", [GGUFEndian.LITTLE, GGUFEndian.BIG])
-def test_a_gguf_file_is_read_as_the_library_reads_it(
+def test_gguf_parsing_equals_the_library(
     tmp_path: Path, endian: GGUFEndian, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tiny_gguf.GGUFWriter", partial(GGUFWriter, endianess=endian))
@@ -503,23 +509,24 @@ def test_a_gguf_file_is_read_as_the_library_reads_it(
         assert own.shape == tuple(tensor.shape) and (own.data == tensor.data).all()
 
 
-def test_the_command_ends_with_status_1_and_one_line(folder: Path, tmp_path: Path) -> None:
+def test_the_command_fails_with_status_1_and_one_line(folder: Path, tmp_path: Path) -> None:
     _set(folder, num_hidden_layers=10**9)
-    # What it takes to start and to find that there is no such folder.
+    # Cost of starting the command and finding that the folder does not exist.
     base_s, base_bytes, *_ = _serve(tmp_path / "gone", tmp_path)
 
     seconds, num_bytes, status, said = _serve(folder, tmp_path)
 
     assert status == 1
     assert said == [
-        f"gaudiserve: {folder}/config.json says 1000000000 layers, the files have 2",
+        f"gaudiserve: {folder}/config.json specifies 1000000000 layers, the files have 2",
     ]
-    assert seconds < base_s + 1
+    # Relative to the speed of the machine.
+    assert seconds < 2 * base_s
     assert num_bytes < base_bytes + MOST_BYTES
 
 
 def _serve(model: Path, tmp_path: Path) -> tuple[float, int, int, list[str]]:
-    """(processor seconds, bytes at most, exit status, lines on stderr)."""
+    """(CPU seconds, peak bytes, exit status, lines on stderr)."""
     log = tmp_path / "said.txt"
     command = [sys.executable, "-m", "gaudiserve", "serve", str(model), "--port", "0"]
     with log.open("w") as said:

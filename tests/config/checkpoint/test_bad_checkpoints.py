@@ -27,13 +27,13 @@ Spoil = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts in several shards."""
+    """A mixture-of-experts checkpoint in several shards."""
     return make_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), max_shard_size="200KB")
 
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint that a test may spoil."""
+    """A copy of the checkpoint that a test may damage."""
     for file in original.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -93,22 +93,25 @@ BAD: dict[str, tuple[Spoil, str]] = {
     ),
     "contradiction": (
         partial(_set, intermediate_size=96),
-        "{config} says 96x64 (intermediate_size x hidden_size) for model.layers.0.",
+        "{config} specifies 96x64 (intermediate_size x hidden_size) for model.layers.0.",
     ),
     "head": (
         partial(_set, tie_word_embeddings=True),
         "tie_word_embeddings in {config} is true, and lm_head.weight in {folder}/model-",
     ),
     "missing shard": (_remove_shard, "{folder}/model.safetensors.index.json names model-00002-of-"),
-    "truncated file": (_truncate, "safetensors is not a whole safetensors file: "),
-    "tensor twice": (_repeat_name, "safetensors is not a whole safetensors file: its header has "),
+    "truncated file": (_truncate, "safetensors is not a complete safetensors file: "),
+    "tensor twice": (
+        _repeat_name,
+        "safetensors is not a complete safetensors file: its header has ",
+    ),
     "pickle, bin": (
         partial(_pickle, name="pytorch_model.bin"),
-        "{folder} has its weights only as pickles (pytorch_model.bin)",
+        "{folder} has only pickled weights (pytorch_model.bin)",
     ),
     "pickle, pt": (
         partial(_pickle, name="consolidated.00.pt"),
-        "{folder} has its weights only as pickles (consolidated.00.pt)",
+        "{folder} has only pickled weights (consolidated.00.pt)",
     ),
     "no config": (
         lambda folder: (folder / CONFIG).unlink(),
@@ -132,7 +135,7 @@ def test_a_bad_checkpoint_is_refused_in_one_sentence(kind: str, folder: Path) ->
 
 
 def _processes_of(live: LiveServer) -> list[psutil.Process]:
-    """Processes that this daemon has started and that still run."""
+    """Running processes that this daemon has started."""
     own = str(live.runtime_dir)
     found = []
     for process in psutil.process_iter():
@@ -145,7 +148,7 @@ def _processes_of(live: LiveServer) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("kind", "flags"), [("activation", ()), ("truncated file", ("--api-server-count=2",))]
 )
-def test_the_server_ends_with_one_line_and_status_1_and_leaves_nothing_running(
+def test_the_server_exits_with_one_line_and_status_1_and_leaves_no_process(
     kind: str, flags: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
     BAD[kind][0](folder)
@@ -174,7 +177,7 @@ def test_without_weights_a_config_is_enough(folder: Path) -> None:
         resolve(str(folder), has_weights=False)
 
 
-def test_a_head_that_is_stored_twice_is_no_contradiction(tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_separately(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, tie_word_embeddings=True)
     file = folder / "model.safetensors"
     tensors = load_file(file)

@@ -42,7 +42,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _interleaved(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """A projection's rows as llama-family GGUF files keep them: the halves of a head in turns."""
+    """Rows of a projection as llama-family GGUF files store them: the two halves of a head
+    interleaved."""
     rows = [
         weight[head * HEAD_DIM + half * HEAD_DIM // 2 + place]
         for head in range(heads)
@@ -67,7 +68,7 @@ def test_every_family_loads_in_transformers_with_no_weight_left_over(
     assert read_model_config(str(folder)).architecture == model.config.architectures[0]
 
 
-def test_interleaved_rows_of_q_and_k_come_back_in_order(tmp_path: Path) -> None:
+def test_interleaved_rows_of_q_and_k_are_restored_to_their_order(tmp_path: Path) -> None:
     weights = family_weights("llama")
     wanted = {part: weights[f"blk.1.attn_{part}.weight"] for part in "qkv"}
     stored = dict(weights)
@@ -98,7 +99,7 @@ def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
-def test_a_quantised_tensor_of_one_dimension_is_one_row(tmp_path: Path, kind: str) -> None:
+def test_a_one_dimensional_quantised_tensor_is_a_single_row(tmp_path: Path, kind: str) -> None:
     name, qtype = "blk.0.attn_norm.weight", GGMLQuantizationType[kind]
     weights = family_weights("llama")
     weights[name] = np.linspace(0.5, 1.5, HIDDEN, dtype=np.float32)
@@ -113,15 +114,15 @@ def test_a_quantised_tensor_of_one_dimension_is_one_row(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ4_XS", "MXFP4"]
 )
-def test_blocks_of_every_kind_become_the_numbers_of_the_library(tmp_path: Path, kind: str) -> None:
-    # The library quantizes into few of them: any bytes are blocks.
+def test_dequantized_blocks_equal_the_library(tmp_path: Path, kind: str) -> None:
+    # Use random bytes as blocks, because the library can quantize into only a few of these types.
     qtype, name = GGMLQuantizationType[kind], "blk.0.ffn_down.weight"
     random = np.random.default_rng(1)
     wanted = np.full(1, np.nan, np.float32)
     while not np.isfinite(wanted).all():
         size = quants.quant_shape_to_byte_shape((HIDDEN, 256), qtype)
         blocks = random.integers(0, 256, size, dtype=np.uint8)
-        # Most kinds have the exponents of their scales in these places.
+        # Bound the exponents: most types store the scales' exponents in these bytes.
         blocks[:, [1, 3, -1, -3]] &= 0x3F
         with np.errstate(over="ignore", invalid="ignore"):
             wanted = quants.dequantize(blocks, qtype)
@@ -152,7 +153,7 @@ def test_bfloat16_rounds_ties_to_even_and_keeps_nan_and_infinity() -> None:
     assert torch.equal(found[:6], torch.from_numpy(values)[:6].bfloat16())
 
 
-def test_settings_are_those_of_the_file(tmp_path: Path) -> None:
+def test_settings_equal_the_metadata_of_the_file(tmp_path: Path) -> None:
     weights = family_weights("granite", layers=3, tied=False)
     settings = {
         "embedding_scale": 12.0,
@@ -174,7 +175,7 @@ def test_settings_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_rope_scaling_is_that_of_the_file(tmp_path: Path, kind: str) -> None:
+def test_rope_scaling_equals_the_metadata_of_the_file(tmp_path: Path, kind: str) -> None:
     settings = {
         "rope.scaling.type": kind,
         "rope.scaling.factor": 4.0,
@@ -190,7 +191,7 @@ def test_rope_scaling_is_that_of_the_file(tmp_path: Path, kind: str) -> None:
         assert scaling.original_max_position == 128
 
 
-def test_llama3_rope_settings_come_back_from_the_stored_factors(tmp_path: Path) -> None:
+def test_llama3_rope_settings_are_restored_from_the_stored_factors(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "llama",
         head_dim=HEAD_DIM,
@@ -239,7 +240,7 @@ def test_rope_factors_of_an_unknown_rule_are_refused(tmp_path: Path) -> None:
         _convert(source)
 
 
-def test_byte_level_text_comes_back_and_specials_stay_whole(tmp_path: Path) -> None:
+def test_byte_level_text_round_trips_and_special_tokens_are_not_split(tmp_path: Path) -> None:
     folder = _convert(write_gguf(tmp_path / "m.gguf"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "hello wörld 42\n\n7 <|im_start|>\t日本"
@@ -259,14 +260,16 @@ def test_byte_level_text_comes_back_and_specials_stay_whole(tmp_path: Path) -> N
     [
         ("deepseek-v3", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
         ("deepseek-coder", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
-        # Its range of punctuation ends behind z.
+        # DeepSeek's range of punctuation ends after z.
         ("deepseek-llm", [*("Ġthe", "Ġpi", "ĠCaf", "Ã©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
         ("falcon", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "ĠĠ", "!", "x"]),
         ("glm4", ["Ġthe", "Ġpi", "ĠCafÃ©", "Ġ", "123", "45", "Ġ", "Ġ!", "x"]),
         ("qwen35", [*("Ġthe", "Ġpi", "ĠCafÃ©", "Ġ"), *"12345", "Ġ", "Ġ!", "x"]),
     ],
 )
-def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_text_is_split_by_the_pre_tokenizer_of_the_file(
+    tmp_path: Path, pre: str, pieces: list[str]
+) -> None:
     folder = _convert(write_gguf(tmp_path / "m.gguf", pre=pre))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = " the pi Café 12345  !x"
@@ -280,7 +283,7 @@ def test_text_is_split_as_the_file_says(tmp_path: Path, pre: str, pieces: list[s
 @pytest.mark.parametrize(
     ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("pixtral", True), ("qwen2", False)]
 )
-def test_a_file_that_does_not_name_the_bos_rule_has_that_of_llama_cpp(
+def test_a_file_without_a_bos_rule_gets_the_default_of_llama_cpp(
     tmp_path: Path, pre: str, begins: bool
 ) -> None:
     file = open_gguf(write_gguf(tmp_path / "m.gguf", pre=pre))
@@ -301,7 +304,7 @@ def test_a_file_that_does_not_name_the_bos_rule_has_that_of_llama_cpp(
         ("phi3", ["<|endoftext|>", "<|user|>", "<|end|>"], (0, 2)),
     ],
 )
-def test_a_turn_ends_at_the_tokens_of_the_family(
+def test_end_of_turn_tokens_of_the_family_are_end_tokens(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     architecture: str,
@@ -316,11 +319,13 @@ def test_a_turn_ends_at_the_tokens_of_the_family(
     assert read_model_config(str(folder)).eos_token_ids == ends
 
 
-def test_the_byte_alphabet_is_that_of_the_library() -> None:
+def test_the_byte_alphabet_equals_the_library() -> None:
     assert sorted(byte_alphabet()) == sorted(ByteLevel.alphabet())
 
 
-def test_sentencepiece_merges_follow_the_scores_and_bytes_fill_the_gaps(tmp_path: Path) -> None:
+def test_sentencepiece_merges_follow_the_scores_and_unknown_characters_become_bytes(
+    tmp_path: Path,
+) -> None:
     folder = _convert(write_gguf(tmp_path / "m.gguf", tokenizer="llama"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -337,7 +342,7 @@ def test_a_file_without_a_vocabulary_gives_a_folder_without_a_tokenizer(tmp_path
     assert (folder / "config.json").exists()
 
 
-def test_what_is_not_known_is_refused_by_name_and_leaves_no_copy(tmp_path: Path) -> None:
+def test_unknown_gguf_features_are_refused_by_name_and_leave_no_copy(tmp_path: Path) -> None:
     weights = family_weights("llama")
     odd = {**weights, "blk.0.attn_sinks.weight": np.zeros(HEADS, np.float32)}
     (tmp_path / "torn.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 40)
@@ -357,7 +362,7 @@ def test_what_is_not_known_is_refused_by_name_and_leaves_no_copy(tmp_path: Path)
     assert {path.suffix for path in left} == {".lock"}
 
 
-def test_a_second_start_finds_the_copy_and_a_changed_file_makes_a_new_one(tmp_path: Path) -> None:
+def test_a_second_start_finds_the_copy_and_a_changed_file_makes_a_new_copy(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf")
     first = _convert(source)
     stamp = (first / "model.safetensors").stat().st_mtime_ns
@@ -370,7 +375,7 @@ def test_a_second_start_finds_the_copy_and_a_changed_file_makes_a_new_one(tmp_pa
     assert changed != first and _json(changed, "config.json")["num_hidden_layers"] == 1
 
 
-def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path) -> None:
+def test_remains_of_a_killed_conversion_are_removed(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf")
     folder = _convert(source)
     partial = folder.with_name(f"{folder.name}.partial")
@@ -383,7 +388,7 @@ def test_what_a_killed_conversion_left_is_cleared_away(tmp_path: Path) -> None:
     assert len(_tensors(folder)) == 2 + 2 * 9
 
 
-def test_two_processes_converting_at_once_end_with_one_whole_copy(tmp_path: Path) -> None:
+def test_two_concurrent_conversions_leave_a_single_complete_copy(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "m.gguf")
 
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -409,13 +414,13 @@ TEXTS = [
 ]
 
 
-def test_the_demo_models_tokens_are_those_of_transformers(
+def test_the_demo_models_tokens_equal_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read_demo_once(monkeypatch)
     source = Path(demo_gguf())
     ours = AutoTokenizer.from_pretrained(demo_folder())
-    # The file says so itself, which transformers before 5 passes over.
+    # The file has the add_bos field; transformers before 5 ignores it.
     theirs = AutoTokenizer.from_pretrained(
         source.parent, gguf_file=source.name, add_bos_token=False
     )
@@ -429,7 +434,7 @@ def test_the_demo_models_tokens_are_those_of_transformers(
         assert ours.decode(ours(text)["input_ids"]) == text
 
 
-def test_the_demo_models_special_tokens_are_those_of_the_file() -> None:
+def test_the_demo_models_special_tokens_equal_the_file() -> None:
     fields = demo_reader().fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -441,8 +446,8 @@ def test_the_demo_models_special_tokens_are_those_of_the_file() -> None:
         assert getattr(ours, name) == tokens[index], name
 
 
-def test_the_demo_models_digits_stand_alone_as_it_was_trained() -> None:
-    # transformers reads this file's splitting rule as GPT-2's, which lets a digit part the spaces
+def test_the_demo_model_splits_digits_as_in_training() -> None:
+    # transformers treats this file's splitting rule as GPT-2's, which lets a digit split the spaces
     # or line ends before it; the file itself asks for single digits.
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
 
@@ -451,7 +456,7 @@ def test_the_demo_models_digits_stand_alone_as_it_was_trained() -> None:
     assert tokens == ["a", "ĊĊ", "1", "2", "ĠĠĠ", "3"]
 
 
-def test_the_demo_models_settings_are_those_of_transformers(
+def test_the_demo_models_settings_equal_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read_demo_once(monkeypatch)
@@ -460,7 +465,7 @@ def test_the_demo_models_settings_are_those_of_transformers(
 
     ours = AutoConfig.from_pretrained(demo_folder()).to_dict()
 
-    # What a GGUF file does not say, and the path it was read from. (torch_dtype: before 5.)
+    # Fields that a GGUF file does not have, and the path it was read from. (torch_dtype: before 5.)
     named = {"_name_or_path", "_model_name_or_path", "architectures", "dtype", "unk_token_id"}
     named |= {"torch_dtype"}
     differing = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}

@@ -1,4 +1,5 @@
-"""A GGUF file of each family gives the tensors and the facts of the checkpoint it was made of."""
+"""A GGUF file of each family gives the tensors and the model config of the checkpoint that it was
+made from."""
 
 import re
 from dataclasses import fields
@@ -28,7 +29,7 @@ _UNUSED = {
     "PhiForCausalLM": {"attention_bias", "attention_out_bias"},
     "Starcoder2ForCausalLM": {"attention_bias", "attention_out_bias"},
 }
-"""Facts that the spec of a family does not depend on."""
+"""Config fields that a family's spec does not depend on."""
 
 
 def _differing(ours: Any, theirs: Any, *, unused: set[str]) -> dict[str, tuple[Any, Any]]:
@@ -37,7 +38,7 @@ def _differing(ours: Any, theirs: Any, *, unused: set[str]) -> dict[str, tuple[A
         for field in fields(ours)
         if field.name not in unused
     }
-    # GGUF has numbers in float32.
+    # GGUF stores numbers in float32.
     return {
         name: (mine, other)
         for name, (mine, other) in pairs.items()
@@ -51,7 +52,7 @@ def _facts(folder: Path) -> ModelConfig:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_and_facts_of_a_file_are_those_of_the_checkpoint(tmp_path: Path, case: str) -> None:
+def test_tensors_and_config_of_a_file_equal_the_checkpoint(tmp_path: Path, case: str) -> None:
     tensors = write_checkpoint(tmp_path / "hf", case)
     source = write_case(tmp_path / "m.gguf", case, with_mxfp4(tensors))
 
@@ -61,7 +62,7 @@ def test_tensors_and_facts_of_a_file_are_those_of_the_checkpoint(tmp_path: Path,
     assert found.keys() == tensors.keys()
     for name, values in tensors.items():
         assert found[name].shape == values.shape, name
-        # A norm less 1 is rounded.
+        # GGUF stores the norm weight plus 1, which is rounded.
         assert np.allclose(found[name], values, rtol=1e-5, atol=1e-6), name
     ours, theirs = _facts(folder), _facts(tmp_path / "hf")
     unused = _OF_THE_FILE | _UNUSED.get(theirs.architecture, set())
@@ -72,7 +73,7 @@ def test_tensors_and_facts_of_a_file_are_those_of_the_checkpoint(tmp_path: Path,
         assert _differing(ours.encoder, theirs.encoder, unused=set()) == {}
 
 
-def test_tokens_of_a_bert_are_those_of_transformers(tmp_path: Path) -> None:
+def test_bert_tokens_equal_transformers(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path / "hf", "bert")
     source = write_case(tmp_path / "m.gguf", "bert", tensors, tokenizer="bert")
     vocab = tmp_path / "vocab.txt"
@@ -89,7 +90,7 @@ def test_tokens_of_a_bert_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mode"), [(1, "mean"), (2, "cls"), (3, "lasttoken")])
-def test_the_pooling_of_a_file_is_that_of_its_vectors(tmp_path: Path, kind: int, mode: str) -> None:
+def test_the_pooling_type_of_a_file_is_used(tmp_path: Path, kind: int, mode: str) -> None:
     tensors = write_checkpoint(tmp_path / "hf", "bert")
     settings = {"pooling_type": kind}
     source = write_case(tmp_path / "m.gguf", "bert", tensors, settings=settings)
@@ -112,28 +113,36 @@ def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
     ("case", "settings", "message"),
     [
         ("qwen2", {"attention.head_count": 100}, "attention.key_length in .* is 0, it must be at"),
-        ("qwen3moe", {"expert_count": 8}, "says 8 experts or heads for .*, the shape of .* is 4x"),
-        ("deepseek2", {"attention.key_length_mla": 8}, "rotates 8 entries of a head, which has 8"),
+        ("qwen3moe", {"expert_count": 8}, "has 8 experts or heads for .*, the shape of .* is 4x"),
+        (
+            "deepseek2",
+            {"attention.key_length_mla": 8},
+            "applies rope to 8 dimensions of a head, which has 8",
+        ),
         ("deepseek2", {"expert_gating_func": 3}, "expert_gating_func in .* is 3, it must be 1 "),
         (
             "deepseek2",
             {"attention.value_length_mla": 20},
-            "a tensor of 4x16x32 for .*, its settings say 4x20x32",
+            "a tensor of 4x16x32 for .*, its metadata requires 4x20x32",
         ),
-        ("falcon", {"attention.head_count_kv": 4}, "a tensor of 128x64 for .*, its settings say"),
+        (
+            "falcon",
+            {"attention.head_count_kv": 4},
+            "a tensor of 128x64 for .*, its metadata requires",
+        ),
         (
             "gpt-oss",
             {"expert_feed_forward_length": 48},
-            "a tensor of 96x64 for .*, its settings say 48x64",
+            "a tensor of 96x64 for .*, its metadata requires 48x64",
         ),
-        ("qwen35", {"ssm.inner_size": 9600}, "rows for .*, its settings say at least"),
+        ("qwen35", {"ssm.inner_size": 9600}, "rows for .*, its metadata requires at least"),
         ("olmo2", {"attention.sliding_window": 9}, "is an OLMo 3"),
         (
             "granitehybrid",
             {"attention.head_count_kv": [0, 1, 2, 0]},
             r"head_count_kv in .* is \[0, 1, 2, 0\], all layers with attention must",
         ),
-        ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "names 2 layers of 4"),
+        ("granitehybrid", {"attention.head_count_kv": [0, 2]}, "has 2 entries, it must have 4"),
         ("granitehybrid", {"attention.head_count_kv": [0] * 4}, "all layers with attention must"),
         ("glm4moe", {"nextn_predict_layers": 3}, "num_hidden_layers"),
     ],
@@ -186,7 +195,7 @@ def test_the_query_scale_of_gemma_follows_from_the_number_of_layers(
     assert fields["query_pre_attn_scalar"] == scalar
 
 
-def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+def test_an_adapter_file_is_refused_as_a_model(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_type("adapter")
     writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((4, 64), np.float32))
@@ -199,7 +208,7 @@ def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
         converted(tmp_path / "m.gguf", tmp_path / "cache", progress=False)
 
 
-def test_fused_queries_keys_and_values_are_parted_where_the_checkpoint_has_three(
+def test_fused_qkv_is_split_if_the_checkpoint_has_three_tensors(
     tmp_path: Path,
 ) -> None:
     tensors = write_checkpoint(tmp_path / "hf", "phi2")

@@ -1,4 +1,4 @@
-"""--hf-overrides: fields of config.json that are read in place of the checkpoint's."""
+"""--hf-overrides: fields that replace fields of the checkpoint's config.json."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_checkpoint_is_read_with_the_fields_and_not_changed(
+def test_overrides_apply_to_the_checkpoint_without_modifying_it(
     folder: Path, tmp_path: Path
 ) -> None:
     text, cache = json.dumps(YARN), str(tmp_path / "cache")
@@ -54,7 +54,7 @@ def test_the_checkpoint_is_read_with_the_fields_and_not_changed(
     assert resolve(str(folder), cache_dir=cache) == str(folder)
 
 
-def test_changed_files_and_fields_give_another_folder(folder: Path, tmp_path: Path) -> None:
+def test_changed_files_or_overrides_give_another_folder(folder: Path, tmp_path: Path) -> None:
     cache, text = str(tmp_path / "cache"), json.dumps(YARN)
     folders = {with_overrides(str(folder), text, cache)}
 
@@ -66,7 +66,7 @@ def test_changed_files_and_fields_give_another_folder(folder: Path, tmp_path: Pa
     assert read_model_config(with_overrides(str(folder), text, cache)).eos_token_ids == (7,)
 
 
-def test_a_plan_has_the_fields_too(folder: Path, tmp_path: Path) -> None:
+def test_a_plan_applies_the_overrides(folder: Path, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     (folder / "model.safetensors").unlink()
 
@@ -75,7 +75,7 @@ def test_a_plan_has_the_fields_too(folder: Path, tmp_path: Path) -> None:
         assert (facts.path, max_context_length(facts)) == (str(model), 256)
 
 
-def test_parts_are_merged_and_other_objects_replaced() -> None:
+def test_model_part_configs_are_merged_and_other_objects_replaced() -> None:
     config: dict[str, Any] = {
         "text_config": {"hidden_size": 64, "rope_scaling": {"type": "linear", "factor": 2.0}},
         "quantization_config": {"bits": 4, "group_size": 64},
@@ -100,13 +100,13 @@ def test_parts_are_merged_and_other_objects_replaced() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "5", "null"])
-def test_overrides_that_are_no_object_are_refused(text: str, folder: Path) -> None:
+def test_overrides_other_than_an_object_are_refused(text: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--hf-overrides is .*, it must be a JSON object"):
         resolve(str(folder), hf_overrides=text)
 
 
-def test_half_of_a_surrogate_pair_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="has half of a surrogate pair at"):
+def test_a_lone_surrogate_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has a lone surrogate at"):
         resolve(str(folder), hf_overrides='{"x": "\\ud800"}')
 
 

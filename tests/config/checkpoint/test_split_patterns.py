@@ -1,4 +1,4 @@
-"""Patterns of published tokenizers are linear; patterns that backtrack are not."""
+"""Patterns of published tokenizers count as linear; patterns that backtrack do not."""
 
 import time
 
@@ -20,7 +20,7 @@ ORDINARY = {
         f"{name}, {index}": pattern
         for name, patterns in _SEQUENCES.items()
         for index, pattern in enumerate(patterns)
-        # This pattern looks for the end of the text at every space; published files have it, too.
+        # `\s+$` looks for the end of the text at every space; published files have it, too.
         if pattern != r"\s+$"
     },
     "gpt2": GPT2,
@@ -60,7 +60,7 @@ def test_a_pattern_that_may_backtrack_is_not_linear(pattern: str) -> None:
     assert not is_linear(pattern)
 
 
-def test_the_minimum_of_a_match_is_known() -> None:
+def test_the_minimum_length_of_a_match_is_computed() -> None:
     patterns = [" {2,}", "ab|c", "x*", r"\p{N}{2,3}(?=a)", "(a", "^a?"]
 
     assert [min_match_characters(pattern) for pattern in patterns] == [2, 1, 0, 2, 0, 0]
@@ -81,12 +81,12 @@ def test_a_linear_pattern_splits_long_runs_in_little_time(
         return
     try:
         splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception:  # the library's class for a pattern that it does not take
+    except Exception:  # The library raises a plain Exception for an unsupported pattern.
         return
     text = run * (20_000 // len(run)) + last
 
     start_s = time.thread_time()
     splitter.pre_tokenize_str(text)
 
-    # A quadratic one takes 2 s.
+    # A quadratic pattern takes 2 s.
     assert time.thread_time() - start_s < 1.0

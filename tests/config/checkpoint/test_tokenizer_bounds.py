@@ -34,7 +34,7 @@ from server.text.tokenizer import Tokenizer
 
 
 def charsmap(*texts: bytes) -> str:
-    """A table of SentencePiece with an empty trie, in base64."""
+    """A base64 charsmap of SentencePiece with an empty trie."""
     return base64.b64encode(struct.pack("<II", 4, 0) + b"\0".join(texts) + b"\0").decode()
 
 
@@ -43,7 +43,7 @@ def bounds_of(folder: Path, **fields: Any) -> TokenizerBounds:
 
 
 @pytest.mark.parametrize("name", HOSTILE_TOKENIZERS)
-def test_a_tokenizer_that_multiplies_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+def test_a_hostile_tokenizer_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     folder = hostile_tokenizer(tmp_path, HOSTILE_TOKENIZERS[name])
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json ") as error:
@@ -70,18 +70,18 @@ def test_the_refusal_has_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         Tokenizer.load(folder)
 
-    # The third step is not read any more.
+    # The third step is not checked: the limit is already exceeded.
     assert str(error.value) == (
-        f"{folder}/tokenizer.json has 1000000 bytes that its normalizer and pre_tokenizer may make "
-        f"of a byte of a text, at most {MAX_GROWTH} are allowed"
+        f"{folder}/tokenizer.json has 1000000 bytes that its normalizer and pre_tokenizer may "
+        f"produce for each byte of text, at most {MAX_GROWTH} are allowed"
     )
 
 
 @pytest.mark.parametrize("name", ["nested replacements", "padding", "long added token"])
-def test_grammars_of_such_a_tokenizer_are_refused_too(tmp_path: Path, name: str) -> None:
+def test_grammars_of_a_hostile_tokenizer_are_refused(tmp_path: Path, name: str) -> None:
     folder = hostile_tokenizer(tmp_path, HOSTILE_TOKENIZERS[name])
 
-    with pytest.raises(UserError, match=r"not fit for structured output: .* at most"):
+    with pytest.raises(UserError, match=r"does not support structured output: .* at most"):
         Vocabulary(folder, 300, frozenset({256}))
 
 
@@ -119,7 +119,9 @@ def test_ordinary_tokenizers_encode_every_text_directly(tmp_path: Path, name: st
     assert tokenizer.inline_characters == 2_000
 
 
-def test_tables_of_sentencepiece_have_the_bound_of_their_longest_text(tmp_path: Path) -> None:
+def test_the_growth_bound_of_a_sentencepiece_table_follows_from_its_longest_entry(
+    tmp_path: Path,
+) -> None:
     table = {"type": "Precompiled", "precompiled_charsmap": charsmap(b"a", b"x" * 33, b"bc")}
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
     metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
@@ -159,7 +161,7 @@ def test_a_broken_table_is_refused_or_empty(tmp_path: Path, table: Any) -> None:
         (pre_tokenizers.ByteLevel(add_prefix_space=True), "\0"),
     ],
 )
-def test_no_step_makes_more_of_a_text_than_its_bound(tmp_path: Path, step: Any, text: str) -> None:
+def test_no_step_expands_a_text_beyond_its_bound(tmp_path: Path, step: Any, text: str) -> None:
     state = json.loads(step.__getstate__())
     is_normalizer = isinstance(step, normalizers.Normalizer)
     fields = {"normalizer": None, "pre_tokenizer": None}
@@ -176,7 +178,7 @@ def test_no_step_makes_more_of_a_text_than_its_bound(tmp_path: Path, step: Any, 
     assert len(made.encode()) <= bounds.growth * len(text.encode())
 
 
-def test_an_unknown_pattern_is_no_bound_and_no_fault(tmp_path: Path) -> None:
+def test_an_unknown_pattern_gives_no_bound_and_no_error(tmp_path: Path) -> None:
     assert not bounds_of(tmp_path, pre_tokenizer=split(CATASTROPHE)).takes_linear_time
 
 
@@ -194,7 +196,7 @@ def test_a_unigram_vocabulary_with_long_tokens_is_encoded_with_limits(
     assert bounds.takes_linear_time == is_fast
 
 
-def test_the_last_of_two_equal_fields_counts_as_in_the_library(tmp_path: Path) -> None:
+def test_the_last_of_two_duplicate_fields_is_used_as_in_the_library(tmp_path: Path) -> None:
     file = Path(text_folders.save(text_folders.byte_level(), tmp_path), "tokenizer.json")
     text = json.dumps(json.loads(file.read_text()), separators=(",", ":"))
     first, last = '"normalizer":{"type":"NFC"}', '"normalizer":{"type":"Lowercase"}'
@@ -225,6 +227,6 @@ def test_tokens_of_any_model_are_bounded(tmp_path: Path) -> None:
             bounds_of(tmp_path, model=model, added_tokens=[])
 
 
-def test_a_deep_file_is_refused(tmp_path: Path) -> None:
+def test_a_deeply_nested_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json "):
         bounds_of(tmp_path, normalizer=nested(900, dict))

@@ -22,7 +22,7 @@ def specs_of(architecture: str, *, tied: bool = False) -> dict[str, WeightSpec]:
     return {spec.name: spec for spec in decoder_weight_map(config, decoder_spec(config)).entries()}
 
 
-def test_projections_fill_the_outputs_of_one_parameter() -> None:
+def test_a_separate_projection_is_mapped_to_its_outputs_of_the_merged_parameter() -> None:
     specs = specs_of("LlamaForCausalLM")
 
     key = specs["model.layers.1.self_attn.k_proj.weight"]
@@ -32,7 +32,7 @@ def test_projections_fill_the_outputs_of_one_parameter() -> None:
     assert key.fields == "num_key_value_heads * head_dim x hidden_size"
 
 
-def test_a_fused_tensor_fills_all_outputs() -> None:
+def test_a_fused_tensor_is_mapped_to_all_outputs_of_its_parameter() -> None:
     specs = specs_of("Phi3ForCausalLM")
 
     fused = specs["model.layers.0.mlp.gate_up_proj.weight"]
@@ -42,7 +42,7 @@ def test_a_fused_tensor_fills_all_outputs() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tied_head_is_not_loaded_and_may_be_there(tied: bool) -> None:
+def test_a_stored_head_is_ignored_only_if_it_is_tied(tied: bool) -> None:
     config = config_of("LlamaForCausalLM", tied=tied)
     weight_map = decoder_weight_map(config, decoder_spec(config))
 
@@ -70,9 +70,9 @@ def test_biases_of_sharded_inputs_and_norms_are_whole_on_every_rank() -> None:
     assert dims["input_layernorm.weight"] is None
 
 
-def test_an_architecture_unlike_all_others_is_refused_with_the_list_of_models() -> None:
+def test_an_unrecognizable_architecture_is_refused_with_the_list_of_models() -> None:
     with pytest.raises(
-        ConfigError, match=r"docs/models\.md lists the \d+ architectures"
+        ConfigError, match=r"docs/models\.md lists the \d+ supported architectures"
     ) as refused:
         decoder_spec(config_of("FooBarForCausalLM"))
 
@@ -88,8 +88,8 @@ def test_an_architecture_unlike_all_others_is_refused_with_the_list_of_models() 
         "MossTranscribeDiarizeForConditionalGeneration",
     ],
 )
-def test_a_model_of_speech_is_not_said_to_be_near_a_text_model(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"speech is not served$") as refused:
+def test_a_speech_model_gets_no_text_model_as_suggestion(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"speech models are not supported$") as refused:
         decoder_spec(config_of(name))
 
     assert "nearest" not in str(refused.value)
@@ -101,7 +101,7 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_three() -> None:
 
     text, near = str(refused.value).rsplit(" are ", 1)
     assert text == (
-        "m is a Olmo3ForCausalLM, which is not built in; the nearest of the "
+        "m is a Olmo3ForCausalLM, which is not supported; the nearest of the "
         f"{len(ARCHITECTURES) + len(WHOLE_MODELS)} architectures in docs/models.md"
     )
     assert "Olmo2ForCausalLM" in near

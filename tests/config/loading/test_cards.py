@@ -1,4 +1,4 @@
-"""Module ids of the cards in a container, and what several engines and workers get of them."""
+"""Module ids of the cards in a container, and their assignment to engines and workers."""
 
 import os
 from pathlib import Path
@@ -14,11 +14,11 @@ from config.parallel import ParallelConfig
 from server.cli.main import main
 
 MODULES = {0: 2, 1: 6, 2: 3, 3: 7, 4: 0, 5: 4, 6: 1, 7: 5}
-"""Index of the node: module id, as measured on a machine."""
+"""Module id by device node index, as measured on a machine."""
 
 
 def machine(root: Path, indices: list[int]) -> Path:
-    """A container with the nodes of these indices; it sees the driver's files of all cards."""
+    """A container with these device nodes; the driver's files of all cards are visible in it."""
     for index, module in MODULES.items():
         device = root / f"sys/class/accel/accel{index}/device"
         device.mkdir(parents=True)
@@ -30,14 +30,14 @@ def machine(root: Path, indices: list[int]) -> Path:
     return root
 
 
-def test_module_ids_are_those_of_the_nodes_in_the_container(tmp_path: Path) -> None:
+def test_module_ids_follow_the_device_nodes_in_the_container(tmp_path: Path) -> None:
     root = machine(tmp_path, [0, 2])
 
     assert [card.module for card in card_nodes(root)] == [2, 3]
     assert visible_modules(root) == [2, 3]
 
 
-def test_a_driver_that_tells_no_module_ids_and_other_accelerators(tmp_path: Path) -> None:
+def test_other_accelerators_and_drivers_without_module_ids_give_no_modules(tmp_path: Path) -> None:
     root = machine(tmp_path, [0, 1])
     (root / "sys/class/accel/accel1/device/vendor").write_text("0x1002\n")
 

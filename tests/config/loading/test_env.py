@@ -1,5 +1,5 @@
-"""config/loading/env.py: which variables are settings, which are not, and what a worker is
-given."""
+"""config/loading/env.py: which variables are settings, which are ignored, and the environment of a
+worker."""
 
 import json
 import os
@@ -37,18 +37,18 @@ def test_every_flag_has_a_variable() -> None:
     assert table["GAUDISERVE_CONFIG"] == "config"
 
 
-def test_an_unknown_variable_of_ours_names_the_nearest() -> None:
+def test_an_unknown_gaudiserve_variable_suggests_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"GAUDISERVE_MAX_MODELLEN.*mean GAUDISERVE_MAX_MODEL_LEN"
     ):
         settings({"GAUDISERVE_MAX_MODELLEN": "3"})
 
 
-def test_variables_of_others_are_none_of_our_business() -> None:
+def test_variables_of_other_programs_are_ignored() -> None:
     assert settings({"VLLM_USE_V1": "1", "HOME": "/", "HF_HOME": "/x"}) == []
 
 
-def test_what_kubernetes_adds_for_a_service_of_our_name_is_no_setting() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
     links = {
         "GAUDISERVE_SERVICE_HOST": "10.0.0.1",
         "GAUDISERVE_SERVICE_PORT": "8000",
@@ -62,7 +62,7 @@ def test_what_kubernetes_adds_for_a_service_of_our_name_is_no_setting() -> None:
     assert settings(links) == []
 
 
-def test_our_own_name_wins_over_one_from_elsewhere() -> None:
+def test_the_gaudiserve_variable_takes_precedence_over_the_vllm_variable() -> None:
     environ = {"OMP_NUM_THREADS": "4,2", "GAUDISERVE_NUM_THREADS": "3"}
 
     both = load([], environ=environ, default_model="m")
@@ -72,7 +72,7 @@ def test_our_own_name_wins_over_one_from_elsewhere() -> None:
     assert theirs.engine.num_threads == 4
 
 
-def test_a_key_comes_from_vllms_variable() -> None:
+def test_the_api_key_is_read_from_vllms_variable() -> None:
     loaded = load([], environ={"VLLM_API_KEY": "secret, with comma"}, default_model="m")
 
     assert loaded.server.api_keys == ("secret, with comma",)
@@ -83,12 +83,14 @@ def test_an_empty_variable_is_not_set() -> None:
 
 
 @pytest.mark.parametrize("variable", ["GAUDISERVE_API_KEY", "VLLM_API_KEY"])
-def test_an_empty_key_does_not_open_the_server(variable: str) -> None:
+def test_an_empty_api_key_is_refused(variable: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} is set but empty"):
         settings({variable: ""})
 
 
-def test_the_cache_lies_where_xdg_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_follows_xdg_cache_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     given = cache_home()
@@ -122,7 +124,7 @@ def test_a_worker_gets_its_threads_but_keeps_the_users_own_settings(
 @pytest.mark.parametrize(
     ("mode", "lazy", "collectives"), [("hpu-graphs", "1", "true"), ("torch-compile", "0", None)]
 )
-def test_a_cards_worker_starts_with_what_its_runtime_reads_at_the_import(
+def test_a_card_worker_has_the_variables_that_its_runtime_reads_at_import(
     mode: str, lazy: str, collectives: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PT_HPU_LAZY_MODE", "PT_HPU_ENABLE_LAZY_COLLECTIVES"):
@@ -141,7 +143,7 @@ def test_a_cards_worker_starts_with_what_its_runtime_reads_at_the_import(
     ("method", "expected"),
     [("maxabs_hw", "1"), ("ACT_MAXABS_PCS_POW2_WEIGHT_MAXABS_PTS_POW2_HW", "0"), (None, "1")],
 )
-def test_scales_are_patched_unless_the_compressors_method_refuses_it(
+def test_runtime_scale_patching_depends_on_the_scale_method(
     method: str | None, expected: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "quant.json"
@@ -187,8 +189,8 @@ def test_models_with_gated_deltanet_get_the_compilers_flags(
     assert given.get("ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES") == expected
 
 
-def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime() -> None:
-    """Torch imports the vendor's package by itself, where it is installed."""
+def test_an_in_process_worker_sets_its_variables_before_torch_imports_the_runtime() -> None:
+    """Torch imports the vendor's package by itself if the package is installed."""
     code = (
         "import os, sys\n"
         "from config.engine import EngineConfig\n"
@@ -226,7 +228,7 @@ def test_a_worker_in_our_own_process_gets_them_before_torch_imports_the_runtime(
         ("hpu-emulator", "4,6", 1, {}),
     ],
 )
-def test_each_of_several_engines_gets_cards_of_its_own(
+def test_each_engine_gets_its_own_cards(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     visible: str,
@@ -240,7 +242,7 @@ def test_each_of_several_engines_gets_cards_of_its_own(
     assert device_environment(config, 0, 1, num_cards=num_cards) == {}
 
 
-def test_too_few_cards_for_the_engines_are_told_with_both_numbers(
+def test_too_few_cards_for_the_engines_are_refused_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "4,6")
@@ -249,13 +251,13 @@ def test_too_few_cards_for_the_engines_are_told_with_both_numbers(
         device_environment(EngineConfig(model="m", device="hpu"), 0, 3)
 
 
-def test_the_token_of_several_hosts_is_no_setting_and_must_be_long(
+def test_the_multi_host_token_is_read_only_from_the_environment_and_must_be_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GAUDISERVE_DATA_PARALLEL_TOKEN", "short")
 
     assert settings({"GAUDISERVE_DATA_PARALLEL_TOKEN": "short"}) == []
-    with pytest.raises(ConfigError, match=r"has 5 characters, .* need at least 16"):
+    with pytest.raises(ConfigError, match=r"has 5 characters, .* must have at least 16"):
         data_parallel_token()
 
 
@@ -275,7 +277,7 @@ def test_several_workers_do_not_inherit_one_card_and_too_few_cards_are_refused(
         module_id(2, 3)
 
 
-def test_the_rank_is_that_of_the_launcher_and_a_missing_variable_is_named(
+def test_the_rank_is_read_from_the_launcher_and_a_missing_variable_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, word in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):

@@ -1,6 +1,6 @@
-"""Command lines for vLLM on Gaudi in public charts, guides and scripts are taken as they are.
+"""Command lines for vLLM on Gaudi in public charts, guides and scripts are accepted unchanged.
 
-Each row restates the flags and values of a file, variables of a script filled in.
+Each row restates the flags and values of a file, with the variables of a script filled in.
 """
 
 import json
@@ -29,7 +29,7 @@ CHART_TOOLS = (
     ("mistral", "mistral", 320, 0.97, 2),
     ("granite", "granite", 160, 0.99, 1),
 )
-"""Tool parser, chat template, sequences, share of the memory, cards."""
+"""Tool parser, chat template, sequences, memory share, cards."""
 CHART_LINES = (
     *(
         CHART.format(
@@ -53,7 +53,7 @@ CHART_LINES = (
         "--tool-call-parser llama4_json --enable-auto-tool-choice "
         """'--override-generation-config={"attn_temperature_tuning": true}'""",
     ),
-    # A model that was tuned before: its deployment adds three flags.
+    # A model with its own tuned deployment, which adds three flags.
     CHART.format(
         util=0.98, seqs=32, steps=1, cards=1, more="--trust-remote-code --tokenizer-mode slow"
     ),
@@ -161,10 +161,10 @@ TUTORIAL_LINES = (
     "org/model --port 8000 --host 127.0.0.1 --limit-mm-per-prompt video=5,image=5 "
     "--mm_processor_kwargs max_pixels=1003520,min_pixels=3136 --tensor-parallel-size 8 "
     "--enable-expert-parallel",
-    # FP8 with names of 2024, which the compressor had before it was named inc.
+    # FP8 with the names of 2024: the compressor was called hqt before it was named inc.
     "--model org/model --device hpu --seed 2024 --dtype bfloat16 --quantization hqt "
     "--kv-cache-dtype hf8 --weights-load-device cpu",
-    # More sequences than the default number of tokens of a step.
+    # max_num_seqs above the default number of tokens per step.
     "--model org/model --host 0.0.0.0 --port 80 --block-size 128 --max-num-seqs  4096 "
     "--max-seq_len-to-capture 8192 --tensor-parallel-size 4 --use-v2-block-manager",
     # Scripts of benchmarks: Llama 3.3, Granite 3, Mistral Large 3, DeepSeek R1.
@@ -201,16 +201,26 @@ OPENSHIFT_LINES = (
     ),
 )
 
+STACK_LINES = (
+    # vllm-project/production-stack: helm/templates/deployment-vllm-multi.yaml, after `vllm serve`.
+    "org/model --host 0.0.0.0 --port 8000 --enable-auto-tool-choice --tool-call-parser llama3_json "
+    "--enable-chunked-prefill --no-enable-prefix-caching --max-model-len 4096 --dtype bfloat16 "
+    "--tensor-parallel-size 1 --max-num-seqs 32 --gpu_memory_utilization 0.9",
+    "org/model --host 0.0.0.0 --port 8000 --enable-lora --no-enable-chunked-prefill "
+    "--enable-prefix-caching --max_loras 4 --kv-transfer-config "
+    """'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'""",
+)
+
 LINES = (*CHART_LINES, *LLM_D_LINES, *PLUGIN_LINES, *FORK_LINES, *OPEA_LINES, *TUTORIAL_LINES)
-LINES += OPENSHIFT_LINES
+LINES += (*OPENSHIFT_LINES, *STACK_LINES)
 WITHOUT_EFFECT = {
     *("use-padding-aware-scheduling", "trust-remote-code"),
     *("use-v2-block-manager", "tokenizer-mode", "max-seq-len-to-capture", "config-format"),
     *("collect-detailed-traces", "kv-transfer-config", "weights-load-device", "disable-log-stats"),
     *("enable-reasoning", "num-lookahead-slots"),
 }
-"""Flags of the lines that have nothing to switch here."""
-NOTED = re.compile(r"(--[\w-]+) (?:is taken for|\S+ is a file of vLLM's image)")
+"""Flags of these command lines that have no effect here."""
+NOTED = re.compile(r"(--[\w-]+) (?:is read as|\S+ is a file of vLLM's image)")
 
 
 def taken(line: str) -> Loaded:
@@ -218,7 +228,7 @@ def taken(line: str) -> Loaded:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_command_line_for_gaudi_is_taken(line: str) -> None:
+def test_a_command_line_for_gaudi_is_accepted(line: str) -> None:
     loaded = taken(line)
 
     given = {
@@ -231,7 +241,7 @@ def test_a_command_line_for_gaudi_is_taken(line: str) -> None:
     assert all(loaded.without_effect.values())
 
 
-def test_flags_for_the_rope_set_fields_of_the_config() -> None:
+def test_rope_flags_set_fields_of_the_config() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
     loaded = taken(f"m --rope-scaling '{json.dumps(rope)}' --rope_theta=1e6")
@@ -250,7 +260,7 @@ def test_flags_for_the_rope_set_fields_of_the_config() -> None:
         (OPENSHIFT_LINES[0], ["--chat-template"]),
     ],
 )
-def test_what_is_taken_otherwise_than_written_is_noted(line: str, noted: list[str]) -> None:
+def test_reinterpreted_flags_are_noted(line: str, noted: list[str]) -> None:
     notes = taken(line).notes
 
     assert [match[1] for note in notes if (match := NOTED.match(note))] == noted
@@ -268,7 +278,9 @@ def test_what_is_taken_otherwise_than_written_is_noted(line: str, noted: list[st
     "template",
     ["tool_chat_template_hermes", "tool_chat_template_llama3.1_json", "template_llava"],
 )
-def test_a_chat_template_of_vllms_image_is_the_models_own_here(folder: str, template: str) -> None:
+def test_a_chat_template_path_of_the_vllm_image_selects_the_models_template(
+    folder: str, template: str
+) -> None:
     path = f"{folder}/{template}.jinja"
     loaded = taken(f"m --chat-template {path} --tool-call-parser mistral")
     none = taken(f"m --chat-template {path} --tool-call-parser none")
@@ -276,12 +288,12 @@ def test_a_chat_template_of_vllms_image_is_the_models_own_here(folder: str, temp
     assert (loaded.server.chat_template, loaded.server.tool_call_parser) == (None, "auto")
     assert (none.server.chat_template, none.server.tool_call_parser) == (None, "none")
     assert loaded.notes == (
-        f"--chat-template {path} is a file of vLLM's image, which is not here: the model's own "
-        "chat template is used with --tool-call-parser auto",
+        f"--chat-template {path} is a file of vLLM's image that does not exist here: the model's "
+        "own chat template is used with --tool-call-parser auto",
     )
 
 
-def test_a_chat_template_that_is_here_or_unknown_stays(
+def test_an_existing_or_unknown_chat_template_path_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""config/loading/sources.py: sources, their order, and errors that name the nearest right word."""
+"""config/loading/sources.py: sources, their order, and errors that suggest the nearest valid
+name."""
 
 import dataclasses
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_without_any_source_every_value_is_the_default() -> None:
     assert {source for _, source in loaded.sources.values()} == {"default"}
 
 
-def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path) -> None:
+def test_flags_take_precedence_over_variables_and_variables_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("max-num-seqs: 3\nport: 3\nseed: 3\n")
 
@@ -57,6 +58,23 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path
     assert loaded.engine.seed == 3
 
 
+def test_a_note_names_a_variable_that_a_flag_overrides_with_another_value() -> None:
+    flags = ("--port=1", "--max-num-seqs=8", "--api-key=secret")
+
+    loaded = given(
+        *flags,
+        GAUDISERVE_PORT="2",
+        GAUDISERVE_MAX_NUM_SEQS="8",
+        GAUDISERVE_API_KEY="other",
+        GAUDISERVE_SEED="3",
+    )
+
+    assert loaded.notes == (
+        "flag --port takes precedence over variable GAUDISERVE_PORT, which has another value",
+        "flag --api-key takes precedence over variable GAUDISERVE_API_KEY, which has another value",
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "asked", "count", "is_lowered"),
     [
@@ -66,29 +84,29 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path
         (["--max-num-seqs=4096"], 4096, 4096, False),
     ],
 )
-def test_no_more_sequences_run_than_a_step_has_tokens(
+def test_max_num_seqs_is_lowered_to_the_tokens_of_a_step(
     words: list[str], asked: int, count: int, is_lowered: bool
 ) -> None:
     loaded = given(*words)
 
     assert loaded.engine.scheduler.max_num_seqs == count
     assert loaded.engine.scheduler.token_budget() >= count
-    notes = [note for note in loaded.notes if "run at once and others wait" in note]
+    notes = [note for note in loaded.notes if "sequences run at once; raise" in note]
     assert len(notes) == is_lowered
-    assert not notes or f"not the {asked} of --max-num-seqs" in notes[0]
+    assert not notes or f"--max-num-seqs is {asked}" in notes[0]
 
 
 @pytest.mark.parametrize(
     ("word", "value"),
     [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2**21), ("4GiB", 2**32)],
 )
-def test_sizes_are_read_as_vllm_reads_them(word: str, value: int) -> None:
+def test_sizes_are_parsed_as_in_vllm(word: str, value: int) -> None:
     loaded = given("--kv-cache-memory-bytes", word)
 
     assert loaded.engine.cache.kv_cache_memory_bytes == value
 
 
-def test_underscores_and_other_names_are_the_same_flag() -> None:
+def test_flags_accept_underscores_and_alternative_names() -> None:
     loaded = given("--max_model_len=64", "--memory-utilization", "0.5", "--num-blocks", "7")
 
     assert loaded.engine.max_model_len == 64
@@ -96,7 +114,7 @@ def test_underscores_and_other_names_are_the_same_flag() -> None:
     assert loaded.engine.cache.num_blocks == 7
 
 
-def test_switches_go_both_ways() -> None:
+def test_boolean_flags_can_be_enabled_and_disabled() -> None:
     loaded = given(
         "--no-enable-prefix-caching",
         "--enforce-eager",
@@ -112,7 +130,7 @@ def test_switches_go_both_ways() -> None:
     assert not loaded.server.enable_log_requests
 
 
-def test_a_word_for_open_takes_back_what_a_file_gave(tmp_path: Path) -> None:
+def test_the_flag_value_auto_overrides_the_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("max_model_len: 64\n")
 
@@ -121,7 +139,7 @@ def test_a_word_for_open_takes_back_what_a_file_gave(tmp_path: Path) -> None:
     assert loaded.engine.max_model_len is None
 
 
-def test_lists_grow_on_the_command_line_and_come_as_json_or_yaml(tmp_path: Path) -> None:
+def test_list_flags_accept_repetition_json_and_yaml(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("served-model-name: [a, b]\n")
 
@@ -138,14 +156,14 @@ def test_lists_grow_on_the_command_line_and_come_as_json_or_yaml(tmp_path: Path)
     assert loaded.server.allowed_origins == ("http://x", "http://y")
 
 
-def test_keys_are_never_shown() -> None:
+def test_api_keys_are_masked_in_the_printed_config() -> None:
     loaded = given("--api-key", "first", "--api-key", "second")
 
     assert loaded.server.api_keys == ("first", "second")
     assert loaded.shown()["api-key"][0] == ("***", "***")
 
 
-def test_one_bucket_limit_lands_in_its_range() -> None:
+def test_a_bucket_limit_sets_its_field_of_the_range() -> None:
     loaded = given("--prompt-seq-bucket-max", "64", VLLM_DECODE_BS_BUCKET_STEP="4")
 
     assert loaded.engine.buckets.prompt_query.max == 64
@@ -164,7 +182,7 @@ def test_one_bucket_limit_lands_in_its_range() -> None:
         ("DECODE_BLOCK", "decode_blocks"),
     ],
 )
-def test_vllms_bucket_variables_are_understood(word: str, dimension: str, end: str) -> None:
+def test_vllms_bucket_variables_are_read(word: str, dimension: str, end: str) -> None:
     loaded = given(**{f"VLLM_{word}_BUCKET_{end}": "7"})
 
     assert getattr(getattr(loaded.engine.buckets, dimension), end.lower()) == 7
@@ -178,7 +196,7 @@ def test_vllms_bucket_variables_are_understood(word: str, dimension: str, end: s
         ({"VLLM_BUCKETING_STRATEGY": "pad"}, "padding-aware"),
         ({"VLLM_EXPONENTIAL_BUCKETING": "true"}, "exponential"),
         ({"VLLM_EXPONENTIAL_BUCKETING": "False"}, "linear"),
-        # The older variable still wins there.
+        # The older variable takes precedence in vLLM.
         ({"VLLM_EXPONENTIAL_BUCKETING": "0", "VLLM_BUCKETING_STRATEGY": "pad"}, "linear"),
         (
             {"VLLM_EXPONENTIAL_BUCKETING": "0", "GAUDISERVE_BUCKETING_STRATEGY": "pad"},
@@ -188,7 +206,9 @@ def test_vllms_bucket_variables_are_understood(word: str, dimension: str, end: s
         ({"GAUDISERVE_BUCKETING_TRAFFIC": "traffic.jsonl"}, "fitted"),
     ],
 )
-def test_vllms_words_choose_the_strategy(variables: dict[str, str], strategy: str) -> None:
+def test_vllms_variables_select_the_bucketing_strategy(
+    variables: dict[str, str], strategy: str
+) -> None:
     loaded = given(**variables)
 
     assert loaded.engine.buckets.strategy == strategy
@@ -202,7 +222,7 @@ def test_a_traffic_without_the_strategy_that_reads_it_is_refused() -> None:
     assert given("--bucketing-strategy", "fitted").engine.buckets.traffic is None
 
 
-def test_a_bucket_file_asks_for_its_strategy() -> None:
+def test_a_bucket_file_selects_the_file_strategy() -> None:
     loaded = given("--bucketing-file", "shapes.txt")
 
     assert loaded.engine.buckets.strategy == "file"
@@ -211,11 +231,17 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--max-modellen", "3"], "--max-modellen is no flag.*did you mean --max-model-len"),
+        (["--max-modellen", "3"], "--max-modellen is not a flag.*did you mean --max-model-len"),
         (["--dtype", "bf16"], r"dtype is 'bf16'.*did you mean bfloat16\?$"),
         (["--port", "99999"], r"port is 99999.* 0 and 65535$"),
         (["-tp", "0"], "^--tensor-parallel-size is 0, it must be at least 1$"),
         (["--max-num-seqs", "0"], "^--max-num-seqs is 0, it must be at least 1$"),
+        (["--decode-bs-bucket-step", "0"], "^--decode-bs-bucket-step is 0, it must be at least 1$"),
+        (["--prompt-ctx-bucket-min=-1"], "^--prompt-ctx-bucket-min is -1, it must be at least 0$"),
+        (
+            ["--bucketing-strategy=padding-aware", "--decode-block-bucket-pad-percent=90"],
+            "^--decode-block-bucket-pad-percent is 90, it must be 0 to 50$",
+        ),
         (["--port", "x"], "port is 'x', it must be a whole number"),
         (["--port", "1.5"], "port is '1.5', it must be a whole number"),
         (["--port", "auto"], "port is 'auto', it must be a value"),
@@ -225,15 +251,15 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
         ),
         (
             ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
-            "prompt_batch.*from 4 down to 2",
+            "^--prompt-bs-bucket-min is 4 and --prompt-bs-bucket-max is 2,",
         ),
         (["--nnodes", "2"], "must be 1: --tensor-parallel-size"),
         (["a", "--model", "b"], "two models are named, 'a' and 'b'"),
         (["a", "b"], "takes no argument 'b'"),
         (["--port"], "--port: expected one argument"),
         (
-            ["--enable-prefix-caching=false"],
-            "takes no value, .*=false gives one; --no-enable-prefix-caching turns it off",
+            ["--enable-prefix-caching=maybe"],
+            "takes no value, .*=maybe sets a value; --no-enable-prefix-caching turns it off",
         ),
         (
             ["--quantization", "hqq"],
@@ -241,14 +267,14 @@ def test_a_bucket_file_asks_for_its_strategy() -> None:
         ),
         (
             ["--bucketing-strategy=file"],
-            "is 'file' and --bucketing-file is 'none'.*need each other",
+            "is 'file' and --bucketing-file is 'none'.*requires a file",
         ),
         (["--api-key", ""], "api-key is empty"),
         (["--allowed-origins", "[1"], "must be a JSON list"),
         (["--config", "/does/not/exist"], "/does/not/exist cannot be read"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) -> None:
+def test_an_invalid_command_line_is_refused_with_the_reason(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         given(*argv)
 
@@ -256,22 +282,27 @@ def test_a_wrong_command_line_says_what_is_wrong(argv: list[str], message: str) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max-modellen: 3", "max-modellen is no setting; did you mean max-model-len.*serve.yaml"),
-        ("max-model-len: 3\nmax_model_len: 4", "gives max-model-len twice"),
-        ("num-blocks: 3\nnum-gpu-blocks-override: 4", "gives num-gpu-blocks-override twice"),
+        (
+            "max-modellen: 3",
+            "max-modellen is not a setting; did you mean max-model-len.*serve.yaml",
+        ),
+        ("max-model-len: 3\nmax_model_len: 4", "sets max-model-len twice"),
+        ("num-blocks: 3\nnum-gpu-blocks-override: 4", "sets num-gpu-blocks-override twice"),
         ("port: yes", "port is True, it must be a whole number"),
-        ("api-key: 123", r"api-key is \*\*\*, it must be text"),
+        ("api-key: 123", r"api-key is \*\*\*, it must be a string"),
         ("enforce-eager: perhaps", "enforce-eager is 'perhaps', it must be true or false"),
         ("port:", "port is None, it must be a value"),
         ("config: other.yaml", "names another file"),
-        ("- port", "must hold `key: value` lines"),
+        ("- port", "must consist of `key: value` lines"),
         ("port: [", "cannot be read: it is not YAML at line 1, column 8: expected"),
         ("nnodes: 4", "must be 1"),
-        ("enable_lora_bias: true", "enable_lora_bias is not in this version: .*serve.yaml"),
-        ("port: x\nseed: y", r"2 settings cannot be used:\n  --port is 'x'.*\n  --seed is 'y'"),
+        ("enable_lora_bias: true", "enable_lora_bias is not supported: .*serve.yaml"),
+        ("port: x\nseed: y", r"2 settings are invalid:\n  --port is 'x'.*\n  --seed is 'y'"),
     ],
 )
-def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_config_file_is_refused_with_the_reason(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text)
 
@@ -279,10 +310,57 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str, message: str
         given("--config", str(file))
 
 
-def test_what_is_true_anyway_is_accepted_from_other_servers_scripts() -> None:
-    loaded = given("m", "--tensor-parallel-size=1", "--enable-chunked-prefill", "--dtype=half")
+def test_flags_that_restate_the_defaults_are_accepted() -> None:
+    loaded = given("m", "--tensor-parallel-size=1", "--enable-reasoning", "--dtype=half")
 
     assert loaded.engine.dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_on"),
+    [
+        ("", True),
+        ("--enable-chunked-prefill", True),
+        ("--enable-chunked-prefill=true", True),
+        ("--no-enable-chunked-prefill", False),
+        ("--enable-chunked-prefill=False", False),
+    ],
+)
+def test_chunked_prefill_can_be_enabled_and_disabled(flags: str, is_on: bool) -> None:
+    assert given("m", *flags.split()).engine.scheduler.enable_chunked_prefill == is_on
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_eager"),
+    [
+        ("-O0", True),
+        ("-O 0", True),
+        ("-O.level=0", True),
+        ("-O.mode NONE", True),
+        ('--compilation-config {"level":0}', True),
+        ("--optimization-level 0", True),
+        ("-O3 -O0", True),
+        ("-O0 -O3", False),
+        ("-O1", False),
+        ("-O2", False),
+        ("--compilation-config 3", False),
+        ("-O.use_inductor=false", False),
+        ("-O0 --no-enforce-eager", False),
+        ("-O0 --execution-mode torch-compile", False),
+        ("", False),
+    ],
+)
+def test_optimization_level_0_selects_eager_mode(flags: str, is_eager: bool) -> None:
+    loaded = given("m", *flags.split())
+
+    assert loaded.engine.enforce_eager == is_eager
+    assert any("treated as --enforce-eager" in note for note in loaded.notes) == is_eager
+
+
+@pytest.mark.parametrize("flags", ["-O4", "--optimization-level -1", "-O.level=7"])
+def test_an_unknown_optimization_level_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError, match="it must be a level from 0 to 3"):
+        given("m", *flags.split())
 
 
 def test_keywords_are_flags_with_underscores() -> None:
@@ -296,11 +374,13 @@ def test_keywords_are_flags_with_underscores() -> None:
 
 
 def test_an_unknown_keyword_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="max_modellen is no setting; did you mean max-model-len"):
+    with pytest.raises(
+        ConfigError, match="max_modellen is not a setting; did you mean max-model-len"
+    ):
         from_keywords(model="m", max_modellen=64)
 
 
-def test_keywords_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyword_arguments_take_precedence_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GAUDISERVE_SEED", "1")
     monkeypatch.setenv("GAUDISERVE_MAX_MODEL_LEN", "2")
 
@@ -309,7 +389,7 @@ def test_keywords_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (loaded.engine.seed, loaded.engine.max_model_len) == (3, 2)
 
 
-def test_no_model_is_an_error_where_there_is_no_default() -> None:
+def test_a_missing_model_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no model is given"):
         load([], environ={})
 
@@ -333,10 +413,10 @@ MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
         (f"port: 0x{HUGE}\n", "cannot be read: Exceeds the limit"),
         (f"nnodes: [0x{HUGE}]\n", "cannot be read: Exceeds the limit"),
         ("port: 2001-99-99\n", "cannot be read: month must be in 1..12"),
-        ("speculative-config: {2001-01-01: 1}\n", "must be a mapping of texts to values"),
-        (f"port: {'x' * 200_000}\n", r"it has 200007 bytes, at most 131072 are read"),
-        ("".join(f"key{item}: 1\n" for item in range(1001)), "holds 1001 keys, at most 1000"),
-        ("? " + "x" * 10_000 + "\n: 1\n", "is no setting"),
+        ("speculative-config: {2001-01-01: 1}\n", "must be a mapping of strings to values"),
+        (f"port: {'x' * 200_000}\n", r"it has 200007 bytes, at most 131072 are allowed"),
+        ("".join(f"key{item}: 1\n" for item in range(1001)), "has 1001 keys, at most 1000"),
+        ("? " + "x" * 10_000 + "\n: 1\n", "is not a setting"),
     ],
 )
 def test_a_hostile_file_is_refused_in_one_short_sentence(
@@ -351,7 +431,7 @@ def test_a_hostile_file_is_refused_in_one_short_sentence(
     assert len(str(error.value)) < 3000
 
 
-def test_a_device_without_an_end_is_refused() -> None:
+def test_an_endless_device_as_config_file_is_refused() -> None:
     with pytest.raises(ConfigError, match="/dev/zero cannot be read: it has more, at most 131072"):
         given("--config", "/dev/zero")
 
@@ -370,7 +450,7 @@ def test_a_device_without_an_end_is_refused() -> None:
     (HUGE, "9" * 400, "1__0", "[" * 20_000, '{"a":' * 20_000, "x" * 100_000),
     ids=lambda word: word[:4],
 )
-def test_a_hostile_variable_is_taken_or_refused_in_a_short_message(name: str, word: str) -> None:
+def test_a_hostile_variable_is_accepted_or_refused_in_a_short_message(name: str, word: str) -> None:
     try:
         given(**{f"GAUDISERVE_{name.upper().replace('-', '_')}": word})
     except ConfigError as error:

@@ -13,7 +13,7 @@ from config.loading.vendor_variables import ignored_variables, vendor_variables
 from server.cli import main as cli
 
 
-def test_a_variable_has_either_a_flag_that_reads_it_or_a_reason() -> None:
+def test_each_vendor_variable_has_either_a_flag_or_a_reason() -> None:
     variables = vendor_variables()
 
     for variable in variables:
@@ -43,7 +43,8 @@ def test_a_variable_without_effect_is_found_with_its_reason() -> None:
         "VLLM_NOT_OF_THE_GUIDE": "1",
         # The vendor's runtime reads it.
         "PT_HPU_MAX_COMPOUND_OP_SIZE": "10",
-        # Empty, read here, of Kubernetes for a service named vllm, and of something else.
+        # Variables without a warning: empty, read by this server, set by Kubernetes for a service
+        # named vllm, or of another program.
         "VLLM_DEBUG": "",
         "VLLM_SKIP_WARMUP": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
@@ -68,7 +69,7 @@ def test_a_variable_without_effect_is_found_with_its_reason() -> None:
     }
 
 
-def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> None:
+def test_sequence_lengths_of_old_decode_buckets_are_not_read_as_blocks() -> None:
     environ = {"VLLM_DECODE_SEQ_BUCKET_MAX": "4096"}
 
     loaded = load(["m"], environ=environ)
@@ -78,10 +79,10 @@ def test_sequence_lengths_of_old_decode_buckets_are_not_taken_for_blocks() -> No
     assert variable == "VLLM_DECODE_SEQ_BUCKET_MAX" and "VLLM_DECODE_BLOCK_BUCKET_*" in why
 
 
-def test_serve_names_all_such_variables_in_one_line(
+def test_serve_names_all_variables_without_effect_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("VLLM_HANDLE_TOPK_DUPLICATES", "true")
+    monkeypatch.setenv("VLLM_ENABLE_BUCKETING", "true")
     monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
     monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
     monkeypatch.setattr("server.cli.main.check_early", lambda *arguments: None)
@@ -92,8 +93,8 @@ def test_serve_names_all_such_variables_in_one_line(
 
     assert code == 0
     assert [record.message for record in caplog.records] == [
-        "Variables without effect: VLLM_HANDLE_TOPK_DUPLICATES (not needed: ties are always kept); "
-        "VLLM_CPU_NUM_OF_RESERVED_CPU (instead: --num-threads)"
+        "Variables without effect: VLLM_ENABLE_BUCKETING (not needed: `--bucketing-strategy exact` "
+        "pads nothing); VLLM_CPU_NUM_OF_RESERVED_CPU (instead: --num-threads)"
     ]
 
 
@@ -115,7 +116,7 @@ def test_serve_names_all_such_variables_in_one_line(
         ({"VLLM_PROFILE_STEPS": "3,5"}, "execution", "profiled_steps", (3, 5)),
     ],
 )
-def test_a_variable_of_vllm_means_our_setting(
+def test_a_variable_of_vllm_sets_the_equivalent_setting(
     environ: dict[str, str], part: str, field: str, value: object
 ) -> None:
     loaded = load(["m"], environ=environ)
@@ -124,7 +125,7 @@ def test_a_variable_of_vllm_means_our_setting(
 
 
 @pytest.mark.parametrize("word", ["5,3", "1,2,3", "some"])
-def test_steps_that_make_no_sense_are_refused(word: str) -> None:
+def test_invalid_profiler_steps_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="profiler-steps"):
         load(["m", "--profiler-steps", word], environ={})
 
@@ -137,6 +138,23 @@ def test_developer_routes_are_never_open_without_a_key() -> None:
     assert not without.server.serves_dev_endpoints and with_key.server.serves_dev_endpoints
     assert without.notes == ("--enable-dev-endpoints has no effect without --api-key",)
     assert with_key.notes == ()
+
+
+def test_runtime_lora_routes_without_a_required_setting_get_a_note() -> None:
+    word = "--allow-runtime-lora-updating"
+    others = ["--enable-lora", "--lora-dir=/adapters", "--api-key=k"]
+
+    def notes(*flags: str) -> tuple[str, ...]:
+        return load(["m", word, *flags], environ={}).notes
+
+    assert notes(*others) == ()
+    assert notes() == (
+        f"{word} has no effect without --enable-lora and --lora-dir FOLDER and --api-key KEY: the "
+        "routes refuse each request",
+    )
+    assert notes(*others[1:]) == (
+        f"{word} has no effect without --enable-lora: the routes refuse each request",
+    )
 
 
 def test_every_data_file_of_the_packages_is_in_the_wheel() -> None:

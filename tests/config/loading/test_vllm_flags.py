@@ -83,7 +83,7 @@ SERVE = ["serve", "m"]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """`gaudiserve serve` up to the start of processes."""
+    """Run `gaudiserve serve` up to the start of processes, with log capture."""
     monkeypatch.setattr("server.cli.start.serve", lambda *arguments: 0)
     monkeypatch.setattr("server.cli.main.check_early", lambda *arguments: None)
     monkeypatch.setattr("config.log.setup", lambda *arguments, **options: None)
@@ -91,12 +91,12 @@ def served(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command prints about flags that it does not take."""
+    """What the command prints about flags that it rejects."""
     assert cli.main([*SERVE, *words]) == 2
     return capsys.readouterr().err
 
 
-def test_every_flag_of_vllm_is_a_setting_or_has_an_answer() -> None:
+def test_every_flag_of_vllm_is_either_supported_accepted_or_refused() -> None:
     settings = {name for flag in FLAGS for name in flag.names} | {"config"}
     settings |= FIELD_FLAGS.keys()
 
@@ -117,7 +117,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     message = refused(capsys, *line.split())
 
     first, *others = message.splitlines()
-    assert first == "gaudiserve: 9 settings cannot be used:"
+    assert first == "gaudiserve: 9 settings are invalid:"
     assert sorted(line.split()[0] for line in others) == [
         "--enable-eplb",
         "--enable-prefix-caching",
@@ -129,7 +129,9 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--port",
         "--quantization",
     ]
-    assert "--max-modellen is no flag of gaudiserve serve; did you mean --max-model-len?" in message
+    assert (
+        "--max-modellen is not a flag of gaudiserve serve; did you mean --max-model-len?" in message
+    )
     assert "--nnodes is '2', it must be 1: --tensor-parallel-size and" in message
 
 
@@ -147,6 +149,12 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--guided-decoding-backend outlines",
         "--guided-decoding-backend lm-format-enforcer",
         "--guided-decoding-backend guidance",
+        "--guided-decoding-backend xgrammar:no-fallback",
+        "--guided-decoding-backend outlines:no-fallback,disable-any-whitespace",
+        "--guided-decoding-disable-fallback",
+        "--guided-decoding-disable-any-whitespace",
+        "--structured-outputs-config.disable_fallback true",
+        """--structured-outputs-config {"backend":"xgrammar","disable_any_whitespace":true}""",
         "--structured-outputs-config.backend xgrammar",
         """--structured-outputs-config {"backend":"outlines"}""",
         "--compilation-config {}",
@@ -157,9 +165,8 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--collect-detailed-traces all",
         """--kv-transfer-config {"kv_connector":"NixlConnector","kv_role":"kv_both"}""",
         "--disable-log-stats",
-        "--enable-chunked-prefill",
-        "--enable-chunked-prefill True",
-        "--enable-chunked-prefill=true",
+        "--enable-reasoning True",
+        "--enable-reasoning=true",
         "--max-seq-len-to-capture 32768",
         "--preemption-mode recompute",
         "--scheduler-delay-factor 0",
@@ -170,7 +177,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
         "--max_parallel_loading_workers 2",
     ],
 )
-def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_reason(
+def test_a_flag_without_effect_is_accepted_and_logged_with_its_reason(
     line: str, served: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     code = cli.main([*SERVE, *line.split()])
@@ -181,15 +188,17 @@ def test_a_flag_that_asks_for_nothing_special_is_accepted_and_logged_with_its_re
     assert record.message.endswith(")")
 
 
-def test_the_log_has_one_line_for_all_of_them(
+def test_all_flags_without_effect_are_logged_in_one_line(
     served: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-lookahead-slots=8"])
 
     (record,) = [record for record in caplog.records if record.name == cli.__name__]
-    assert "--preemption-mode swap (--swap-space says whether blocks of preempted" in record.message
+    assert (
+        "--preemption-mode swap (--swap-space above 0 keeps blocks of preempted" in record.message
+    )
     assert "--trust-remote-code (code in a checkpoint is never run" in record.message
-    assert "--num-lookahead-slots 8 (--num-speculative-tokens says how many" in record.message
+    assert "--num-lookahead-slots 8 (--num-speculative-tokens sets the number" in record.message
 
 
 def test_the_log_has_a_warning_for_each_note(
@@ -199,9 +208,9 @@ def test_the_log_has_a_warning_for_each_note(
 
     messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert messages == [
-        "--max-num-seq is taken for --max-num-seqs; write the whole name",
-        "--chat-template examples/template_llava.jinja is a file of vLLM's image, which is not "
-        "here: the model's own chat template is used",
+        "--max-num-seq is read as --max-num-seqs; write the whole name",
+        "--chat-template examples/template_llava.jinja is a file of vLLM's image that does not "
+        "exist here: the model's own chat template is used",
     ]
 
 
@@ -211,8 +220,11 @@ def test_the_log_has_a_warning_for_each_note(
         ("-tp 0", "tensor-parallel-size is 0, it must be at least 1"),
         ("-pp=0", "pipeline-parallel-size is 0, it must be at least 1"),
         ("-dcp=2", "decode-context-parallel-size is '2', it must be 1"),
-        ("-dp 4 -dpl 2", "on this host: give --data-parallel-address, where the others connect"),
-        ("-dp 2 -dpn 2", "end at 3 (--data-parallel-rank 2, --data-parallel-size-local 1), --dat"),
+        (
+            "-dp 4 -dpl 2",
+            "on this host: set --data-parallel-address, where the other hosts connect",
+        ),
+        ("-dp 2 -dpn 2", "--data-parallel-rank is 2 and --data-parallel-size-local is 1: their"),
         ("--data-parallel-hybrid-lb", "the server itself distributes the requests over its eng"),
         ("--load-format pt", "load-format is 'pt', it must be one of auto, safetensors, dummy"),
         ("--kv-cache-dtype tq3", "is 'tq3', it must be one of auto, bfloat16, float16"),
@@ -226,28 +238,30 @@ def test_the_log_has_a_warning_for_each_note(
             "--guided-decoding-backend own",
             "is 'own', it must be auto or guidance or xgrammar or outl",
         ),
-        ("--structured-outputs-config.disable_fallback true", 'it must be {"backend": "auto"}'),
-        ("--no-enable-chunked-prefill", "must be true: long prompts are always computed in chunks"),
-        ("--enable-chunked-prefill=False", "enable-chunked-prefill is False, it must be true"),
-        ("--enable-chunked-prefill=no", "--enable-chunked-prefill takes no value, --enable-ch"),
+        ("--structured-outputs-config.enable_in_reasoning true", 'must be {"backend": "auto"}'),
+        ("--guided-decoding-backend guidance:no-additional-properties", "it must be auto or gui"),
+        ("--guided-decoding-backend own:no-fallback", "it must be auto or guidance or xgrammar"),
+        ("--guided-decoding-disable-additional-properties", "is not supported: an object"),
+        ("--enable-chunked-prefill=no", "--enable-chunked-prefill takes no value, and --enable-c"),
         ("--max-logprobs 21", "max-logprobs is 21, it must be between 0 and 20"),
         ("-q hqq", "quantization is 'hqq', it must be one of auto-round, awq, bitsandbytes"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
         ("--weights-load-device xpu", "weights-load-device is 'xpu', it must be cpu or hpu"),
         ("--speculative-model x", "--speculative-config has no --num-speculative-tokens"),
         ("--num-speculative-tokens 5", "--speculative-config names no method: it must be one of"),
-        ("--speculative-max-model-len 5", "--speculative-max-model-len is not in this version"),
-        ("--enable-eplb", "--enable-eplb is not in this version: each device of --enable-exp"),
-        ("--cuda-graph-sizes 8", "--cuda-graph-sizes is not in this version: --execution-mode"),
+        ("--speculative-max-model-len 5", "--speculative-max-model-len is not supported"),
+        ("--models a b", "--models is not supported: a server has a single model; start a"),
+        ("--enable-eplb", "--enable-eplb is not supported: --enable-expert-parallel gives each"),
+        ("--cuda-graph-sizes 8", "--cuda-graph-sizes is not supported: --execution-mode"),
         ("--limit-mm-per-prompt image=x", "--limit-mm-per-prompt is 'image=x', it must be JSON"),
-        ("--mm-processor-cache-type shm", "--mm-processor-cache-type is not in this version"),
-        ("--enable-lora-bias", "--enable-lora-bias is not in this version: adapters are low-rank"),
-        ("--lora-extra-vocab-size 9", "--lora-extra-vocab-size is not in this version"),
-        ("--ssl-cert-reqs 2", "not in this version: --ssl-ca-certs makes the server ask for"),
+        ("--mm-processor-cache-type shm", "--mm-processor-cache-type is not supported"),
+        ("--enable-lora-bias", "--enable-lora-bias is not supported: only low-rank adapters"),
+        ("--lora-extra-vocab-size 9", "--lora-extra-vocab-size is not supported"),
+        ("--ssl-cert-reqs 2", "not supported: --ssl-ca-certs makes the server ask for"),
         ("--tokenizer-revision main", "the tokenizer comes with the model, at --revision"),
     ],
 )
-def test_another_value_or_flag_is_refused_with_the_reason(
+def test_an_unsupported_value_or_flag_is_refused_with_the_reason(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = refused(capsys, *line.split())
@@ -288,7 +302,7 @@ def test_another_value_or_flag_is_refused_with_the_reason(
         ),
     ],
 )
-def test_a_flag_with_a_counterpart_sets_it(
+def test_a_flag_of_vllm_sets_the_equivalent_setting(
     line: str, key: str, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = cli.main(["config", "m", *shlex.split(line), "--json"])
@@ -298,14 +312,14 @@ def test_a_flag_with_a_counterpart_sets_it(
     assert (tuple(found) if isinstance(found, list) else found) == value
 
 
-def test_the_value_of_an_unknown_flag_is_no_second_model() -> None:
+def test_the_value_of_an_unknown_flag_is_not_read_as_a_second_model() -> None:
     with pytest.raises(ConfigError) as caught:
         load(["--model", "m", "--frobnicate", "value"], environ={})
 
-    assert str(caught.value) == "--frobnicate is no flag of gaudiserve serve"
+    assert str(caught.value) == "--frobnicate is not a flag of gaudiserve serve"
 
 
-def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
+def test_a_model_after_the_served_names_is_not_read_as_a_name() -> None:
     with pytest.raises(ConfigError, match=r"takes 'a' and './model', and no model is named: put"):
         load(["--served-model-name", "a", "./model"], environ={}, default_model="demo")
 
@@ -313,14 +327,14 @@ def test_a_model_behind_the_names_is_not_taken_for_a_name() -> None:
     assert named.server.served_model_names == ("a", "b")
 
 
-def test_what_is_not_here_may_be_turned_off() -> None:
+def test_unsupported_features_may_be_switched_off() -> None:
     off = load(["m", "--no-enable-lora-bias", "--no-enable-eplb"], environ={})
     keywords = from_keywords(
         model="m", enable_lora_bias=False, speculative_config=None, tokenizer=None
     )
 
     assert not off.without_effect and not keywords.without_effect
-    with pytest.raises(ConfigError, match="lora_extra_vocab_size is not in this version"):
+    with pytest.raises(ConfigError, match="lora_extra_vocab_size is not supported"):
         from_keywords(model="m", lora_extra_vocab_size=0)
 
 
@@ -349,22 +363,24 @@ def test_the_command_line_of_the_page_is_accepted() -> None:
         ("--tensor-paralel-size", "--tensor-parallel-size"),
     ],
 )
-def test_a_near_spelling_is_suggested(
+def test_the_nearest_flag_name_is_suggested(
     word: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"{word} is no flag of gaudiserve serve; did you mean {meant}?" in refused(capsys, word)
+    assert f"{word} is not a flag of gaudiserve serve; did you mean {meant}?" in refused(
+        capsys, word
+    )
 
 
 @pytest.mark.parametrize(
     "word", ["-t", "-p", "-m", "--top-k", "--foo", "--workers", "--most-log", "--n-gpu-layers"]
 )
-def test_nothing_is_suggested_for_a_flag_that_is_like_no_other(
+def test_a_flag_unlike_all_others_gets_no_suggestion(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert refused(capsys, word, "1") == f"gaudiserve: {word} is no flag of gaudiserve serve\n"
+    assert refused(capsys, word, "1") == f"gaudiserve: {word} is not a flag of gaudiserve serve\n"
 
 
-def test_the_reasons_name_flags_that_exist() -> None:
+def test_the_reasons_name_existing_flags() -> None:
     known = set(server_parser("serve", "")._option_string_actions)
     reasons = [why for _, why in ABSENT] + [accepted.why for accepted in ACCEPTED.values()]
     reasons += [variable.reason for variable in vendor_variables()]
@@ -375,13 +391,13 @@ def test_the_reasons_name_flags_that_exist() -> None:
     assert named <= known
 
 
-def test_short_forms_stand_for_flags_that_exist_or_have_a_reason() -> None:
+def test_short_flags_map_to_existing_or_refused_flags() -> None:
     known = server_parser("serve", "")._option_string_actions
 
     assert all(name in known or absence(name) for name in SHORT_FORMS.values())
 
 
-def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
+def test_keyword_arguments_of_vllm_are_accepted_and_refused_like_its_flags() -> None:
     loaded = from_keywords(model="m", nnodes=1, preemption_mode="swap", trust_remote_code=True)
 
     assert set(loaded.without_effect) == {
@@ -390,6 +406,6 @@ def test_keywords_of_vllm_are_accepted_and_refused_alike() -> None:
         "--trust-remote-code",
     }
     with pytest.raises(
-        ConfigError, match=r"2 settings.*\n.*enable_lora_bias is not in.*\n.*must be 1"
+        ConfigError, match=r"2 settings.*\n.*enable_lora_bias is not su.*\n.*must be 1"
     ):
         from_keywords(model="m", enable_lora_bias=True, nnodes=2)

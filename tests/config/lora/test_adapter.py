@@ -1,4 +1,4 @@
-"""What adapters' folders may hold, and how the rest is refused."""
+"""Adapter folders: accepted contents, and refusals of everything else."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_ranks_scales_and_targets(base: BaseModules, folder: Path) -> None:
+def test_an_adapter_has_the_rank_and_scale_of_its_config(base: BaseModules, folder: Path) -> None:
     adapter = read_adapter(folder, base)
 
     assert len(adapter.modules) == 2 * 7
@@ -94,7 +94,7 @@ def test_ranks_scales_and_targets(base: BaseModules, folder: Path) -> None:
     assert adapter.extra_targets == ()
 
 
-def test_patterns_and_rslora(folder: Path) -> None:
+def test_rank_and_alpha_patterns_and_rslora_set_rank_and_scale(folder: Path) -> None:
     fields(
         use_rslora=True,
         rank_pattern={"q_proj": 16},
@@ -120,7 +120,9 @@ def test_patterns_and_rslora(folder: Path) -> None:
         ("all-linear", True),
     ],
 )
-def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path) -> None:
+def test_target_modules_may_be_a_list_a_regex_or_all(
+    targets: Any, selects: bool, folder: Path
+) -> None:
     fields(target_modules=targets)(folder)
 
     assert config_of(folder).selects(QUERY) is selects
@@ -129,47 +131,47 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (fields(peft_type="IA3"), "says peft_type 'IA3', only LORA"),
-        (fields(use_dora=True), "use_dora: the adapter is DoRA"),
-        (fields(bias="all"), "says bias 'all'"),
-        (fields(lora_bias=True), "says lora_bias True, which is not understood"),
-        (fields(modules_to_save=["lm_head"]), "says modules_to_save"),
-        (fields(init_lora_weights="pissa"), "says init_lora_weights 'pissa'"),
-        (fields(layer_replication=[[0, 2]]), "says layer_replication"),
-        (fields(target_parameters="experts.gate_up_proj"), "says target_parameters .* a list"),
+        (fields(peft_type="IA3"), "has peft_type 'IA3', only LORA"),
+        (fields(use_dora=True), "use_dora, which is not supported"),
+        (fields(bias="all"), "has bias 'all'"),
+        (fields(lora_bias=True), "has lora_bias True, which is not supported"),
+        (fields(modules_to_save=["lm_head"]), "has modules_to_save"),
+        (fields(init_lora_weights="pissa"), "has init_lora_weights 'pissa'"),
+        (fields(layer_replication=[[0, 2]]), "has layer_replication"),
+        (fields(target_parameters="experts.gate_up_proj"), "has target_parameters .* a list"),
         (fields(target_parameters=["a"] * 70_000), "70000 target_parameters, at most 65536"),
-        (fields(target_modules=None, target_parameters=[]), "says target_modules None"),
+        (fields(target_modules=None, target_parameters=[]), "has target_modules None"),
         (
             fields(unsloth_fused_expert_lora={"parameters": {"a": {"lora_B_layout": "mixed"}}}),
-            "says lora_B_layout 'mixed' of a, it must be rank_major or grouped_by_expert",
+            "has lora_B_layout 'mixed' of a, it must be rank_major or grouped_by_expert",
         ),
-        (fields(some_new_field=3), "says some_new_field 3, which is not understood"),
-        (fields(r=0), "says r 0, it must be at least 1"),
-        (fields(r="8"), "says r '8', it must be a number"),
-        (fields(lora_alpha=None), "says lora_alpha None, it must be a number"),
-        (fields(target_modules=[]), r"says target_modules \[\]"),
-        (fields(target_modules="("), "is no regular expression"),
+        (fields(some_new_field=3), "has some_new_field 3, which is not supported"),
+        (fields(r=0), "has r 0, it must be at least 1"),
+        (fields(r="8"), "has r '8', it must be a number"),
+        (fields(lora_alpha=None), "has lora_alpha None, it must be a number"),
+        (fields(target_modules=[]), r"has target_modules \[\]"),
+        (fields(target_modules="("), "is not a valid regular expression"),
         (fields(alpha_pattern={r"(?!q).*": 3}), "alpha_pattern of .* which has a lookahead"),
         (fields(target_modules=["q_proj"] * 200_000), "has 2000.. values, at most 200000"),
         (fields(target_modules=["q_proj"] * 70_000), "70000 target_modules, at most 65536"),
         (fields(rank_pattern={f"a{i}": 4 for i in range(5000)}), "of 5000 modules, at most 4096"),
         (fields(modules_to_save=["a"] * 300_000), "has 3000.. values, at most 200000"),
         (fields(exclude_modules=[[]] * 20_000), "has 20003 lists and objects, at most 16384"),
-        (fields(exclude_modules="a" * 2**21), "has 20.* bytes, at most 2097152 are read"),
+        (fields(exclude_modules="a" * 2**21), "has 20.* bytes, at most 2097152 are allowed"),
         (fields(lora_alpha=10**400), "it must be a finite number"),
-        (fields(lora_alpha=1e30), r"proj.lora_B.weight, which .* by 2.5e\+29: at most 65504"),
+        (fields(lora_alpha=1e30), r"proj.lora_B.weight, which .* by 2.5e\+29, at most 65504"),
         (
             tensors(**{f"{QUERY}.lora_B.weight": torch.full((64, 4), 40000.0)}),
-            f"has 4e.04 in .*{QUERY}.lora_B.weight, which .* multiply by 2: at most 65504",
+            f"has 4e.04 in .*{QUERY}.lora_B.weight, which .* multiply by 2, at most 65504",
         ),
         (
             tensors(**{f"{QUERY}.lora_A.weight": torch.full((4, 64), 1e39, dtype=torch.float64)}),
-            f"has 1e.39 in .*{QUERY}.lora_A.weight: at most 65504",
+            f"has 1e.39 in .*{QUERY}.lora_A.weight, at most 65504",
         ),
         *(
             (
                 tensors(**{f"{QUERY}.lora_A.weight": spoiled(torch.zeros(4, 64, dtype=dtype))}),
-                f"a value in .*{QUERY}.lora_A.weight that is infinite or no number",
+                f"NaN value in .*{QUERY}.lora_A.weight",
             )
             for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
             for spoiled in (
@@ -177,14 +179,14 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
                 lambda tensor: tensor.index_fill(0, torch.tensor(2), -float("inf")),
             )
         ),
-        (fields(rank_pattern={"(": 1}), "is no regular expression"),
-        (fields(rank_pattern=[1]), "says rank_pattern"),
+        (fields(rank_pattern={"(": 1}), "is not a valid regular expression"),
+        (fields(rank_pattern=[1]), "has rank_pattern"),
         (fields(r=8), r"lora_A.weight of 4x\d+, the base model and rank 8 need 8x\d+"),
         (fields(target_modules=["k_proj"]), "which target_modules of .* does not name"),
         (remove("adapter_config.json"), "has no adapter_config.json"),
         (remove("adapter_model.safetensors"), "has no adapter_model.safetensors"),
-        (as_pickle, r"only as a pickle \(adapter_model.bin\)"),
-        (cut, "is not a whole safetensors file"),
+        (as_pickle, r"only pickled weights \(adapter_model.bin\)"),
+        (cut, "is not a complete safetensors file"),
         (
             tensors(**{f"{QUERY}.lora_A.weight": torch.zeros(4, 32)}),
             "of 4x32, the base model and rank 4 need 4x64",
@@ -193,20 +195,23 @@ def test_targets_by_list_regex_or_all(targets: Any, selects: bool, folder: Path)
             tensors(**{f"{QUERY}.lora_B.weight": torch.zeros(60, 4)}),
             "of 60x4, the base model and rank 4 need 64x4",
         ),
-        (tensors(**{f"{QUERY}.lora_B.weight": None}), "has no .*q_proj.lora_B.weight"),
-        (tensors(**{f"{QUERY}.lora_magnitude_vector": torch.ones(4)}), "is no tensor of LoRA"),
+        (tensors(**{f"{QUERY}.lora_B.weight": None}), "and no .*q_proj.lora_B.weight"),
+        (tensors(**{f"{QUERY}.lora_magnitude_vector": torch.ones(4)}), "is not a LoRA tensor"),
         (
             tensors(**{"model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}),
-            "the base model has no such module",
+            "which is not a module of the base model",
         ),
         (
             tensors(**{f"{QUERY}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)}),
             "in I8, it must be one of",
         ),
-        (lambda folder: (folder / "new_embeddings.safetensors").touch(), "tokens of their own"),
+        (
+            lambda folder: (folder / "new_embeddings.safetensors").touch(),
+            "adapters with added tokens",
+        ),
     ],
 )
-def test_what_is_not_understood_is_refused(
+def test_unsupported_adapter_settings_are_refused(
     change: Change, message: str, base: BaseModules, folder: Path
 ) -> None:
     change(folder)
@@ -235,7 +240,7 @@ def test_targets_may_name_modules_without_weights(
     assert len(load_adapter(folder, base).adapter.modules) == 2 * 7
 
 
-def test_a_head_that_is_tied_to_the_embedding_has_its_own_weights(
+def test_ensure_weight_tying_adds_the_head_to_the_targets(
     base: BaseModules, base_folder: Path, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "tied", base_folder, targets=["embed_tokens", "lm_head"])
@@ -249,7 +254,8 @@ def test_a_head_that_is_tied_to_the_embedding_has_its_own_weights(
 def add_base_tensors(
     folder: Path, base_folder: Path, dtype: torch.dtype, **changes: torch.Tensor
 ) -> Path:
-    """Write what PEFT writes besides the adapter's weights if it saves embeddings."""
+    """Write the base weights that PEFT writes besides the adapter's weights if it saves
+    embeddings."""
     weights = load_file(base_folder / "model.safetensors")
     found = {
         "model.embed_tokens.base_layer.weight": weights["model.embed_tokens.weight"].to(dtype),
@@ -262,7 +268,7 @@ def add_base_tensors(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_weights_of_the_base_are_not_used(
+def test_weights_of_the_base_model_in_an_adapter_are_not_used(
     dtype: torch.dtype, base: BaseModules, base_folder: Path, folder: Path
 ) -> None:
     add_base_tensors(folder, base_folder, dtype)
@@ -274,7 +280,7 @@ def test_weights_of_the_base_are_not_used(
     assert adapter.extra_targets == ()
 
 
-def test_a_tied_head_has_the_weights_of_the_embedding(tmp_path: Path) -> None:
+def test_a_base_tensor_of_a_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "tied", tie_word_embeddings=True)
     base = BaseModules(read_model_config(str(folder)))
     adapter = write_adapter(tmp_path / "adapter", folder)
@@ -302,11 +308,11 @@ def test_a_tied_head_has_the_weights_of_the_embedding(tmp_path: Path) -> None:
             {"model.embed_tokens.base_layer.weight": torch.ones(320, 64).half()},
             "has other values in .*embed_tokens.base_layer.weight than the base model",
         ),
-        ({"wte.base_layer.weight": torch.ones(320, 64)}, "wte.base_layer.weight, which is no"),
-        ({"lm_head.base_layer.qweight": torch.ones(320, 64)}, "qweight, which is no tensor"),
+        ({"wte.base_layer.weight": torch.ones(320, 64)}, "wte.base_layer.weight, which is not"),
+        ({"lm_head.base_layer.qweight": torch.ones(320, 64)}, "qweight, which is not a LoRA"),
     ],
 )
-def test_other_weights_than_those_of_the_base_are_refused(
+def test_weights_that_differ_from_the_base_are_refused(
     changes: dict[str, torch.Tensor],
     message: str,
     base: BaseModules,
@@ -329,7 +335,7 @@ def test_tensors_are_counted_before_they_are_read(base: BaseModules, folder: Pat
         load_adapter(folder, base)
 
 
-def test_a_tensor_that_is_twice_in_the_header_is_refused(base: BaseModules, folder: Path) -> None:
+def test_a_duplicate_tensor_in_the_header_is_refused(base: BaseModules, folder: Path) -> None:
     file = folder / "adapter_model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -359,7 +365,7 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 def write_stack(
     folder: Path, mixture: Path, parameters: list[str], **changes: torch.Tensor | None
 ) -> Path:
-    """An adapter of stacked experts, for the 4 experts of layer 0."""
+    """Write an adapter of stacked experts, for the 4 experts of layer 0."""
     write_adapter(folder, mixture, targets=["q_proj"], rank=3, target_parameters=parameters)
     tensors(**{**STACK, **changes})(folder)
     return folder
@@ -405,7 +411,7 @@ def test_stacked_experts_have_a_module_for_each_expert(
             {f"{EXPERTS}.lora_B.weight": torch.ones(64, 8)},
             "lora_B.weight of 64x8, the base model and rank 3 need 64x12",
         ),
-        (BOTH, {f"{EXPERTS}.lora_B.weight": None}, "has no .*experts.lora_B.weight"),
+        (BOTH, {f"{EXPERTS}.lora_B.weight": None}, "and no .*experts.lora_B.weight"),
         (
             BOTH,
             {f"{EXPERTS}.0.up_proj.lora_A.weight": torch.ones(3, 64)},
@@ -426,16 +432,16 @@ def test_stacked_experts_that_do_not_fit_are_refused(
         load_stack(folder, mixture_folder)
 
 
-def test_a_missing_folder(base: BaseModules, tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_pipe_are_refused(base: BaseModules, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
 
-    with pytest.raises(ConfigError, match="pipe is no regular file"):
+    with pytest.raises(ConfigError, match="pipe is not a regular file"):
         read_adapter(tmp_path / "pipe", base)
-    with pytest.raises(ConfigError, match="nowhere is not there"):
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
         read_adapter(tmp_path / "nowhere", base)
 
 
-def test_an_adapter_that_does_not_fit_is_named_with_its_flag_before_the_start(
+def test_an_unsuitable_adapter_is_refused_with_its_flag_before_the_start(
     base_folder: Path, tmp_path: Path
 ) -> None:
     fits = write_adapter(tmp_path / "fits", base_folder)
@@ -458,7 +464,9 @@ def test_an_adapter_that_does_not_fit_is_named_with_its_flag_before_the_start(
     )
 
 
-def test_limits_of_the_server(base: BaseModules, base_folder: Path, tmp_path: Path) -> None:
+def test_adapters_beyond_the_limits_of_the_server_are_refused(
+    base: BaseModules, base_folder: Path, tmp_path: Path
+) -> None:
     folder = write_adapter(tmp_path / "wide", base_folder, rank=32, targets=["lm_head"])
     opened = AdapterFolder(str(folder))
 
@@ -470,7 +478,9 @@ def test_limits_of_the_server(base: BaseModules, base_folder: Path, tmp_path: Pa
     assert extra_targets(config, base) == ("head",)
 
 
-def test_the_hash_is_of_the_contents(base: BaseModules, base_folder: Path, tmp_path: Path) -> None:
+def test_the_hash_of_an_adapter_covers_its_contents(
+    base: BaseModules, base_folder: Path, tmp_path: Path
+) -> None:
     options = ({}, {}, {"alpha": 9.0}, {"seed": 1})
     hashes = [
         load_adapter(
@@ -483,7 +493,7 @@ def test_the_hash_is_of_the_contents(base: BaseModules, base_folder: Path, tmp_p
     assert len(set(hashes)) == 3
 
 
-def test_the_bytes_that_were_checked_are_kept(base: BaseModules, folder: Path) -> None:
+def test_a_load_keeps_the_checked_bytes_on_request(base: BaseModules, folder: Path) -> None:
     loaded = load_adapter(folder, base, keeps_bytes=True)
 
     assert loaded.data.tobytes() == (folder / "adapter_model.safetensors").read_bytes()
@@ -499,24 +509,32 @@ def test_the_bytes_that_were_checked_are_kept(base: BaseModules, folder: Path) -
             "lora_modules names 1 adapter, and enable_lora is off: add --enable-lora",
         ),
         ({"enable_lora": True, "lora_modules": ("a",)}, "must be name=folder or JSON"),
-        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "must have the texts"),
+        ({"enable_lora": True, "lora_modules": ('{"name": "a"}',)}, "must have the strings"),
         ({"enable_lora": True, "lora_modules": ("{",)}, "which is not JSON"),
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "names 'a' 2 times"),
         ({"default_mm_loras": '{"image": "a"}'}, "default_mm_loras is .* and enable_lora is off"),
         ({"enable_lora": True, "default_mm_loras": "{"}, "default_mm_loras is .* is not JSON"),
-        ({"enable_lora": True, "default_mm_loras": '{"audio": "a"}'}, "with the text image alone"),
-        ({"enable_lora": True, "default_mm_loras": '{"image": 1}'}, "with the text image alone"),
+        (
+            {"enable_lora": True, "default_mm_loras": '{"audio": "a"}'},
+            "whose only field is the string image",
+        ),
+        (
+            {"enable_lora": True, "default_mm_loras": '{"image": 1}'},
+            "whose only field is the string image",
+        ),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2, .* max_loras, which is 4"),
         ({"max_lora_rank": 0}, "max_lora_rank is 0"),
         ({"lora_extra_targets": ("tail",)}, "lora_extra_targets has 'tail'"),
     ],
 )
-def test_settings_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
+def test_lora_settings_that_contradict_each_other_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         LoRAConfig(**values)
 
 
-def test_modules_in_json() -> None:
+def test_lora_modules_are_read_as_json_and_as_name_and_path() -> None:
     config = LoRAConfig(
         enable_lora=True,
         lora_modules=('{"name": "a", "path": "b", "base_model_name": "c"}', "d=e=f"),
@@ -526,7 +544,7 @@ def test_modules_in_json() -> None:
     assert config.num_cpu_loras == 2
 
 
-def test_an_adapter_for_images_is_one_of_the_adapters() -> None:
+def test_the_default_image_adapter_is_added_to_the_adapters() -> None:
     config = LoRAConfig(
         enable_lora=True, lora_modules=("a=b",), default_mm_loras='{"image": "c"}', max_loras=1
     )
@@ -536,14 +554,16 @@ def test_an_adapter_for_images_is_one_of_the_adapters() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_dtypes_of_weights(dtype: torch.dtype, base: BaseModules, folder: Path) -> None:
+def test_weights_of_other_dtypes_are_loaded(
+    dtype: torch.dtype, base: BaseModules, folder: Path
+) -> None:
     file = folder / "adapter_model.safetensors"
     save_file({name: item.to(dtype) for name, item in load_file(file).items()}, file)
 
     assert load_adapter(folder, base).adapter.rank == 4
 
 
-def test_an_expression_that_is_not_supported_leaves_the_modules_to_the_weights(
+def test_modules_are_read_from_the_weights_if_the_target_expression_is_unsupported(
     base: BaseModules, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The form that ms-swift writes.
@@ -554,10 +574,10 @@ def test_an_expression_that_is_not_supported_leaves_the_modules_to_the_weights(
     assert len(adapter.modules) == 2 * 7
     (warning,) = caplog.messages
     assert "which has a lookahead" in warning
-    assert "the adapter's weights tell its modules" in warning
+    assert "the modules are taken from its weights" in warning
 
 
-def test_shapes_tell_the_ranks_where_a_pattern_is_not_supported(
+def test_ranks_come_from_shapes_if_a_pattern_is_not_supported(
     base: BaseModules, base_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write_adapter(tmp_path / "ranks", base_folder, rank_pattern={r"q_(?=proj)proj": 8})
@@ -565,10 +585,12 @@ def test_shapes_tell_the_ranks_where_a_pattern_is_not_supported(
     adapter = load_adapter(folder, base).adapter
 
     assert {(module.rank, module.scale) for module in adapter.modules} == {(8, 1.0), (4, 2.0)}
-    assert "the shapes of the adapter's weights tell its ranks" in caplog.text
+    assert "the ranks are taken from the shapes of its weights" in caplog.text
 
 
-def test_an_exponential_expression_takes_no_time(base: BaseModules, folder: Path) -> None:
+def test_an_exponential_expression_is_matched_in_linear_time(
+    base: BaseModules, folder: Path
+) -> None:
     expression = "(([a-z0-9_.]+)+)+!"
     fields(rank_pattern={expression: 9}, alpha_pattern={expression: 9})(folder)
 
@@ -584,7 +606,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 @pytest.fixture
 def lora_dir(tmp_path: Path, folder: Path) -> Path:
-    """A folder below which adapters may be; `folder` is not."""
+    """A folder that may contain adapters; `folder` is outside of it."""
     made = tmp_path.resolve() / "lora-dir"
     (made / "own").mkdir(parents=True)
     (made / "blobs").mkdir()
@@ -616,14 +638,14 @@ def test_a_link_out_of_the_folder_of_adapters_is_refused(
 ) -> None:
     link_all(lora_dir / "own", lora_dir / "blobs")
     (lora_dir / "own" / name).unlink()
-    # Over another link, and over one to a folder.
+    # A link to another link, and a link to a folder.
     (lora_dir / "folder").symlink_to(folder)
     (lora_dir / "nested").symlink_to(lora_dir / "folder" / name)
     (lora_dir / "own" / name).symlink_to(lora_dir / "nested")
 
-    with pytest.raises(ConfigError, match=rf"^theirs/{name} leads out of --lora-dir") as raised:
+    with pytest.raises(ConfigError, match=rf"^theirs/{name} is outside --lora-dir") as raised:
         load_below(lora_dir, base)
-    with pytest.raises(ConfigError, match=r"^theirs/adapter_config.json leads out of --lora-dir"):
+    with pytest.raises(ConfigError, match=r"^theirs/adapter_config.json is outside --lora-dir"):
         load_below(lora_dir, base, "folder")
 
     assert str(lora_dir) not in str(raised.value)
@@ -637,7 +659,7 @@ def test_a_link_that_changes_after_the_check_is_refused(
     swapped = []
 
     def swap(mode: int) -> bool:
-        """Called between the opening of a file and the check of its place."""
+        """Swap the files between the opening of a file and the check of its location."""
         for name in FILES:
             place = lora_dir / "own" / name
             place.unlink()
@@ -647,8 +669,8 @@ def test_a_link_that_changes_after_the_check_is_refused(
 
     monkeypatch.setattr(stat, "S_ISREG", swap)
 
-    # The config is opened below the folder of adapters, the weights after the first swap.
-    with pytest.raises(ConfigError, match=r"^theirs/adapter_model.safetensors leads out"):
+    # The config is opened inside the adapter folder, the weights after the first swap.
+    with pytest.raises(ConfigError, match=r"^theirs/adapter_model.safetensors is outside"):
         load_below(lora_dir, base)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in GGUF files have the matrices of the same adapters in PEFT's folders."""
+"""Adapters in GGUF files have the same matrices as the same adapters in PEFT folders."""
 
 import os
 import struct
@@ -22,7 +22,7 @@ from config.params.lora import EMBEDDING, EXTRA_TARGETS, HEAD
 
 RANK = 3
 REFUSED = "linear_attn.out_proj"
-"""Modules that take no adapter of a file."""
+"""Modules that cannot have an adapter in a GGUF file."""
 
 
 def base_of(folder: Path, case: str) -> BaseModules:
@@ -36,7 +36,7 @@ def load(path: Path, base: BaseModules, max_rank: int = 16) -> LoadedAdapter:
 
 
 def products_in(loaded: LoadedAdapter) -> dict[str, Array]:
-    """The product of the matrices of each module, by its name."""
+    """Product of the two matrices of each module, by module name."""
 
     def values(stored: Any) -> Array:
         end = stored.offset + stored.num_bytes
@@ -52,7 +52,7 @@ def random_product(shape: tuple[int, ...], random: np.random.Generator) -> Array
 
 
 def random_products(base: BaseModules) -> dict[str, Array]:
-    """Products for all linear layers but a head, by the names of the weights."""
+    """Random products for all linear layers except the head, by weight name."""
     random = np.random.default_rng(0)
     return {
         f"{module.name}.weight": random_product(module.spec.shape, random)
@@ -71,11 +71,11 @@ def random_products(base: BaseModules) -> dict[str, Array]:
         *("granitemoe with a shared expert", "bert", "bert of DistilBERT"),
     ],
 )
-def test_matrices_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> None:
+def test_gguf_adapter_matrices_equal_the_peft_adapter(case: str, tmp_path: Path) -> None:
     base = base_of(tmp_path / "hf", case)
     products = random_products(base)
     architecture, config = architecture_of(case), {**COMMON, **CASES[case].fields}
-    # What the base merges and a file has in parts has a rank for each part.
+    # A projection that the base merges and the file splits has one rank per part.
     pairs = pairs_of(architecture, config, products, RANK)
     file = write_pairs(tmp_path / "a.gguf", architecture, pairs, metadata=METADATA)
 
@@ -91,7 +91,7 @@ def test_matrices_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("case", ["granitemoe", "llama4", "gpt-oss"])
 @pytest.mark.parametrize("kinds", [("gate", "up", "down"), ("up",)])
-def test_experts_that_the_checkpoint_stacks(
+def test_adapters_of_stacked_experts_are_loaded(
     case: str, kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     base = base_of(tmp_path / "hf", case)
@@ -122,7 +122,7 @@ def test_experts_that_the_checkpoint_stacks(
         np.testing.assert_allclose(found[name], product * 8.0 / RANK, atol=1e-3, err_msg=name)
 
 
-def test_numbers_of_all_types_and_the_embedding(tmp_path: Path) -> None:
+def test_matrices_of_every_gguf_type_and_of_the_embedding_are_loaded(tmp_path: Path) -> None:
     base = base_of(tmp_path / "hf", "qwen3")
     random = np.random.default_rng(0)
     a = random.standard_normal((32, 64), dtype=np.float32)
@@ -173,8 +173,8 @@ def with_value(value: float) -> tuple[Array, Array]:
         ("qwen2", {QUERY: PAIR}, {}, "of the architecture qwen2, the base model is a LlamaForCaus"),
         ("nothing", {QUERY: PAIR}, {}, "of the architecture nothing, the base model is a Llama"),
         ("llama", {}, {}, "has 0 low-rank matrices, an adapter needs at least 2"),
-        ("llama", {QUERY: (PAIR[0], None)}, {}, "no blk.0.attn_q.weight.lora_b, but blk.0.attn_q"),
-        ("llama", {QUERY: (None, PAIR[1])}, {}, "no blk.0.attn_q.weight.lora_a, but blk.0.attn_q"),
+        ("llama", {QUERY: (PAIR[0], None)}, {}, "and no blk.0.attn_q.weight.lora_b"),
+        ("llama", {QUERY: (None, PAIR[1])}, {}, "and no blk.0.attn_q.weight.lora_a"),
         (
             "llama",
             {QUERY: (PAIR[0], np.ones((64, 3), np.float32))},
@@ -197,27 +197,32 @@ def with_value(value: float) -> tuple[Array, Array]:
             "llama",
             {QUERY: (PAIR[0], np.ones((62, 2), np.float32))},
             {},
-            "has 62 rows in blk.0.attn_q.weight, which 4 heads of two halves do not divide",
+            "has 62 rows in blk.0.attn_q.weight, it must be a multiple of 8 for 4 heads",
         ),
-        ("llama", {"blk.9.attn_q.weight": PAIR}, {}, "blk.9.attn_q.weight, which is no module of"),
-        ("llama", {"blk.0.attn_x.weight": PAIR}, {}, "blk.0.attn_x.weight, which is no module of"),
-        ("llama", {"": PAIR}, {}, "has weights for , which is no module of the base model"),
+        ("llama", {"blk.9.attn_q.weight": PAIR}, {}, "blk.9.attn_q.weight, which is not a module"),
+        ("llama", {"blk.0.attn_x.weight": PAIR}, {}, "blk.0.attn_x.weight, which is not a module"),
+        ("llama", {"": PAIR}, {}, "has weights for , which is not a module of the base model"),
         (
             "llama",
             {QUERY: tuple(item[None] for item in PAIR)},
             {},
             "blk.0.attn_q.weight.lora_a of 3 dimensions, it must have 2",
         ),
-        ("llama", {QUERY: with_value(np.nan)}, {}, "lora_a that is infinite or no number"),
-        ("llama", {QUERY: with_value(np.inf)}, {}, "lora_a that is infinite or no number"),
-        ("llama", {QUERY: with_value(1e5)}, {}, "1e[+]05 in .*lora_a: at most 65504 is served"),
-        ("llama", {QUERY: PAIR}, {"general.type": "model"}, "general.type 'model', an adapter has"),
-        ("llama", {QUERY: PAIR}, {"adapter.type": "x"}, "adapter.type 'x', only 'lora' is served"),
+        ("llama", {QUERY: with_value(np.nan)}, {}, "NaN value in .*lora_a"),
+        ("llama", {QUERY: with_value(np.inf)}, {}, "NaN value in .*lora_a"),
+        ("llama", {QUERY: with_value(1e5)}, {}, "1e[+]05 in .*lora_a, at most 65504 is supported"),
+        ("llama", {QUERY: PAIR}, {"general.type": "model"}, "general.type 'model', it must be"),
+        (
+            "llama",
+            {QUERY: PAIR},
+            {"adapter.type": "x"},
+            "adapter.type 'x', only 'lora' is supported",
+        ),
         (
             "llama",
             {QUERY: PAIR},
             {"adapter.alora.invocation_tokens": [1, 2]},
-            "adapters that begin at such tokens are not served",
+            "activated LoRA",
         ),
         ("llama", {QUERY: PAIR}, {"adapter.lora.alpha": float("nan")}, "must be a finite number"),
         ("llama", {QUERY: PAIR}, {"adapter.lora.alpha": "8"}, "it must be a float"),
@@ -229,7 +234,7 @@ def with_value(value: float) -> tuple[Array, Array]:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(
+def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(
     architecture: str,
     pairs: Any,
     metadata: dict[str, Any],
@@ -249,7 +254,7 @@ def test_a_tensor_that_is_not_low_rank_is_named(llama: BaseModules, tmp_path: Pa
     norm = {"blk.0.attn_norm.weight": np.ones(64, np.float32)}
     file = write_pairs(tmp_path / "a.gguf", "llama", {QUERY: PAIR}, metadata=METADATA, further=norm)
 
-    with pytest.raises(ConfigError, match=r"blk\.0\.attn_norm\.weight, which is no tensor of LoRA"):
+    with pytest.raises(ConfigError, match=r"blk\.0\.attn_norm\.weight, which is not a LoRA tensor"):
         load(file, llama)
 
 
@@ -260,7 +265,9 @@ def test_inputs_in_another_order_are_refused(tmp_path: Path) -> None:
         tmp_path / "a.gguf", "qwen35", {"blk.0.ssm_out.weight": pair}, metadata=METADATA
     )
 
-    with pytest.raises(ConfigError, match=r"blk\.0\.ssm_out\.weight, whose inputs the base model"):
+    with pytest.raises(
+        ConfigError, match=r"blk\.0\.ssm_out\.weight, whose inputs are permuted in the base model"
+    ):
         load(file, base)
 
 
@@ -289,11 +296,11 @@ def test_a_file_beyond_the_limit_is_not_read(
     file = write_pairs(tmp_path / "a.gguf", "llama", {QUERY: PAIR}, metadata=METADATA)
     monkeypatch.setattr("config.lora.adapter.MAX_FILE_BYTES", 1000)
 
-    with pytest.raises(ConfigError, match=r"a.gguf has \d+ bytes, at most 1000 are read"):
+    with pytest.raises(ConfigError, match=r"a.gguf has \d+ bytes, at most 1000 are allowed"):
         load(file, llama)
     monkeypatch.undo()
     monkeypatch.setattr("config.lora.gguf_adapter.MAX_NUMBERS", 255)
-    with pytest.raises(ConfigError, match=r"a.gguf has 256 numbers, at most 255 are read"):
+    with pytest.raises(ConfigError, match=r"a.gguf has 256 values, at most 255 are allowed"):
         load(file, llama)
 
 
@@ -303,12 +310,12 @@ def test_a_link_out_of_the_folder_is_not_followed(llama: BaseModules, tmp_path: 
     (tmp_path / "below" / "b.gguf").symlink_to(file)
     link = AdapterFolder(str(tmp_path / "below" / "b.gguf"), str(tmp_path / "below"), "b.gguf")
 
-    with pytest.raises(ConfigError, match=r"b\.gguf leads out of --lora-dir"):
+    with pytest.raises(ConfigError, match=r"b\.gguf is outside --lora-dir"):
         load_adapter(link, llama, 16, ())
 
 
 def sparse_file(path: Path, header: bytes, num_bytes: int) -> Path:
-    """A file of `num_bytes` that begins with `header`; the rest has no place on the disk."""
+    """A sparse file of `num_bytes` that begins with `header`."""
     path.write_bytes(header)
     os.truncate(path, num_bytes)
     return path
@@ -347,10 +354,10 @@ def test_a_large_file_with_a_wrong_header_is_refused_without_reading_it(
     [
         (
             struct.pack("<QQ", 0, 1) + struct.pack("<QsIIQ", 1, b"a", 9, 8, 2**20),
-            "up to 'a' have 1048576 elements, at most 65536 are read",
+            "up to 'a' have 1048576 elements, at most 65536 are allowed",
         ),
-        (struct.pack("<QQ", 2**17, 0), "131072 tensors, at most 128 are read"),
-        (struct.pack("<QQ", 0, 2**16), "65536 keys, at most 1024 are read"),
+        (struct.pack("<QQ", 2**17, 0), "131072 tensors, at most 128 are allowed"),
+        (struct.pack("<QQ", 0, 2**16), "65536 keys, at most 1024 are allowed"),
     ],
     ids=["texts", "tensors", "keys"],
 )
@@ -383,13 +390,15 @@ def test_a_file_with_too_many_weights_is_refused_without_reading_them(
     file = sparse_file(tmp_path / "a.gguf", bytes(data), 2**30 + 2**20)
 
     def refused() -> None:
-        with pytest.raises(ConfigError, match="268435456 numbers, at most"):
+        with pytest.raises(ConfigError, match="268435456 values, at most"):
             load(file, llama)
 
     assert peak_of(refused) < 64 * 2**20
 
 
-def test_the_hash_is_of_metadata_and_weights(llama: BaseModules, tmp_path: Path) -> None:
+def test_the_hash_of_a_gguf_adapter_covers_metadata_and_weights(
+    llama: BaseModules, tmp_path: Path
+) -> None:
     pairs = {"blk.0.attn_q.weight": factors(random_product((64, 64), np.random.default_rng(0)), 3)}
     file = write_pairs(tmp_path / "a.gguf", "llama", pairs, metadata=METADATA)
     data = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Models that read their prompt in both directions are refused."""
+"""Models with bidirectional attention in the prompt are refused."""
 
 import json
 from pathlib import Path
@@ -29,5 +29,5 @@ def test_paligemma_as_transformers_4_saves_it_is_refused(tmp_path: Path) -> None
     }
     Path(tmp_path, "config.json").write_text(json.dumps(whole))
 
-    with pytest.raises(ConfigError, match=r"PaliGemma.* in both directions"):
+    with pytest.raises(ConfigError, match=r"PaliGemma.* bidirectional attention"):
         read_model_config(str(tmp_path))

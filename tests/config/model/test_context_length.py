@@ -1,4 +1,5 @@
-"""Context length: max_position_embeddings and the rope scaling, under both names of the latter."""
+"""Context length: max_position_embeddings and the rope scaling, with both field names of the
+scaling."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,7 @@ def _read(folder: Path, **changes: Any) -> ModelConfig:
     [
         (64, {"rope_type": "yarn", "factor": 4, ORIGINAL: 64}, 256, 256),
         (64, {"rope_type": "yarn", "factor": 4.0}, 256, 256),
-        # Positions are scaled already, or rounded up as in Qwen3.
+        # Positions already include the scaling, or are rounded up as in Qwen3.
         (256, {"rope_type": "yarn", "factor": 4, ORIGINAL: 64}, 256, 256),
         (80, {"rope_type": "yarn", "factor": 4, ORIGINAL: 64}, 256, 256),
         (256, {"rope_type": "yarn", ORIGINAL: 64}, 256, 256),
@@ -64,7 +65,9 @@ def test_a_rope_with_a_factor_extends_the_context(
         choose_max_model_len(longest + 1, facts)
 
 
-def test_longrope_has_its_original_length_beside_the_scaling(tmp_path: Path) -> None:
+def test_longrope_defaults_to_its_original_length_and_allows_the_extended_length(
+    tmp_path: Path,
+) -> None:
     rope = {"type": "su", **FACTORS}
 
     facts = _read(tmp_path, max_position_embeddings=256, rope_scaling=rope, **{ORIGINAL: 64})
@@ -73,7 +76,9 @@ def test_longrope_has_its_original_length_beside_the_scaling(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("scaled", [FULL, SLIDING])
-def test_the_layer_type_with_a_factor_decides(tmp_path: Path, scaled: str) -> None:
+def test_the_context_length_follows_the_layer_type_with_a_factor(
+    tmp_path: Path, scaled: str
+) -> None:
     ropes: dict[str, dict[str, Any]] = {FULL: {"rope_theta": 1e4}, SLIDING: {"rope_theta": 1e4}}
     ropes[scaled] = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}
 
@@ -82,7 +87,7 @@ def test_the_layer_type_with_a_factor_decides(tmp_path: Path, scaled: str) -> No
     assert max_context_length(facts) == 256
 
 
-def test_gemma_3_has_scaled_positions(tmp_path: Path) -> None:
+def test_the_rope_factor_of_gemma_3_does_not_extend_the_context(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "factor": 8.0}
 
     facts = _read(
@@ -96,7 +101,7 @@ def test_gemma_3_has_scaled_positions(tmp_path: Path) -> None:
     assert max_context_length(facts) == 512
 
 
-def test_the_message_says_where_the_length_comes_from(tmp_path: Path) -> None:
+def test_the_error_names_the_source_of_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4, ORIGINAL: 64}
 
     with pytest.raises(
@@ -117,12 +122,12 @@ def test_the_message_says_where_the_length_comes_from(tmp_path: Path) -> None:
         ({"max_sequence_length": 48}, 48),
         ({"max_sequence_length": 48, "seq_length": 40}, 40),
         ({"seq_length": 128}, 64),
-        # The number that tokenizers write for no limit.
+        # Tokenizers write this number for no limit.
         ({"model_max_length": 10**30, "rope_theta": 10000.0}, 64),
         ({"model_max_length": None, "max_seq_length": -1}, 64),
     ],
 )
-def test_other_fields_may_have_the_length(
+def test_the_context_length_is_read_from_alternative_fields(
     tmp_path: Path, fields: dict[str, Any], longest: int
 ) -> None:
     assert max_context_length(_read(tmp_path, **fields)) == longest

@@ -22,7 +22,7 @@ END = "<|im_end|>"
 
 
 def _write(folder: Path, **files: Any) -> Path:
-    """Write config.json with the fields of `config`, and every other file of `files`."""
+    """Write config.json with the fields of `config`, and a file for each other entry of `files`."""
     for name, value in {"config": {}, **files}.items():
         value = {**CONFIG, **value} if name == "config" else value
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -48,7 +48,7 @@ ADDED = {"added_tokens": [{"id": 2, "content": END}], "model": {"vocab": {"a": 7
         ({}, {}, (2,)),
     ],
 )
-def test_all_sources_end_an_answer(
+def test_end_tokens_are_read_from_all_files(
     tmp_path: Path, config: dict[str, Any], generation: dict[str, Any], ends: tuple[int, ...]
 ) -> None:
     _write(
@@ -83,7 +83,7 @@ def test_all_sources_end_an_answer(
         {"tokenizer_config": {"eos_token": END, "pad_token": END}, "tokenizer": ADDED},
     ],
 )
-def test_the_tokenizers_end_token_has_its_id_in_any_of_its_files(
+def test_the_id_of_the_end_token_is_found_in_any_tokenizer_file(
     tmp_path: Path, files: dict[str, Any]
 ) -> None:
     _write(tmp_path, **files)
@@ -107,7 +107,7 @@ def test_the_tokenizers_end_token_has_its_id_in_any_of_its_files(
         {"tokenizer_config": {"eos_token": END, "added_tokens_decoder": {"x": {"content": END}}}},
     ],
 )
-def test_an_end_token_outside_the_vocabulary_ends_nothing(
+def test_an_end_token_of_the_tokenizer_outside_the_vocabulary_is_ignored(
     tmp_path: Path, files: dict[str, Any]
 ) -> None:
     _write(tmp_path, config={"eos_token_id": 7}, **files)

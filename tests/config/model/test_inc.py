@@ -1,4 +1,4 @@
-"""The compressor's configuration, as far as it is checked before a worker starts."""
+"""The compressor's configuration: checks before a worker starts."""
 
 import json
 from pathlib import Path
@@ -19,14 +19,14 @@ def written(folder: Path, **fields: Any) -> Path:
     return path
 
 
-def test_files_of_measures_are_those_of_the_ranks(tmp_path: Path) -> None:
+def test_measurement_files_are_named_by_rank(tmp_path: Path) -> None:
     config = read_quant_config(str(written(tmp_path, mode="QUANTIZE")))
 
     assert config.measure_file(1, 4) == tmp_path / "stats_hooks_maxabs_1_4.npz"
     assert not config.measures
 
 
-def test_without_separate_files_there_is_one(tmp_path: Path) -> None:
+def test_all_ranks_may_share_one_measurement_file(tmp_path: Path) -> None:
     path = written(tmp_path, mode="measure", seperate_measure_files="False", observer="save")
     config = read_quant_config(str(path))
 
@@ -34,12 +34,12 @@ def test_without_separate_files_there_is_one(tmp_path: Path) -> None:
     assert config.measures
 
 
-def test_a_missing_file_of_measures_is_named_with_the_configuration(tmp_path: Path) -> None:
+def test_a_missing_measurement_file_is_named_with_the_configuration(tmp_path: Path) -> None:
     config = read_quant_config(str(written(tmp_path, mode="QUANTIZE")))
     (tmp_path / "stats_hooks_maxabs_0_2.npz").touch()
 
     with pytest.raises(
-        ConfigError, match=r"quant\.json .*stats_hooks_maxabs_1_2\.npz is not there"
+        ConfigError, match=r"quant\.json .*stats_hooks_maxabs_1_2\.npz does not exist"
     ):
         config.check_files(2)
 
@@ -48,7 +48,7 @@ def test_a_missing_file_of_measures_is_named_with_the_configuration(tmp_path: Pa
     "fields",
     [{"mode": "MEASURE"}, {"scale_method": "unit_scale"}, {"dynamic_quantization": "True"}],
 )
-def test_no_measures_are_needed_to_measure_or_for_scales_without_them(
+def test_measuring_and_scale_methods_without_statistics_need_no_measurement_files(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     read_quant_config(str(written(tmp_path, **fields))).check_files(2)
@@ -57,13 +57,13 @@ def test_no_measures_are_needed_to_measure_or_for_scales_without_them(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"quant\.json, which QUANT_CONFIG names, is no JSON"),
-        ("[]", r"quant\.json, which QUANT_CONFIG names, holds no JSON object"),
+        ("{", r"quant\.json, which QUANT_CONFIG names, is not JSON"),
+        ("[]", r"quant\.json, which QUANT_CONFIG names, is not a JSON object"),
         ('{"mode": "SERVE"}', r"mode in .*quant\.json is 'SERVE', it must be MEASURE or QUANTIZE"),
         ('{"dump_stats_path": 3}', r"dump_stats_path in .*quant\.json is 3, it must be a path"),
     ],
 )
-def test_what_is_no_configuration_is_refused_with_its_file(
+def test_an_invalid_configuration_is_refused_with_its_path(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "quant.json"
@@ -73,7 +73,7 @@ def test_what_is_no_configuration_is_refused_with_its_file(
         read_quant_config(str(path))
 
 
-def test_a_configuration_must_be_named_and_be_there(tmp_path: Path) -> None:
+def test_a_missing_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither QUANT_CONFIG nor --quant-config"):
         read_quant_config(None)
     with pytest.raises(ConfigError, match=r"none\.json, which QUANT_CONFIG names: No such file"):
@@ -109,11 +109,11 @@ def test_the_start_checks_the_configuration_and_the_package(
     quantize = written(tmp_path, mode="QUANTIZE")
     monkeypatch.setattr("config.startup_checks.is_installed", lambda name: False)
 
-    assert "hooks_maxabs_0_1.npz is not there" in refusal(folder, quantize)
+    assert "hooks_maxabs_0_1.npz does not exist" in refusal(folder, quantize)
     fp8 = CacheConfig(kv_cache_dtype="fp8")
-    assert "--kv-cache-dtype is fp8: the compressor" in refusal(folder, quantize, cache=fp8)
+    assert "--kv-cache-dtype is fp8, the compressor" in refusal(folder, quantize, cache=fp8)
     own = CacheConfig(kv_cache_dtype="fp8_inc", calculate_kv_scales=True)
-    assert "--calculate-kv-scales is set: the compressor" in refusal(folder, quantize, cache=own)
+    assert "--calculate-kv-scales is set: leave" in refusal(folder, quantize, cache=own)
     (tmp_path / "stats_hooks_maxabs_0_1.npz").touch()
     assert refusal(folder, quantize).endswith("pip install neural-compressor-pt")
     measure = written(tmp_path, mode="MEASURE")

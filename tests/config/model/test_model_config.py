@@ -1,7 +1,8 @@
-"""read_model_config: both spellings of config.json, and an error for what we cannot run."""
+"""read_model_config: both spellings of config.json, and errors for unsupported models."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ LLAMA: dict[str, Any] = {
 
 
 def _read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
-    """LLAMA with `changes`; None takes a field away."""
+    """Read LLAMA with `changes`; None removes a field."""
     raw = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(raw))
     if generation is not None:
@@ -33,13 +34,15 @@ def _read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any
     return read_model_config(str(folder))
 
 
-def test_what_a_checkpoint_leaves_out_has_the_usual_meaning(tmp_path: Path) -> None:
+def test_omitted_fields_have_the_usual_defaults(tmp_path: Path) -> None:
     config = _read(tmp_path)
 
-    assert config == ModelConfig(str(tmp_path), "LlamaForCausalLM", 320, 64, 128, 2, 4, 4, 16, 512)
+    assert config == ModelConfig(
+        *(str(tmp_path), "LlamaForCausalLM", 320, 64, 128, 2, 4, 4, 16, 512), fields=config.fields
+    )
 
 
-def test_the_old_and_the_new_spelling_of_rope_say_the_same(tmp_path: Path) -> None:
+def test_the_old_and_the_new_spelling_of_rope_are_equivalent(tmp_path: Path) -> None:
     scaling = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
@@ -50,12 +53,12 @@ def test_the_old_and_the_new_spelling_of_rope_say_the_same(tmp_path: Path) -> No
     old = _read(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     new = _read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
 
-    assert old == new
+    assert replace(old, fields=new.fields) == new
     assert new.rope.theta == 5e5
     assert new.rope.scaling == RopeScaling("llama3", factor=8.0, original_max_position=128)
 
 
-def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
+def test_the_default_rope_type_means_no_scaling(tmp_path: Path) -> None:
     config = _read(
         tmp_path,
         rope_parameters={
@@ -70,7 +73,7 @@ def test_a_default_rope_is_no_scaling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
-def test_the_factor_of_longrope_is_worked_out_from_the_lengths(tmp_path: Path, name: str) -> None:
+def test_the_factor_of_longrope_is_computed_from_the_lengths(tmp_path: Path, name: str) -> None:
     rope = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
     config = _read(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
@@ -118,7 +121,7 @@ def test_windows_are_read_for_each_layer(
         ({"no_rope_layers": []}, (), ()),
     ],
 )
-def test_chunks_and_layers_without_rotation_are_read_for_each_layer(
+def test_attention_chunks_and_layers_without_rope_are_read_for_each_layer(
     tmp_path: Path, fields: dict[str, Any], types: tuple[str, ...], rotated: tuple[bool, ...]
 ) -> None:
     config = _read(tmp_path, **fields)
@@ -136,9 +139,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
         {"rope_theta": 1e6, "rope_scaling": LINEAR, "rope_local_base_freq": 5e3},
     ],
 )
-def test_windowed_layers_may_have_a_rope_of_their_own(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_windowed_layers_may_have_their_own_rope(tmp_path: Path, fields: dict[str, Any]) -> None:
     config = _read(tmp_path, **fields)
 
     assert config.rope == RopeConfig(1e6, RopeScaling("linear", factor=8.0))
@@ -146,7 +147,7 @@ def test_windowed_layers_may_have_a_rope_of_their_own(
 
 
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (FULL,), (SLIDING,)])
-def test_equal_ropes_of_all_layers_are_one(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_equal_ropes_of_all_layers_are_merged(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     config = _read(tmp_path, rope_parameters={kind: {"rope_theta": 5e3} for kind in kinds})
 
     assert (config.rope, config.local_rope) == (RopeConfig(5e3), None)
@@ -171,7 +172,7 @@ def test_an_output_limit_comes_from_the_generation_config(
     assert defaults == ({name: float(limit)} if limit > 0 else {})
 
 
-def test_end_tokens_come_from_the_config_if_nothing_else_names_them(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_the_config_if_no_other_file_names_them(tmp_path: Path) -> None:
     assert _read(tmp_path, {}, eos_token_id=4).eos_token_ids == (4,)
 
 
@@ -186,29 +187,41 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, A
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": "64"}, "hidden_size in .* is '64', it must be a int"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in .* is 0, it must be at least 1"),
-        ({"num_key_value_heads": 3}, "4 query heads, not a multiple of its 3 key heads"),
-        ({"hidden_size": 66}, "divides hidden_size 66 into 4 heads"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps in .* is 'small', it must be a number"),
+        ({"num_key_value_heads": 3}, "4 query heads, it must be a multiple of its 3 KV heads"),
+        ({"hidden_size": 66}, "has hidden_size 66, it must be a multiple of its 4 heads"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps in .* is 'small', it must be a finite number"),
         ({"architectures": []}, r"architectures in .* is \[\], it must name one model"),
         ({"text_config": {}}, "more than a text model"),
-        ({"quantization_config": {"quant_method": "hqq"}}, r"are quantized \(hqq\): served are"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"an unsupported quantization \(hqq\): use one of",
+        ),
         ({"dtype": "float8"}, "dtype in .* is float8"),
         ({"sliding_window": 0}, "sliding_window in .* is 0"),
-        ({"sliding_window": 5, "layer_types": ["full_attention"]}, "names 1 layers of 2"),
+        ({"sliding_window": 5, "layer_types": ["full_attention"]}, "has 1 entries, it must have 2"),
         ({"sliding_window": 5, "layer_types": ["a", "a"]}, r"unknown kinds \['a'\]"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor in .* is 1.5"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor in .* is 0"),
         (
             {"rope_parameters": {"main": {}}},
-            "must be those of one rope, or of one for each of full",
+            "must be the parameters of one rope, or of one rope for each of full",
         ),
         (
             {"rope_parameters": {SLIDING: {}, CHUNKED: {"rope_theta": 7.0}}},
             "between windowed and chunked",
         ),
-        ({"sliding_window": 5, "layer_types": [FULL, CHUNKED]}, "no attention_chunk_size"),
-        ({"attention_chunk_size": 5, "layer_types": [FULL, SLIDING]}, "no sliding_window"),
-        ({"sliding_window": 5, "attention_chunk_size": 5}, "a window and chunks, and no layer_"),
+        (
+            {"sliding_window": 5, "layer_types": [FULL, CHUNKED]},
+            "which requires attention_chunk_size",
+        ),
+        (
+            {"attention_chunk_size": 5, "layer_types": [FULL, SLIDING]},
+            "which requires sliding_window",
+        ),
+        (
+            {"sliding_window": 5, "attention_chunk_size": 5},
+            "a sliding window and attention chunks, it must have layer_",
+        ),
         ({"attention_chunk_size": 0}, "attention_chunk_size in .* is 0"),
         ({"no_rope_layers": [1]}, "must have a 0 or a 1 for each of 2 layers"),
         ({"no_rope_layers": [1, "a"]}, "must have a 0 or a 1 for each of 2 layers"),
@@ -216,18 +229,20 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, fields: dict[str, A
         ({"eos_token_id": "end"}, "eos_token_id of .* is 'end'"),
     ],
 )
-def test_what_we_cannot_run_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_unsupported_model_features_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(tmp_path, **fields)
 
 
-def test_a_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no config.json"):
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config.json"):
         read_model_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[]", "holds a list")])
-def test_a_config_that_is_no_object_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("[]", "is a list")])
+def test_a_config_other_than_an_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
 
     with pytest.raises(ConfigError, match=message):
@@ -257,7 +272,7 @@ def test_a_config_that_is_no_object_is_an_error(tmp_path: Path, text: str, messa
         ),
     ],
 )
-def test_a_number_that_no_tensor_holds_is_refused(
+def test_numbers_out_of_range_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -1,7 +1,7 @@
-"""config.json as transformers 4.51 and 4.57 save it, against the file of version 5.
+"""config.json as saved by transformers 4.51 and 4.57, compared with the file of version 5.
 
-The facts come from checkpoints that these releases saved. The names and shapes of the tensors of
-all these text models are equal in the three releases.
+The model configs come from checkpoints that these releases saved. The names and shapes of the
+tensors of all these text models are equal in the three releases.
 """
 
 import json
@@ -41,7 +41,7 @@ WINDOWS = {"sliding_window": 9, "num_hidden_layers": 6}
 
 
 class Form(NamedTuple):
-    """How a release before 5 saves a family, beside the rope and the data type."""
+    """How a release before 5 saves a family, apart from the rope and the data type."""
 
     model_type: str
     given: Mapping[str, Any] = {}
@@ -119,7 +119,7 @@ FORMS: dict[str, Form] = {
 
 
 def as_before_5(config: dict[str, Any], form: Form) -> dict[str, Any]:
-    """The config.json of the same model."""
+    """The config.json of the same model, in the form before 5."""
     kept = {name: value for name, value in config.items() if name not in form.absent}
     rope = dict(kept.pop("rope_parameters"))
     if "full_attention" in rope:
@@ -138,7 +138,7 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_older_form_says_the_same(name: str, tmp_path: Path) -> None:
+def test_an_older_config_form_gives_the_same_model_config(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     if form.model_type not in CONFIG_MAPPING:
         pytest.skip("the installed transformers has no such model")

@@ -1,4 +1,5 @@
-"""Which models give vectors, and how: their own files, sentence-transformers', and settings."""
+"""Which models return vectors, and how: their own files, sentence-transformers' files, and
+settings."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ from tiny_encoders import ENCODERS, write_json, write_modules
 from tiny_models import COMMON
 
 from config.engine import EngineConfig, SchedulerConfig
-from config.errors import ConfigError
+from config.errors import ConfigError, SettingError
 from config.loading.sources import from_keywords, load
 from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.read_config import read_model_config
@@ -46,7 +47,7 @@ def given(folder: Path, **settings: Any) -> PoolerConfig:
         ("XLMRobertaForSequenceClassification", ("cls",), ("classify",)),
     ],
 )
-def test_a_model_without_a_head_for_tokens_gives_vectors(
+def test_a_model_without_a_language_model_head_is_a_pooling_model(
     architecture: str, modes: tuple[str, ...], tasks: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = given(folder_of(tmp_path, architecture))
@@ -55,19 +56,22 @@ def test_a_model_without_a_head_for_tokens_gives_vectors(
     assert found.facts.normalizes
 
 
-def test_a_language_model_gives_tokens_unless_its_files_or_the_operator_say_otherwise(
+def test_a_language_model_generates_unless_its_files_or_the_operator_select_pooling(
     tmp_path: Path,
 ) -> None:
     folder = folder_of(tmp_path, "Qwen3ForCausalLM")
 
     assert chosen(folder) is None
     assert given(folder, runner="pooling").modes == ("lasttoken",)
+    assert given(folder, convert="embed").modes == ("lasttoken",)
+    with pytest.raises(ConfigError, match="'generate' and convert is 'embed'"):
+        chosen(folder, runner="generate", convert="embed")
     with pytest.raises(ConfigError, match="convert is 'none'"):
         chosen(folder, runner="pooling", convert="none")
     write_modules(folder, "Transformer", "Pooling", pooling={"pooling_mode_lasttoken": True})
     assert given(folder).modes == ("lasttoken",)
     assert chosen(folder, runner="generate") is None
-    with pytest.raises(ConfigError, match="BertModel, which gives vectors"):
+    with pytest.raises(ConfigError, match="BertModel, which is a pooling model"):
         chosen(folder_of(tmp_path, "BertModel"), runner="generate")
 
 
@@ -108,7 +112,7 @@ def test_sentence_transformers_files_are_read_in_full(tmp_path: Path) -> None:
         ({}, ("mean",)),
     ],
 )
-def test_newer_files_name_the_modes(
+def test_pooling_modes_are_read_from_newer_files(
     pooling: dict[str, Any], modes: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, "BertModel")
@@ -130,7 +134,7 @@ def test_truncate_dim_is_the_width_of_vectors(tmp_path: Path) -> None:
     assert given(folder).facts.width == 64
 
 
-def test_texts_that_a_chat_template_renders_are_refused(tmp_path: Path) -> None:
+def test_a_message_modality_of_sentence_transformers_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "Qwen3ForCausalLM")
     modality = {"method": "forward", "method_output_name": "last_hidden_state"}
     write_modules(
@@ -155,7 +159,7 @@ def test_texts_that_a_chat_template_renders_are_refused(tmp_path: Path) -> None:
         (("Transformer", "Pooling", "Dense"), OLD_MEAN, "has no in_features"),
     ],
 )
-def test_modules_that_are_not_built_here_are_refused(
+def test_unsupported_modules_of_sentence_transformers_are_refused(
     kinds: tuple[str, ...], pooling: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, "BertModel")
@@ -176,7 +180,7 @@ def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
         chosen(folder)
 
 
-def test_the_operator_may_set_how_vectors_are_made(tmp_path: Path) -> None:
+def test_the_operator_may_override_the_pooling_settings(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "BertModel")
     asked = {"pooling_type": "MEAN", "normalize": False, "matryoshka_dimensions": [32, 16]}
 
@@ -186,7 +190,7 @@ def test_the_operator_may_set_how_vectors_are_made(tmp_path: Path) -> None:
     assert found.facts.dimensions == (16, 32)
     for text, words in (
         ("{", "must be a JSON object"),
-        ('{"step_tag_id": 1}', "holds step_tag_id"),
+        ('{"step_tag_id": 1}', "has step_tag_id"),
         ('{"pooling_type": "STEP"}', "is 'step'"),
         ('{"normalize": 1}', "must be a bool"),
     ):
@@ -214,7 +218,7 @@ def test_the_operator_may_set_how_vectors_are_made(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_heads_labels_and_activation_are_those_of_its_files(
+def test_labels_and_activation_of_a_head_come_from_its_files(
     fields: dict[str, Any], activation: str, labels: tuple[str, ...] | None, tmp_path: Path
 ) -> None:
     found = given(folder_of(tmp_path, "BertForSequenceClassification", **fields))
@@ -250,9 +254,33 @@ def test_the_default_token_budget_holds_the_longest_text(tmp_path: Path) -> None
 
     assert (context(None), context(4000)) == (8192, 4000)
     assert SchedulerConfig().token_budget() == 2048
-    assert SchedulerConfig().token_budget(8192) == 8192
-    assert SchedulerConfig().token_budget(1000) == 2048
-    assert SchedulerConfig(max_num_batched_tokens=100).token_budget(8192) == 100
+    assert SchedulerConfig().token_budget(8192) == 2048
+    assert SchedulerConfig().token_budget(8192, is_pooling=True) == 8192
+    assert SchedulerConfig().token_budget(1000, is_pooling=True) == 2048
+    fixed = SchedulerConfig(max_num_batched_tokens=100)
+    assert fixed.token_budget(8192, is_pooling=True) == 100
+
+
+def test_a_step_without_chunks_holds_the_longest_prompt(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "LlamaForCausalLM", max_position_embeddings=8192)
+    model = read_model_config(str(folder))
+
+    def context(max_num_batched_tokens: int | None, max_model_len: int | None) -> int:
+        schedule = SchedulerConfig(
+            max_num_batched_tokens=max_num_batched_tokens, enable_chunked_prefill=False
+        )
+        config = EngineConfig(str(folder), max_model_len=max_model_len, scheduler=schedule)
+        return choose_context(config, model, None)
+
+    assert SchedulerConfig(enable_chunked_prefill=False).token_budget(8192) == 8192
+    assert [context(None, None), context(8192, None), context(4000, 4000)] == [8192, 8192, 4000]
+    for max_model_len, longest in ((None, 8192), (5000, 5000)):
+        with pytest.raises(
+            SettingError,
+            match=f"--max-num-batched-tokens is 4000 and --max-model-len is {longest}: .* set "
+            f"--max-num-batched-tokens to {longest} or more, or --max-model-len to 4000 or less",
+        ):
+            context(4000, max_model_len)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +298,7 @@ def test_the_default_token_budget_holds_the_longest_text(tmp_path: Path) -> None
         ),
     ],
 )
-def test_the_longest_text_stands_in_one_of_several_files(
+def test_the_longest_text_is_read_from_several_files(
     files: dict[str, Any], longest: int, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, "BertModel")
@@ -280,7 +308,7 @@ def test_the_longest_text_stands_in_one_of_several_files(
     assert choose_context(config, model, choose_pooler(config, model)) == longest
 
 
-def test_the_flags_carry_vllms_names_old_and_new() -> None:
+def test_the_flags_have_the_old_and_new_names_of_vllm() -> None:
     settings = load(["some/model", "--task", "embed"], environ={}).engine
     keywords = from_keywords(model="some/model", override_pooler_config={"pooling_type": "MEAN"})
 

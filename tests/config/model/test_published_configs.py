@@ -1,4 +1,4 @@
-"""config.json in the form in which makers of models publish it, with the fields that matter: every
+"""config.json in the form in which publishers release it, with the fields that matter: every
 architecture of docs/models.md is read, in the forms of its checkpoints (a wrapper with images,
 nested fields, older names, FP8)."""
 
@@ -28,7 +28,7 @@ PUBLISHED = [
 
 
 def kind(layer: LayerSpec) -> str:
-    """The layer in one word for each property that is not the usual one."""
+    """The layer as a string: a word for each unusual property."""
     words = [
         layer.attention,
         f"window {layer.window}" * bool(layer.window),
@@ -40,26 +40,30 @@ def kind(layer: LayerSpec) -> str:
     return ", ".join(word for word in words if word)
 
 
-def summary(facts: ModelConfig) -> dict[str, Any]:
-    """What the table compares."""
-    rope, moe = facts.rope, facts.moe
+def summary(model_config: ModelConfig) -> dict[str, Any]:
+    """Fields that the table compares."""
+    rope, moe = model_config.rope, model_config.moe
     found: dict[str, Any] = {
-        "architecture": facts.architecture,
-        "heads": [facts.num_heads, facts.num_kv_heads, facts.head_dim],
-        "sizes": [facts.hidden_size, facts.intermediate_size, facts.vocab_size],
-        "context": max_context_length(facts),
+        "architecture": model_config.architecture,
+        "heads": [model_config.num_heads, model_config.num_kv_heads, model_config.head_dim],
+        "sizes": [
+            model_config.hidden_size,
+            model_config.intermediate_size,
+            model_config.vocab_size,
+        ],
+        "context": max_context_length(model_config),
         "rope": [rope.theta, rope.partial, None if rope.scaling is None else rope.scaling.kind],
-        "tied": facts.tie_word_embeddings,
-        "layers": facts.num_layers,
+        "tied": model_config.tie_word_embeddings,
+        "layers": model_config.num_layers,
     }
     if moe is not None:
         found["experts"] = [moe.num_experts, moe.top_k, moe.inner_size, moe.shared_size]
-    if facts.quantization is not None:
-        found["quantization"] = facts.quantization.method
-    if facts.vision is not None:
-        found["images"] = facts.vision.image_token_id
-    if facts.architecture in ARCHITECTURES:
-        found["layers"] = dict(Counter(kind(layer) for layer in decoder_spec(facts).layers))
+    if model_config.quantization is not None:
+        found["quantization"] = model_config.quantization.method
+    if model_config.vision is not None:
+        found["images"] = model_config.vision.image_token_id
+    if model_config.architecture in ARCHITECTURES:
+        found["layers"] = dict(Counter(kind(layer) for layer in decoder_spec(model_config).layers))
     return found
 
 
@@ -75,21 +79,21 @@ def test_the_table_has_every_architecture() -> None:
 
 
 def described(folder: Path, **text: Any) -> ModelConfig:
-    """The facts of a whole model with the text_config `text`."""
+    """Model config of a multimodal checkpoint whose text_config is `text`."""
     whole = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
     (folder / "config.json").write_text(json.dumps(whole))
     return read_model_config(str(folder))
 
 
-def test_fields_that_text_config_leaves_out_are_those_of_transformers(tmp_path: Path) -> None:
-    """transformers leaves out what has the value of the class of the text model."""
+def test_omitted_text_config_fields_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """transformers omits fields that have the default value of the text model's class."""
     if transformers_before("5.18"):
         pytest.skip("other values in an older release")
     from transformers import CONFIG_MAPPING
 
     for model_type in TEXT_DEFAULTS:
         config = CONFIG_MAPPING[model_type]
-        # Ropes have defaults of their own; a tied head is a fact of the whole model.
+        # Ropes have separate defaults; tied embeddings are a field of the outer config.
         defaults = {
             name: entry.default
             for name, entry in config.__dataclass_fields__.items()
@@ -120,7 +124,7 @@ def test_a_text_model_that_is_not_built_in_is_named_with_its_neighbours() -> Non
 
     with pytest.raises(
         ConfigError,
-        match=rf"text_config in config\.json has the model_type 'qwen4_text', .* is not built in: "
+        match=rf"text_config in config\.json has the model_type 'qwen4_text', .* is not supported: "
         rf"the nearest of the {len(TEXT_MODELS)} .* are qwen3, ",
     ):
         text_part(Fields(whole, Path("config.json")))
@@ -139,57 +143,60 @@ def test_a_text_model_without_model_type_is_known_by_its_architecture() -> None:
         text_part(Fields(raw["config"], Path("config.json")))
 
 
-def test_a_null_in_text_config_is_no_absent_field(tmp_path: Path) -> None:
-    """A Mistral has a window where config.json does not say that it has none."""
+def test_a_null_in_text_config_differs_from_an_absent_field(tmp_path: Path) -> None:
+    """A Mistral has a window unless config.json explicitly disables it."""
     assert described(tmp_path, model_type="mistral").sliding_window == 4096
     assert described(tmp_path, model_type="mistral", sliding_window=None).sliding_window is None
 
 
-def test_another_name_of_a_field_counts_before_the_value_of_transformers(tmp_path: Path) -> None:
-    """transformers 5 saves the number of experts of a Qwen3 so."""
+def test_an_alternative_field_name_takes_precedence_over_the_default_of_transformers(
+    tmp_path: Path,
+) -> None:
+    """transformers 5 saves the number of experts of a Qwen3 under this name."""
     facts = described(tmp_path, model_type="qwen3_moe", num_local_experts=16, n_layers=3)
 
     assert facts.moe is not None and facts.moe.num_experts == 16
     assert facts.num_layers == 3
 
 
+NEAREST = r"(are \w+|lists the \d+ supported architectures)"
 TEXT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a text model that is not built in": (
+    "a text model that is not supported": (
         "MiniMaxM9ForConditionalGeneration",
         {"text_config": {**TEXT, "model_type": "minimax_m9_text"}},
-        r"model_type 'minimax_m9_text', .* not built in: .* are minimax_m2, ",
+        r"model_type 'minimax_m9_text', .* not supported: .* are minimax_m2, ",
     ),
     "parts of its own": (
         "Qwen4OmniMoeForConditionalGeneration",
         {"writer_config": {"text_config": TEXT}},
-        r"has no hidden_size, and a Qwen4Omni.* not built in; .* are .*Qwen3OmniMoeForConditional",
+        r"has no hidden_size, and a Qwen4Omni.* not supported; .* are .*Qwen3OmniMoeForConditional",
     ),
     "an encoder of audio": (
         "UltravoxModel",
         {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": {}},
-        r"with more than a text model, .* docs/models\.md (are \w+|lists the \d+ architectures)",
+        rf"with more than a text model, .* docs/models\.md {NEAREST}",
     ),
     "an encoder and a decoder": (
         "T5ForConditionalGeneration",
         {"is_encoder_decoder": True},
-        r"with an encoder and a decoder, .* docs/models\.md (are \w+|lists the \d+ architectures)",
+        rf"with an encoder and a decoder, .* docs/models\.md {NEAREST}",
     ),
     "speech": (
         "WhisperForConditionalGeneration",
         {"is_encoder_decoder": True},
-        r"with an encoder and a decoder, which is not supported; speech is not served$",
+        r"with an encoder and a decoder, which is not supported; speech models are not supported$",
     ),
     "other names of fields": (
         "Mamba2ForCausalLM",
         {"hidden_size": 64, "num_hidden_layers": 2},
-        r"has no num_attention_heads, and a Mamba2ForCausalLM is not built in; the nearest",
+        r"has no num_attention_heads, and a Mamba2ForCausalLM is not supported; the nearest",
     ),
 }
 
 
 @pytest.mark.parametrize(("name", "rest", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_served_is_refused_with_its_neighbours(
+def test_an_unsupported_model_is_refused_with_similar_models(
     name: str, rest: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     whole = {"image_token_id": 5, "vision_config": {}} if "MiniMax" in name else {}

@@ -28,12 +28,12 @@ MODULE = "model.layers.1.mlp.down_proj"
         ("re:vision_tower.*", False),
         ("re:model[.]visual.*", False),
         ("re:.*visual.*", False),
-        # Python's `re` would need years for it.
+        # Python's `re` would backtrack for years on this pattern.
         ("re:(([a-z0-9_.]+)+)+!", False),
         ("multi_modal_projector", False),
     ],
 )
-def test_names_of_the_whole_model_of_a_text_model_count(pattern: str, is_plain: bool) -> None:
+def test_ignored_modules_match_names_of_the_multimodal_model(pattern: str, is_plain: bool) -> None:
     scheme = WeightScheme(8, ())
     config = QuantizationConfig("gptq", (Rule(("Linear",), scheme),), ignored=(pattern,))
 

@@ -1,4 +1,4 @@
-"""What tools write of quantized weights, besides the tensors."""
+"""What quantization tools write besides the tensors."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 
 
 def read(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> QuantizationConfig:
-    """The settings of a folder with this config.json and JSON files."""
+    """Quantization settings of a folder with this config.json and these JSON files."""
     for name, content in {"config": config, **files}.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     fields = Fields(config, folder / "config.json")
@@ -48,7 +48,7 @@ def zeros_offset(scheme: WeightScheme | None) -> int:
         ("quant_config", AWQ, "awq"),
     ],
 )
-def test_settings_in_a_file_of_their_own(
+def test_settings_in_a_separate_file_are_read(
     name: str, content: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
     found = read(tmp_path, {}, **{name: content})
@@ -58,7 +58,7 @@ def test_settings_in_a_file_of_their_own(
     assert {scheme.group_size for scheme in found.schemes} == {128}
 
 
-def test_config_json_counts_before_other_files(tmp_path: Path) -> None:
+def test_config_json_takes_precedence_over_other_files(tmp_path: Path) -> None:
     own = {"quantization_config": {**GPTQ, "quant_method": "gptq"}}
 
     found = read(tmp_path, own, quantize_config={**GPTQ, "bits": 3})
@@ -67,18 +67,18 @@ def test_config_json_counts_before_other_files(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_file_of_the_settings(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bits .*quantize_config\.json is 3, served is 4 or 8"):
+    with pytest.raises(ConfigError, match=r"bits .*quantize_config\.json is 3, it must be 4 or 8"):
         read(tmp_path, {}, quantize_config={**GPTQ, "bits": 3})
 
 
-def test_a_file_without_bits_says_nothing(tmp_path: Path) -> None:
+def test_a_file_without_bits_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "quantize_config.json").write_text('{"dataset": "c4"}')
 
     assert read_quantization(Fields({}, tmp_path / "config.json")) is None
 
 
 @pytest.mark.parametrize("method", [{}, {"quant_method": "compressed-tensors"}])
-def test_the_older_name_of_the_field_of_compressed_tensors(
+def test_the_older_field_name_of_compressed_tensors_is_read(
     method: dict[str, Any], tmp_path: Path
 ) -> None:
     found = read(tmp_path, {"compression_config": {**COMPRESSED, **method}})
@@ -89,7 +89,9 @@ def test_the_older_name_of_the_field_of_compressed_tensors(
 
 
 @pytest.mark.parametrize("field", ["load_in_4bit", "load_in_8bit"])
-def test_early_bitsandbytes_has_no_method(field: str, tmp_path: Path) -> None:
+def test_early_bitsandbytes_settings_are_recognized_without_quant_method(
+    field: str, tmp_path: Path
+) -> None:
     assert read(tmp_path, {"quantization_config": {field: True}}).method == "bitsandbytes"
 
 
@@ -97,7 +99,7 @@ def test_early_bitsandbytes_has_no_method(field: str, tmp_path: Path) -> None:
     ("order", "desc_act"),
     [("group", True), ("dynamic", True), (True, True), ("weight", False), ("static", False)],
 )
-def test_spellings_of_the_order_of_inputs(order: Any, desc_act: bool, tmp_path: Path) -> None:
+def test_every_spelling_of_actorder_is_read(order: Any, desc_act: bool, tmp_path: Path) -> None:
     group = {"targets": ["Linear"], "weights": {**WEIGHTS, "actorder": order}}
     config = {**COMPRESSED, "config_groups": {"group_0": group}}
 
@@ -106,7 +108,7 @@ def test_spellings_of_the_order_of_inputs(order: Any, desc_act: bool, tmp_path: 
     assert [scheme.desc_act for scheme in found.schemes] == [desc_act]
 
 
-def test_blocks_of_fp8_as_a_text(tmp_path: Path) -> None:
+def test_an_fp8_block_structure_may_be_a_string(tmp_path: Path) -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x64"}
     group = {"targets": ["Linear"], "weights": weights}
     config = {"format": "float-quantized", "config_groups": {"group_0": group}}
@@ -121,7 +123,7 @@ def transforms(*locations: str) -> dict[str, Any]:
     return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}}
 
 
-def test_rotations_of_weights_are_in_the_weights(tmp_path: Path) -> None:
+def test_rotations_that_are_fused_into_the_weights_are_accepted(tmp_path: Path) -> None:
     own = transforms("weight_input", "weight_output")
 
     assert read(tmp_path, {"compression_config": {**COMPRESSED, **own}}).rules
@@ -130,11 +132,11 @@ def test_rotations_of_weights_are_in_the_weights(tmp_path: Path) -> None:
 def test_rotations_of_activations_are_refused(tmp_path: Path) -> None:
     own = transforms("weight_output", "input")
 
-    with pytest.raises(ConfigError, match=r"transform_config .* is 'input', served is weight_i"):
+    with pytest.raises(ConfigError, match=r"transform_config .* is 'input', it must be weight_i"):
         read(tmp_path, {"compression_config": {**COMPRESSED, **own}})
 
 
-def test_the_first_pattern_of_dynamic_counts(tmp_path: Path) -> None:
+def test_the_first_pattern_of_dynamic_takes_precedence(tmp_path: Path) -> None:
     dynamic = {
         r"+:.*layers\.0\..*q_proj": {"bits": 8, "group_size": 32},
         r"-:.*layers\.0\.": {},
@@ -153,7 +155,7 @@ def test_the_first_pattern_of_dynamic_counts(tmp_path: Path) -> None:
     assert (down.bits, down.group_size) == (8, 128)
     assert (other.bits, other.group_size) == (4, 128)
     assert found.scheme_of("model.layers.0.mlp.up_proj") is None
-    # Names of the text model in a whole model.
+    # Names in a text model that is part of a multimodal model.
     assert found.scheme_of("layers.0.self_attn.q_proj") == query
 
 
@@ -171,7 +173,7 @@ def test_the_first_pattern_of_dynamic_counts(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
-def test_packings_of_auto_round(
+def test_the_packing_of_auto_round_sets_the_zero_point_offset(
     packing: dict[str, Any], offset: int, method: str, tmp_path: Path
 ) -> None:
     own = {"quantization_config": {**ROUND, **packing, "quant_method": method}}
@@ -183,7 +185,7 @@ def test_packings_of_auto_round(
     assert not found.has_head
 
 
-def test_modules_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> None:
+def test_auto_round_modules_may_have_their_own_settings(tmp_path: Path) -> None:
     extra = {
         r".*layers\.1\..*": {"bits": 8},
         DOWN: {"bits": 16, "data_type": "float"},
@@ -203,7 +205,7 @@ def test_modules_of_auto_round_with_settings_of_their_own(tmp_path: Path) -> Non
     assert found.scheme_of("visual.blocks.0.attn.q_proj") is None
 
 
-def test_blocks_in_fp8_of_auto_round(tmp_path: Path) -> None:
+def test_auto_round_fp8_blocks_equal_block_fp8(tmp_path: Path) -> None:
     # The form that release 0.16.1 writes.
     config = {
         **ROUND,
@@ -232,26 +234,26 @@ def test_blocks_in_fp8_of_auto_round(tmp_path: Path) -> None:
     assert found.scheme_of(DOWN) is None
     assert found.scheme_of("lm_head") is None
     del config["weight_block_size"]
-    with pytest.raises(ConfigError, match=r"data_type .* is 'fp', served is 'int'"):
+    with pytest.raises(ConfigError, match=r"data_type .* is 'fp', it must be 'int'"):
         read(tmp_path, {"quantization_config": config})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 3}, "bits .* is 3, served is 4 or 8"),
-        ({"data_type": "mx_int"}, "data_type .* is 'mx_int', served is 'int'"),
-        ({"data_type": "mx_fp"}, "packing_format .* served is one of auto_round:llm_compressor"),
-        ({"act_bits": 8}, "act_bits .* is 8, served is 16"),
+        ({"bits": 3}, "bits .* is 3, it must be 4 or 8"),
+        ({"data_type": "mx_int"}, "data_type .* is 'mx_int', it must be 'int'"),
+        ({"data_type": "mx_fp"}, "packing_format .* it must be one of auto_round:llm_compressor"),
+        ({"act_bits": 8}, "act_bits .* is 8, it must be 16"),
         ({"super_bits": 6}, "super_bits .* is 6"),
-        ({"packing_format": "mlx"}, "packing_format .* is 'mlx', served is auto_round"),
-        ({"packing_format": "auto_round:auto_awq", "bits": 8}, "bits .* is 8, served is 4"),
+        ({"packing_format": "mlx"}, "packing_format .* is 'mlx', it must be auto_round"),
+        ({"packing_format": "auto_round:auto_awq", "bits": 8}, "bits .* is 8, it must be 4"),
         ({"extra_config": {"lm_head": 8}}, "extra_config .* is 8"),
-        ({"extra_config": {"(": {"bits": 8}}}, "extra_config .* is no regular expression"),
+        ({"extra_config": {"(": {"bits": 8}}}, "extra_config .* is not a valid regular expression"),
         ({"block_name_to_quantize": [[1]]}, r"block_name_to_quantize .* is \[\[1\]\]"),
     ],
 )
-def test_what_auto_round_writes_and_is_not_served(
+def test_unsupported_auto_round_formats_are_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     own = {"quantization_config": {**ROUND, "quant_method": "auto-round", **changes}}
@@ -264,7 +266,7 @@ def test_what_auto_round_writes_and_is_not_served(
 def test_other_layouts_of_awq_are_refused(field: str, tmp_path: Path) -> None:
     own = {"bits": 4, "group_size": 128, "quant_method": "awq", field: "gemv"}
 
-    with pytest.raises(ConfigError, match=f"{field} .* is 'gemv', served is 'gemm'"):
+    with pytest.raises(ConfigError, match=f"{field} .* is 'gemv', it must be 'gemm'"):
         read(tmp_path, {"quantization_config": own})
 
 
@@ -298,7 +300,7 @@ def test_other_layouts_of_awq_are_refused(field: str, tmp_path: Path) -> None:
     ],
     ids=["config.json", "hf_quant_config.json"],
 )
-def test_modelopt_in_fp8_is_fp8_with_scales_of_activations(
+def test_modelopt_fp8_is_read_as_static_fp8(
     config: dict[str, Any], files: dict[str, Any], tmp_path: Path
 ) -> None:
     found = read(tmp_path, config, **files)
@@ -314,7 +316,7 @@ def test_modelopt_in_fp8_is_fp8_with_scales_of_activations(
 def test_modelopt_in_other_formats_is_refused(tmp_path: Path) -> None:
     own = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
-    with pytest.raises(ConfigError, match=r"quant_algo .* is 'NVFP4', served is one of FP8"):
+    with pytest.raises(ConfigError, match=r"quant_algo .* is 'NVFP4', it must be one of FP8"):
         read(tmp_path, {"quantization_config": own})
 
 
@@ -343,7 +345,7 @@ MX_FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", MX_FORMS)
-def test_mxfp8_has_a_power_of_two_for_32_inputs(method: str, tmp_path: Path) -> None:
+def test_mxfp8_scales_are_powers_of_two_for_groups_of_32(method: str, tmp_path: Path) -> None:
     config = {"quant_method": method, **MX_FORMS[method]}
 
     scheme = read(tmp_path, {"quantization_config": config}).scheme_of(QUERY)
@@ -356,7 +358,7 @@ def test_mxfp8_has_a_power_of_two_for_32_inputs(method: str, tmp_path: Path) -> 
     assert scales.dtypes == ("U8", "F8_E8M0")
 
 
-def test_auto_round_leaves_a_module_of_mxfp8_out(tmp_path: Path) -> None:
+def test_excluded_modules_of_auto_round_mxfp8_are_not_quantized(tmp_path: Path) -> None:
     config = {"quant_method": "auto-round", **MX_FORMS["auto-round"]}
 
     assert read(tmp_path, {"quantization_config": config}).scheme_of(DOWN) is None
@@ -365,24 +367,28 @@ def test_auto_round_leaves_a_module_of_mxfp8_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        ("mxfp8", {"weight_block_size": [128, 128]}, r"weight_block_size .* served is \[1, 32\]"),
-        ("mxfp8", {"scale_fmt": "float"}, "scale_fmt .* is 'float', served is one of ue8m0"),
-        ("mxfp8", {"fmt": "e5m2"}, "fmt .* is 'e5m2', served is one of e4m3"),
+        ("mxfp8", {"weight_block_size": [128, 128]}, r"weight_block_size .* it must be \[1, 32\]"),
+        ("mxfp8", {"scale_fmt": "float"}, "scale_fmt .* is 'float', it must be one of ue8m0"),
+        ("mxfp8", {"fmt": "e5m2"}, "fmt .* is 'e5m2', it must be one of e4m3"),
         ("mxfp8", {"activation_scheme": "static"}, "activation_scheme .* is 'static'"),
-        ("mxfp8", {"moe_quant_algo": "NVFP4"}, "moe_quant_algo .* is 'NVFP4', served is one of MX"),
-        ("mxfp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', served is one of fp8"),
-        ("fp8", {"moe_quant_algo": "NVFP4"}, "moe_quant_algo .* is 'NVFP4', served is one of FP8"),
-        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', served is one of fp8"),
-        ("fp8", {"scale_fmt": "ue4m3"}, "scale_fmt .* is 'ue4m3', served is one of float, ue8m0"),
-        ("modelopt", {"quant_algo": "MIXED_PRECISION"}, "served is one of FP8, MXFP8"),
-        ("auto-round", {"bits": 4}, "bits .* is 4, served is 8"),
-        ("auto-round", {"group_size": 16}, "group_size .* is 16, served is 32"),
+        (
+            "mxfp8",
+            {"moe_quant_algo": "NVFP4"},
+            "moe_quant_algo .* is 'NVFP4', it must be one of MX",
+        ),
+        ("mxfp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', it must be one of fp8"),
+        ("fp8", {"moe_quant_algo": "NVFP4"}, "moe_quant_algo .* is 'NVFP4', it must be one of FP8"),
+        ("fp8", {"expert_dtype": "fp4"}, "expert_dtype .* is 'fp4', it must be one of fp8"),
+        ("fp8", {"scale_fmt": "ue4m3"}, "scale_fmt .* is 'ue4m3', it must be one of float, ue8m0"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION"}, "it must be one of FP8, MXFP8"),
+        ("auto-round", {"bits": 4}, "bits .* is 4, it must be 8"),
+        ("auto-round", {"group_size": 16}, "group_size .* is 16, it must be 32"),
         ("auto-round", {"act_data_type": "nv_fp"}, "act_data_type .* is 'nv_fp'"),
-        ("auto-round", {"extra_config": {DOWN: {"bits": 4}}}, "bits .* is 4, served is 8"),
-        ("compressed-tensors", {"num_bits": 4}, "num_bits .* is 4, served is 8"),
-        ("compressed-tensors", {"group_size": 16}, "group_size .* is 16, served is 32"),
-        ("compressed-tensors", {"strategy": "channel"}, "strategy .* served is one of group"),
-        ("compressed-tensors", {"type": "int"}, "type .* is 'int', served is one of float"),
+        ("auto-round", {"extra_config": {DOWN: {"bits": 4}}}, "bits .* is 4, it must be 8"),
+        ("compressed-tensors", {"num_bits": 4}, "num_bits .* is 4, it must be 8"),
+        ("compressed-tensors", {"group_size": 16}, "group_size .* is 16, it must be 32"),
+        ("compressed-tensors", {"strategy": "channel"}, "strategy .* it must be one of group"),
+        ("compressed-tensors", {"type": "int"}, "type .* is 'int', it must be one of float"),
     ],
 )
 def test_other_forms_of_mxfp8_are_refused(

@@ -1,4 +1,4 @@
-"""Checkpoints whose code is in them alone are refused before a weight is read."""
+"""Checkpoints that need their own Python code are refused before the weights are read."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from config.startup_checks import check_model_config
 def test_code_of_a_checkpoint_is_refused_in_one_sentence(
     architecture: str, model_type: str, tmp_path: Path
 ) -> None:
-    """Phi-3.5 vision as published, but for its sizes, and Phi-4-multimodal in its first form."""
+    """Phi-3.5 vision as published, with other sizes, and Phi-4-multimodal in its first form."""
     fields = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -38,6 +38,7 @@ def test_code_of_a_checkpoint_is_refused_in_one_sentence(
         check_model_config(EngineConfig(str(tmp_path)), str(tmp_path))
 
     assert str(raised.value) == (
-        f"{tmp_path} is a {architecture}, which is neither built in nor in transformers: its code "
-        "is in the checkpoint (auto_map in config.json), and such code is never run"
+        f"{tmp_path} is a {architecture}, which has neither a native implementation nor one in "
+        "transformers: its code is in the checkpoint (auto_map in config.json), and code in a "
+        "checkpoint is never run"
     )

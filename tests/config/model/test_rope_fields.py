@@ -1,4 +1,4 @@
-"""rope_fields: rope_scaling and rope_parameters of a config.json, alone and together."""
+"""rope_fields: rope_scaling and rope_parameters of config.json, alone and together."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ def _fields(**raw: Any) -> Fields:
 
 
 @pytest.mark.parametrize("empty", [{}, None])
-def test_an_empty_object_is_absent(empty: Any) -> None:
+def test_an_empty_rope_object_is_ignored(empty: Any) -> None:
     assert rope_fields(_fields(rope_parameters=DEFAULT, rope_scaling=empty)) == DEFAULT
     assert rope_fields(_fields(rope_parameters=empty, rope_scaling=YARN)) == YARN
     assert rope_fields(_fields(rope_parameters=empty, rope_scaling=empty)) == {}
 
 
-def test_a_scaling_extends_the_full_layers_of_several_ropes() -> None:
+def test_rope_scaling_applies_to_full_attention_layers_if_layer_types_have_own_ropes() -> None:
     several = {FULL: {"rope_theta": 5e5}, SLIDING: DEFAULT}
 
     found = rope_fields(_fields(rope_parameters=several, rope_scaling=YARN))
@@ -32,7 +32,7 @@ def test_a_scaling_extends_the_full_layers_of_several_ropes() -> None:
     assert found == {FULL: {"rope_theta": 5e5, **YARN}, SLIDING: DEFAULT}
 
 
-def test_sections_of_three_axes_stay() -> None:
+def test_mrope_sections_are_kept_with_rope_scaling() -> None:
     sections = {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
 
     found = rope_fields(_fields(rope_parameters={**DEFAULT, **sections}, rope_scaling=YARN))

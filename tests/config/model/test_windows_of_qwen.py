@@ -1,4 +1,4 @@
-"""Windows of Qwen models whose config.json does not say whether the window is used."""
+"""Sliding windows of Qwen models whose config.json does not say whether the window is used."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe"])
 @pytest.mark.parametrize("switch", [{}, {"use_sliding_window": True}], ids=["unsaid", "used"])
-def test_the_window_is_that_of_transformers(
-    tmp_path: Path, kind: str, switch: dict[str, bool]
-) -> None:
+def test_the_window_equals_transformers(tmp_path: Path, kind: str, switch: dict[str, bool]) -> None:
     fields = {**SIZES, "sliding_window": 64, **switch}
     theirs = getattr(transformers, f"{kind}Config")(**fields)
     architecture = {"architectures": [f"{kind}ForCausalLM"], "model_type": theirs.model_type}

@@ -1,4 +1,4 @@
-"""Sizes of what lies beyond the device, and what they cannot be combined with."""
+"""Sizes of offloaded KV cache and weights, and settings that exclude them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from config.params.offload import GIB, OffloadConfig
 SWAPS = OffloadConfig(swap_space=4)
 
 
-def test_swap_space_is_of_each_device_and_the_offloading_size_of_all() -> None:
+def test_swap_space_is_per_device_and_the_offloading_size_is_a_total() -> None:
     config = OffloadConfig(
         swap_space=1, kv_offloading_size=6, kv_offloading_dir="kv", kv_offloading_dir_size=8
     )
@@ -25,13 +25,13 @@ def test_swap_space_is_of_each_device_and_the_offloading_size_of_all() -> None:
     assert config.is_on and not OffloadConfig().is_on
 
 
-def test_files_need_host_memory() -> None:
+def test_offloading_to_files_requires_host_memory() -> None:
     with pytest.raises(ConfigError, match="is kv and --kv-offloading-size is 0"):
         OffloadConfig(swap_space=1, kv_offloading_dir="kv")
 
 
-def test_files_that_are_not_kept_are_deleted_and_so_must_be_there() -> None:
-    with pytest.raises(ConfigError, match="kv-offloading-dir is not: there are no files"):
+def test_discarded_offloading_files_require_an_offloading_directory() -> None:
+    with pytest.raises(ConfigError, match="kv-offloading-dir is not: set"):
         OffloadConfig(kv_offloading_size=1, kv_offloading_delete_files=True)
 
 
@@ -45,12 +45,14 @@ def test_files_that_are_not_kept_are_deleted_and_so_must_be_there() -> None:
         ({"execution": ExecutionConfig(regional_compilation=False)}, "regional_compilation is off"),
     ],
 )
-def test_weights_that_stay_on_the_device_are_named(settings: dict[str, Any], why: str) -> None:
+def test_cpu_offload_gb_is_refused_if_weights_must_stay_on_the_device(
+    settings: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"cpu_offload_gb is 8 and {why}: change one of the two"):
         EngineConfig("m", offload=OffloadConfig(cpu_offload_gb=8), **settings)
 
 
-def test_blocks_without_hashes_and_engines_that_decide_alone_are_refused() -> None:
+def test_swap_space_is_refused_without_prefix_caching_or_with_external_launcher() -> None:
     with pytest.raises(ConfigError, match="swap_space is 4 and enable_prefix_caching is off"):
         EngineConfig("m", cache=CacheConfig(enable_prefix_caching=False), offload=SWAPS)
     with pytest.raises(ConfigError, match="distributed_executor_backend is external_launcher"):

@@ -1,4 +1,4 @@
-"""What a caller may ask of a pooling model."""
+"""Parameters of pooling requests."""
 
 import pytest
 
@@ -12,11 +12,11 @@ from config.params.pooling import PoolingParams
         ({"task": "rank"}, "task", "'rank'"),
         ({"task": "embed", "dimensions": 0}, "dimensions", "0, it must be at least 1"),
         ({"task": "embed", "dimensions": True}, "dimensions", "true"),
-        ({"task": "classify", "dimensions": 4}, "dimensions", "classify gives no vector"),
+        ({"task": "classify", "dimensions": 4}, "dimensions", "classify returns no vector"),
         ({"task": "score", "num_first": -1}, "num_first", "-1, it must be at least 0"),
     ],
 )
-def test_what_no_model_takes_is_refused_by_name(asked, param, words):  # type: ignore[no-untyped-def]
+def test_unsupported_pooling_parameters_are_refused_by_name(asked, param, words):  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match=words) as refusal:
         PoolingParams(**asked)
 

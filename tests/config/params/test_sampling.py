@@ -1,4 +1,4 @@
-"""SamplingParams: values that no engine may ever see, refused with their name."""
+"""SamplingParams: invalid values are refused by name and never reach an engine."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> 
     assert caught.value.param == name
 
 
-def test_what_users_write_as_lists_is_kept_as_tuples() -> None:
+def test_list_parameters_are_stored_as_tuples() -> None:
     params = SamplingParams(
         stop="end", stop_token_ids=[3], allowed_token_ids=[4, 5], bad_words_token_ids=[[6, 7]]
     )
@@ -56,7 +56,7 @@ def test_what_users_write_as_lists_is_kept_as_tuples() -> None:
     assert (params.allowed_token_ids, params.bad_words_token_ids) == ((4, 5), ((6, 7),))
 
 
-def test_an_unchecked_copy_shares_the_lists() -> None:
+def test_an_unchecked_copy_shares_the_lists_of_the_original() -> None:
     params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=(3,))
 
     other = params.replace_unchecked(n=1)
@@ -69,5 +69,7 @@ def test_an_unchecked_copy_shares_the_lists() -> None:
 @pytest.mark.parametrize(
     ("token_ids", "invalid"), [((), None), ((0, 9), None), ((3, -1), -1), ({5: 1, 10: 2}, 10)]
 )
-def test_a_token_outside_the_vocabulary_is_found(token_ids: Any, invalid: int | None) -> None:
+def test_invalid_token_returns_a_token_outside_the_vocabulary(
+    token_ids: Any, invalid: int | None
+) -> None:
     assert invalid_token(token_ids, 10) == invalid

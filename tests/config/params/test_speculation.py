@@ -17,7 +17,7 @@ def test_without_settings_nothing_is_drafted() -> None:
     assert SpeculationConfig().choose() is None
 
 
-def test_both_forms_mean_the_same() -> None:
+def test_both_forms_of_speculation_settings_are_equivalent() -> None:
     older = SpeculationConfig(
         speculative_model="[ngram]",
         num_speculative_tokens=3,
@@ -59,13 +59,13 @@ def test_suffix_decoding_is_limited_by_its_depth() -> None:
     assert (factor.max_drafts, factor.suffix.max_spec_factor) == (24, 2.0)
 
 
-def test_a_single_lookup_is_both() -> None:
+def test_a_single_lookup_length_sets_minimum_and_maximum() -> None:
     found = config(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3).choose()
 
     assert found == SpeculationMethod("ngram", 3, 3, 3)
 
 
-def test_a_keyword_takes_a_dictionary() -> None:
+def test_the_speculative_config_keyword_accepts_a_dictionary() -> None:
     loaded = from_keywords(
         model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 2}
     )
@@ -80,7 +80,7 @@ def test_a_keyword_takes_a_dictionary() -> None:
         ({"method": "ngram"}, "has no num_speculative_tokens"),
         (
             {"method": "ngram_gpu", "num_speculative_tokens": 2},
-            "'ngram_gpu' .* is not in this version",
+            "'ngram_gpu' .* is not supported",
         ),
         ({"method": "eagle", "num_speculative_tokens": 2}, "names the method eagle and no model"),
         (
@@ -88,7 +88,7 @@ def test_a_keyword_takes_a_dictionary() -> None:
             "min_token_prob is 1.5, it must be between 0 and 1",
         ),
         ({"method": "suffix", "model": "x"}, "has model, which the method suffix does not use"),
-        ({"method": "telepathy", "num_speculative_tokens": 2}, "'telepathy' .* is none"),
+        ({"method": "telepathy", "num_speculative_tokens": 2}, "'telepathy' .* is unknown"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "is 0, it must be between 1 and 64"),
         ({"method": "ngram", "num_speculative_tokens": "5"}, "'5', it must be of type int"),
         ({"method": "ngram", "num_speculative_tokens": True}, "True, it must be of type int"),
@@ -124,7 +124,9 @@ def test_a_keyword_takes_a_dictionary() -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: dict[str, object], error: str) -> None:
+def test_contradictory_speculation_settings_are_refused(
+    options: dict[str, object], error: str
+) -> None:
     if not options:
         options = {"num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match=error):
@@ -132,15 +134,15 @@ def test_what_contradicts_itself_is_refused(options: dict[str, object], error: s
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3"])
-def test_what_is_no_json_object_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_config is .*(no JSON|a JSON object)"):
+def test_speculation_settings_other_than_a_json_object_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_config is .*(not JSON|a JSON object)"):
         SpeculationConfig(speculative_config=text)
 
 
 def test_two_flags_that_disagree_are_refused() -> None:
     text = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
 
-    with pytest.raises(ConfigError, match="is 2, and another flag says that it is 3"):
+    with pytest.raises(ConfigError, match="to 2, and another flag sets it to 3"):
         SpeculationConfig(speculative_config=text, num_speculative_tokens=3)
     with pytest.raises(ConfigError, match="draft_tensor_parallel_size, which the method ngram"):
         SpeculationConfig(speculative_config=text, speculative_draft_tensor_parallel_size=1)

@@ -9,7 +9,7 @@ from config.params.token_ids import MAX_UNPACKED, TokenSet, num_ids, packed, tok
 
 
 @pytest.mark.parametrize("size", [0, 3, MAX_UNPACKED, MAX_UNPACKED + 1, 5000])
-def test_a_list_is_the_same_as_a_tuple_and_as_bytes(size: int) -> None:
+def test_token_ids_round_trip_as_tuples_and_as_bytes(size: int) -> None:
     ids = tuple(i * 7919 % 2**32 for i in range(size))
 
     short = packed(token_array(ids))
@@ -19,7 +19,7 @@ def test_a_list_is_the_same_as_a_tuple_and_as_bytes(size: int) -> None:
     assert tuple(token_array(short).tolist()) == ids
 
 
-def test_bytes_cross_processes_and_count_as_listed_tokens() -> None:
+def test_packed_token_ids_survive_msgpack_and_count_as_listed_tokens() -> None:
     listed = packed(np.arange(5000))
     params = SamplingParams().replace_unchecked(stop_token_ids=listed, allowed_token_ids=listed)
 
@@ -31,7 +31,7 @@ def test_bytes_cross_processes_and_count_as_listed_tokens() -> None:
     assert invalid_token(received.stop_token_ids, 4999) == 4999
 
 
-def test_a_set_of_many_tokens_has_each_of_them_once() -> None:
+def test_a_token_set_has_each_token_once() -> None:
     tokens = TokenSet(np.array([5, 3, 5, 49_999]), 50_000)
 
     assert list(tokens) == [3, 5, 49_999]

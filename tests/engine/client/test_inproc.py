@@ -18,7 +18,7 @@ def engine_threads() -> list[str]:
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
 @pytest.mark.parametrize("manners", ["", "several=4"])
-async def test_requests_are_served_side_by_side(executor: str, manners: str) -> None:
+async def test_requests_are_served_concurrently(executor: str, manners: str) -> None:
     client = InprocClient(counting_config(manners, executor=executor), make_counting_executor)
     await client.start()
     ready = await asyncio.wait_for(client.wait_ready(), 20)
@@ -54,7 +54,7 @@ async def test_a_client_that_never_started_can_be_closed() -> None:
     assert client.failure is not None
 
 
-async def test_what_is_wrong_at_start_is_told_in_the_workers_own_words() -> None:
+async def test_a_start_error_has_the_workers_message() -> None:
     client = InprocClient(counting_config("refuse=1"), make_counting_executor)
     await client.start()
 
@@ -79,7 +79,7 @@ async def test_controls_and_aborts_work_as_over_a_socket() -> None:
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_what_was_left_of_a_warm_up_is_made_between_requests_and_told(executor: str) -> None:
+async def test_deferred_warmup_runs_between_requests_and_is_reported(executor: str) -> None:
     config = counting_config("later=4", executor=executor)
     client = InprocClient(config, make_counting_executor)
     await client.start()

@@ -1,4 +1,5 @@
-"""Engine processes: started, watched, stopped; and what an API server imports for it."""
+"""Engine processes: start, supervision and stop, and the imports that an API server needs for
+them."""
 
 import os
 import re
@@ -46,8 +47,7 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Chil
 
 
 def wait_for_mask(pid: int, mask: str) -> None:
-    """Until the process catches (SigCgt) or ignores (SigIgn) STOP, however long it takes to
-    start."""
+    """Wait until the process catches (SigCgt) or ignores (SigIgn) STOP."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -58,7 +58,7 @@ def wait_for_mask(pid: int, mask: str) -> None:
     raise AssertionError(f"process {pid} has no STOP in {mask} after 30 s")
 
 
-def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) -> None:
+def test_a_crash_is_reported_once_with_process_and_signal(tmp_path: Path) -> None:
     endings: list[str] = []
     died = threading.Event()
     engine = launched(tmp_path, endings, died)
@@ -75,7 +75,7 @@ def test_a_death_is_told_once_with_the_process_and_the_signal(tmp_path: Path) ->
     engine.close()
 
 
-def test_closing_stops_it_and_is_no_death(tmp_path: Path) -> None:
+def test_closing_stops_the_process_without_a_crash_report(tmp_path: Path) -> None:
     endings: list[str] = []
     engine = launched(tmp_path, endings, threading.Event())
     wait_for_mask(engine.pid, "SigCgt")
@@ -102,11 +102,11 @@ def test_a_child_that_does_not_stop_is_killed() -> None:
     ("code", "sentence"),
     [(0, "exited with code 0"), (-11, "was killed by SIGSEGV"), (-99, "was killed by signal 99")],
 )
-def test_an_exit_code_reads_as_a_sentence(code: int, sentence: str) -> None:
+def test_an_exit_code_is_described_in_a_sentence(code: int, sentence: str) -> None:
     assert describe_exit(code) == sentence
 
 
-def test_a_users_own_config_module_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_users_config_module_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("raise SystemExit('the wrong config')")
     command = python_command("config.errors", "no main")
 
@@ -117,7 +117,7 @@ def test_a_users_own_config_module_is_not_taken_for_ours(tmp_path: Path) -> None
     assert "cannot import name 'main' from 'config.errors'" in done.stderr
 
 
-def test_ps_shows_what_a_process_is_and_its_variables() -> None:
+def test_ps_shows_the_title_and_variables_of_a_process() -> None:
     code = (
         "from pathlib import Path; from engine.process.child_process import set_title; "
         "set_title('engine 3'); print(Path('/proc/self/cmdline').read_text().strip(chr(0))); "
@@ -175,6 +175,6 @@ def test_each_engine_has_an_address_at_each_front_end() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1, *(-number for number in sorted(FAULTS))])
-def test_an_end_is_external_only_by_a_signal_that_others_send(code: int) -> None:
+def test_only_exits_by_sigkill_and_sigterm_are_external(code: int) -> None:
     assert not is_external_end(code)
     assert is_external_end(-signal.SIGKILL) and is_external_end(-signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""EngineProcesses starts real engines again, and ZmqClient's requests go on in them."""
+"""EngineProcesses restarts real engines, and ZmqClient's requests continue in them."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ POISON = 999
 
 
 class Observer:
-    """Counts deaths and returns."""
+    """Counts crashes and recoveries."""
 
     def __init__(self) -> None:
         self.num_lost = self.num_restored = self.num_poison = 0
@@ -43,13 +43,13 @@ class Observer:
 
 
 class RestartRig:
-    """One front end, and an engine that is started again when it dies."""
+    """One front end, and an engine that is restarted after a crash."""
 
     def __init__(self, client: ZmqClient, processes: EngineProcesses, ends: list[str]) -> None:
         self.client = client
         self.processes = processes
         self.ends = ends
-        """Errors of engines that were not started again."""
+        """Errors of engines that were not restarted."""
         self.observer = Observer()
         client.resume(self.observer)
 
@@ -64,7 +64,7 @@ class RestartRig:
         return self.observer.num_restored == count
 
     async def streaming(self, count: int, max_tokens: int) -> list[RequestOutputQueue]:
-        """Requests in the middle of their tokens."""
+        """Requests that have received some of their tokens."""
         queues = [
             self.client.add(request_of(prompt_of(n), asking(max_tokens))) for n in range(count)
         ]
@@ -76,7 +76,7 @@ class RestartRig:
 async def restart_rig(
     manners: str = "", *, executor: str = "uni", ready: bool = True, max_wait_s: float = 0.0
 ) -> AsyncIterator[RestartRig]:
-    """Up, and down again."""
+    """A running rig, which is closed at the end."""
     directory = SocketDirectory()
     client = ZmqClient(
         front_end_endpoint(directory.path, 0),
@@ -119,7 +119,7 @@ async def restart_rig(
 
 
 @pytest.mark.parametrize("victim", [pytest.param("engine", marks=pytest.mark.slow), "worker"])
-async def test_streams_go_on_behind_each_of_many_deaths(victim: str) -> None:
+async def test_streams_continue_after_each_of_many_crashes(victim: str) -> None:
     async with restart_rig("step_s=0.01", executor="mp") as rig:
         queues = await rig.streaming(8, 150)
 
@@ -134,7 +134,7 @@ async def test_streams_go_on_behind_each_of_many_deaths(victim: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_streams_go_on_behind_errors_of_the_device(executor: str) -> None:
+async def test_streams_continue_after_device_errors(executor: str) -> None:
     """The worker raises every 60 steps, for example because an allocation fails."""
     async with restart_rig("step_s=0.01,crash_at=60", executor=executor) as rig:
         queues = await rig.streaming(4, 100)
@@ -146,7 +146,7 @@ async def test_streams_go_on_behind_errors_of_the_device(executor: str) -> None:
 
 
 @pytest.mark.parametrize("victim", ["engine", "worker"])
-async def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_more(
+async def test_an_engine_killed_during_its_restart_is_restarted_again(
     victim: str,
 ) -> None:
     async with restart_rig("step_s=0.01,start_s=0.5", executor="mp") as rig:
@@ -162,7 +162,7 @@ async def test_an_engine_that_is_killed_while_it_starts_again_is_started_once_mo
         tokens, finish = await read_all(queue)
 
         assert (tokens, finish.reason) == (list(range(100)), "length")
-        # To the front end it was one pause.
+        # The front end sees a single pause.
         assert (rig.observer.num_lost, rig.observer.num_restored, rig.ends) == (1, 1, [])
 
 
@@ -202,16 +202,16 @@ async def test_a_restart_that_its_settings_forbid_ends_the_server(tmp_path: Path
         ("mp", int(signal.SIGKILL), 3),
     ],
 )
-async def test_a_request_that_kills_each_engine_ends_and_the_others_go_on(
+async def test_a_poison_request_fails_and_the_other_requests_continue(
     executor: str, end: int, num_deaths: int
 ) -> None:
-    """Two deaths are enough if the engine, or a worker, was not killed by another process."""
+    """Two crashes are enough if the engine, or a worker, was not killed by another process."""
     manners = f"step_s=0.01,poison={POISON},signal={end}"
     async with restart_rig(manners, executor=executor) as rig:
         queues = await rig.streaming(31, 200)
 
         poison = rig.client.add(request_of(prompt_of(POISON), asking(10)))
-        # Beside requests that come while it is tried.
+        # Requests that arrive while the poison request is tried.
         later = [rig.client.add(request_of(prompt_of(n), asking(5))) for n in range(8)]
         _, finish = await asyncio.wait_for(read_all(poison), 30)
 
@@ -231,5 +231,5 @@ async def test_the_waits_between_restarts_have_a_limit() -> None:
             rig.kill()
             assert await eventually(lambda: rig.is_back(deaths), 20)  # noqa: B023
 
-        # By default the second to the fourth wait 0.5, 1 and 2 s.
+        # By default, the second to fourth restart wait 0.5, 1 and 2 s.
         assert time.monotonic() - begun_s < 7.5

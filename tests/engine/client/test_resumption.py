@@ -1,10 +1,15 @@
-"""Requests that outlive their engine: what its successor is sent, and which may be the cause."""
+"""Requests that survive a crash of their engine: what the new engine receives, and which requests
+may be the cause."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
+from scripted_client import ready
 
+from config.lora.info import LoRAInfo
 from config.params.sampling import SamplingParams
+from engine.client.base import SingleEngineClient
 from engine.client.output_queue import OutputRouter, RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.resumption import (
@@ -14,7 +19,15 @@ from engine.client.resumption import (
     find_poison_request,
     resume_order,
 )
-from engine.transport.messages import AddRequest, StepOutput
+from engine.client.state import Failure, Pause
+from engine.transport.messages import (
+    Adapters,
+    AddRequest,
+    Control,
+    Reply,
+    StepOutput,
+    ToEngine,
+)
 
 LIMITS = {"max_requests": 100, "max_prompt_tokens": 1000}
 
@@ -43,7 +56,7 @@ class Front:
         return queue
 
     def says(self, started: Sequence[RequestOutputQueue]) -> None:
-        """These requests start."""
+        """Report that these requests have started."""
         keys = [queue.key for queue in started]
         self.router.deliver(StepOutput(0, started=keys, started_cached=[0] * len(keys)))
 
@@ -53,7 +66,7 @@ class Front:
         )
 
     def restart(self, *, is_external: bool = True) -> bool:
-        """The engine dies, and a new engine is ready. Gives whether a request was ended."""
+        """Crash the engine and make a new engine ready. Returns whether a request was ended."""
         self.resumer.withdraw()
         self.cause = find_poison_request(self.router.queues, is_external=is_external)
         if self.cause is not None:
@@ -89,7 +102,7 @@ def outputs(front: Front) -> list[list[int]]:
     return found
 
 
-async def test_a_request_goes_on_behind_its_tokens_under_a_new_key(front: Front) -> None:
+async def test_a_request_resumes_after_its_tokens_with_a_new_key(front: Front) -> None:
     queue = front.open(1, 2)
     before = queue.key
     front.says([queue])
@@ -98,12 +111,12 @@ async def test_a_request_goes_on_behind_its_tokens_under_a_new_key(front: Front)
     front.restart()
 
     assert outputs(front) == [[7, 8]] and front.sent[0].key == queue.key != before
-    front.router.deliver(StepOutput(0, keys=[before], tokens=[99]))  # still from the dead engine
+    front.router.deliver(StepOutput(0, keys=[before], tokens=[99]))  # Tokens of the dead engine.
     front.gives(queue, 9)
     assert (await queue.get()).tokens == [7, 8, 9]
 
 
-def test_requests_go_on_in_order_and_count_as_waiting_until_they_start(front: Front) -> None:
+def test_requests_resume_in_order_and_count_as_waiting_until_they_start(front: Front) -> None:
     first, second = front.open(1, 2), front.open(3, 4, 5)
     front.says([first])
     front.gives(first, 7)
@@ -117,7 +130,7 @@ def test_requests_go_on_in_order_and_count_as_waiting_until_they_start(front: Fr
     assert front.router.num_waiting_tokens == 0
 
 
-def test_what_the_engine_has_no_room_for_is_sent_later(front: Front) -> None:
+def test_requests_beyond_the_queue_limit_are_resumed_later(front: Front) -> None:
     queues = [front.open(n) for n in range(5)]
     front.room = 2
 
@@ -131,7 +144,7 @@ def test_what_the_engine_has_no_room_for_is_sent_later(front: Front) -> None:
     assert front.sent_keys == kept and front.resumer.is_done
 
 
-def test_those_that_got_nothing_are_suspects_and_go_before_those_that_waited(
+def test_started_requests_without_tokens_are_suspects_and_resume_before_waiting_requests(
     front: Front,
 ) -> None:
     waiting, first, running, second = (front.open(n) for n in range(4))
@@ -147,8 +160,8 @@ def test_those_that_got_nothing_are_suspects_and_go_before_those_that_waited(
 @pytest.mark.parametrize(
     "ends", [[False, False], [True, True, True], [True, False, False], [False, True, False]]
 )
-def test_one_over_which_engines_die_alone_is_not_sent_again(front: Front, ends: list[bool]) -> None:
-    """At two deaths, at three if another process ended any of the engines."""
+def test_a_poison_request_is_not_sent_again(front: Front, ends: list[bool]) -> None:
+    """After two crashes, or after three if another process ended any of the engines."""
     good, poison = front.open(1), front.open(2)
     for is_external in ends[:-1]:
         front.says([good, poison])
@@ -164,7 +177,7 @@ def test_one_over_which_engines_die_alone_is_not_sent_again(front: Front, ends: 
     assert front.cause is poison and poison.num_deaths == len(ends)
 
 
-def test_a_death_without_any_clears_all(front: Front) -> None:
+def test_a_crash_without_suspects_clears_all_counts(front: Front) -> None:
     running, suspect = front.open(1), front.open(2)
     for _ in range(2 * MAX_EXTERNAL_DEATHS):
         front.says([running, suspect])
@@ -177,9 +190,7 @@ def test_a_death_without_any_clears_all(front: Front) -> None:
 
 
 @pytest.mark.parametrize("is_external", [False, True])
-def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(
-    front: Front, is_external: bool
-) -> None:
+def test_a_sole_suspect_resumes_after_the_other_suspects(front: Front, is_external: bool) -> None:
     first, second = front.open(1), front.open(2)
     front.says([first, second])
     front.restart(is_external=is_external)
@@ -196,7 +207,7 @@ def test_one_that_was_alone_at_a_death_is_tried_behind_the_others(
     assert front.restart(is_external=is_external) and front.sent_keys == [other.key]
 
 
-def test_a_token_clears_a_request(front: Front) -> None:
+def test_a_token_clears_the_crash_count_of_a_request(front: Front) -> None:
     queue = front.open(1)
     for token in range(5):
         front.says([queue])
@@ -206,7 +217,7 @@ def test_a_token_clears_a_request(front: Front) -> None:
         assert not front.restart(is_external=False)
 
 
-def test_one_that_cannot_be_encoded_ends_alone(front: Front) -> None:
+def test_only_a_request_that_cannot_be_encoded_fails(front: Front) -> None:
     good, wrong = front.open(1), front.open(2)
     send = front.resumer._send
 
@@ -221,3 +232,65 @@ def test_one_that_cannot_be_encoded_ends_alone(front: Front) -> None:
 
     assert front.sent_keys == [good.key]
     assert not front.router.is_open(wrong)
+
+
+async def test_an_update_counts_the_merged_steps_after_its_first_step(
+    front: Front,
+) -> None:
+    queue = front.open(1, 2)
+    merged = []
+    for steps in ([[5], [6, 7, 8]], [[9]], [[10, 11], [12], [13]]):
+        for tokens in steps:
+            front.gives(queue, *tokens)
+        merged.append((await queue.get()).num_merged)
+
+    assert merged == [1, 0, 2]
+
+
+class RecordingClient(SingleEngineClient):
+    """A client whose engine is the test; crashes are not reported to anybody."""
+
+    def __init__(self) -> None:
+        super().__init__(0, QueueLimits(**LIMITS))
+        self.sent: list[ToEngine] = []
+        self.resume(self)
+
+    async def start(self) -> None:
+        """There is no engine to start."""
+
+    async def close(self) -> None:
+        """There is no engine to close."""
+
+    def _send(self, message: ToEngine) -> bool:
+        self.sent.append(message)
+        return True
+
+    def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
+        """Crashes are not recorded."""
+
+    def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
+        """Recoveries are not recorded."""
+
+
+async def test_adapters_of_a_crashed_engine_are_served_until_they_are_loaded_again() -> None:
+    client, kept = RecordingClient(), LoRAInfo("kept", "/kept", "0", 4, 8)
+    own = LoRAInfo("own", "/own", "1", 4, 8)
+    client._receive(Adapters([own, kept]))
+    client._receive(ready())
+
+    client._lose(Failure("killed", is_external=True))
+    client._receive(Adapters([own]))
+    meanwhile = [*client.adapters]
+    client._receive(ready())
+    await asyncio.sleep(0)
+    (load,) = client.sent
+    assert isinstance(load, Control)
+    client._receive(Adapters([own, kept]))
+    client._receive(Reply(load.call, None))
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+    assert meanwhile == ["own", "kept"]
+    assert load.arguments["adapter"] == kept.named
+    assert [*client.adapters] == ["own", "kept"]
+    assert client.state.is_running

@@ -1,4 +1,4 @@
-"""RouterClient: which engine gets a request, what engines say together, and engines that die."""
+"""RouterClient: choice of the engine, combined reports of engines, and engine crashes."""
 
 import asyncio
 from typing import Any
@@ -53,7 +53,7 @@ BLOCK = 16
 
 
 class FakeEngine(SingleEngineClient):
-    """Keeps what it is sent; a test says what the engine answers, by `says`."""
+    """Stores the received messages; a test sends the engine's answers with `says`."""
 
     def __init__(self, engine: int, limits: QueueLimits, front_end: int = 0) -> None:
         super().__init__(front_end, limits, engine=engine)
@@ -95,16 +95,13 @@ def chat(number: int, num_tokens: int) -> bytes:
     return prompt_of(*([number] * num_tokens))
 
 
-# The rule
-
-
-def test_the_longest_cached_prefix_wins() -> None:
+def test_the_engine_with_the_longest_cached_prefix_is_chosen() -> None:
     candidates = [Candidate(0, 0), Candidate(32, 900), Candidate(16, 0)]
 
     assert choose(candidates) == (1, PREFIX)
 
 
-def test_without_a_prefix_the_fewest_tokens_in_hand_win_then_the_fewest_requests() -> None:
+def test_without_a_prefix_the_engine_with_the_fewest_tokens_then_requests_is_chosen() -> None:
     assert choose([Candidate(0, 9), Candidate(0, 3), Candidate(0, 5)]) == (1, LOAD)
     assert choose([Candidate(0, 3, 7), Candidate(0, 3, 6)]) == (1, LOAD)
 
@@ -117,7 +114,7 @@ def test_without_a_prefix_the_fewest_tokens_in_hand_win_then_the_fewest_requests
         (BUSY_TOKENS + 1, 0, 1, PREFIX),
         (int(BUSY_RATIO * 100_000) + 1, 100_000, 1, BUSY),
         (int(BUSY_RATIO * 100_000), 100_000, 1, PREFIX),
-        # What the prefix saves is worth waiting for.
+        # The saved prefix is worth the wait.
         (BUSY_TOKENS + 2000, 0, 2000, PREFIX),
         (BUSY_TOKENS + 2001, 0, 2000, BUSY),
     ],
@@ -130,7 +127,7 @@ def test_a_clearly_busier_engine_loses_a_request_whose_prefix_it_has(
     assert choose(candidates) == ((0, PREFIX) if expected == PREFIX else (1, BUSY))
 
 
-def test_a_short_prefix_does_not_lead_to_a_full_cache_while_another_has_room() -> None:
+def test_a_short_cached_prefix_does_not_outweigh_a_full_cache() -> None:
     def chosen(cached: int, fill: float, others: float) -> tuple[int, str]:
         candidates = [Candidate(cached, 0, fill=fill), Candidate(0, 10, fill=others)]
         return choose(candidates, num_tokens=100)
@@ -141,7 +138,7 @@ def test_a_short_prefix_does_not_lead_to_a_full_cache_while_another_has_room() -
     assert chosen(49, FULL_SHARE + 0.1, 0.3) == (0, PREFIX)
 
 
-def test_of_two_engines_with_the_prefix_the_one_with_less_in_hand_gets_the_request() -> None:
+def test_the_less_loaded_of_two_engines_with_the_prefix_gets_the_request() -> None:
     assert choose([Candidate(32, 50), Candidate(32, 40), Candidate(0, 0)]) == (1, PREFIX)
 
 
@@ -158,10 +155,7 @@ def test_the_tail_of_a_prompt_is_forgotten_before_its_prefix() -> None:
     assert prefixes.num_cached(block_hashes(chat(1, 48), BLOCK, "salt")) == 0
 
 
-# Requests
-
-
-async def test_a_conversation_stays_where_it_began_and_others_spread() -> None:
+async def test_a_conversation_stays_with_its_engine_and_other_requests_are_balanced() -> None:
     router, engines = await started(3)
 
     for turn in range(1, 4):
@@ -174,7 +168,7 @@ async def test_a_conversation_stays_where_it_began_and_others_spread() -> None:
     assert [len(engine.added) for engine in engines] == [6, 6, 6]
 
 
-async def test_each_decision_is_told_with_its_engine() -> None:
+async def test_each_routing_decision_is_reported_with_its_engine() -> None:
     routed: list[tuple[int, str]] = []
     router, engines = await started(on_route=lambda *facts: routed.append(facts))
 
@@ -186,7 +180,7 @@ async def test_each_decision_is_told_with_its_engine() -> None:
     assert routed == [(0, LOAD), (0, PREFIX), (1, BUSY)]
 
 
-async def test_what_waits_counts_before_the_engine_reports_it() -> None:
+async def test_waiting_requests_are_counted_before_the_engine_reports_them() -> None:
     router, engines = await started()
 
     router.add(request_of(chat(1, 5000), asking(1)))
@@ -209,7 +203,7 @@ async def test_a_prompt_that_another_front_end_sent_is_known() -> None:
     assert [len(engine.added) for engine in engines] == [0, 1]
 
 
-async def test_without_a_prefix_cache_only_the_load_counts() -> None:
+async def test_without_a_prefix_cache_requests_are_routed_by_load() -> None:
     router, engines = await started(prefix_caching=False)
 
     for _ in range(4):
@@ -232,23 +226,20 @@ async def test_keys_name_the_engine_and_aborts_go_to_it() -> None:
         assert aborts == ([] if queue is queues[0] else [[queue.key]])
 
 
-async def test_the_limits_on_waiting_requests_are_those_of_the_front_end() -> None:
+async def test_queue_limits_apply_to_the_whole_front_end() -> None:
     limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
     engines = [FakeEngine(engine, limits) for engine in range(2)]
     router = RouterClient(engines)
     await router.start()
     queues = [router.add(request_of(chat(number, 10), asking(1))) for number in range(3)]
 
-    with pytest.raises(Overloaded, match="3 requests are waiting, and at most 3 may"):
+    with pytest.raises(Overloaded, match="3 requests are waiting, at most 3 may"):
         router.add(request_of(chat(4, 10), asking(1)))
     router.abort([queues[0].key])
     router.add(request_of(chat(4, 10), asking(1)))
 
 
-# Start and end
-
-
-async def test_it_is_ready_when_all_engines_are_with_the_shortest_context() -> None:
+async def test_the_router_is_ready_with_all_engines_and_has_the_shortest_context() -> None:
     limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
     engines = [FakeEngine(engine, limits) for engine in range(2)]
     router = RouterClient(engines)
@@ -266,7 +257,7 @@ async def test_it_is_ready_when_all_engines_are_with_the_shortest_context() -> N
     assert router.progress == Progress(0, BACKGROUND_WARMUP, 4, 10)
 
 
-async def test_an_engine_that_does_not_start_fails_all() -> None:
+async def test_a_failed_start_of_an_engine_fails_the_router() -> None:
     limits = QueueLimits(max_requests=3, max_prompt_tokens=1000)
     engines = [FakeEngine(engine, limits) for engine in range(2)]
     router = RouterClient(engines)
@@ -279,7 +270,7 @@ async def test_an_engine_that_does_not_start_fails_all() -> None:
     assert router.failure == "no such dtype" and router.is_misconfigured
 
 
-async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
+async def test_a_dead_engine_fails_its_requests_and_gets_no_new_requests() -> None:
     router, engines = await started()
     lost, kept = (router.add(request_of(chat(number, 64), asking(1))) for number in (1, 2))
 
@@ -298,23 +289,20 @@ async def test_a_dead_engine_ends_its_requests_and_gets_no_more() -> None:
         router.add(request_of(chat(3, 5), asking(1)))
 
 
-# What engines say together
-
-
 class Restorations:
-    """Notes how many requests an engine has when it is back."""
+    """Records the number of requests of an engine when it is back."""
 
     def __init__(self) -> None:
         self.restored: list[tuple[int, int]] = []
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Not noted."""
+        """Not recorded."""
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         self.restored.append((client.engine, len(client.queues)))
 
 
-async def test_when_all_engines_have_died_the_first_that_is_back_takes_all_requests() -> None:
+async def test_after_all_engines_died_the_first_restored_engine_gets_all_requests() -> None:
     router, engines = await started()
     noted = Restorations()
     router.resume(noted)
@@ -338,8 +326,8 @@ async def test_when_all_engines_have_died_the_first_that_is_back_takes_all_reque
 SEGFAULT = ProcessEnd("engine 0 was killed by SIGSEGV", False, 7)
 
 
-async def test_a_request_that_ends_two_engines_is_not_handed_to_a_third() -> None:
-    """Once it is known that they ended by themselves; before, nothing is handed over."""
+async def test_a_request_that_crashed_two_engines_is_not_sent_to_a_third() -> None:
+    """Requests are handed over only once the engines are known to have crashed by themselves."""
     router, engines = await started(3)
     router.resume(Restorations())
     poison = router.add(request_of(chat(1, 8)))
@@ -356,7 +344,7 @@ async def test_a_request_that_ends_two_engines_is_not_handed_to_a_third() -> Non
     assert "died 2 times" in ((await poison.get()).finish or Finish(0, "")).error  # type: ignore[operator]
 
 
-async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
+async def test_a_crash_without_a_reported_cause_counts_as_external() -> None:
     router, engines = await started(2)
     noted = Restorations()
     router.resume(noted)
@@ -367,14 +355,14 @@ async def test_a_death_whose_cause_nobody_names_counts_as_external() -> None:
         engine._lose(Failure("the engine has disconnected", is_external=None))
         if deaths == 1:
             await asyncio.sleep(CAUSE_GRACE_S + 0.1)
-        # A successor that is there before the cause is not waited with.
+        # A new engine that is ready before the cause is known does not wait for it.
         await engine.start()
 
     assert (queue.num_deaths, queue.num_external_deaths) == (2, 2)
     assert sum(len(engine.queues) for engine in engines) == 1 and len(noted.restored) == 2
 
 
-async def test_an_engine_that_is_killed_since_it_hangs_ended_by_itself() -> None:
+async def test_the_kill_of_a_hung_engine_is_not_external() -> None:
     router, engines = await started(1)
     router.resume(Restorations())
     queue = router.add(request_of(chat(1, 8)))
@@ -430,7 +418,7 @@ def test_answers_of_engines_are_combined(name: str, values: list[Any], answer: o
     assert combined(name, values) == answer
 
 
-async def test_a_control_goes_to_all_engines_and_fails_with_the_first_error() -> None:
+async def test_a_control_is_sent_to_all_engines_and_fails_with_the_first_error() -> None:
     router, engines = await started()
     engines[0].answers["ping"] = engines[1].answers["ping"] = Reply(0, "pong")
     engines[1].answers["wake_up"] = Reply(0, error="it is awake", is_refusal=True)
@@ -448,7 +436,7 @@ async def test_a_control_goes_to_all_engines_and_fails_with_the_first_error() ->
     assert names == [["ping", "wake_up", "ping"], ["ping", "wake_up"]]
 
 
-async def test_a_reset_of_the_prefix_cache_is_one_of_the_routers_too() -> None:
+async def test_a_prefix_cache_reset_also_resets_the_router() -> None:
     router, engines = await started()
     router.add(request_of(chat(1, 64), asking(1)))
     await router.control("reset_prefix_cache")
@@ -459,10 +447,7 @@ async def test_a_reset_of_the_prefix_cache_is_one_of_the_routers_too() -> None:
     assert [len(engine.added) for engine in engines] == [1, 1]
 
 
-# Chats
-
-
-def test_four_engines_hit_nearly_as_many_prefixes_as_one_with_all_of_the_cache() -> None:
+def test_four_engines_hit_nearly_as_many_prefixes_as_a_single_engine_with_all_blocks() -> None:
     traffic = Traffic(
         num_conversations=40,
         between_arrivals=2,
@@ -480,10 +465,10 @@ def test_four_engines_hit_nearly_as_many_prefixes_as_one_with_all_of_the_cache()
     assert four.imbalance < 1.6
 
 
-# Engines that share experts
+# Expert-parallel engines
 
 
-async def test_coupled_engines_end_with_the_cause_and_not_with_what_follows_from_it() -> None:
+async def test_coupled_engines_report_the_cause_and_not_its_consequences() -> None:
     router, engines = await started(are_coupled=True)
     queues = [engine.add(request_of(chat(1, 4))) for engine in engines]
 
@@ -492,7 +477,7 @@ async def test_coupled_engines_end_with_the_cause_and_not_with_what_follows_from
     engines[1].fail("engine 1 (process 7) was killed by SIGKILL")
 
     assert router.failure == engines[0].failure == engines[1].failure
-    assert router.failure is not None and router.failure.startswith("engine 1 has ended, and the")
+    assert router.failure is not None and router.failure.startswith("engine 1 has ended, and all")
     assert router.failure.endswith("engine 1 (process 7) was killed by SIGKILL")
     assert not router.is_failure_logged
     for queue in queues:
@@ -500,7 +485,7 @@ async def test_coupled_engines_end_with_the_cause_and_not_with_what_follows_from
             await queue.get()
 
 
-async def test_coupled_engines_end_with_the_first_reason_when_no_better_one_comes(
+async def test_coupled_engines_report_the_first_reason_if_no_cause_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.client.common_end.CAUSE_GRACE_S", 0.02)

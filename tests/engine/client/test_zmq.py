@@ -16,7 +16,8 @@ from config.params.sampling import SamplingParams
 from engine.client import base
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
-from engine.transport.channels import PairSocket, ZmqContext, endpoint
+from engine.process.child_process import ProcessEnd
+from engine.transport.channels import PairSocket, ZmqContext, endpoint, process_name
 from engine.transport.messages import (
     Abort,
     AddRequest,
@@ -36,7 +37,7 @@ READY = Ready(0, 8, 16, 128, 50, (2,), 0, "fake", "float32", 0, 0, 0, 0.0, 0.0)
 
 
 class ScriptedEngine:
-    """The engine's end of the request channel, played by the test."""
+    """The engine's end of the request channel, controlled by the test."""
 
     def __init__(self, line: PairSocket[Any, ToEngine]) -> None:
         self.line = line
@@ -55,7 +56,7 @@ class ScriptedEngine:
 
 @pytest.fixture
 def zmq_context() -> Iterator[ZmqContext]:
-    """The scripted engine's channels."""
+    """Context of the scripted engine's channels."""
     zmq_context = ZmqContext("token")
     yield zmq_context
     zmq_context._context.destroy(linger=0)
@@ -70,7 +71,7 @@ async def pair(
     max_requests: int = 10,
     max_tokens: int = 1000,
 ) -> AsyncIterator[tuple[ZmqClient, ScriptedEngine]]:
-    """A client and the engine that is ready for it."""
+    """A client, and the scripted engine, which is ready."""
     address = endpoint(str(folder), "fe.sock")
     client = ZmqClient(
         address,
@@ -92,11 +93,11 @@ async def pair(
 
 
 async def settle() -> None:
-    """Let what was sent arrive."""
+    """Wait until sent messages have arrived."""
     await asyncio.sleep(0.1)
 
 
-async def test_a_request_goes_down_with_its_front_end_in_the_key(
+async def test_a_sent_request_has_its_front_end_in_the_key(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, index=3) as (client, engine):
@@ -109,7 +110,7 @@ async def test_a_request_goes_down_with_its_front_end_in_the_key(
     assert (message.sampling, message.priority, message.cache_salt) == (asking(5), 2, "s")
 
 
-async def test_what_is_not_read_is_merged(zmq_context: ZmqContext, tmp_path: Path) -> None:
+async def test_unread_updates_are_merged(zmq_context: ZmqContext, tmp_path: Path) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
         box, other = (client.add(request_of(prompt_of(1), asking(5))) for _ in range(2))
         key = box.key
@@ -127,15 +128,15 @@ async def test_what_is_not_read_is_merged(zmq_context: ZmqContext, tmp_path: Pat
             await box.get()
 
 
-async def test_the_line_has_two_limits_and_says_both_numbers(
+async def test_the_queue_has_two_limits_and_its_errors_have_both_numbers(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=2, max_tokens=10) as (client, engine):
         first = client.add(request_of(prompt_of(*range(6)), asking(5)))
-        with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, and at most 10"):
+        with pytest.raises(Overloaded, match=r"6 prompt tokens .* has 5, at most 10"):
             client.add(request_of(prompt_of(*range(5)), asking(5)))
         client.add(request_of(prompt_of(1), asking(5)))
-        with pytest.raises(Overloaded, match="2 requests are waiting, and at most 2") as caught:
+        with pytest.raises(Overloaded, match="2 requests are waiting, at most 2") as caught:
             client.add(request_of(prompt_of(1), asking(5)))
         going_on = client.add(request_of(prompt_of(*range(9)), asking(5), is_continuation=True))
         client.abort([going_on.key])
@@ -147,7 +148,7 @@ async def test_the_line_has_two_limits_and_says_both_numbers(
     assert (caught.value.retry_after_s, caught.value.type) == (1, "server_overloaded")
 
 
-async def test_an_aborted_queue_ends_at_once_and_what_comes_later_is_dropped(
+async def test_an_aborted_queue_ends_at_once_and_drops_later_tokens(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
@@ -165,7 +166,7 @@ async def test_an_aborted_queue_ends_at_once_and_what_comes_later_is_dropped(
         assert (update.tokens, update.finish) == ([], Finish(box.key, "abort"))
 
 
-async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
+async def test_aborts_at_any_moment_release_every_queue_slot(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
@@ -187,7 +188,7 @@ async def test_aborts_at_any_moment_give_every_place_in_the_line_back(
         assert last.key > done.key
 
 
-async def test_failed_ends_every_queue_and_rejects_new_requests(
+async def test_a_failed_message_ends_every_queue_and_rejects_new_requests(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path) as (client, engine):
@@ -207,7 +208,7 @@ async def test_failed_ends_every_queue_and_rejects_new_requests(
 
 
 @pytest.mark.parametrize("end", ["cancelled", "too late"])
-async def test_a_control_whose_caller_waits_no_longer_is_cancelled(
+async def test_a_control_with_a_cancelled_caller_is_cancelled(
     zmq_context: ZmqContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(base, "CONTROL_TIMEOUT_S", 0.05 if end == "too late" else 60)
@@ -231,7 +232,7 @@ async def test_a_control_whose_caller_waits_no_longer_is_cancelled(
         assert engine.line.receive() is None
 
 
-async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
+async def test_a_request_that_cannot_be_encoded_raises_a_user_error(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     async with pair(zmq_context, tmp_path, max_requests=1) as (client, engine):
@@ -243,7 +244,9 @@ async def test_a_request_that_cannot_be_encoded_is_the_callers_fault(
         assert isinstance(await engine.hears(), AddRequest)
 
 
-async def test_every_sample_of_the_stats_is_seen(zmq_context: ZmqContext, tmp_path: Path) -> None:
+async def test_every_sample_of_the_stats_is_delivered(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
     seen: list[int] = []
     async with pair(zmq_context, tmp_path) as (client, engine):
         client.on_stats(lambda stats: seen.extend(stats.step_tokens))
@@ -286,7 +289,7 @@ async def test_an_abort_reaches_a_real_engine_and_frees_its_index() -> None:
     assert finish.reason == "abort"
 
 
-async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
+async def test_a_pooling_request_gets_its_vectors_and_its_finish_together(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     asked = PoolingParams(task="embed", dimensions=2, num_first=1)
@@ -304,3 +307,52 @@ async def test_a_pooling_request_is_answered_by_its_vectors_and_its_end_at_once(
     assert update.vectors is not None
     assert (update.vectors[0], bytes(update.vectors[1])) == (1, data)
     assert update.finish == Finish(box.key, "stop")
+
+
+class LostEngines:
+    """Counts the crashes that a client reports."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def engine_lost(self, client: object, *, has_poison: bool) -> None:
+        self.count += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+async def test_a_restart_that_is_noticed_late_loses_no_request(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
+    """The process stood still while the engine died and was restarted: the new engine's greeting is
+    read before the end of the old connections."""
+    address = endpoint(str(tmp_path), "fe.sock")
+    limits = QueueLimits(max_requests=10, max_prompt_tokens=1000)
+    client, lost = ZmqClient(address, 0, limits, token="token"), LostEngines()
+    client.resume(lost)
+    await client.start()
+    names = [process_name(0) for _ in range(2)]
+    old, new = (zmq_context.connect_dealer(address, f"{name}.in", ToEngine) for name in names)
+    engine = ScriptedEngine(old)
+    engine.says(Hello(0, 1))
+    engine.says(READY)
+    await asyncio.wait_for(client.wait_ready(), 5)
+    request = client.add(request_of(prompt_of(7), asking(5)))
+    assert isinstance(await engine.hears(), AddRequest)
+
+    restarted = ScriptedEngine(new)
+    restarted.says(Hello(0, 2))
+    restarted.says(READY)
+    resumed = await restarted.hears()
+    old.close()
+    await settle()
+    client.set_exit_cause(ProcessEnd("the engine was killed", is_external=True, pid=1))
+
+    assert isinstance(resumed, AddRequest) and resumed.key == request.key
+    assert client.state.is_running and client.pid == 2
+    second = client.add(request_of(prompt_of(8), asking(5)))
+    message = await restarted.hears()
+    assert isinstance(message, AddRequest) and message.key == second.key
+    new.close()
+    await client.close()

@@ -1,4 +1,4 @@
-"""Adapters that workers read, and a sleep of the engine."""
+"""Adapters that workers read, combined with a sleep of the engine."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from hpu.protocol import (
 
 
 class AdapterExecutor(FakeExecutor):
-    """Workers that have read an adapter when the engine waits for them."""
+    """Fake workers that have read an adapter when the engine waits for them."""
 
     def __init__(self, ready: WorkerReady) -> None:
         super().__init__(ready, 32, hashed_token(50))

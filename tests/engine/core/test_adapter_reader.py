@@ -1,4 +1,4 @@
-"""Adapters that wait to be read: clients take turns, and an adapter whose client left is not
+"""Queue of adapters to read: clients take turns, and an adapter whose client has left is not
 read."""
 
 import threading
@@ -18,7 +18,7 @@ TIMEOUT_S = 20
 
 
 class GatedReader(AdapterReader):
-    """Reads no adapter before `gate` is set, and notes which adapters were read."""
+    """Reads no adapter before `gate` is set, and records which adapters were read."""
 
     def __init__(self) -> None:
         super().__init__(EngineConfig("none"))

@@ -1,4 +1,4 @@
-"""Engines that share experts: the same launches on all of them, and none without work."""
+"""Expert-parallel engines: the same launches on all engines, and no launches without work."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ from hpu.protocol import PREFILL, Bucket, StepPlan
 NUM_ENGINES = 2
 WAIT_S = 20.0
 STEP_S = 0.001
-"""Time of a plan on the device."""
+"""Duration of a plan on the device."""
 DECODE_BUCKET: Bucket = (1, 2, 1, 8)
 
 
@@ -54,10 +54,7 @@ def config(**more: Any) -> EngineConfig:
     )
 
 
-# The collector
-
-
-def test_the_first_proposal_calls_the_others_and_the_last_one_is_answered_to_all() -> None:
+def test_the_first_proposal_wakes_other_engines_and_the_last_sends_the_agreed_step() -> None:
     steps = StepCollector(3)
     first, others = StepProposal(0, [DECODE_BUCKET]), StepProposal(0, [])
     agreed = AgreedStep(0, [[], [DECODE_BUCKET], []])
@@ -68,7 +65,7 @@ def test_the_first_proposal_calls_the_others_and_the_last_one_is_answered_to_all
     assert steps.take(0, StepProposal(1, []))[0] == (1, StepCall(1))
 
 
-def test_engines_join_together_and_only_with_the_same_settings() -> None:
+def test_engines_join_only_with_equal_settings() -> None:
     together, apart = StepCollector(2), StepCollector(2)
 
     assert together.take(1, JoinSteps(1, 7)) == apart.take(1, JoinSteps(1, 7)) == []
@@ -77,14 +74,11 @@ def test_engines_join_together_and_only_with_the_same_settings() -> None:
 
     assert joined == [(0, AgreedStep(JOINED, [])), (1, AgreedStep(JOINED, []))]
     assert all(isinstance(answer, StepsRefused) for _, answer in refused)
-    assert "engine 1 was started with other settings" in str(refused)
-
-
-# Engines
+    assert "engine 1 has other settings" in str(refused)
 
 
 class Engine:
-    """An engine on a thread, with an executor that has no devices."""
+    """An engine on a thread, with an executor without devices."""
 
     def __init__(self, number: int, hub: str, token: str, settings: EngineConfig) -> None:
         self.plans: list[StepPlan] = []
@@ -126,7 +120,7 @@ class Engine:
 
     @property
     def buckets(self) -> list[list[Bucket]]:
-        """The buckets of each plan's launches."""
+        """Buckets of the launches of each plan."""
         return [
             [(launch.phase, *launch.bucket) for launch in plan.launches]
             for plan in list(self.plans)
@@ -191,7 +185,7 @@ def engines() -> Iterator[list[Engine]]:
     yield from start_engines(config(), config())
 
 
-def test_an_idle_engine_runs_the_launches_of_the_other_and_nothing_when_both_are_idle(
+def test_an_idle_engine_joins_the_launches_of_a_busy_engine_and_idle_engines_launch_nothing(
     engines: list[Engine],
 ) -> None:
     busy, idle = engines
@@ -208,7 +202,7 @@ def test_an_idle_engine_runs_the_launches_of_the_other_and_nothing_when_both_are
     assert [busy.tokens(key) for key in range(5)] == [list(range(4 + key)) for key in range(5)]
     assert busy.buckets == idle.buckets and all(busy.buckets)
     assert not any(launch.req_indices for plan in idle.plans for launch in plan.launches)
-    # The stats of its start; an empty step tells nobody anything.
+    # Only the stats of its start may be sent; an empty step sends no message.
     assert num_messages == len(idle.messages) and len(idle.outputs) <= 1
     assert len(busy.plans) == len(idle.plans) == num_plans
     assert cpu_s < 0.2
@@ -251,15 +245,15 @@ def test_coupled_engines_do_not_sleep(engines: list[Engine]) -> None:
     assert reply.is_refusal and "cannot sleep" in str(reply.error)
 
 
-def test_engines_with_other_settings_are_refused() -> None:
+def test_engines_with_different_settings_are_refused() -> None:
     with contextlib.contextmanager(start_engines)(config(), config(seed=1)) as engines:
         wait_until(lambda: all(engine.error is not None for engine in engines))
 
     assert all(isinstance(engine.error, ConfigError) for engine in engines)
-    assert "engine 1 was started with other settings than engine 0" in str(engines[0].error)
+    assert "engine 1 has other settings than engine 0" in str(engines[0].error)
 
 
-def test_an_engine_that_waits_for_the_others_can_be_stopped() -> None:
+def test_an_engine_that_waits_for_other_engines_can_be_stopped() -> None:
     directory, token = SocketDirectory(), new_token()
     names = [endpoint(directory.path, f"steps{number}") for number in range(2)]
     hub = DPCoordinator(names, token)
@@ -273,13 +267,13 @@ def test_an_engine_that_waits_for_the_others_can_be_stopped() -> None:
     directory.close()
 
 
-def test_a_hub_on_another_host_takes_its_token_only_and_is_missed_when_it_is_gone() -> None:
+def test_a_remote_hub_requires_its_token_and_its_loss_ends_the_engine() -> None:
     directory, token, remote = SocketDirectory(), new_token(), new_token()
     names = [endpoint(directory.path, "steps0"), f"tcp://127.0.0.1:{free_port()}"]
     hub = DPCoordinator(names, token, remote)
 
-    stranger = Engine(1, names[1], token, config())
-    wait_until(lambda: stranger.is_ready)
+    refused = Engine(1, names[1], token, config())
+    wait_until(lambda: refused.is_ready)
     engines = [Engine(0, names[0], token, config()), Engine(1, names[1], remote, config())]
     wait_until(lambda: all(engine.is_ready for engine in engines))
     engines[1].ask(1, 5)
@@ -288,8 +282,8 @@ def test_a_hub_on_another_host_takes_its_token_only_and_is_missed_when_it_is_gon
     hub.close()
     wait_until(lambda: engines[1].error is not None)
 
-    assert isinstance(stranger.error, ConfigError)
-    assert str(stranger.error) == (f"{names[1]} refused the token: all hosts need the same one")
+    assert isinstance(refused.error, ConfigError)
+    assert str(refused.error) == (f"{names[1]} refused the token: all hosts need the same token")
     assert str(engines[1].error) == f"{names[1]} has disconnected"
     assert engines[1].tokens(1) == list(range(5))
     directory.close()

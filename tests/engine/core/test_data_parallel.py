@@ -1,4 +1,4 @@
-"""What an engine does differently when it is one of several."""
+"""Engine behaviour with several engines or several front ends."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from hpu.protocol import StepPlan
 
 
 def announced(num_engines: int, num_front_ends: int) -> list[tuple[int | None, FromEngine]]:
-    """What front ends hear of a prompt that the first of them sent."""
+    """Messages to front ends about a prompt that the first front end sent."""
     config = dataclasses.replace(
         counting_config(), data_parallel=DataParallelConfig(data_parallel_size=num_engines)
     )
@@ -30,7 +30,7 @@ def announced(num_engines: int, num_front_ends: int) -> list[tuple[int | None, F
     return heard
 
 
-def test_the_other_front_ends_hear_of_a_prompt() -> None:
+def test_other_front_ends_are_informed_of_a_prompt() -> None:
     message = PromptBlocks(block_hashes(prompt_of(*range(40)), 16, "s"))
 
     assert len(message.hashes) == 2
@@ -39,7 +39,7 @@ def test_the_other_front_ends_hear_of_a_prompt() -> None:
     assert announced(1, 3) == []
 
 
-def test_engines_draw_different_seeds_for_requests_without_one() -> None:
+def test_engines_draw_different_seeds_for_requests_without_a_seed() -> None:
     assert len({first_seed(engine) for engine in (0, 1, 2)}) == 3
     assert first_seed(1) == first_seed(1)
 

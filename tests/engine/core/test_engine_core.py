@@ -19,7 +19,7 @@ from engine.transport.messages import AddRequest, Resumption
 LONG = {"max_tokens": 30, "ignore_eos": True}
 
 
-def test_two_steps_are_in_flight_at_depth_two_and_one_at_depth_one() -> None:
+def test_the_number_of_steps_in_flight_equals_the_depth() -> None:
     for depth in (1, 2):
         rig = CoreRig(depth=depth)
         rig.add(0, [1, 2, 3], **LONG)
@@ -30,7 +30,7 @@ def test_two_steps_are_in_flight_at_depth_two_and_one_at_depth_one() -> None:
         rig.check_output(0)
 
 
-def test_an_idle_core_has_no_work_and_says_nothing() -> None:
+def test_an_idle_core_has_no_work_and_sends_no_message() -> None:
     rig = CoreRig()
     rig.add(0, [1], max_tokens=1)
     rig.run()
@@ -42,7 +42,7 @@ def test_an_idle_core_has_no_work_and_says_nothing() -> None:
     assert rig.core.num_inflight == 0
 
 
-def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
+def test_a_continuation_runs_before_waiting_requests() -> None:
     rig = CoreRig(max_num_seqs=1)
     for key in range(3):
         rig.add(key, [1, 2, key], max_tokens=1)
@@ -59,7 +59,7 @@ def test_what_goes_on_with_a_sequence_stands_before_all_who_wait() -> None:
     ]
 
 
-def test_a_full_batch_keeps_the_index_of_what_goes_on_for_a_while() -> None:
+def test_a_full_batch_reserves_the_index_of_a_continuation() -> None:
     rig = CoreRig(max_num_seqs=2)
     rig.add(0, [1, 2, 3], **LONG)
 
@@ -84,7 +84,7 @@ def test_a_full_batch_keeps_the_index_of_what_goes_on_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("fair_share", [False, True])
-def test_a_new_request_has_its_turn_among_the_beams_of_many_searches(fair_share: bool) -> None:
+def test_a_new_request_gets_a_turn_among_the_beams_of_many_searches(fair_share: bool) -> None:
     rig = CoreRig(max_num_seqs=4, fair_share=fair_share)
     beams = itertools.count(1_000)
 
@@ -109,7 +109,7 @@ def test_a_new_request_has_its_turn_among_the_beams_of_many_searches(fair_share:
     rig.run()
 
 
-def test_a_step_that_others_share_has_a_sixteenth_of_the_batch_of_beams() -> None:
+def test_beams_take_at_most_a_sixteenth_of_a_shared_batch() -> None:
     rig = CoreRig(max_num_seqs=128, num_blocks=512, budget=1024)
     beams = itertools.count(1_000)
 
@@ -133,7 +133,7 @@ def test_a_step_that_others_share_has_a_sixteenth_of_the_batch_of_beams() -> Non
     shared = most_in_step(begun)
     num_shared = sum(rig.reason(key) is not None for key in range(1_100, 1_200))
     rig.run()
-    # The other client is absent between two requests.
+    # The other client has no request for a while.
     begun = len(rig.plans)
     rig.add(2, [4, 5], max_tokens=1)
     rig.run()
@@ -147,7 +147,7 @@ def test_a_step_that_others_share_has_a_sixteenth_of_the_batch_of_beams() -> Non
     assert None not in [rig.reason(key) for key in range(1_000, next(beams))]
 
 
-def test_an_index_is_kept_only_beside_others() -> None:
+def test_an_index_is_reserved_only_while_other_requests_run() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.ledger.open(0)
     rig.send(AddRequest(0, raw([1, 2]), SamplingParams(max_tokens=1), is_continuation=True))
@@ -158,7 +158,7 @@ def test_an_index_is_kept_only_beside_others() -> None:
     assert rig.reason(1) == "length"
 
 
-def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_requests_ride_later() -> None:
+def test_a_step_without_launches_is_not_submitted_and_freed_requests_go_with_a_later_plan() -> None:
     rig = CoreRig()
     rig.add(0, [1], max_tokens=1)
     rig.run()
@@ -178,18 +178,26 @@ def test_a_step_with_nothing_to_launch_is_not_submitted_and_freed_requests_ride_
     [
         ([], {}, "the prompt has 0 tokens, it must have at least 1"),
         ([1] * 64, {}, "the prompt has 64 tokens, the model's context of 64 takes at most 63"),
-        ([1, 50], {}, "the prompt has token 50, the vocabulary has 50"),
-        ([1], {"logit_bias": {77: 1.0}}, "the sampling names token 77, the vocabulary has 50"),
-        ([1], {"allowed_token_ids": (3, 51)}, "the sampling names token 51, the vocabulary has 50"),
+        ([1, 50], {}, "the prompt has token 50, it must be below 50, the vocabulary size"),
+        (
+            [1],
+            {"logit_bias": {77: 1.0}},
+            "the sampling parameters have token 77, it must be below 50, the vocabulary size",
+        ),
+        (
+            [1],
+            {"allowed_token_ids": (3, 51)},
+            "the sampling parameters have token 51, it must be below 50, the vocabulary size",
+        ),
         (
             [1],
             {"bad_words_token_ids": ((4, 90),)},
-            "the sampling names token 90, the vocabulary has 50",
+            "the sampling parameters have token 90, it must be below 50, the vocabulary size",
         ),
         ([1] * 50, {}, "the prompt needs 13 KV blocks of 4 tokens, the cache has 12"),
     ],
 )
-def test_what_cannot_run_is_refused_with_both_numbers(
+def test_impossible_requests_are_refused_with_both_numbers(
     prompt: list[int], sampling: dict[str, object], error: str
 ) -> None:
     rig = CoreRig(num_blocks=12)
@@ -209,22 +217,22 @@ def test_a_prompt_of_broken_bytes_is_refused() -> None:
     rig.core.add_request(AddRequest(1, memoryview(b"12345"), SamplingParams()), [])
     rig.run()
 
-    assert rig.error(1) == "the prompt has 5 bytes, which is no multiple of 4"
+    assert rig.error(1) == "the prompt has 5 bytes, which is not a multiple of 4"
 
 
-def test_a_full_line_refuses_and_leaks_nothing() -> None:
+def test_a_full_queue_refuses_requests_without_leaks() -> None:
     rig = CoreRig(max_queue_len=2)
     for key in range(3):
         rig.add(key, [1, 2], max_tokens=2, ignore_eos=True)
 
     rig.run()
 
-    assert rig.error(2) == "2 requests wait, at most 2 may"
+    assert rig.error(2) == "2 requests are waiting, at most 2 may wait"
     assert rig.reason(0) == rig.reason(1) == "length"
     assert rig.core.num_requests == 0
 
 
-def test_a_key_used_twice_ends_once_with_an_error() -> None:
+def test_a_duplicate_key_is_rejected_once_with_an_error() -> None:
     rig = CoreRig()
     rig.add(3, [1, 2], **LONG)
     rig.run(steps=4)
@@ -237,7 +245,7 @@ def test_a_key_used_twice_ends_once_with_an_error() -> None:
     assert rig.core.num_requests == 0
 
 
-def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
+def test_missing_seeds_are_drawn_from_the_config_seed_and_given_seeds_are_kept() -> None:
     def seeds(rig: CoreRig) -> list[int]:
         for key, seed in enumerate([None, None, 5, -1]):
             rig.add(key, [key], temperature=1.0, seed=seed, max_tokens=1)
@@ -252,7 +260,7 @@ def test_missing_seeds_are_drawn_from_the_config_and_given_ones_kept() -> None:
     assert all(0 <= seed < 2**63 for seed in first)
 
 
-def test_controls_answer_or_say_what_is_wrong() -> None:
+def test_controls_are_answered_with_a_result_or_an_error() -> None:
     rig = CoreRig()
 
     assert rig.core.control("ping", {}) == "pong"
@@ -262,7 +270,7 @@ def test_controls_answer_or_say_what_is_wrong() -> None:
         rig.core.control("ping", {"loud": True})
 
 
-def test_a_reset_prefix_cache_finds_nothing_of_before() -> None:
+def test_a_reset_prefix_cache_finds_no_earlier_blocks() -> None:
     rig = CoreRig()
     rig.add(0, list(range(20)), max_tokens=1)
     rig.run()
@@ -277,7 +285,7 @@ def test_a_reset_prefix_cache_finds_nothing_of_before() -> None:
     assert [rig.ledger.requests[key].num_cached for key in range(3)] == [0, 16, 0]
 
 
-def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
+def test_stats_are_sent_to_every_front_end_even_without_requests() -> None:
     rig = CoreRig(depth=1)
     rig.core.add_front_end(1)
     rig.add(0, [1, 2, 3], max_tokens=2, ignore_eos=True)
@@ -293,7 +301,7 @@ def test_stats_go_to_every_front_end_even_to_one_without_requests() -> None:
 
 
 def step_tokens(rig: CoreRig) -> list[int]:
-    """The samples of all steps until the rig has no more work."""
+    """Token samples of all steps until the rig has no more work."""
     found = []
     while rig.core.has_work:
         for _, message in rig.step():
@@ -342,13 +350,13 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
 # Invariants of the architecture, by number.
 
 
-def test_invariant_1_free_and_held_blocks_are_all_blocks_at_every_step() -> None:
+def test_invariant_1_free_and_used_blocks_add_up_at_every_step() -> None:
     rig = CoreRig(num_blocks=14, max_num_seqs=4, budget=12)
     for key in range(12):
         rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
 
     while rig.core.has_work:
-        rig.step()  # which checks reference counts against block tables
+        rig.step()  # Each step checks reference counts against block tables.
 
     assert rig.core.stats().blocks_used == 0
     assert rig.core.stats().preemptions > 0
@@ -366,7 +374,7 @@ def test_invariant_1_a_leaked_block_is_detected() -> None:
 
 
 def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
-    # With a step in flight the row has written a token that nobody accepted yet.
+    # With a step in flight, the request's KV includes a token that is not accepted yet.
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], max_tokens=40, ignore_eos=True)
     request = rig.core._requests[0]
@@ -381,7 +389,7 @@ def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
     assert len(request.block_hashes) == 10
 
 
-def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_talk() -> None:
+def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_conversation() -> None:
     rig = CoreRig()
     rig.add(0, list(range(10, 20)), max_tokens=15, ignore_eos=True)
     rig.run()
@@ -421,19 +429,19 @@ def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
             rig.check_output(key)
 
 
-def test_invariant_7_each_plan_is_collected_once_and_nothing_follows_a_finish() -> None:
+def test_invariant_7_each_plan_is_collected_once_and_no_message_follows_a_finish() -> None:
     rig = CoreRig(max_num_seqs=3)
     for key in range(9):
         rig.add(key, [key, 1], max_tokens=7)
 
-    rig.run()  # the ledger fails on anything late or doubled
+    rig.run()  # The ledger fails on late or duplicate messages.
 
     assert rig.executor.collected == len(rig.plans) == rig.core.stats().steps
     for key in range(9):
         rig.check_output(key)
 
 
-def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preemption() -> None:
+def test_invariant_8_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemption() -> None:
     prompt = [4, 5, 6, 7] * 4
     outputs = set()
 
@@ -451,7 +459,7 @@ def test_invariant_8_same_tokens_whatever_the_batch_bucket_chunk_prefix_or_preem
     assert len(outputs) == 1
 
 
-def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
+def test_invariant_10_an_abort_at_any_moment_leaks_nothing() -> None:
     for depth, steps, size in itertools.product((1, 2), range(9), (3, 30)):
         rig = CoreRig(depth=depth, budget=8, max_num_seqs=2)
         rig.add(0, [1] * size, **LONG)
@@ -469,7 +477,7 @@ def test_invariant_10_an_abort_at_any_moment_leaves_nothing_behind() -> None:
         rig.check_output(1)
 
 
-def test_invariant_10_blocks_of_an_aborted_request_come_back_after_its_last_plan() -> None:
+def test_invariant_10_blocks_of_an_aborted_request_are_freed_after_its_last_plan() -> None:
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(steps=4)
@@ -484,7 +492,7 @@ def test_invariant_10_blocks_of_an_aborted_request_come_back_after_its_last_plan
     assert rig.core.num_inflight == 0
 
 
-def test_a_step_does_the_same_work_with_a_long_line() -> None:
+def test_the_cost_of_a_step_does_not_grow_with_the_waiting_queue() -> None:
     def quickest_turn(num_waiting: int) -> float:
         rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
         rig.add(0, [1], **LONG)
@@ -497,11 +505,11 @@ def test_a_step_does_the_same_work_with_a_long_line() -> None:
             seconds.append(time.perf_counter() - begun)
         return min(seconds)
 
-    # The quickest of twenty hardly wavers; a line that was walked would take 100 times as long.
+    # The minimum of twenty runs varies little; a scan of the queue would take 100 times as long.
     assert quickest_turn(20_000) < 5 * quickest_turn(1)
 
 
-def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
+def test_waiting_requests_can_leave_a_long_queue_in_any_order() -> None:
     rig = CoreRig(max_num_seqs=1, max_queue_len=30_000)
     for key in range(20_000):
         rig.core.add_request(AddRequest(key, raw([1]), SamplingParams()), [])
@@ -513,7 +521,7 @@ def test_who_waits_can_leave_a_long_line_in_any_order() -> None:
     rig.core.check()
 
 
-def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
+def test_warmup_counters_are_reported_before_the_first_step() -> None:
     rig = CoreRig()
     counters = {"graphs": 4.0, "compilations.decode.warmup": 4.0}
     ready = msgspec.structs.replace(rig.ready, counters=counters)
@@ -525,7 +533,7 @@ def test_what_warm_up_counted_is_known_before_the_first_step() -> None:
     assert (stats.graphs, stats.compilations) == (4, {"decode.warmup": 4})
 
 
-def test_a_request_of_a_dead_engine_goes_on_behind_its_tokens() -> None:
+def test_a_request_of_a_dead_engine_resumes_after_its_tokens() -> None:
     whole, prompt = CoreRig(), [5, 6, 7, 8, 9]
     fields = {"max_tokens": 12, "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 0}
     whole.add(1, prompt, **fields)

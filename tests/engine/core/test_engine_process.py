@@ -1,4 +1,4 @@
-"""The engine process, whole: real sockets and processes around a worker that counts."""
+"""The whole engine process: real sockets and processes, with a worker that counts tokens."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ async def test_a_thousand_requests_each_get_all_of_their_tokens() -> None:
     assert outputs == [list(range(1 + number % 7)) for number in range(1000)]
 
 
-async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
+async def test_startup_reports_its_progress_and_accepts_no_requests() -> None:
     async with engine_rig("start_s=1", ready=False) as rig:
         assert await eventually(lambda: rig.client.progress is not None, 10)
 
@@ -42,10 +42,10 @@ async def test_start_up_tells_its_progress_and_takes_no_requests() -> None:
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_words(
+async def test_a_start_error_reaches_the_client_with_the_workers_message(
     executor: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # An earlier test may have left a log handler, whose stream is closed by now.
+    # An earlier test may have left a log handler whose stream is closed.
     monkeypatch.setattr("logging.raiseExceptions", False)
     async with engine_rig("refuse=1", executor=executor, ready=False) as rig:
         with pytest.raises(ConfigError) as caught:
@@ -59,7 +59,7 @@ async def test_what_is_wrong_at_start_reaches_the_client_in_the_workers_own_word
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: str) -> None:
+async def test_a_failed_worker_ends_the_engine_and_fails_every_request(executor: str) -> None:
     async with engine_rig("crash_at=20", executor=executor) as rig:
         boxes = [rig.client.add(request_of(prompt_of(1), asking(1000))) for _ in range(5)]
 
@@ -71,7 +71,7 @@ async def test_a_worker_that_breaks_ends_the_engine_and_every_request(executor: 
     assert code == 1
 
 
-async def test_an_idle_engine_sleeps() -> None:
+async def test_an_idle_engine_uses_no_cpu_time() -> None:
     async with engine_rig(executor="mp") as rig:
         await generate(rig.client, 5)
         before = cpu_seconds(rig.engine.pid)
@@ -83,7 +83,7 @@ async def test_an_idle_engine_sleeps() -> None:
         assert time.process_time() - own <= 0.06
 
 
-async def test_a_stop_tells_the_front_end_and_exits_with_0() -> None:
+async def test_a_stop_informs_the_front_end_and_exits_with_0() -> None:
     async with engine_rig("step_s=0.01") as rig:
         box = rig.client.add(request_of(prompt_of(1), asking(4000)))
         await box.get()
@@ -117,10 +117,10 @@ async def test_requests_beyond_the_engines_bound_are_refused_at_once() -> None:
     reasons = [finish.reason for finish in finishes]
     refused = next(finish for finish in finishes if finish.reason == "error")
     assert reasons.count("length") >= 40
-    assert "at most 40 may" in str(refused.error)
+    assert "at most 40 may wait" in str(refused.error)
 
 
-async def test_controls_are_answered_and_refusals_say_why() -> None:
+async def test_controls_are_answered_and_refusals_have_a_reason() -> None:
     async with engine_rig() as rig:
         answer = await rig.client.control("ping")
 
@@ -130,7 +130,7 @@ async def test_controls_are_answered_and_refusals_say_why() -> None:
     assert answer == "pong"
 
 
-async def test_a_call_to_the_worker_reaches_it_and_its_refusal_is_the_callers() -> None:
+async def test_a_worker_call_is_answered_and_its_refusal_reaches_the_caller() -> None:
     async with engine_rig(executor="mp") as rig:
         answer = await rig.client.control("start_profile")
 

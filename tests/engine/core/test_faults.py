@@ -1,4 +1,4 @@
-"""Sudden death of each process: which process notices, how soon, and what is left behind."""
+"""Kills of each process: which process notices, after how long, and what remains."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ from engine.client.output_queue import RequestOutputQueue
 
 
 async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
-    """Requests that are in the middle of their tokens."""
+    """Requests that have received some of their tokens."""
     boxes: list[RequestOutputQueue] = [
         rig.client.add(request_of(prompt_of(1), asking(4000))) for _ in range(count)
     ]
@@ -26,7 +26,7 @@ async def streaming(rig: EngineRig, count: int) -> list[RequestOutputQueue]:
 
 
 @pytest.mark.parametrize("victim", ["engine", "worker"])
-async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None:
+async def test_kill_9_fails_every_request_and_leaves_no_process_or_file(victim: str) -> None:
     async with engine_rig("step_s=0.01", executor="mp") as rig:
         (worker,) = workers_of(rig.engine.pid)
         boxes = await streaming(rig, 20)
@@ -47,7 +47,7 @@ async def test_kill_9_ends_every_request_and_leaves_nothing(victim: str) -> None
     assert sockets_in(rig.directory) == []
 
 
-async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
+async def test_a_worker_that_dies_while_idle_ends_the_engine() -> None:
     async with engine_rig(executor="mp") as rig:
         (worker,) = workers_of(rig.engine.pid)
 
@@ -57,7 +57,7 @@ async def test_a_worker_that_dies_while_nobody_asks_ends_the_engine() -> None:
         assert await eventually(lambda: rig.engine.poll() is not None, 3)
 
 
-async def test_a_front_end_that_nobody_told_hears_of_the_death_by_itself() -> None:
+async def test_a_front_end_detects_a_death_without_a_notification() -> None:
     async with engine_rig("step_s=0.01") as rig:
         rig.engine._on_exit = None
         (box,) = await streaming(rig, 1)
@@ -83,7 +83,7 @@ time.sleep(60)
 """
 
 
-def test_when_the_parent_is_killed_its_children_leave_and_tidy_up() -> None:
+def test_children_exit_and_clean_up_when_the_parent_is_killed() -> None:
     code = PARENT.format(root=str(ROOT))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None

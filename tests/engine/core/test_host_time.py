@@ -1,6 +1,6 @@
-"""Engine time of a step, as ratios: benchmarks/host.py has the numbers. CPU time of a single
-thread: the least of a few alternating runs, and of more runs where a ratio does not hold, because
-other work on the machine takes caches and clock away, at times for seconds."""
+"""Ratios of the engine's time per step: benchmarks/host.py has the numbers. Measured as CPU time of
+a single thread: the minimum of a few alternating runs, and of more runs if a ratio fails, because
+other work on the machine takes caches and clock rate away, sometimes for seconds."""
 
 from statistics import median
 
@@ -13,8 +13,8 @@ ROWS, CONTEXT = 64, 1024
 
 
 def seconds_a_row(*loads: tuple[int, int, int]) -> list[float]:
-    """Seconds of a step for each running request, for each load: (running requests, waiting
-    requests, context)."""
+    """Seconds per step and running request, for each load: (running requests, waiting requests,
+    context)."""
     least = [float("inf")] * len(loads)
     for run in range(RUNS * (1 + MORE)):
         times = [median(watch_decodes(*load, NUM_STEPS).cpu) / load[0] for load in loads]
@@ -24,13 +24,13 @@ def seconds_a_row(*loads: tuple[int, int, int]) -> list[float]:
     return least
 
 
-def test_a_request_costs_no_more_among_many() -> None:
+def test_the_cost_of_a_request_does_not_grow_with_the_batch() -> None:
     few, many = seconds_a_row((64, 0, CONTEXT), (1024, 0, CONTEXT))
 
     assert many < RATIO * few, f"{few * 1e9:.0f} ns a row of 64, {many * 1e9:.0f} of 1024"
 
 
-def test_neither_a_long_line_nor_a_long_context_costs_a_step_anything() -> None:
+def test_the_cost_of_a_step_does_not_grow_with_queue_or_context() -> None:
     plain, behind_a_line, far_on = seconds_a_row(
         (ROWS, 0, CONTEXT), (ROWS, 30_000, CONTEXT), (ROWS, 0, 131_072)
     )
@@ -39,7 +39,7 @@ def test_neither_a_long_line_nor_a_long_context_costs_a_step_anything() -> None:
     assert far_on < RATIO * plain, f"{plain * 1e9:.0f} ns, {far_on * 1e9:.0f} ns"
 
 
-def test_a_step_costs_no_more_after_thousands_of_requests() -> None:
+def test_the_cost_of_a_step_does_not_grow_over_thousands_of_requests() -> None:
     for _ in range(1 + MORE):
         growth = watch_growth(20_000)
         if growth.late_s < RATIO * growth.early_s:

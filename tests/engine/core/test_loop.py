@@ -53,7 +53,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_requests_that_wait_for_an_adapter_wake_the_engine_only_by_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A read adapter, a new request and a deadline."""
+    """Only a read adapter, a new request and a deadline wake the engine."""
     config = dataclasses.replace(counting_config(), lora=LoRAConfig(enable_lora=True, max_loras=1))
     ends: dict[int, str] = {}
 

@@ -1,4 +1,5 @@
-"""What an engine process sends: from any thread, in order, and never waiting for a reader."""
+"""Messages that an engine process sends: from any thread, in order, and without waiting for a
+reader."""
 
 import asyncio
 import threading
@@ -28,7 +29,7 @@ def orders(folder: Path) -> EngineOrders:
     return EngineOrders(EngineConfig(model="none"), str(folder), num_front_ends=1, token="token")
 
 
-async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
+async def test_messages_of_many_threads_arrive_complete_and_in_order_per_thread(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     board = zmq_context.bind_router(front_end_endpoint(str(tmp_path), 0), FromEngine)
@@ -41,7 +42,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
             all_heard.set()
 
     starts = [1000 * number for number in range(4)]
-    board.listen(hear, lambda: None)
+    board.listen(hear, lambda peer: None)
     output = MessageSender(orders(tmp_path), zmq_context)
 
     def say(first: int) -> None:
@@ -62,7 +63,7 @@ async def test_what_many_threads_say_arrives_whole_and_in_each_ones_order(
         assert mine == list(range(start, start + PER_THREAD))
 
 
-def test_a_front_end_that_does_not_read_ends_the_engine_with_the_number(
+def test_a_front_end_that_does_not_read_fails_the_engine(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     output = MessageSender(orders(tmp_path), zmq_context)

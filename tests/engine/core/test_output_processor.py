@@ -1,5 +1,5 @@
-"""engine/core/output_processor.py: ends, reasons and messages, as the front ends of a real
-core."""
+"""engine/core/output_processor.py: finish reasons and messages of a real core, as front ends
+receive them."""
 
 import pytest
 from core_rig import CoreRig
@@ -11,7 +11,7 @@ EOS = 2
 
 
 def script(*tokens: int):  # type: ignore[no-untyped-def]
-    """Each request gets these tokens, the last one again and again."""
+    """Fake model that gives each request these tokens, repeating the last token."""
 
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         token = tokens[min(generated, len(tokens) - 1)]
@@ -36,7 +36,7 @@ def script(*tokens: int):  # type: ignore[no-untyped-def]
 )
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_tokens_per_step", [1, 4])
-def test_a_request_ends_by_the_first_rule_that_holds(
+def test_a_request_ends_by_the_first_matching_rule(
     max_tokens_per_step: int,
     depth: int,
     sampling: dict[str, object],
@@ -56,7 +56,7 @@ def test_a_request_ends_by_the_first_rule_that_holds(
     assert (rig.tokens(0), finish.reason, finish.stop_token) == (tokens, reason, stop_token)
 
 
-def test_the_end_of_the_context_is_a_length() -> None:
+def test_the_end_of_the_context_has_finish_reason_length() -> None:
     rig = CoreRig(max_model_len=16, next_token=script(9))
     rig.add(0, [1] * 15, max_tokens=None)
     rig.add(1, [2] * 6, max_tokens=100)
@@ -67,7 +67,7 @@ def test_the_end_of_the_context_is_a_length() -> None:
     assert (rig.tokens(1), rig.reason(1)) == ([9] * 10, "length")
 
 
-def test_a_request_planned_once_too_often_delivers_no_extra_token() -> None:
+def test_a_surplus_planned_decode_delivers_no_extra_token() -> None:
     rig = CoreRig(depth=2, next_token=script(EOS))
     rig.add(0, [1], max_tokens=9)
 
@@ -78,7 +78,7 @@ def test_a_request_planned_once_too_often_delivers_no_extra_token() -> None:
     assert rig.core.stats().blocks_used == 0
 
 
-def test_a_request_that_ends_by_count_is_not_planned_again() -> None:
+def test_a_request_is_not_planned_beyond_max_tokens() -> None:
     rig = CoreRig(depth=2, next_token=script(9))
     rig.add(0, [1], max_tokens=3)
 
@@ -87,7 +87,7 @@ def test_a_request_that_ends_by_count_is_not_planned_again() -> None:
     assert len(rig.plans) == 3
 
 
-def test_logits_that_are_no_numbers_fail_one_request_and_no_other() -> None:
+def test_nan_logits_fail_only_their_request() -> None:
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return -1 if sampling.top_k == 7 and generated == 2 else 9
 
@@ -98,14 +98,14 @@ def test_logits_that_are_no_numbers_fail_one_request_and_no_other() -> None:
     rig.run()
 
     assert (rig.tokens(0), rig.reason(0)) == ([9, 9], "error")
-    assert rig.error(0) == "the logits of output token 3 were not numbers"
+    assert rig.error(0) == "the logits of output token 3 were NaN or infinite"
     assert (rig.tokens(1), rig.reason(1)) == ([9] * 6, "length")
     rig.add(2, [1] * 9, max_tokens=1)
     rig.run()
     assert rig.ledger.requests[2].num_cached == 0
 
 
-def test_no_token_asked_for_gives_none() -> None:
+def test_max_tokens_0_returns_no_token() -> None:
     rig = CoreRig(budget=4)
     rig.add(0, [1, 2, 3], max_tokens=0)
     rig.add(1, [4, 5, 6, 7, 8, 9], max_tokens=0, prompt_logprobs=1)
@@ -117,7 +117,7 @@ def test_no_token_asked_for_gives_none() -> None:
     assert rig.ledger.requests[1].scored == [5, 6, 7, 8, 9]
 
 
-def test_prompt_scores_come_once_and_in_order_though_a_preemption_computes_them_twice() -> None:
+def test_prompt_logprobs_are_sent_once_and_in_order_despite_a_preemption() -> None:
     for depth in (1, 2):
         rig = CoreRig(
             num_blocks=17,
@@ -138,7 +138,7 @@ def test_prompt_scores_come_once_and_in_order_though_a_preemption_computes_them_
         rig.check_output(0)
 
 
-def test_logprobs_follow_the_tokens_of_their_key() -> None:
+def test_logprobs_belong_to_the_tokens_of_their_key() -> None:
     rig = CoreRig()
     rig.add(0, [1], max_tokens=5, ignore_eos=True)
     rig.add(1, [2], max_tokens=5, ignore_eos=True, logprobs=2)
@@ -149,7 +149,7 @@ def test_logprobs_follow_the_tokens_of_their_key() -> None:
     assert rig.ledger.requests[1].logprob_ids == rig.tokens(1)
 
 
-def test_each_front_end_hears_of_its_own_keys_in_one_message() -> None:
+def test_each_front_end_gets_its_own_keys_in_one_message() -> None:
     rig = CoreRig(next_token=script(9))
     first, second = 5, (1 << 48) | 5
     rig.add(first, [1], max_tokens=2)
@@ -168,7 +168,7 @@ def test_each_front_end_hears_of_its_own_keys_in_one_message() -> None:
     assert by_front_end == {0: [first] * 2, 1: [second] * 4}
 
 
-def test_a_finish_says_where_the_time_went() -> None:
+def test_a_finish_has_the_time_of_each_phase() -> None:
     rig = CoreRig(max_num_seqs=1, next_token=script(9))
     rig.add(0, [1], max_tokens=4)
     rig.add(1, [2], max_tokens=4)
@@ -181,7 +181,7 @@ def test_a_finish_says_where_the_time_went() -> None:
     assert other.queue_s >= requests.prefill_s + requests.decode_s
 
 
-def test_a_message_belongs_to_its_receiver() -> None:
+def test_a_sent_message_is_not_changed_by_later_steps() -> None:
     rig = CoreRig(depth=1, next_token=script(9))
     rig.add(0, [1], max_tokens=9)
     (_, first) = rig.step()[0]
@@ -193,9 +193,7 @@ def test_a_message_belongs_to_its_receiver() -> None:
     assert first.stats is not None and first.stats.steps == 1
 
 
-def test_an_end_token_before_min_tokens_does_not_end_it_even_if_the_sampler_lets_it_through() -> (
-    None
-):
+def test_an_end_token_before_min_tokens_does_not_finish_a_request() -> None:
     rig = CoreRig(next_token=lambda history, generated, sampling: EOS)
     rig.add(0, [1], max_tokens=9, min_tokens=3)
 
@@ -207,7 +205,7 @@ def test_an_end_token_before_min_tokens_does_not_end_it_even_if_the_sampler_lets
 CORNERED = {"allowed_token_ids": (5, 6), "bad_words_token_ids": ((5, 5), (5, 6), (9, 9, 6))}
 
 
-def test_settings_that_bar_every_token_are_the_callers_own_fault() -> None:
+def test_settings_that_forbid_every_token_are_a_user_error() -> None:
     rig = CoreRig(next_token=lambda history, generated, sampling: -1 if generated == 2 else 5)
     rig.add(0, [1] * 9, max_tokens=6, **CORNERED)
 
@@ -217,10 +215,10 @@ def test_settings_that_bar_every_token_are_the_callers_own_fault() -> None:
     assert finish is not None
     assert (rig.tokens(0), finish.reason, finish.param) == ([5, 5], "error", "allowed_token_ids")
     assert finish.error == (
-        "allowed_token_ids has 2 tokens, and bad_words or min_tokens bar every one of them as "
+        "allowed_token_ids has 2 tokens, and bad_words or min_tokens exclude all of them at "
         "output token 3"
     )
-    # The request's cache holds what a model computed, so the next request may use it.
+    # The request's cached blocks have valid contents, so the next request may use them.
     rig.add(1, [1] * 9, max_tokens=1)
     rig.run()
     assert rig.ledger.requests[1].num_cached > 0
@@ -234,7 +232,7 @@ def test_settings_that_bar_every_token_are_the_callers_own_fault() -> None:
         {"bad_words_token_ids": ((5, 5), (5, 6))},
     ],
 )
-def test_broken_logits_are_ours_where_a_token_was_left(sampling: dict[str, object]) -> None:
+def test_nan_logits_with_an_allowed_token_are_a_server_error(sampling: dict[str, object]) -> None:
     rig = CoreRig(next_token=lambda history, generated, sampling: -1 if generated == 2 else 5)
     rig.add(0, [1] * 9, max_tokens=6, **sampling)
 
@@ -242,10 +240,10 @@ def test_broken_logits_are_ours_where_a_token_was_left(sampling: dict[str, objec
 
     finish = rig.ledger.requests[0].finish
     assert finish is not None and finish.param is None
-    assert finish.error == "the logits of output token 3 were not numbers"
+    assert finish.error == "the logits of output token 3 were NaN or infinite"
 
 
-def test_several_tokens_of_a_step_travel_in_one_column_with_their_logprobs() -> None:
+def test_several_tokens_of_a_step_are_sent_in_one_column_with_their_logprobs() -> None:
     rig = CoreRig(depth=1, max_tokens_per_step=4, next_token=script(5, 6, 7, 8))
     prompts = {key: [key, 1, 1] for key in range(4)}
     for key, prompt in prompts.items():
@@ -262,7 +260,7 @@ def test_several_tokens_of_a_step_travel_in_one_column_with_their_logprobs() -> 
         rig.check_output(key)
 
 
-def test_blocks_of_several_accepted_tokens_are_found_again() -> None:
+def test_blocks_of_several_accepted_tokens_are_cached() -> None:
     rig = CoreRig(depth=2, max_tokens_per_step=4, next_token=script(*range(3, 40)))
     rig.add(0, [1, 1], max_tokens=30)
     rig.run()

@@ -1,5 +1,5 @@
-"""Deadlines, fair shares and a front end that goes, in a whole engine. The rig's clock moves by a
-thousandth of a second each time it is read, and checks after each step that no block is lost."""
+"""Deadlines, fair shares and a front end that leaves, in a whole engine. The rig's clock advances
+by a millisecond at each read, and the rig checks after each step that no block is lost."""
 
 import random
 
@@ -17,7 +17,7 @@ def is_timeout(rig: CoreRig, key: int) -> bool:
     return finish is not None and finish.is_timeout
 
 
-def test_a_deadline_ends_a_request_that_waits() -> None:
+def test_a_deadline_ends_a_waiting_request() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.add(1, [1, 2, 3], max_tokens=50, ignore_eos=True)
     rig.add(2, [4, 5, 6], max_tokens=5, timeout_s=SOON_S)
@@ -32,7 +32,7 @@ def test_a_deadline_ends_a_request_that_waits() -> None:
     rig.check_output(3)
 
 
-def test_a_deadline_ends_a_request_that_runs_and_frees_its_blocks() -> None:
+def test_a_deadline_ends_a_running_request_and_frees_its_blocks() -> None:
     rig = CoreRig(max_num_seqs=4)
     rig.add(1, [1, 2, 3], max_tokens=50, ignore_eos=True, timeout_s=SOON_S)
     rig.add(2, [4, 5, 6], max_tokens=50, ignore_eos=True)
@@ -48,7 +48,7 @@ def test_a_deadline_ends_a_request_that_runs_and_frees_its_blocks() -> None:
     assert rig.core.stats().blocks_used == 0
 
 
-def test_an_engine_without_deadlines_reads_its_clock_as_before() -> None:
+def test_an_engine_without_deadlines_reads_the_clock_less_often() -> None:
     rig, with_deadline = CoreRig(), CoreRig()
     for item, timeout_s in ((rig, 0.0), (with_deadline, LATE_S)):
         item.add(1, [1, 2, 3], max_tokens=20, ignore_eos=True, timeout_s=timeout_s)
@@ -83,7 +83,7 @@ def test_random_deadlines_and_aborts_lose_no_block(seed: int) -> None:
 
 
 def first_steps(rig: CoreRig, keys: list[int]) -> dict[int, int]:
-    """The step at which each request had its first token."""
+    """Step of each request's first token."""
     found: dict[int, int] = {}
     while rig.core.has_work:
         rig.step()
@@ -107,7 +107,7 @@ def flooded(*, fair_share: bool) -> dict[int, int]:
     return found
 
 
-def test_a_newcomer_is_served_before_the_flood_of_another_key() -> None:
+def test_a_new_key_is_served_before_the_flood_of_another_key() -> None:
     fair, unfair = flooded(fair_share=True), flooded(fair_share=False)
 
     assert max(fair[1000], fair[1001]) < 40
@@ -142,7 +142,7 @@ def test_the_rate_and_the_shares_of_the_queue_are_reported() -> None:
     assert rig.core.stats().waiting_shares == []
 
 
-def test_a_front_end_that_goes_leaves_nothing_behind() -> None:
+def test_requests_of_a_lost_front_end_are_freed() -> None:
     rig = CoreRig(max_num_seqs=2)
     gone, stays = 1 << FRONT_END_SHIFT, 2 << FRONT_END_SHIFT
     for key in (gone + 1, stays + 1, gone + 2, stays + 2):

@@ -1,4 +1,4 @@
-"""engine/core/prefill_rate.py: how fast prompts leave the queue."""
+"""engine/core/prefill_rate.py: the rate at which waiting prompts are computed."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def observe(rate: PrefillRate, start_s: float, steps: list[tuple[int, float, boo
     return now_s
 
 
-def test_the_rate_is_that_of_the_steps_with_prompts() -> None:
+def test_the_rate_counts_only_steps_with_prompts() -> None:
     rate = PrefillRate()
     rate.begin(10.0)
 
@@ -22,7 +22,7 @@ def test_the_rate_is_that_of_the_steps_with_prompts() -> None:
     assert rate.tokens_per_s == pytest.approx(1000)
 
 
-def test_decodes_count_only_while_requests_wait() -> None:
+def test_decodes_are_counted_only_while_requests_wait() -> None:
     rate = PrefillRate()
     rate.begin(0.0)
     now_s = observe(rate, 0.0, [(100, 0.1, False), *[(0, 0.1, False)] * 100])
@@ -30,13 +30,13 @@ def test_decodes_count_only_while_requests_wait() -> None:
 
     now_s = observe(rate, now_s, [(0, 0.1, True)] * 5)
 
-    # The time before counts as half a second.
+    # The initial measurements weigh half a second.
     assert rate.tokens_per_s == pytest.approx(500)
     observe(rate, now_s, [(0, 0.1, True)] * 40)
     assert rate.tokens_per_s == pytest.approx(100)
 
 
-def test_the_mean_is_over_seconds_once_requests_have_waited_for_long() -> None:
+def test_the_rate_is_averaged_over_seconds_while_requests_wait_for_long() -> None:
     rate = PrefillRate()
     rate.begin(0.0)
     now_s = observe(rate, 0.0, [(100, 0.1, True)] * 100)
@@ -46,7 +46,7 @@ def test_the_mean_is_over_seconds_once_requests_have_waited_for_long() -> None:
     assert rate.tokens_per_s == pytest.approx(1000 / 2.718, rel=0.01)
 
 
-def test_time_without_work_does_not_count() -> None:
+def test_idle_time_is_not_counted() -> None:
     rate = PrefillRate()
     rate.begin(0.0)
     observe(rate, 0.0, [(100, 0.1, False)])
@@ -57,7 +57,7 @@ def test_time_without_work_does_not_count() -> None:
     assert rate.tokens_per_s == pytest.approx(1000)
 
 
-def test_the_mean_follows_a_change() -> None:
+def test_the_rate_follows_a_change() -> None:
     rate = PrefillRate()
     rate.begin(0.0)
     now_s = observe(rate, 0.0, [(100, 0.1, True)] * 100)

@@ -1,4 +1,5 @@
-"""An engine sleeps and wakes up: its requests, its prefixes and its messages to the worker."""
+"""Sleep and wake-up of an engine: its requests, its cached prefixes and its messages to the
+worker."""
 
 import pytest
 from core_rig import CoreRig
@@ -20,7 +21,7 @@ def state(rig: CoreRig) -> str:
     return rig.core.stats().sleep
 
 
-def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> None:
+def test_open_requests_fail_with_a_retry_hint_when_the_engine_sleeps() -> None:
     rig = CoreRig(max_num_seqs=1)
     rig.add(0, PROMPT, **LONG)
     rig.add(1, PROMPT, **LONG)
@@ -35,7 +36,7 @@ def test_requests_that_are_open_end_with_a_word_that_they_may_come_again() -> No
     rig.core.check()
 
 
-def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -> None:
+def test_a_sleeping_engine_refuses_requests_and_serves_again_after_wake_up() -> None:
     rig = CoreRig()
     rig.add(0, PROMPT, **LONG)
     rig.run()
@@ -50,12 +51,12 @@ def test_nothing_is_taken_while_it_sleeps_and_all_is_as_before_when_it_wakes() -
     assert [(f.key, f.is_retryable) for f in told] == [(1, True)]
     assert awake == state(rig) == "awake"
     rig.check_output(2)
-    # No prefix outlived the sleep, and no row of the time before is freed again.
+    # No prefix survived the sleep, and requests from before the sleep are not freed again.
     assert rig.plans[-1].freed_requests == []
     assert [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests] == [0, 0]
 
 
-def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:
+def test_mode_wait_sleeps_once_no_request_is_open() -> None:
     rig = CoreRig()
     rig.add(0, PROMPT, **LONG)
     rig.run(steps=2)
@@ -69,7 +70,7 @@ def test_by_mode_wait_it_sleeps_once_nobody_is_open() -> None:
     assert rig.executor.calls == [(WORKER_SLEEP, 1)]
 
 
-def test_to_wake_up_ends_a_wait_for_sleep() -> None:
+def test_wake_up_cancels_a_pending_sleep() -> None:
     rig = CoreRig()
     rig.add(0, PROMPT, **LONG)
     rig.run(steps=2)
@@ -84,7 +85,7 @@ def test_to_wake_up_ends_a_wait_for_sleep() -> None:
     rig.check_output(1)
 
 
-def test_by_tags_it_wakes_in_parts_and_a_deeper_sleep_is_told() -> None:
+def test_wake_up_tags_restore_parts_and_the_deepest_sleep_level_is_reported() -> None:
     rig = CoreRig()
     rig.core.control(SLEEP, {"level": 1})
     rig.core.control(SLEEP, {"level": 2})
@@ -106,7 +107,9 @@ def test_by_tags_it_wakes_in_parts_and_a_deeper_sleep_is_told() -> None:
         (WAKE_UP, {"tags": ["lora"]}, "tags has 'lora', it must be weights or kv_cache"),
     ],
 )
-def test_what_it_cannot_do_is_refused(name: str, arguments: dict[str, object], error: str) -> None:
+def test_impossible_sleep_controls_are_refused(
+    name: str, arguments: dict[str, object], error: str
+) -> None:
     rig = CoreRig()
 
     with pytest.raises(UserError) as caught:
@@ -116,7 +119,7 @@ def test_what_it_cannot_do_is_refused(name: str, arguments: dict[str, object], e
     assert rig.core.stats() == EngineStats(blocks_total=64)
 
 
-def test_a_worker_process_tells_its_progress_while_it_wakes_up(
+def test_a_worker_process_reports_its_progress_during_wake_up(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     told: list[WarmupProgress] = []
@@ -132,7 +135,7 @@ def test_a_worker_process_tells_its_progress_while_it_wakes_up(
     assert told == [WarmupProgress("warmup", 1, 2), WarmupProgress("warmup", 1, 1)]
 
 
-def test_a_worker_process_that_cannot_wake_up_says_why_and_lives(
+def test_a_worker_process_reports_a_failed_wake_up_and_survives(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     executor = worker_process("no_memory=1", tmp_path_factory)

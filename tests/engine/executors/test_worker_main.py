@@ -27,11 +27,11 @@ LAST = 99
 
 
 class Ended(Exception):
-    """The loop was told to stop."""
+    """The loop received the message to stop."""
 
 
 class HeldDevice:
-    """The parts of a worker that plans need. `finish` ends a step."""
+    """The parts of a worker that plans need; `finish` ends a step."""
 
     lacks_masks = False
 
@@ -63,7 +63,7 @@ class HeldDevice:
         return StepResult(self._running.popleft(), [])
 
 
-def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_done(
+def test_a_plan_is_launched_while_the_previous_plan_runs(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "PLAN_DUE_S", 60.0)
@@ -83,7 +83,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
     device.finish()
     assert _next(line).step == 0
 
-    time.sleep(0.05)  # an engine's time between plans; the worker only waits
+    time.sleep(0.05)  # Time between two plans of an engine; the worker only waits.
     engine.send(StepPlan(2, []))
     deadline = time.monotonic() + 10
     while len(device.launched) < 3 and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ def test_a_plan_that_comes_while_another_runs_is_launched_before_that_one_is_don
 
 
 class SilentDevice(HeldDevice):
-    """A device that tells of no finished step before `collect`."""
+    """A device that reports no finished step before `collect`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class SilentDevice(HeldDevice):
 
 
 class ListedMessages:
-    """A channel on which the messages of a list arrive, whatever the worker does."""
+    """A channel that delivers the messages of a list in order."""
 
     def __init__(self, *messages: ToWorker) -> None:
         self._messages = deque(messages)
@@ -138,7 +138,7 @@ class ListedMessages:
 
 @pytest.mark.parametrize("sends_results", [True, False])
 def test_a_plan_in_flight_is_finished_before_a_bucket_is_warmed_up(sends_results: bool) -> None:
-    # Without `sends_results`, the engine already has the result, from another rank.
+    # Without `sends_results`, the engine already has the result from another rank.
     warm_up = WorkerCall(WARM_UP_NEXT)
     channel: Any = ListedMessages(StepPlan(0, []), warm_up, StepPlan(LAST, []))
     device: Any = SilentDevice()

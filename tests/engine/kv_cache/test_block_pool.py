@@ -10,7 +10,7 @@ from slow_model import SlowPool
 from engine.kv_cache.block_pool import BlockPool
 
 
-def test_tail_given_first_is_evicted_first() -> None:
+def test_a_block_freed_first_is_evicted_first() -> None:
     pool = BlockPool(size=3)
     first, middle, tail = pool.allocate(3)
     for block in (first, middle, tail):
@@ -22,7 +22,7 @@ def test_tail_given_first_is_evicted_first() -> None:
     assert pool.get_cached_block(bytes([first])) == first
 
 
-def test_blocks_without_a_hash_are_allocated_before_filed_ones() -> None:
+def test_blocks_without_a_hash_are_allocated_before_cached_blocks() -> None:
     pool = BlockPool(size=3)
     filed, plain, _ = pool.allocate(3)
     pool.cache_block(filed, b"filed")
@@ -35,7 +35,7 @@ def test_blocks_without_a_hash_are_allocated_before_filed_ones() -> None:
     assert pool.get_cached_block(b"filed") == filed
 
 
-def test_a_free_block_comes_back_with_its_contents() -> None:
+def test_a_free_cached_block_keeps_its_contents() -> None:
     pool = BlockPool(size=2)
     (block,) = pool.allocate(1)
     pool.cache_block(block, b"name")
@@ -48,7 +48,7 @@ def test_a_free_block_comes_back_with_its_contents() -> None:
     pool.check([[block]])
 
 
-def test_a_shared_block_is_free_when_its_last_holder_gives_it_back() -> None:
+def test_a_shared_block_is_free_when_its_last_reference_is_released() -> None:
     pool = BlockPool(size=1)
     (block,) = pool.allocate(1)
     pool.cache_block(block, b"name")
@@ -73,7 +73,7 @@ def test_eviction_drops_the_hash() -> None:
     pool.check([[0]])
 
 
-def test_the_first_block_with_some_contents_keeps_the_hash() -> None:
+def test_the_first_of_several_equal_blocks_keeps_the_hash() -> None:
     pool = BlockPool(size=2)
     block, other = pool.allocate(2)
 
@@ -84,7 +84,7 @@ def test_the_first_block_with_some_contents_keeps_the_hash() -> None:
     pool.check([[block], [other]])
 
 
-def test_forgetting_leaves_held_blocks_held() -> None:
+def test_a_reset_keeps_blocks_in_use_allocated() -> None:
     pool = BlockPool(size=3)
     block, other = pool.allocate(2)
     pool.cache_block(block, b"one")
@@ -97,7 +97,7 @@ def test_forgetting_leaves_held_blocks_held() -> None:
     pool.check([[block]])
 
 
-def test_an_unfiled_block_is_not_found_again() -> None:
+def test_an_uncached_block_is_not_found_again() -> None:
     pool = BlockPool(size=1)
     (block,) = pool.allocate(1)
     pool.cache_block(block, b"name")
@@ -131,7 +131,7 @@ def test_misuse_is_an_assertion_with_the_numbers(break_it: Callable[[BlockPool],
     size=st.integers(1, 6),
     moves=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=60),
 )
-def test_the_pool_agrees_with_the_slow_one(size: int, moves: list[tuple[int, int]]) -> None:
+def test_the_pool_agrees_with_a_simple_model(size: int, moves: list[tuple[int, int]]) -> None:
     pool, slow = BlockPool(size), SlowPool(size)
     tables: list[list[int]] = []
 

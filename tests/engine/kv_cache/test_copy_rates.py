@@ -1,11 +1,11 @@
-"""Copy or compute, by measured times."""
+"""Choice between copying and recomputing blocks, by measured times."""
 
 import pytest
 
 from engine.kv_cache.copy_rates import CopyRates
 
 
-def test_blocks_are_copied_until_something_was_computed() -> None:
+def test_blocks_are_copied_before_the_first_measurement() -> None:
     rates = CopyRates(16, load_s=5.0)
 
     assert rates.loads and rates.fetches and rates.compute_s is None
@@ -20,7 +20,7 @@ def test_a_block_is_copied_if_that_is_faster_than_its_tokens_are_computed() -> N
     assert not rates.fetches and rates.loads
 
 
-def test_a_short_prompt_in_a_large_launch_changes_little_and_a_new_speed_much() -> None:
+def test_a_short_prompt_hardly_changes_the_estimate_and_a_new_speed_does() -> None:
     rates = CopyRates(10, load_s=0.001)
     for _ in range(100):
         rates.add_prefill(1000, 1.0)

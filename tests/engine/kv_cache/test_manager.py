@@ -1,4 +1,4 @@
-"""engine/kv_cache/manager.py: tables, prefix hits and filing."""
+"""engine/kv_cache/manager.py: block tables, prefix hits and block hashes."""
 
 import pytest
 from slow_model import raw
@@ -25,7 +25,7 @@ def make(prompt: list[int], *, salt: str = "", **sampling: object) -> Request:
 
 
 def fill(kv: KVCacheManager, request: Request) -> None:
-    """Run the whole prompt."""
+    """Compute the whole prompt."""
     kv.attach_prefix(request, kv.find_prefix(request))
     kv.allocate(request, kv.num_blocks_for(request.num_tokens) - len(request.blocks))
     request.num_computed_tokens = request.num_cached_tokens = request.num_tokens
@@ -52,7 +52,7 @@ def test_a_full_hit_leaves_one_token_to_compute() -> None:
     assert found == first.blocks[:1]
 
 
-def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
+def test_a_prompt_with_prompt_logprobs_is_computed_whole() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     fill(kv, make(list(range(12))))
     scored = make(list(range(12)), prompt_logprobs=0)
@@ -66,7 +66,7 @@ def test_a_prompt_whose_scores_are_wanted_is_computed_whole() -> None:
     assert (len(nothing), len(sent_already), len(all_sent)) == (0, 1, 2)
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_a_different_salt_finds_no_blocks() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     fill(kv, make(list(range(8)), salt="mine"))
 
@@ -74,7 +74,7 @@ def test_another_salt_finds_nothing() -> None:
     assert len(kv.find_prefix(make(list(range(8)), salt="mine"))) == 1
 
 
-def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
+def test_without_prefix_caching_no_block_is_cached_or_found() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=False)
     first = make(list(range(8)))
     fill(kv, first)
@@ -83,7 +83,7 @@ def test_without_prefix_caching_nothing_is_filed_or_found() -> None:
     assert kv.find_prefix(make(list(range(12)))) == []
 
 
-def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
+def test_blocks_that_span_prompt_and_output_are_cached() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     talk = make([1, 2, 3, 4, 5, 6], max_tokens=10)
     fill(kv, talk)
@@ -96,7 +96,7 @@ def test_generated_blocks_are_filed_across_the_end_of_the_prompt() -> None:
     assert kv.find_prefix(follow_up) == talk.blocks[:2]
 
 
-def test_a_prefix_outlives_what_follows_it() -> None:
+def test_a_prefix_is_evicted_after_its_continuation() -> None:
     kv = KVCacheManager(3, SIZE, prefix_caching=True)
     old = make(list(range(12)))
     fill(kv, old)
@@ -107,7 +107,7 @@ def test_a_prefix_outlives_what_follows_it() -> None:
     assert len(kv.find_prefix(make(list(range(13))))) == 2
 
 
-def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
+def test_the_cost_of_a_request_includes_reused_free_blocks() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     held, gone = make(list(range(8))), make(list(range(20, 28)))
     fill(kv, held)
@@ -120,7 +120,7 @@ def test_the_cost_of_a_request_counts_the_free_blocks_it_revives() -> None:
     assert costs == [1, 3]
 
 
-def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
+def test_reset_prefixes_are_not_cached_again_by_running_requests() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     talk = make([1, 2, 3, 4, 5, 6])
     fill(kv, talk)
@@ -132,11 +132,11 @@ def test_forgotten_prefixes_are_not_filed_again_by_who_holds_them() -> None:
     refiled = make([1, 2, 3, 4])
     fill(kv, refiled)
 
-    # Block 2 of the talk belongs to the time before, though block 1 is known again.
+    # Block 2 was cached before the reset, so it is not found, although block 1 is cached again.
     assert kv.find_prefix(make([1, 2, 3, 4, 5, 6, 7, 8, 9])) == refiled.blocks
 
 
-def test_a_poisoned_prefix_is_found_by_nobody() -> None:
+def test_a_prefix_with_bad_contents_is_never_found() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     bad = make(list(range(8)))
     fill(kv, bad)
@@ -158,7 +158,7 @@ def test_ref_counts_that_do_not_fit_the_block_tables_are_an_error_with_numbers()
         kv.check([request])
 
 
-def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
+def test_a_request_waits_if_another_request_computes_half_of_its_remaining_prompt() -> None:
     kv = KVCacheManager(20, SIZE, prefix_caching=True)
     busy = make(list(range(12)))
     kv.attach_prefix(busy, [])
@@ -173,13 +173,13 @@ def test_it_pays_to_wait_for_who_computes_half_of_the_rest_or_more() -> None:
     assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)
 
 
-def test_nobody_waits_for_blocks_that_are_written_already() -> None:
+def test_no_request_waits_for_blocks_that_are_already_cached() -> None:
     kv = KVCacheManager(6, SIZE, prefix_caching=True)
     slow, quick = make(list(range(12))), make(list(range(12)))
     kv.attach_prefix(slow, [])
     fill(kv, quick)
     kv.allocate(slow, 3)
-    kv.cache_blocks(slow, 12)  # too late: the other one's blocks have the hashes
+    kv.cache_blocks(slow, 12)  # Too late: the blocks of the other request already have the hashes.
     kv.free(quick)
     kv.allocate(make([50]), 3)
 
@@ -189,7 +189,7 @@ def test_nobody_waits_for_blocks_that_are_written_already() -> None:
     assert not kv.should_wait_for_prefix(late, [])
 
 
-def test_a_requests_reach_follows_its_highest_block_where_decodes_read_a_slice() -> None:
+def test_the_slice_of_a_request_ends_at_its_highest_block() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=False, contiguous=True)
     first, second = (make(list(range(2 * SIZE))) for _ in range(2))
     for request in (first, second):

@@ -1,4 +1,4 @@
-"""Which blocks are in host memory and in files."""
+"""Index of the blocks in host memory and in files."""
 
 import random
 
@@ -9,7 +9,7 @@ def name(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def test_the_block_that_was_not_used_for_longest_leaves_host_memory() -> None:
+def test_the_least_recently_used_block_is_evicted_from_host_memory() -> None:
     index = OffloadIndex(3, 0)
     slots = [index.store(name(i)) for i in range(3)]
     index.use(name(0))
@@ -32,7 +32,7 @@ def test_a_block_that_is_loaded_keeps_its_slot_in_that_plan() -> None:
     assert index.store(name(2)) is not None
 
 
-def test_a_block_that_is_there_is_not_stored_again() -> None:
+def test_a_stored_block_is_not_stored_again() -> None:
     index = OffloadIndex(2, 0)
     index.store(name(0))
     index.store(name(1))
@@ -52,7 +52,7 @@ def test_files_beyond_the_limit_are_dropped_the_oldest_first() -> None:
     assert index.num_files == 2 and index.has_file(name(1)) and index.has_file(name(9))
 
 
-def test_a_file_that_came_back_meanwhile_is_not_deleted() -> None:
+def test_a_file_stored_again_meanwhile_is_not_deleted() -> None:
     index = OffloadIndex(9, 1)
     for number in (1, 2, 1):
         index.drop(name(number))

@@ -61,7 +61,7 @@ def test_images_keep_blocks_with_equal_tokens_apart() -> None:
     assert block_hashes(prompt, 2, images=behind)[3] != block_hashes(prompt, 2)[3]
 
 
-def test_where_all_tokens_see_images_those_in_front_are_apart_too() -> None:
+def test_with_cross_attention_tokens_before_an_image_have_separate_hashes() -> None:
     prompt = raw([1, 2, 3, 4, 9, 9])
 
     def hashes(*contents: bytes) -> list[bytes]:

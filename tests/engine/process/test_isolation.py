@@ -1,4 +1,4 @@
-"""engine/process/isolation.py: a call that crashes, hangs or grows ends alone, and soon."""
+"""engine/process/isolation.py: a call that crashes, hangs or grows fails alone and soon."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def server() -> Iterator[ForkServer]:
     made.close()
 
 
-def test_a_call_runs_on_the_prepared_state_in_a_process_of_its_own(server: ForkServer) -> None:
+def test_a_call_runs_on_the_prepared_state_in_its_own_process(server: ForkServer) -> None:
     payload = os.urandom(3 * 2**20)
 
     echoed = server.call(b"echo " + payload)
@@ -56,7 +56,7 @@ def test_a_call_runs_on_the_prepared_state_in_a_process_of_its_own(server: ForkS
         (b"stop", "longer than 1.2 s", CallInterrupted),
     ],
 )
-def test_what_crashes_hangs_or_grows_ends_only_its_call(
+def test_a_crash_a_hang_or_memory_growth_fails_only_its_call(
     server: ForkServer, payload: bytes, reason: str, kind: type[Exception]
 ) -> None:
     prepared_in = server.call(b"pids").split()[0]
@@ -70,7 +70,9 @@ def test_what_crashes_hangs_or_grows_ends_only_its_call(
     assert server.call(b"pids").split()[0] == prepared_in
 
 
-def test_an_exception_is_told_and_memory_within_the_limit_is_to_be_had(server: ForkServer) -> None:
+def test_exceptions_are_reported_and_memory_within_the_limit_is_available(
+    server: ForkServer,
+) -> None:
     with pytest.raises(CallBroken, match="ValueError: other"):
         server.call(b"other")
 
@@ -78,14 +80,14 @@ def test_an_exception_is_told_and_memory_within_the_limit_is_to_be_had(server: F
 
 
 def settle(process: psutil.Process) -> None:
-    """Wait until the last call's process was reaped, which happens behind its answer."""
+    """Wait until the last call's process was reaped, which happens after its answer."""
     deadline = time.monotonic() + 5
     while process.children() and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
 
 
-def test_calls_run_side_by_side_and_leave_no_process_and_no_descriptor(server: ForkServer) -> None:
+def test_parallel_calls_leave_no_process_and_no_descriptor(server: ForkServer) -> None:
     process = psutil.Process(server.pid)
     server.call(b"echo")
     settle(process)
@@ -176,7 +178,7 @@ def test_starting_does_not_wait_for_a_process_that_reads_nothing(
     server.close()
 
 
-def test_a_fork_server_may_prepare_for_longer_than_a_stuck_process_is_waited_for(
+def test_the_preparation_of_a_fork_server_has_a_longer_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(isolation, "STUCK_S", 0.3)
@@ -216,7 +218,7 @@ def test_closing_ends_calls_that_run_and_every_process() -> None:
     assert not any(map(alive, [pid, *forks]))
 
 
-def test_a_call_may_have_limits_of_its_own(server: ForkServer) -> None:
+def test_a_call_may_have_its_own_limits(server: ForkServer) -> None:
     few = Limits(cpu_s=0.1, wall_s=0.8, memory_bytes=32 * 2**20, stack_bytes=2**20)
 
     with pytest.raises(CallKilled, match=r"longer than 0\.1 s of processor time"):

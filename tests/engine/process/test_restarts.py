@@ -1,4 +1,4 @@
-"""How often a process is started again, and after which wait."""
+"""Limits on process restarts, and the wait before each restart."""
 
 import os
 import time
@@ -14,7 +14,7 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "ready"
 
 
-def test_waits_double_until_their_limit_and_restarts_end_at_theirs(mark: Path) -> None:
+def test_waits_double_up_to_a_limit_and_restarts_are_limited(mark: Path) -> None:
     limit = RestartLimit(mark, 9)
     waits = []
     for _ in range(10):
@@ -24,7 +24,7 @@ def test_waits_double_until_their_limit_and_restarts_end_at_theirs(mark: Path) -
     assert waits == [0, 0.5, 1, 2, 4, 8, 16, MAX_WAIT_S, MAX_WAIT_S, None]
 
 
-def test_a_process_that_lived_for_long_is_restarted_as_a_new_one(mark: Path) -> None:
+def test_a_long_lived_process_resets_the_restart_count(mark: Path) -> None:
     limit = RestartLimit(mark, 2)
     for _ in range(6):
         mark_ready(mark)
@@ -36,19 +36,20 @@ def test_a_process_that_lived_for_long_is_restarted_as_a_new_one(mark: Path) -> 
         assert limit.wait_s() == 0
 
 
-def test_a_first_start_that_fails_is_not_repeated_and_a_later_one_is(mark: Path) -> None:
+def test_a_failed_first_start_is_not_repeated_and_a_later_start_is(mark: Path) -> None:
     limit = RestartLimit(mark, 3, max_wait_s=0)
     assert limit.wait_s() is None
 
     mark_ready(mark)
     assert limit.wait_s() == 0
-    # Killed while it starts again, or a setting is wrong.
+    # A process that was killed during its restart is started again; a process with an invalid
+    # setting is not.
     assert limit.wait_s() == 0
     assert limit.wait_s(is_misconfigured=True) is None
 
 
 @pytest.mark.parametrize("step_s", [-3600, 3600])
-def test_a_step_of_the_wall_clock_is_no_life(
+def test_a_jump_of_the_wall_clock_does_not_reset_the_restart_count(
     mark: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
 ) -> None:
     limit = RestartLimit(mark, 2)

@@ -1,4 +1,4 @@
-"""The report on a bucket table: its numbers, its picture, its file."""
+"""Report on a bucket table: numbers, picture and file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def config(strategy: str = "auto", file: str | None = None) -> EngineConfig:
     )
 
 
-def test_limits_come_from_the_flags_and_else_from_what_is_assumed() -> None:
+def test_limits_come_from_the_flags_or_from_defaults() -> None:
     told = planned_limits(config())
     untold = planned_limits(EngineConfig("m"))
 
@@ -50,7 +50,7 @@ def test_a_report_counts_buckets_and_estimates_the_warm_up() -> None:
     assert "padding" not in text
 
 
-def test_a_traffic_adds_what_it_pays_for_padding() -> None:
+def test_a_traffic_file_adds_the_cost_of_padding() -> None:
     table = planned_table(config())
 
     text = report(table, [Lengths(100, 20)] * 4)
@@ -86,7 +86,7 @@ def test_an_exact_table_shows_no_buckets() -> None:
         planned_table(config("exact"))
 
 
-def test_a_heat_map_has_a_line_a_row_and_a_sign_a_column() -> None:
+def test_a_heat_map_has_a_line_per_row_and_a_character_per_column() -> None:
     cells = [Cell(1, 10, 0.5, 0.1), Cell(1, 20, 0.0, 0.0), Cell(2, 20, 0.5, 0.9)]
 
     lines = heat_map("title", cells)
@@ -94,7 +94,7 @@ def test_a_heat_map_has_a_line_a_row_and_a_sign_a_column() -> None:
     assert lines == ["title", "      1 |░·|", "      2 | █|", "         10 ... 20"]
 
 
-def test_a_wide_heat_map_shows_the_busiest_of_neighbours() -> None:
+def test_a_wide_heat_map_shows_the_busiest_of_merged_columns() -> None:
     cells = [Cell(1, column, 1.0 if column == 33 else 0.0, 0.3) for column in range(300)]
 
     line = heat_map("title", cells)[1]

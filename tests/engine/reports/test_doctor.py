@@ -1,4 +1,5 @@
-"""The doctor's report on laid-out machines: what would be taken, and whether it can serve."""
+"""The doctor's report on simulated machines: which device would be used, and whether it can
+serve."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,7 @@ def gaudi(tmp_path: Path) -> GaudiMachine:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> GaudiMachine:
-    """A machine without anything of Gaudi's."""
+    """A machine without Gaudi cards, drivers or packages."""
     machine = GaudiMachine(tmp_path / "root", cards=0)
     machine.modules.clear()
     machine.driver = None
@@ -56,11 +57,11 @@ def test_a_plain_machine_cannot_serve_on_a_gaudi(plain: GaudiMachine) -> None:
 
     assert not found.can_serve
     assert "error this Python has no habana_frameworks\n        start from a Gaudi" in text
-    assert "the errors above stand in the way: runtime, driver, cards" in text
-    assert text.endswith("cannot run here; --device cpu may.")
+    assert "the errors above prevent the use of a card: runtime, driver, cards" in text
+    assert text.endswith("cannot run here; try --device cpu.")
 
 
-def test_a_gaudi_machine_takes_a_card_and_its_graphs(gaudi: GaudiMachine) -> None:
+def test_a_gaudi_machine_uses_a_card_with_graphs(gaudi: GaudiMachine) -> None:
     found = examined(gaudi)
 
     assert (found.device, found.can_serve) == ("hpu", True)
@@ -85,7 +86,7 @@ def test_modes_that_contradict_each_other_cannot_serve(gaudi: GaudiMachine) -> N
     assert "execution-mode is 'hpu-graphs' and PT_HPU_LAZY_MODE is '0'" in as_text(found)
 
 
-def test_a_self_test_and_what_it_found_are_reported(gaudi: GaudiMachine, tmp_path: Path) -> None:
+def test_the_self_test_and_its_findings_are_reported(gaudi: GaudiMachine, tmp_path: Path) -> None:
     config = EngineConfig("m", device="hpu", cache_dir=str(tmp_path / "cache"))
     machine = gaudi.seen()
     checks = all_checks()
@@ -103,7 +104,7 @@ def test_a_self_test_and_what_it_found_are_reported(gaudi: GaudiMachine, tmp_pat
     assert "ok    self-test, the quick part: 1 hold, 0 unknown" in told(holds)
     text = told(holds, fails)
     assert "warn  self-test, the quick part: 1 hold, 1 fails (fused-sdpa), 0 unknown" in text
-    assert "unless you have set it: --no-prompt-use-fusedsdpa" in text
+    assert "unless you set them: --no-prompt-use-fusedsdpa" in text
 
 
 def test_a_gpu_without_a_driver_cannot_serve(plain: GaudiMachine) -> None:
@@ -114,7 +115,7 @@ def test_a_gpu_without_a_driver_cannot_serve(plain: GaudiMachine) -> None:
     assert examined(plain, device="cuda").can_serve
 
 
-def test_nothing_serves_without_torch(plain: GaudiMachine) -> None:
+def test_a_machine_without_torch_cannot_serve(plain: GaudiMachine) -> None:
     plain.versions["torch"] = None
 
     found = examined(plain)
@@ -124,7 +125,7 @@ def test_nothing_serves_without_torch(plain: GaudiMachine) -> None:
 
 
 @pytest.mark.parametrize(("model", "can_serve"), [("m", True), ("demo", False), ("a.gguf", False)])
-def test_a_cache_folder_that_takes_no_files_stops_models_that_it_would_hold(
+def test_an_unwritable_cache_folder_is_an_error_for_models_that_need_it(
     plain: GaudiMachine, model: str, can_serve: bool
 ) -> None:
     plain.write("a-file", "")
@@ -168,7 +169,32 @@ def test_a_load_above_the_cores_is_a_warning(plain: GaudiMachine) -> None:
     assert "cores may be used, and the load average is 9999.2: a server would" in as_text(busy)
 
 
-def test_the_json_holds_what_the_text_says(gaudi: GaudiMachine) -> None:
+def test_the_documented_packages_are_reported(gaudi: GaudiMachine) -> None:
+    vendor = ("habana-torch-dataloader", "habana-media-loader", "pyhlml", "neural-compressor-pt")
+    gaudi.versions.update(dict.fromkeys(vendor, "1.22.1.6"))
+
+    text = as_text(examined(gaudi))
+
+    assert [name for name in vendor if f"{name} 1.22.1.6" not in text] == []
+
+
+def test_the_compressor_is_an_error_only_where_it_is_needed_and_missing(
+    gaudi: GaudiMachine,
+) -> None:
+    needed = {"quantization": "inc", "quant_config": "quant.json"}
+    missing = examined(gaudi, **needed)
+
+    assert examined(gaudi).can_serve
+    assert not missing.can_serve
+    assert (
+        "error quantization is inc, and Intel Neural Compressor is not installed here\n"
+        "        pip install neural-compressor-pt"
+    ) in as_text(missing)
+    gaudi.modules.add("neural_compressor")
+    assert examined(gaudi, **needed).can_serve
+
+
+def test_the_json_agrees_with_the_text(gaudi: GaudiMachine) -> None:
     gaudi.hold(4711, "/dev/accel/accel0")
 
     told = json.loads(json.dumps(as_json(examined(gaudi))))
@@ -186,7 +212,9 @@ def test_the_json_holds_what_the_text_says(gaudi: GaudiMachine) -> None:
     assert "process 4711" in held["what"]
 
 
-def test_the_doctor_and_a_worker_decide_alike_on_this_machine(tmp_path: Path) -> None:
+def test_the_doctor_and_a_worker_choose_the_same_device_and_mode_on_this_machine(
+    tmp_path: Path,
+) -> None:
     config = EngineConfig("m")
 
     found = diagnose(this_machine(environment()), config, str(tmp_path))

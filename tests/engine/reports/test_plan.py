@@ -1,4 +1,4 @@
-"""The plan's two reports, and what contradicts itself."""
+"""The plan's two reports, and refusals of contradictory settings."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from hpu.worker.card_plan import _plan_stage, plan_card
 from hpu.worker.draft_plan import NO_DRAFTER
 
 FLAGS = 2 * 128
-"""Bytes of a block's flags of tokens that are not finite, in the model and in a draft model."""
+"""Bytes per block of the flags for non-finite tokens, in the model and in a draft model."""
 
 FACTS = ModelConfig(
     "8b", "LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, max_position=16384
@@ -51,7 +51,7 @@ def on_cards(
     return config(parallel=parallel, load_format=load_format)
 
 
-def test_both_reports_say_the_same() -> None:
+def test_the_text_and_the_json_of_a_plan_agree() -> None:
     plan = make_plan(FACTS, config(), Target(device="gaudi2", lengths=(2000, 4096)))
 
     text, told = as_text(plan), as_json(plan)
@@ -72,15 +72,15 @@ def test_both_reports_say_the_same() -> None:
     assert "\nIt fits." in text
 
 
-def test_parts_of_the_memory_make_up_the_card() -> None:
+def test_memory_parts_of_a_plan_add_up_to_the_memory_of_the_card() -> None:
     told = as_json(make_plan(FACTS, config(), Target(device="gaudi3")))
 
     taken = ("weight", "activation", "graph", "kv", "margin")
     assert abs(sum(told[f"{part}_bytes"] for part in taken) - told["memory_bytes"]) <= 4
 
 
-def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
-    # Every second layer of 32 sees 1024 tokens.
+def test_windows_are_planned_per_request_without_prefix_caching() -> None:
+    # Every second of 32 layers has a window of 1024 tokens.
     layers = ("sliding_attention", "full_attention") * 16
     facts = replace(FACTS, sliding_window=1024, layer_types=layers)
     off = CacheConfig(gpu_memory_utilization=0.5, enable_prefix_caching=False)
@@ -90,15 +90,16 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     plan = make_plan(facts, config(cache=off), target)
     told = as_json(plan)
 
-    # Keys and values of 8 heads of 128 in bfloat16, 9 blocks of 128 tokens for 8 requests, the
-    # index of a warm-up and padding.
+    # Keys and values of 8 heads of 128 in bfloat16, 9 blocks of 128 tokens for each of 10 request
+    # indices: 8 requests, warm-up and padding.
     windows = 16 * 2 * 8 * 128 * 2 * 9 * 128 * 10
     assert (cached["window_bytes"], told["window_bytes"]) == (0, windows)
     assert cached["block_bytes"] - FLAGS == 2 * (told["block_bytes"] - FLAGS)
     assert told["free_bytes"] == cached["free_bytes"] - windows
     assert told["num_blocks"] > 1.9 * cached["num_blocks"]
     assert f"{'windows':<16}{windows / 2**30:>8.2f}  of 8 sequences" in as_text(plan)
-    # 2,000 requests would leave less memory than blocks of all layers do.
+    # With window caches for 2,000 requests, less memory would remain than with full blocks in all
+    # layers.
     many = config(
         cache=off,
         scheduler=SchedulerConfig(max_num_seqs=2000),
@@ -107,7 +108,7 @@ def test_windows_are_planned_like_states_where_prefix_caching_is_off() -> None:
     assert as_json(make_plan(facts, many, target))["window_bytes"] == 0
 
 
-def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
+def test_a_plan_that_does_not_fit_suggests_working_settings() -> None:
     plan = make_plan(FACTS, config(), Target(device="gaudi2", card_bytes=10 << 30))
 
     text, told = as_text(plan), as_json(plan)
@@ -118,7 +119,7 @@ def test_a_plan_that_does_not_fit_says_why_and_what_would() -> None:
     assert told["changes"]
 
 
-def test_without_graphs_none_are_reserved_for() -> None:
+def test_eager_mode_reserves_no_memory_for_graphs() -> None:
     plan = make_plan(FACTS, config(enforce_eager=True), Target(device="gaudi2"))
 
     assert as_json(plan)["graph_bytes"] == 0
@@ -166,7 +167,7 @@ def test_a_startup_probe_allows_twice_the_reading_of_weights_and_the_warm_up() -
     ("kv_cache_dtype", "block_bytes"),
     [("auto", 2 << 20), ("float16", 2 << 20), ("fp8", 1 << 20), ("fp8_inc", 1 << 20)],
 )
-def test_a_block_is_as_large_as_its_data_type(kv_cache_dtype: str, block_bytes: int) -> None:
+def test_block_bytes_follow_the_kv_cache_dtype(kv_cache_dtype: str, block_bytes: int) -> None:
     cached = replace(on_cards(8), cache=CacheConfig(kv_cache_dtype=kv_cache_dtype))
 
     plan = make_plan(FACTS, cached, Target(device="gaudi3"))
@@ -182,7 +183,7 @@ def test_a_data_type_that_gaudi_does_not_cache_in_is_refused() -> None:
         make_plan(FACTS, cached, Target(device="gaudi2"))
 
 
-def test_quantized_weights_are_counted_as_if_they_were_not() -> None:
+def test_weights_of_quantized_checkpoints_are_counted_unquantized() -> None:
     raw = {"quantization_config": {"quant_method": "fp8"}}
     quantized = replace(FACTS, fields=Fields(raw, Path("config.json")))
 
@@ -190,11 +191,14 @@ def test_quantized_weights_are_counted_as_if_they_were_not() -> None:
         make_plan(facts, config(), Target(device="gaudi3")) for facts in (quantized, FACTS)
     )
 
-    assert "are quantized, which is not served yet: they are counted in bfloat16" in as_text(plan)
+    assert (
+        "are quantized in a format that is not supported: they are counted in bfloat16"
+        in as_text(plan)
+    )
     assert as_json(plan)["weight_bytes"] == as_json(plain)["weight_bytes"]
 
 
-def test_experts_in_mxfp4_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_counted_at_their_stored_size(tmp_path: Path) -> None:
     raw = {
         **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64},
         **{"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -219,7 +223,7 @@ def test_experts_in_mxfp4_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     assert "packed experts" not in as_text(packed)
 
 
-def test_told_blocks_are_the_plans() -> None:
+def test_a_given_number_of_blocks_is_used_by_the_plan() -> None:
     told = config(cache=CacheConfig(num_blocks=1000, block_size=64))
 
     plan = as_json(make_plan(FACTS, told, Target(device="gaudi2")))
@@ -233,7 +237,11 @@ def test_told_blocks_are_the_plans() -> None:
         ({"max_model_len": 20000}, {}, "max-model-len is 20000.*made for 16384"),
         ({}, {"lengths": (5000,)}, "a length is 5000.*max-model-len, 4096"),
         ({"parallel": ParallelConfig(tensor_parallel_size=3)}, {}, "32 query heads, and 3"),
-        ({"parallel": ParallelConfig(pipeline_parallel_size=33)}, {}, "32 layers, and 33 stages"),
+        (
+            {"parallel": ParallelConfig(pipeline_parallel_size=33)},
+            {},
+            "32 layers and --pipeline-parallel-size is 33",
+        ),
         ({}, {"device": "gaudi1"}, "'gaudi1' is not one of gaudi2, gaudi3"),
     ],
 )
@@ -245,7 +253,7 @@ def test_contradictions_are_refused(
 
 
 def test_a_model_that_cannot_be_built_is_not_planned() -> None:
-    with pytest.raises(ConfigError, match="MambaForCausalLM, which is not built in"):
+    with pytest.raises(ConfigError, match="MambaForCausalLM, which is not supported"):
         make_plan(
             replace(FACTS, architecture="MambaForCausalLM"), config(), Target(device="gaudi2")
         )
@@ -297,14 +305,14 @@ def test_a_model_of_70_billion_parameters_fits_eight_cards() -> None:
 
     assert single["parameters"] == eight["parameters"] == 70_553_706_496
     assert (single["fits"], eight["fits"]) == (False, True)
-    # Norms and the rotary table are on every card.
+    # Norms and the rotary table are replicated on every card.
     assert 0.999 < eight["weight_bytes"] * 8 / single["weight_bytes"] < 1.01
     assert (eight["block_bytes"] - FLAGS) * 8 == single["block_bytes"] - FLAGS
     assert eight["notes"] == [note for note in eight["notes"] if "later version" not in note]
 
 
 @pytest.mark.slow
-def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
+def test_expert_parallel_plans_place_whole_experts_on_each_card(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
     facts = read_model_config(str(tmp_path))
     target = Target(device="gaudi3")
@@ -317,12 +325,12 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     told = as_json(whole)
     assert round(told["parameters"] / 1e9) == 671 and round(told["active_parameters"] / 1e9) == 37
     assert told["enable_expert_parallel"] and "8 cards, whole experts on each" in as_text(whole)
-    # 32 of 256 experts have as many weights as an eighth of each.
+    # 32 of 256 whole experts have as many weights as an eighth of each expert.
     assert told["weight_bytes"] == as_json(parts)["weight_bytes"]
     assert told["weight_bytes"] > 671e9 * 2 / 8
-    # Latents of 576 numbers in 61 layers, whole on each card.
+    # Latents of 576 numbers in 61 layers, replicated on each card.
     assert told["block_bytes"] == 61 * 576 * 2 * 128 + FLAGS
-    # 1.3 TB of weights in bfloat16 are more than eight cards of 128 GB have.
+    # 1.3 TB of bfloat16 weights exceed the memory of eight cards of 128 GB.
     assert not told["fits"]
     assert any(
         line.startswith("--tensor-parallel-size 8 --pipeline-parallel-size 2, on 2 machines: ")
@@ -333,7 +341,7 @@ def test_whole_experts_are_planned_on_eight_cards(tmp_path: Path) -> None:
     assert told["block_bytes"] == 31 * 576 * 2 * 128 + FLAGS
     assert "16 cards in 2 stages, whole experts on each" in as_text(two_machines)
     assert "stage 2 of 2" in as_text(two_machines)
-    with pytest.raises(ConfigError, match="has no experts that could be distributed"):
+    with pytest.raises(ConfigError, match="has no experts to distribute"):
         make_plan(FACTS, on_cards(2, enable_expert_parallel=True), target)
 
 
@@ -350,14 +358,14 @@ def test_experts_are_planned_over_the_cards_of_all_engines(tmp_path: Path) -> No
 
     single, two = as_json(plan(1)), as_json(plan(2))
 
-    # 16 of 256 experts in place of 32, in 58 layers; nothing else is divided further.
+    # 16 of 256 experts instead of 32, in 58 layers; no other weights are divided further.
     expert = 3 * DEEPSEEK_R1["hidden_size"] * DEEPSEEK_R1["moe_intermediate_size"]
     assert single["weight_bytes"] - two["weight_bytes"] == 16 * 58 * expert * 2
     assert single["block_bytes"] == two["block_bytes"]
     assert not single["fits"] and two["fits"]
     assert two["num_coupled_engines"] == 2
     assert "16 cards of 2 engines, whole experts on each" in as_text(plan(2))
-    # Engines that do not share them have all experts each.
+    # Engines without expert parallelism each hold all experts.
     apart = as_json(plan(2, whole=False))
     assert (apart["weight_bytes"], apart["fits"]) == (single["weight_bytes"], False)
     with pytest.raises(ConfigError, match=r"256 experts, and 24 \(--data-parallel-size 3 x --tens"):
@@ -374,10 +382,10 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
 
     told = as_json(plan)
     drafter = told["drafter_weight_bytes"]
-    # Embedding and head, then two layers.
+    # Embedding and head, plus two layers.
     assert 2 * FACTS.vocab_size * 512 * 2 < drafter < 1.1 * 2 * FACTS.vocab_size * 512 * 2
     assert told["weight_bytes"] - plain["weight_bytes"] == drafter
-    # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
+    # Keys and values of 128 tokens in two layers with four heads of 64 numbers.
     assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert told["num_blocks"] < plain["num_blocks"]
     assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)
@@ -407,7 +415,7 @@ def test_logits_of_drafts_are_counted() -> None:
     plain = as_json(make_plan(FACTS, config(), target))
     told = as_json(make_plan(FACTS, config(speculation=drafts), target))
 
-    # Logits of 5 further rows a sequence, in float32, four times.
+    # Logits of 5 further tokens per sequence, in float32, four copies.
     added = 5 * plain["max_num_seqs"] * FACTS.vocab_size * 4 * 4
     assert told["activation_bytes"] - plain["activation_bytes"] == added
 
@@ -420,7 +428,7 @@ def test_the_last_of_two_stages_holds_the_drafter(tmp_path: Path) -> None:
     plain = make_plan(FACTS, stages, target).card
     card = make_plan(FACTS, replace(stages, speculation=drafts), target).card
 
-    # Keys and values of two layers with four heads of 64 numbers, of 128 tokens.
+    # Keys and values of 128 tokens in two layers with four heads of 64 numbers.
     assert card.stage.is_last
     assert card.drafter.block_bytes == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert card.block_bytes == plain.block_bytes + card.drafter.block_bytes
@@ -429,7 +437,7 @@ def test_the_last_of_two_stages_holds_the_drafter(tmp_path: Path) -> None:
     assert first.block_bytes == plain.block_bytes - FLAGS
 
 
-def test_changes_count_the_drafter_of_their_own_cards(tmp_path: Path) -> None:
+def test_suggested_changes_count_the_drafter_on_its_cards(tmp_path: Path) -> None:
     drafts = SpeculationConfig(speculative_config=write_small_drafter(tmp_path))
     settings = config(speculation=drafts, load_format="dummy")
     demand = make_plan(FACTS, settings, Target(device="gaudi2")).card.demand
@@ -464,17 +472,17 @@ def test_the_plan_names_what_host_memory_and_files_hold() -> None:
     plan = make_plan(FACTS, config(offload=sizes), target)
     half = as_json(make_plan(FACTS, replace(on_cards(2), offload=sizes), target))["offload"]
 
-    # Blocks of 16 MiB and their flags: 9 GiB of host memory; a file has a header.
+    # 16 MiB per block plus flags: 9 GiB of host memory; each file also has a header.
     told = as_json(plan)
     offload = told["offload"]
     assert (offload["host_blocks"], offload["host_tokens"]) == (575, 575 * 128)
     assert (offload["file_blocks"], offload["file_tokens"]) == (4095, 4095 * 128)
     assert "host memory         8.98  575 blocks, 73600 tokens" in as_text(plan)
     assert "files              63.99  4095 blocks, 524160 tokens" in as_text(plan)
-    # 1, 4 and 16 blocks on their way in, twice 16 on their way out.
+    # Staging buffers for loads of 1, 4 and 16 blocks, and two for stores of 16 blocks.
     assert offload["staging_bytes"] == 53 * told["block_bytes"]
     assert told["free_bytes"] == plain["free_bytes"] - offload["staging_bytes"]
-    # Each of two cards keeps half of a block and has a --swap-space of its own.
+    # Each of two cards keeps half of a block and has its own --swap-space.
     assert (half["host_blocks"], half["file_blocks"]) == (639, 4095)
     assert plain["offload"] is None and "host memory" not in as_text(
         make_plan(FACTS, config(), target)
@@ -486,7 +494,7 @@ def test_host_memory_that_holds_too_few_blocks_is_noted() -> None:
 
     plan = make_plan(FACTS, small, Target(device="gaudi2"))
 
-    assert "hold 1 KV blocks of 16777472 bytes, too few for a server" in plan.notes[0]
+    assert "have room for 1 KV blocks of 16777472 bytes, too few for a server" in plan.notes[0]
     assert "preempted requests" in as_text(plan) and "evicted" not in as_text(plan)
 
 
@@ -498,9 +506,34 @@ def test_weights_in_host_memory_leave_room_for_blocks() -> None:
 
     told = as_json(plan)
     layer = sum(layer_bytes(FACTS, num_cards=1, width=2)) // FACTS.num_layers
-    # 12.3 layers of 416 MiB; two of them are on the card at a time.
+    # 5 GB hold 12.3 layers of 416 MiB; two of these layers are on the card at a time.
     assert told["host_weight_bytes"] == 12 * layer
     assert plain["weight_bytes"] - told["weight_bytes"] == 10 * layer
     assert told["free_bytes"] - plain["free_bytes"] == 10 * layer
     assert told["num_blocks"] > plain["num_blocks"] and plain["host_weight_bytes"] == 0
     assert f"two layers in turn of {12 * layer / 2**30:.2f} in host memory" in as_text(plan)
+
+
+def test_weights_quantized_at_load_are_counted_at_their_quantized_size() -> None:
+    layers = 32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
+    outputs = 32 * (3 * 4096 + 2 * 1024 + 2 * 14336)
+
+    plain, narrow = (
+        make_plan(FACTS, config(quantization=name), Target(device="gaudi3")).card.weight_bytes
+        for name in (None, "fp8")
+    )
+
+    # One byte instead of two per weight, and a float32 scale per output.
+    assert plain - narrow == layers - 4 * outputs
+    assert narrow < 0.6 * plain
+
+
+def test_a_plan_refuses_load_time_quantization_that_gaudi_lacks() -> None:
+    target = Target(device="gaudi3")
+
+    with pytest.raises(ConfigError, match=r"bitsandbytes .* gaudi3: .* on cpu only; use fp8"):
+        make_plan(FACTS, config(quantization="bitsandbytes"), target)
+    with pytest.raises(
+        ConfigError, match=r"quantization is gptq, and .* has no quantization_config"
+    ):
+        make_plan(FACTS, config(quantization="gptq"), target)

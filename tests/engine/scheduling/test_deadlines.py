@@ -1,11 +1,11 @@
-"""engine/scheduling/deadlines.py: the next deadline, without a look at the others."""
+"""engine/scheduling/deadlines.py: finds the next deadline without scanning all requests."""
 
 import time
 
 from engine.scheduling.deadlines import MIN_COMPACTION, Deadlines
 
 
-def test_deadlines_that_have_passed_come_in_their_order() -> None:
+def test_passed_deadlines_are_returned_in_order() -> None:
     deadlines = Deadlines()
     for key, deadline_s in [(1, 3.0), (2, 1.0), (3, 2.0), (4, 9.0)]:
         deadlines.add(key, deadline_s, {1, 2, 3, 4}, 4)
@@ -15,7 +15,7 @@ def test_deadlines_that_have_passed_come_in_their_order() -> None:
     assert len(deadlines) == 1
 
 
-def test_requests_that_have_ended_leave_nothing_behind() -> None:
+def test_deadlines_of_ended_requests_are_removed() -> None:
     deadlines = Deadlines()
     for key in range(10_000):
         deadlines.add(key, 1e9 - key, {key}, 1)
@@ -24,7 +24,7 @@ def test_requests_that_have_ended_leave_nothing_behind() -> None:
     assert deadlines.take_passed(1e9)[0] == 9999
 
 
-def test_ten_thousand_waiting_requests_do_not_slow_a_look() -> None:
+def test_ten_thousand_waiting_requests_do_not_slow_a_deadline_check() -> None:
     deadlines = Deadlines()
     keys = set(range(10_000))
     for key in keys:
@@ -34,4 +34,4 @@ def test_ten_thousand_waiting_requests_do_not_slow_a_look() -> None:
     for _ in range(1000):
         assert deadlines.take_passed(0.0) == []
 
-    assert time.thread_time() - start_s < 0.1  # a scan of all takes 0.3 s and more
+    assert time.thread_time() - start_s < 0.1  # Scanning all requests takes at least 0.3 s.

@@ -1,5 +1,5 @@
-"""Images are encoded once, before their tokens are computed, within the budget of the worker; seen
-in the plans of a real core, whose executor checks each launch."""
+"""Images are encoded once, before their tokens are computed, within the worker's budget. The tests
+read the plans of a real core, whose executor checks each launch."""
 
 import random
 
@@ -9,7 +9,7 @@ from core_rig import CoreRig
 from hpu.protocol import PREFILL
 
 IMAGE = 7
-"""The image token of these tests."""
+"""Image token of these tests."""
 ONE = {"max_tokens": 1, "ignore_eos": True}
 
 
@@ -56,7 +56,7 @@ def test_an_image_is_encoded_with_the_first_chunk_that_has_its_tokens() -> None:
     assert chunks(rig) == [[8], [8], [2]]
 
 
-def test_a_chunk_ends_before_an_image_that_has_no_place() -> None:
+def test_a_chunk_ends_before_an_image_without_cache_space() -> None:
     rig = CoreRig(budget=32, encoder_cache_tokens=10)
     add(rig, 1, 4, content(0), 2, content(1), 2)
 
@@ -67,7 +67,7 @@ def test_a_chunk_ends_before_an_image_that_has_no_place() -> None:
     assert rig.plans[1].freed_images == [content(0)]
 
 
-def test_a_chunk_does_not_cut_an_image_whose_tokens_see_each_other() -> None:
+def test_a_chunk_does_not_split_an_image_with_bidirectional_attention() -> None:
     rig = CoreRig(budget=8, encoder_cache_tokens=20, whole_images=True)
     add(rig, 1, 4, content(0), content(1), 3)
 
@@ -125,24 +125,24 @@ def test_images_of_a_cached_prefix_are_not_encoded() -> None:
 
     rig.run()
 
-    # The third request's second image is in its cached blocks.
+    # The third request's second image is in a cached prefix.
     assert encoded(rig) == [content(0), content(1), content(2)]
     assert rig.plans[-1].new_requests[0].num_computed_tokens == 20
 
 
-def test_other_pictures_never_share_blocks() -> None:
+def test_different_images_never_share_blocks() -> None:
     rig = CoreRig(budget=64, encoder_cache_tokens=30)
     for key, number in enumerate((0, 1, 0)):
         add(rig, key, 5, content(number), 5)
         rig.run()
 
-    # 4 tokens before the image are shared by all, the rest by equal pictures.
+    # All prompts share the 4 tokens before the image; equal pictures share the rest.
     cached = [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests]
     assert cached == [0, 4, 12]
 
 
-def test_a_preempted_request_gets_its_image_again() -> None:
-    # The first one grows until the second, in the middle of its prompt, must give up its blocks.
+def test_a_preempted_request_encodes_its_image_again() -> None:
+    # The first request grows until the second, in the middle of its prompt, is preempted.
     rig = CoreRig(
         num_blocks=9, budget=4, max_num_seqs=2, encoder_cache_tokens=6, prefix_caching=False
     )
@@ -157,7 +157,7 @@ def test_a_preempted_request_gets_its_image_again() -> None:
     assert encoded(rig).count(content(0)) == 2
 
 
-def test_an_abort_in_the_middle_of_an_image_releases_it() -> None:
+def test_an_abort_in_the_middle_of_an_image_frees_its_cache_space() -> None:
     rig = CoreRig(budget=4, encoder_cache_tokens=6)
     add(rig, 1, 2, content(0), 2)
     rig.run(steps=1)
@@ -177,7 +177,7 @@ def test_an_abort_in_the_middle_of_an_image_releases_it() -> None:
         (
             {"encoder_cache_tokens": 5},
             (2, content(0), 1),
-            "an image has 6 embeddings, the encoder cache takes 5",
+            "an image has 6 embeddings, the encoder cache has room for 5",
         ),
         (
             {"encoder_cache_tokens": 9, "whole_images": True, "budget": 5},
@@ -212,10 +212,10 @@ def test_images_outside_of_their_prompt_are_refused() -> None:
         rig.add(1, [IMAGE] * 14, images=images, **ONE)
         rig.run()
 
-        assert "the one before it ends at" in rig.error(1)
+        assert "the previous image ends at" in rig.error(1)
 
 
-def test_layers_that_read_images_have_all_of_them_until_the_request_ends() -> None:
+def test_cross_attention_images_are_held_until_the_request_ends() -> None:
     rig = CoreRig(budget=64, encoder_cache_tokens=12, request_tiles=12, prefix_caching=False)
     add(rig, 1, 3, content(0), 2, content(1), 2, max_tokens=5)
     add(rig, 2, 2, content(0), 2, max_tokens=2)
@@ -223,7 +223,8 @@ def test_layers_that_read_images_have_all_of_them_until_the_request_ends() -> No
 
     rig.run()
 
-    # The third one waits for the first one's end, and the second one reads the same image.
+    # The third request waits for the end of the first, and the second request reads the same image
+    # as the first.
     assert encoded(rig) == [content(0), content(1), content(2)]
     starts = [
         (number, new.req_index) for number, plan in enumerate(rig.plans)
@@ -233,13 +234,13 @@ def test_layers_that_read_images_have_all_of_them_until_the_request_ends() -> No
     assert [rig.reason(key) for key in (1, 2, 3)] == ["length"] * 3
 
 
-def test_layers_that_read_images_have_those_of_a_cached_prefix() -> None:
+def test_cross_attention_images_of_a_cached_prefix_are_also_encoded() -> None:
     rig = CoreRig(budget=64, encoder_cache_tokens=6, request_tiles=6)
     for key, number in enumerate((0, 1, 0)):
         add(rig, key, 6, content(number), 6)
         rig.run()
 
-    # No tokens are shared with another image, not even those in front of it.
+    # Prompts with different images share no tokens, not even tokens before the image.
     cached = [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests]
     assert cached == [0, 0, 16]
     assert encoded(rig) == [content(0), content(1), content(0)]
@@ -247,7 +248,7 @@ def test_layers_that_read_images_have_those_of_a_cached_prefix() -> None:
 
 @pytest.mark.parametrize("kind", ["parts", "whole", "tiles"])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_requests_with_images_all_end(kind: str, seed: int) -> None:
+def test_all_random_requests_with_images_finish(kind: str, seed: int) -> None:
     chance = random.Random(seed)
     rig = CoreRig(
         num_blocks=chance.choice((14, 40)),

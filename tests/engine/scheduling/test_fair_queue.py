@@ -1,4 +1,5 @@
-"""engine/scheduling/fair_queue.py: tenants in turn, by the tokens that they were served."""
+"""engine/scheduling/fair_queue.py: tenants take turns by the number of tokens that they were
+served."""
 
 import random
 import time
@@ -16,7 +17,7 @@ A, B, C = 11 << 28, 22 << 28, 33 << 28
 
 
 class Arrivals:
-    """Makes requests in the order of their arrival."""
+    """Factory of requests, which counts their arrivals."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -49,7 +50,7 @@ class Arrivals:
 
 
 def serve(queue: FairQueue, num_output: int = 10) -> Request | None:
-    """Start the next request and let it end."""
+    """Start and finish the next request."""
     request = queue.peek()
     if request is not None:
         queue.remove(request)
@@ -59,7 +60,7 @@ def serve(queue: FairQueue, num_output: int = 10) -> Request | None:
     return request
 
 
-def test_a_newcomer_is_served_before_ten_thousand_requests_of_another() -> None:
+def test_a_new_tenant_is_served_before_ten_thousand_requests_of_another_tenant() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for _ in range(10_000):
         queue.add(arrivals.make(A))
@@ -75,7 +76,7 @@ def test_a_newcomer_is_served_before_ten_thousand_requests_of_another() -> None:
     assert order.count(B) == 3
 
 
-def test_shares_are_of_tokens_and_not_of_requests() -> None:
+def test_fair_shares_are_measured_in_tokens_instead_of_requests() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for _ in range(200):
         queue.add(arrivals.make(A, num_tokens=90))
@@ -91,7 +92,7 @@ def test_shares_are_of_tokens_and_not_of_requests() -> None:
     assert queue.served == {tenant_label(tenant): count for tenant, count in tokens.items()}
 
 
-def test_output_counts_though_it_is_not_known_before() -> None:
+def test_output_tokens_are_charged_when_a_request_ends() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for _ in range(400):
         queue.add(arrivals.make(A, max_tokens=5000))
@@ -108,7 +109,7 @@ def test_output_counts_though_it_is_not_known_before() -> None:
     assert abs(tokens[A] - tokens[B]) <= 1100
 
 
-def test_priority_comes_before_the_share() -> None:
+def test_priority_takes_precedence_over_fair_shares() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for priority in (5, 0, -5):
         for _ in range(2):
@@ -123,7 +124,7 @@ def test_priority_comes_before_the_share() -> None:
     assert order[2] == (0, B)
 
 
-def test_an_idle_tenant_saves_nothing_up() -> None:
+def test_an_idle_tenant_gains_no_credit() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     queue.add(arrivals.make(B))
     serve(queue)
@@ -139,7 +140,7 @@ def test_an_idle_tenant_saves_nothing_up() -> None:
     assert 9 <= order.count(A) <= 11
 
 
-def test_the_order_of_one_tenant_is_that_of_arrival() -> None:
+def test_requests_of_a_tenant_run_in_arrival_order() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     requests = [arrivals.make(A) for _ in range(50)]
     for request in requests:
@@ -148,7 +149,7 @@ def test_the_order_of_one_tenant_is_that_of_arrival() -> None:
     assert [serve(queue) for _ in range(51)] == [*requests, None]
 
 
-def test_continuations_are_the_first_of_their_tenant_and_are_charged_to_it() -> None:
+def test_continuations_run_first_for_their_tenant_and_are_charged() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     queue.add(arrivals.make(B))
     queue.add(arrivals.make(A))
@@ -163,7 +164,7 @@ def test_continuations_are_the_first_of_their_tenant_and_are_charged_to_it() -> 
     assert queue.served[tenant_label(A)] == 20
 
 
-def test_the_continuations_of_a_tenant_do_not_stop_another_tenant() -> None:
+def test_continuations_of_a_tenant_do_not_block_another_tenant() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for _ in range(1_000):
         queue.add(arrivals.make(A, is_continuation=True))
@@ -176,7 +177,7 @@ def test_the_continuations_of_a_tenant_do_not_stop_another_tenant() -> None:
     assert B in order
 
 
-def test_a_preempted_request_is_the_first_of_its_tenant_and_not_charged_again() -> None:
+def test_a_preempted_request_runs_first_for_its_tenant_and_is_not_charged_again() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     requests = [arrivals.make(A) for _ in range(3)]
     for request in requests:
@@ -195,7 +196,7 @@ def test_a_preempted_request_is_the_first_of_its_tenant_and_not_charged_again() 
     assert queue.served == served
 
 
-def test_who_starts_later_is_preempted_first_whenever_it_arrived() -> None:
+def test_the_latest_started_request_is_preempted_first() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     first, second, other = arrivals.make(A), arrivals.make(A), arrivals.make(B)
     for request in (first, second, other):
@@ -213,7 +214,7 @@ def test_who_starts_later_is_preempted_first_whenever_it_arrived() -> None:
     assert [r.priority_key for r in started] == sorted(r.priority_key for r in started)
 
 
-def test_random_traffic_leaves_nothing_behind() -> None:
+def test_random_traffic_leaves_no_state() -> None:
     rng = random.Random(3)
     queue, arrivals = FairQueue(by_share=True), Arrivals()
     waiting: list[Request] = []
@@ -259,7 +260,7 @@ def test_ten_thousand_waiting_requests_do_not_slow_a_change() -> None:
     assert seconds_of(full) < 10 * seconds_of(FairQueue()) + 0.05
 
 
-def test_output_of_a_running_request_counts_before_its_end() -> None:
+def test_output_tokens_of_a_running_request_are_charged_before_its_end() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     for tenant, num_tokens in ((A, 10), (B, 500)):
         queue.add(arrivals.make(tenant, num_tokens=num_tokens, max_tokens=5_000))

@@ -1,4 +1,4 @@
-"""Bitmasks behind the drafts of a request with a grammar."""
+"""Bitmasks for the tokens after drafts of a request with a grammar."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def new_request(folder: Path, req_index: int, form: str) -> Request:
 
 
 def masks_of(requests: list[Request]) -> list[list[set[int]]]:
-    """The tokens that each bitmask allows, by request."""
+    """Tokens that each bitmask allows, by request."""
     plan = StepPlan(0, [])
     assert add_masks(plan, requests) == []
     words: Bitmask = np.frombuffer(plan.masks, "<u4")
@@ -59,9 +59,7 @@ def masks_of(requests: list[Request]) -> list[list[set[int]]]:
     return [[set(tokens_in(next(rows)).tolist()) for _ in range(count)] for count in counts]
 
 
-def test_each_draft_that_the_grammar_allows_has_a_bitmask_behind_it(
-    folder: Path, ids: dict[str, int]
-) -> None:
+def test_each_allowed_draft_is_followed_by_a_bitmask(folder: Path, ids: dict[str, int]) -> None:
     a, b, c, x = (ids[text] for text in "abcx")
     requests = [new_request(folder, index, form) for index, form in enumerate(["abc", "(a|b)+"])]
     requests[0].drafts = [a, b, x, c]
@@ -73,11 +71,13 @@ def test_each_draft_that_the_grammar_allows_has_a_bitmask_behind_it(
     assert (a in then, b in then) == (False, True)
     assert len(masks_of(requests)[0]) == 3
     assert {a, b} <= other
-    # The request itself has not advanced.
+    # The state of the request itself has not advanced.
     assert masks_of(requests)[0][0] == first
 
 
-def test_nothing_follows_a_draft_that_ends_the_output(folder: Path, ids: dict[str, int]) -> None:
+def test_no_bitmask_is_made_after_a_draft_that_ends_the_output(
+    folder: Path, ids: dict[str, int]
+) -> None:
     request = new_request(folder, 0, "ac")
     request.drafts = [ids["a"], ids["c"], EOS, EOS]
 

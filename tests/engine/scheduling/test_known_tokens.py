@@ -1,4 +1,4 @@
-"""What pipeline stages learn with the plan of a decode."""
+"""Known tokens that pipeline stages receive with the plan of a decode."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def request(key: int, prompt: list[int], output: list[int], drafts: list[int]) -
     return request
 
 
-def test_the_newest_tokens_are_told_and_drafts_are_verified_once() -> None:
+def test_the_newest_tokens_are_sent_and_drafts_are_verified_once() -> None:
     requests = [
         request(1, [1, 2, 3, 4], [5], [6, 7]),
         request(2, [8], [9], []),

@@ -61,7 +61,7 @@ def test_prompts_of_one_length_share_launches() -> None:
     assert all(launch.bucket[1] == 16 for launch in launches)
 
 
-def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
+def test_a_short_prompt_is_not_padded_to_a_long_prompt() -> None:
     launches = pack(make_packer(make_table("exact")), [(1000, 0), (20, 0), (22, 0)])
 
     assert [launch.query_lens for launch in launches] == [[20, 22], [1000]]
@@ -73,7 +73,7 @@ def test_a_launch_never_pads_beyond_the_token_budget() -> None:
     assert all(batch * query <= BUDGET for batch, query, _ in (x.bucket for x in launches))
 
 
-def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() -> None:
+def test_without_prepared_buckets_a_launch_fills_the_token_budget() -> None:
     table = make_table("exact")
     most = SchedulerConfig(max_num_seqs=64).prefill_batch(is_exact=table.is_exact)
     packer = LaunchPacker(table, max_prefill_batch=most, max_tokens=BUDGET, stats=StepStats())
@@ -85,7 +85,7 @@ def test_where_no_bucket_is_prepared_a_launch_takes_all_that_the_budget_holds() 
     assert [len(launch.req_indices) for launch in mixed] == [40]
 
 
-def test_contexts_in_one_launch_take_no_more_than_four_full_ones() -> None:
+def test_contexts_of_a_launch_are_limited_to_four_full_contexts() -> None:
     packer = LaunchPacker(
         make_table("exact"), max_prefill_batch=64, max_tokens=BUDGET, stats=StepStats()
     )
@@ -144,13 +144,13 @@ def test_a_row_of_prompts_fits_a_bucket_that_was_prepared(shapes: list[tuple[int
         assert packer._table.is_prepared(PREFILL, *launch.bucket)
 
 
-def test_a_row_of_prompts_is_split_where_its_padding_costs_more_than_a_launch() -> None:
+def test_a_row_of_prompts_is_split_if_padding_costs_more_than_a_launch() -> None:
     launches = pack(merged_packer(), [(2000, 0), (1000, 0), (40, 0)])
 
     assert [launch.query_lens for launch in launches] == [[40, 1000], [2000]]
 
 
-def test_requests_counts_and_samples_keep_one_order() -> None:
+def test_requests_token_counts_and_samples_have_the_same_order() -> None:
     chunks = [make_chunk(row, count) for row, count in enumerate([40, 41, 39, 300])]
 
     packed = make_packer(make_table("exact")).prefill(chunks)
@@ -209,7 +209,7 @@ def test_a_decode_with_more_references_than_any_bucket_becomes_several_launches(
     assert all((DECODE, *launch.bucket) in prepared for launch in launches)
 
 
-def test_a_decode_without_buckets_or_over_a_slice_of_the_cache_is_not_split() -> None:
+def test_a_decode_without_buckets_or_prefix_caching_is_not_split() -> None:
     limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
     table = BucketTable.make(BucketConfig(strategy="exponential-v3"), limits)
 
@@ -245,7 +245,7 @@ def test_prompts_are_not_merged_into_a_shape_that_was_not_prepared(
 
     assert [launch.bucket for launch in short] == [(2, 32, 0)]
     assert [launch.bucket for launch in long] == [(1, 64, 0), (1, 64, 0)]
-    assert not caplog.records  # the table would warn, and make the bucket that it was asked for
+    assert not caplog.records  # Otherwise the table would warn and create the requested bucket.
 
 
 @settings(derandomize=True, deadline=None, database=None, max_examples=60)
@@ -269,7 +269,7 @@ def test_no_other_split_of_the_sorted_prompts_is_cheaper(lengths: list[int]) -> 
     assert sorted(count for launch in launches for count in launch.query_lens) == ordered
 
 
-def test_decodes_that_read_a_slice_share_its_length() -> None:
+def test_contiguous_decodes_use_the_longest_slice_of_the_step() -> None:
     limits = BucketLimits(16, 2048, 64, BUDGET, MAX_BATCH, 1000, False)
     table = BucketTable([(1, 16, 0)], [(2, 1, 40)], limits, exact=False)
     packer = LaunchPacker(

@@ -52,14 +52,14 @@ def request(
 
 
 def assigned(slots: LoRASlots) -> dict[int, str]:
-    """Adapters that the next plan copies to slots."""
+    """Names of the adapters that the next plan copies to slots, by slot."""
     plan = StepPlan(0, [])
     slots.fill_plan(plan)
     return dict(zip(plan.lora_slots, plan.lora_adapters, strict=True))
 
 
 def orders(slots: LoRASlots) -> list[tuple[type, str]]:
-    """Messages to the workers, each with the adapter to load or to drop."""
+    """Messages to the workers, each with the adapter to load or drop."""
     messages = slots.take_messages()
     assert all(isinstance(message, LoadAdapter | DropAdapter) for message in messages)
     return [(type(message), message.content) for message in messages]  # type: ignore[union-attr]
@@ -127,7 +127,7 @@ def test_an_adapter_that_is_used_is_not_dropped_from_host_memory() -> None:
     assert slots.num_evictions == 1
 
 
-def test_an_old_request_is_not_passed_for_ever() -> None:
+def test_an_old_request_is_not_overtaken_indefinitely() -> None:
     slots = make(max_loras=1, max_cpu_loras=2)
     queue = AdapterQueue(slots)
     running, old = request(0, "a"), request(1, "b")
@@ -167,12 +167,12 @@ def test_an_unloaded_adapter_stays_until_its_last_request_ends() -> None:
     assert (num_left, served, drops) == (1, False, [])
     assert orders(slots) == [(DropAdapter, "hash-a")]
     assert slots.infos == []
-    # A beam goes on with it.
+    # A beam continues with the adapter.
     assert slots.serves("hash-a", is_continuation=True)
 
 
 def load_answers(slots: LoRASlots, error: str | None = None) -> list[bool]:
-    """What `on_loaded` says of all loads, which all end with `error`."""
+    """Results of `on_loaded` for all pending loads, which all end with `error`."""
     answers = [slots.on_loaded(AdapterLoaded(content, error)) for _, content in orders(slots)]
     slots.check(set())
     return answers
@@ -195,13 +195,13 @@ def test_an_adapter_without_name_and_requests_is_forgotten_when_its_load_ends(
     assert orders(slots) == [(DropAdapter, "hash-a")]
 
 
-def test_asking_whether_an_unloaded_adapter_is_served_keeps_nothing() -> None:
+def test_checking_for_an_unloaded_adapter_keeps_no_state() -> None:
     slots = make(names="a")
     slots.unregister("a")
 
     served = slots.serves("hash-a", is_continuation=True)
     assert slots._entries == {}
-    # A continuation that was accepted loads it again.
+    # An accepted continuation loads the adapter again.
     beam = request(1, "a")
     slots.add_request(beam)
     loads = load_all(slots)
@@ -227,7 +227,7 @@ def test_a_request_gets_the_host_memory_of_a_load_whose_requests_were_aborted(
     assert load_all(slots) == ["hash-b"]
 
 
-def test_names() -> None:
+def test_registering_a_loaded_name_and_unregistering_an_unknown_name_are_refused() -> None:
     slots = make(names="a")
 
     with pytest.raises(UserError, match="a is loaded already"):
@@ -243,7 +243,7 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
     assert orders(slots) == [(LoadAdapter, "hash-a")]
 
     is_loaded = slots.on_loaded(AdapterLoaded("hash-a", "no such file"))
-    # The ranks that have read it drop it.
+    # The ranks that have read the adapter drop it.
     assert orders(slots) == [(DropAdapter, "hash-a")]
     slots.finish_request(asked)
     slots.add_request(request(2, "a"))
@@ -254,8 +254,8 @@ def test_a_failed_load_is_tried_again_by_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_requests_all_end(seed: int) -> None:
-    """Among aborts, loads that fail, and names that come and go."""
+def test_all_random_requests_finish(seed: int) -> None:
+    """Random requests with aborts, failing loads, and names that are added and removed."""
     rng = random.Random(seed)
     max_loras = rng.randint(1, 3)
     slots = make(max_loras, max_cpu_loras=rng.randint(max_loras, 4))
@@ -326,7 +326,7 @@ def test_random_requests_all_end(seed: int) -> None:
 
 @pytest.mark.parametrize("fair_share", [False, True])
 @pytest.mark.parametrize("is_pooling", [False, True])
-def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
+def test_few_requests_overtake_an_older_request_that_waits_for_a_slot(
     fair_share: bool, is_pooling: bool
 ) -> None:
     config = SchedulerConfig(
@@ -356,7 +356,7 @@ def test_a_scheduler_lets_few_requests_pass_an_older_one_that_waits_for_a_slot(
         output = scheduler.schedule(step)
         found = [asked for asked, _ in output.started]
         running.extend(found)
-        # A request of adapter a always runs; each ends some steps after it started.
+        # A request of adapter a is always running; each request ends some steps after its start.
         while len(running) > 1:
             scheduler.finish_requests([running.pop(0)])
         scheduler.update_from_output(step)
@@ -385,7 +385,7 @@ def test_the_number_of_names_has_a_limit() -> None:
     for number in range(MAX_ADAPTERS):
         slots.register(LoRAInfo(f"a{number}", "/x", f"hash-{number}", 4, 100))
 
-    with pytest.raises(UserError, match="4096 adapters are served, at most 4096 may be"):
+    with pytest.raises(UserError, match="4096 adapters are loaded, at most 4096 are allowed"):
         slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
     slots.unregister("a0")
     slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))

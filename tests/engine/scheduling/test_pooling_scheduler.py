@@ -1,4 +1,4 @@
-"""A pooling model's engine: whole texts, one step each, and nothing left behind."""
+"""Engine of a pooling model: whole texts, one step each, and no leaks."""
 
 import random
 
@@ -12,7 +12,7 @@ from engine.transport.messages import AddRequest, Resumption
 from hpu.protocol import DECODE
 
 
-def test_texts_of_all_lengths_get_their_own_vectors_and_leave_nothing() -> None:
+def test_texts_of_all_lengths_get_their_vectors_without_leaks() -> None:
     rng = random.Random(3)
     rig = PoolingRig()
     texts = {key: [rng.randrange(20, 50) for _ in range(rng.randint(1, 32))] for key in range(60)}
@@ -45,7 +45,7 @@ def test_short_texts_share_a_launch() -> None:
     assert [launch.bucket[0] for launch in plan.launches] == [4]
 
 
-def test_each_tokens_vector_comes_if_asked_and_cut_ones_too() -> None:
+def test_token_vectors_are_sent_on_request_also_truncated() -> None:
     rig = PoolingRig()
     rig.add(1, [20, 30], task="token_embed")
     rig.add(2, [20, 30], dimensions=2)
@@ -56,7 +56,7 @@ def test_each_tokens_vector_comes_if_asked_and_cut_ones_too() -> None:
     assert rig.vectors[2] == (1, vector([20, 30], 2))
 
 
-def test_the_models_own_normalisation_is_taken_unless_another_is_asked_for() -> None:
+def test_the_models_normalisation_is_the_default() -> None:
     rig = PoolingRig()
     for key, normalize in enumerate((None, True, False)):
         rig.add(key, [20], normalize=normalize)
@@ -66,11 +66,11 @@ def test_the_models_own_normalisation_is_taken_unless_another_is_asked_for() -> 
     assert [text.normalizes for text in rig.executor.plans[0].texts] == [True, True, False]
 
 
-def test_an_aborted_text_is_never_heard_of_again() -> None:
+def test_an_aborted_text_gets_no_further_message() -> None:
     rig = PoolingRig(max_num_seqs=1)
     for key in range(3):
         rig.add(key, [20 + key])
-    rig.step()  # 0 runs
+    rig.step()  # Request 0 runs.
     rig.core.abort([0, 2])
 
     rig.run()
@@ -79,28 +79,28 @@ def test_an_aborted_text_is_never_heard_of_again() -> None:
     assert rig.core.num_requests == 0
 
 
-def test_a_text_of_no_numbers_ends_with_an_error_and_its_neighbours_do_not() -> None:
+def test_nan_vectors_fail_only_their_text() -> None:
     rig = PoolingRig()
     rig.add(1, [20, 13])
     rig.add(2, [20, 30])
 
     rig.run()
 
-    assert "not numbers" in (rig.finished[1].error or "")
+    assert "NaN or infinite" in (rig.finished[1].error or "")
     assert (rig.finished[1].param, set(rig.vectors)) == (None, {2})
 
 
 @pytest.mark.parametrize(
     ("asked", "param", "words"),
     [
-        ({"task": "classify"}, "task", "the model does embed and token_embed"),
-        ({"dimensions": 4}, "dimensions", "is 4, the model's vectors have 3"),
-        ({"dimensions": 1}, "dimensions", "is 1, the model was trained for 2"),
-        ({"num_first": 2}, "num_first", "is 2, the text has 2 tokens"),
-        ({"num_skipped": 5}, "num_skipped", "is 5, the text has 2 tokens"),
+        ({"task": "classify"}, "task", "the model supports embed and token_embed"),
+        ({"dimensions": 4}, "dimensions", "is 4, it must be at most 3"),
+        ({"dimensions": 1}, "dimensions", "is 1, it must be one of 2, for which"),
+        ({"num_first": 2}, "num_first", "is 2, it must be below the 2 tokens"),
+        ({"num_skipped": 5}, "num_skipped", "is 5, it must be below the 2 tokens"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(  # type: ignore[no-untyped-def]
+def test_unsupported_pooling_requests_are_refused(  # type: ignore[no-untyped-def]
     asked, param: str, words: str
 ) -> None:
     rig = PoolingRig()
@@ -112,7 +112,7 @@ def test_what_the_model_cannot_do_is_refused(  # type: ignore[no-untyped-def]
     assert (rig.finished[1].param, rig.executor.plans) == (param, [])
 
 
-def test_a_text_may_fill_the_context_and_no_more() -> None:
+def test_a_text_may_fill_the_context_but_not_exceed_it() -> None:
     rig = PoolingRig()
     rig.add(1, [20] * 32)
     rig.add(2, [20] * 33)
@@ -124,7 +124,7 @@ def test_a_text_may_fill_the_context_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("facts", [FACTS, None])
-def test_a_model_gives_tokens_or_vectors_and_not_both(facts) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_serves_either_tokens_or_vectors(facts) -> None:  # type: ignore[no-untyped-def]
     rig = PoolingRig(facts)
     if facts is None:
         rig.add(1, [20])
@@ -133,11 +133,11 @@ def test_a_model_gives_tokens_or_vectors_and_not_both(facts) -> None:  # type: i
 
     rig.run()
 
-    gives = "vectors, and no tokens" if facts else "tokens, and no vectors"
+    gives = "generates no tokens" if facts else "returns no vectors"
     assert gives in (rig.finished[1].error or "")
 
 
-def test_a_shape_that_was_not_prepared_is_refused_where_the_operator_says_so() -> None:
+def test_an_unprepared_shape_is_refused_in_reject_mode() -> None:
     rig = PoolingRig(unwarmed="reject")
     rig.table.restrict([bucket for bucket in rig.table.buckets if bucket[2] <= 8])
     rig.add(1, [20] * 9)
@@ -146,10 +146,10 @@ def test_a_shape_that_was_not_prepared_is_refused_where_the_operator_says_so() -
     rig.run()
 
     assert set(rig.vectors) == {2}
-    assert "no bucket that was warmed up holds that" in (rig.finished[1].error or "")
+    assert "no warmed-up bucket is large enough" in (rig.finished[1].error or "")
 
 
-def test_suspects_are_read_one_by_one_and_nothing_beside_them() -> None:
+def test_crash_suspects_run_alone() -> None:
     rig = PoolingRig()
     for key in range(8):
         message = AddRequest(key, raw([20 + key]), SamplingParams(), pooling=PoolingParams())

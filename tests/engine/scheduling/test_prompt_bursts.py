@@ -1,5 +1,5 @@
-"""engine/scheduling/scheduler.py: prompts that arrive together. A launch of a part of them is as
-fast per token as a launch of all (`prefill_launch_tokens`)."""
+"""engine/scheduling/scheduler.py: prompts that arrive together. A launch with a few of them is as
+fast per token as a launch with all of them (`prefill_launch_tokens`)."""
 
 import pytest
 from core_rig import CoreRig
@@ -36,11 +36,11 @@ def num_decodes(plan: StepPlan) -> int:
 
 
 def first_tokens(plan: StepPlan) -> list[int]:
-    """The first token of each prompt that starts in a plan, which is its key."""
+    """First token of each prompt that starts in a plan, which equals the request's key."""
     return [memoryview(new.tokens).cast("I")[0] for new in plan.new_requests]
 
 
-def test_prompts_are_launched_by_arrival_a_few_at_a_time() -> None:
+def test_prompts_are_launched_in_arrival_order_in_small_groups() -> None:
     rig = burst_rig()
     burst(rig, range(16))
 
@@ -80,7 +80,7 @@ def test_a_burst_decodes_once_for_each_budget_of_prompt_tokens() -> None:
 
     plans = rig.plans[before : before + 12]
     assert [num_prompt_tokens(plan) for plan in plans] == [LAUNCH] * 12
-    # All that started before decode in every fourth step.
+    # All requests that started earlier decode in every fourth step.
     assert [num_decodes(plan) for plan in plans] == [3, 0, 0, 0, 11, 0, 0, 0, 11, 0, 0, 0]
 
 
@@ -102,13 +102,13 @@ def test_running_requests_wait_for_no_more_prompt_tokens_than_a_step_may_have() 
         rig.check_output(key)
 
 
-def test_a_prompt_is_not_divided_because_it_is_longer_than_a_launch_should_be() -> None:
+def test_a_prompt_longer_than_the_launch_size_is_not_split() -> None:
     rig = burst_rig()
     burst(rig, range(3), length=40)
 
     rig.run()
 
-    # The second one goes to the end of the budget of a step.
+    # The second prompt takes the rest of a step's budget.
     assert [num_prompt_tokens(plan) for plan in rig.plans[:4]] == [40, 24, 16, 40]
 
 
@@ -131,14 +131,14 @@ def test_running_requests_decode_while_prompts_cannot_start() -> None:
 
     rig.run()
 
-    # Two steps fill the batch, then nobody waits for the prompts that remain.
+    # Two steps fill the batch, and the remaining prompts delay no decode.
     assert [num_prompt_tokens(plan) for plan in rig.plans[:3]] == [LAUNCH, LAUNCH, 0]
     assert all(num_decodes(plan) == 4 for plan in rig.plans[2:12])
     for key in range(8):
         rig.check_output(key)
 
 
-def test_without_such_a_size_a_step_takes_all_that_its_budget_holds() -> None:
+def test_without_a_launch_size_prompts_fill_the_token_budget() -> None:
     rig = burst_rig(launch_tokens=0)
     burst(rig, range(16))
 

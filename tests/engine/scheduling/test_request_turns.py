@@ -1,4 +1,4 @@
-"""engine/scheduling/request_turns.py: requests of several texts take turns."""
+"""engine/scheduling/request_turns.py: requests with several texts take turns."""
 
 import random
 
@@ -32,7 +32,7 @@ def add(
 
 
 def done_within(rig: PoolingRig, num_steps: int) -> list[int]:
-    """Keys of the texts whose vectors come in the next steps, in the order of their coming."""
+    """Keys of the texts whose vectors arrive in the next steps, in order of arrival."""
     before = len(rig.vectors)
     for _ in range(num_steps):
         rig.step()
@@ -45,7 +45,7 @@ def test_a_text_of_another_request_starts_in_the_next_step() -> None:
     done_within(rig, 3)
     add(rig, OTHER, 1)
 
-    # Two steps are in flight at a time.
+    # Three steps, because two steps are in flight at a time.
     assert OTHER in done_within(rig, 3)
 
 
@@ -61,7 +61,7 @@ def test_requests_of_many_texts_have_equal_shares() -> None:
     assert len(done) == 32
 
 
-def test_a_request_of_many_texts_goes_on_while_others_keep_arriving() -> None:
+def test_a_request_with_many_texts_progresses_while_others_arrive() -> None:
     rig = PoolingRig()
     add(rig, FLOOD, 20)
 
@@ -74,7 +74,7 @@ def test_a_request_of_many_texts_goes_on_while_others_keep_arriving() -> None:
     assert len(rig.vectors) - 20 >= 280
 
 
-def test_texts_that_are_sent_later_take_the_turns_after_those_that_wait() -> None:
+def test_later_texts_of_a_request_queue_after_its_waiting_texts() -> None:
     rig = PoolingRig()
     add(rig, FLOOD, 10)
     add(rig, OTHER, 10)
@@ -86,7 +86,7 @@ def test_texts_that_are_sent_later_take_the_turns_after_those_that_wait() -> Non
     assert list(rig.vectors).index(OTHER + 9) < 20
 
 
-def test_priority_comes_before_turns() -> None:
+def test_priority_takes_precedence_over_turns() -> None:
     rig = PoolingRig(policy="priority")
     add(rig, FLOOD, 10)
     add(rig, OTHER, 8, priority=-1)
@@ -106,7 +106,7 @@ def test_requests_of_a_tenant_take_turns_in_its_share() -> None:
     assert OTHER in done_within(rig, 3)
 
 
-def test_texts_that_end_in_any_order_leave_no_turns() -> None:
+def test_texts_that_finish_in_any_order_leave_no_state() -> None:
     chance = random.Random(5)
     rig = PoolingRig(fair_share=True, policy="priority")
     for number in range(40):

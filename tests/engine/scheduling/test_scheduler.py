@@ -1,4 +1,5 @@
-"""engine/scheduling/scheduler.py: who runs when, seen in the plans that leave a real core."""
+"""engine/scheduling/scheduler.py: which requests run in which step, read from the plans of a real
+core."""
 
 import itertools
 import random
@@ -25,7 +26,7 @@ def prefilled(plan: StepPlan) -> int:
     return sum(sum(launch.query_lens) for launch in plan.launches if launch.phase == PREFILL)
 
 
-def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> None:
+def test_decodes_continue_while_a_long_prompt_is_chunked() -> None:
     rig = CoreRig(budget=8, max_num_seqs=4)
     for key in range(3):
         rig.add(key, [key, 1], **ENDLESS)
@@ -42,7 +43,7 @@ def test_every_decode_gets_its_token_while_a_long_prompt_goes_in_chunks() -> Non
     assert rig.reason(9) == "length"
 
 
-def test_no_step_goes_over_its_token_budget() -> None:
+def test_no_step_exceeds_its_token_budget() -> None:
     rig = CoreRig(budget=7, max_num_seqs=5)
     for key in range(8):
         rig.add(key, list(range(1 + 5 * key)), max_tokens=5)
@@ -53,7 +54,7 @@ def test_no_step_goes_over_its_token_budget() -> None:
         assert prefilled(plan) + len(launched(plan, DECODE)) <= 7
 
 
-def test_drafts_count_in_the_token_budget_of_a_step() -> None:
+def test_drafts_are_counted_in_the_token_budget_of_a_step() -> None:
     rig = CoreRig(budget=24, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
     for key in range(4):
         rig.add(key, [key, 1], **ENDLESS)
@@ -66,7 +67,7 @@ def test_drafts_count_in_the_token_budget_of_a_step() -> None:
     assert [(len(launched(plan, DECODE)), prefilled(plan)) for plan in with_both] == [(4, 8)] * 5
 
 
-def test_drafts_that_exceed_the_token_budget_leave_prompts_one_block(
+def test_drafts_above_the_token_budget_leave_prompts_one_block_and_log_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = CoreRig(budget=14, max_num_seqs=5, max_tokens_per_step=4, max_model_len=100)
@@ -82,20 +83,20 @@ def test_drafts_that_exceed_the_token_budget_leave_prompts_one_block(
     assert rig.reason(9) == "length"
     (warning,) = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
     assert warning == (
-        "5 decodes of 4 tokens, with their drafts, need 20 tokens in a step, max_num_batched_tokens"
-        " is 14: such a step computes at most 4 prompt tokens; set --max-num-batched-tokens above "
-        "20"
+        "5 decodes of 4 tokens, with their drafts, need 20 tokens in a step, "
+        "max_num_batched_tokens is 14: a step with all of them computes at most 4 prompt "
+        "tokens; set --max-num-batched-tokens above 20"
     )
 
 
-def test_without_drafts_nothing_is_said_of_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_drafts_no_budget_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     CoreRig(budget=5, max_num_seqs=5)
     CoreRig(budget=20, max_num_seqs=5, max_tokens_per_step=4)
 
     assert not caplog.records
 
 
-def test_the_line_is_served_in_order_of_arrival() -> None:
+def test_the_queue_is_served_in_order_of_arrival() -> None:
     rig = CoreRig(max_num_seqs=1)
     for key in (5, 3, 9):
         rig.add(key, [key], max_tokens=1)
@@ -106,7 +107,7 @@ def test_the_line_is_served_in_order_of_arrival() -> None:
     assert waits == sorted(waits)
 
 
-def test_a_smaller_priority_value_goes_first_under_the_priority_policy() -> None:
+def test_a_smaller_priority_value_is_scheduled_first_under_the_priority_policy() -> None:
     rig = CoreRig(max_num_seqs=1, policy="priority", depth=1)
     rig.add(0, [1], max_tokens=1, priority=5)
     rig.add(1, [2], max_tokens=1, priority=-1)
@@ -154,7 +155,7 @@ def test_blocks_are_allocated_only_as_they_are_needed() -> None:
     assert sum(allocated) + sum(len(plan.grown_blocks) for plan in rig.plans) == 7
 
 
-def test_the_newest_gives_way_and_goes_on_where_it_was() -> None:
+def test_the_newest_request_is_preempted_and_continues_where_it_was() -> None:
     rig = CoreRig(num_blocks=10, max_num_seqs=3, budget=32)
     for key in range(3):
         rig.add(key, [key] * 8, max_tokens=14, ignore_eos=True)
@@ -169,7 +170,7 @@ def test_the_newest_gives_way_and_goes_on_where_it_was() -> None:
         rig.check_output(key)
 
 
-def test_a_request_never_preempts_one_that_outranks_it() -> None:
+def test_a_request_never_preempts_a_higher_ranked_request() -> None:
     rig = CoreRig(num_blocks=10, max_num_seqs=3, policy="priority")
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True, priority=9)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True, priority=0)
@@ -200,12 +201,14 @@ def test_the_first_preemption_is_logged_with_advice_and_the_next_a_minute_later(
         seen.append(len(caplog.messages))
 
     assert seen == [1, 1, 2]
+    # The form in vLLM's documents, for scripts that read the log.
     assert caplog.messages[0].startswith(
-        "Request 1 is preempted by PreemptionMode.RECOMPUTE mode because there is not enough KV "
-        "cache space. "
+        "Sequence group 1 is preempted by PreemptionMode.RECOMPUTE mode because there is not "
+        "enough KV cache space. This can affect the end-to-end performance. Increase "
+        "gpu_memory_utilization or tensor_parallel_size to provide more KV cache memory"
     )
-    assert "Increase gpu_memory_utilization" in caplog.messages[0]
-    assert caplog.messages[1].endswith(f"{rig.core.stats().preemptions} such preemptions so far")
+    count = f"total_num_cumulative_preemption={rig.core.stats().preemptions}"
+    assert caplog.messages[1].endswith(count)
 
 
 def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -> None:
@@ -225,14 +228,14 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
     rig.check_output(1)
 
 
-def test_tables_only_grow_while_a_request_lives() -> None:
+def test_block_tables_only_grow() -> None:
     rig = CoreRig(num_blocks=12, max_num_seqs=4, budget=12)
     for key in range(10):
         rig.add(key, list(range(key + 1)), max_tokens=9, ignore_eos=True)
 
     rig.run()
 
-    # Each block of a row is named once: with its NewRequest, or grown later at the end.
+    # Each block of a request is sent once: with its NewRequest, or when the request grows.
     for plan in rig.plans:
         assert len(plan.grown_requests) == len(plan.grown_blocks)
         pairs = list(zip(plan.grown_requests, plan.grown_blocks, strict=True))
@@ -251,7 +254,7 @@ def test_a_lone_request_that_outgrows_the_cache_fails_with_the_numbers() -> None
         assert rig.tokens(0) == rig.expected(0)[0][:9]
 
 
-def test_a_request_that_would_not_fit_beside_the_others_waits_for_them() -> None:
+def test_a_request_that_does_not_fit_waits_for_the_running_requests() -> None:
     rig = CoreRig(num_blocks=8, max_num_seqs=2)
     rig.add(0, [1] * 16, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 16, max_tokens=4, ignore_eos=True)
@@ -262,14 +265,14 @@ def test_a_request_that_would_not_fit_beside_the_others_waits_for_them() -> None
     assert rig.reason(0) == rig.reason(1) == "length"
 
 
-def test_a_prompt_that_waits_keeps_blocks_free_for_those_who_run() -> None:
+def test_the_admission_watermark_keeps_blocks_for_running_requests() -> None:
     rig = CoreRig(num_blocks=198, max_num_seqs=8, max_model_len=400, budget=400)
     rig.add(0, [1] * 396, max_tokens=4, ignore_eos=True)
     rig.add(1, [2] * 396, max_tokens=4, ignore_eos=True)
 
     rig.run(steps=2)
 
-    # Both prompts take 99 blocks: the second would fit, and leave none to grow into.
+    # Each prompt takes 99 blocks: the second would fit, but leave no block for growth.
     assert rig.core.stats().running == 1
     rig.run()
     assert rig.core.stats().preemptions == 0
@@ -282,7 +285,7 @@ def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
 
     rig.run()
 
-    # Every row ends by its first token, after the plan for its second token has left.
+    # Every request ends with its first token, after the plan for its second token was sent.
     named: dict[int, int] = {}
     for plan in rig.plans:
         for row in plan.freed_requests:
@@ -291,7 +294,7 @@ def test_an_index_is_reused_only_after_the_last_plan_that_names_it() -> None:
     assert all(rig.tokens(key) == [2] for key in range(12))
 
 
-def test_a_request_whose_last_token_is_on_its_way_is_waited_for_and_not_preempted() -> None:
+def test_a_request_with_its_last_token_in_flight_is_not_preempted() -> None:
     rig = CoreRig(num_blocks=6, max_num_seqs=2, depth=2)
     rig.add(0, [1] * 8, max_tokens=12, ignore_eos=True)
     rig.run(steps=4)
@@ -299,20 +302,21 @@ def test_a_request_whose_last_token_is_on_its_way_is_waited_for_and_not_preempte
 
     rig.run()
 
-    # In step 8 row 1 takes the sixth block for its last token; in step 9 row 0 needs it.
+    # In step 8, request 1 takes the sixth block for its last token; in step 9, request 0 needs that
+    # block.
     assert rig.plans[8].grown_requests == [rig.plans[4].new_requests[0].req_index]
     assert rig.core.stats().preemptions == 0
     assert [rig.reason(key) for key in (0, 1)] == ["length", "length"]
 
 
-def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_allocated() -> None:
+def test_no_request_is_admitted_before_a_long_prompt_has_its_blocks() -> None:
     rig = CoreRig(num_blocks=16, budget=10, max_num_seqs=3)
     rig.add(0, [1] * 40, max_tokens=2, ignore_eos=True)
     rig.add(1, [2] * 28, max_tokens=2, ignore_eos=True)
 
     rig.run()
 
-    # 10 and 7 blocks: together too many, though at first most are free.
+    # 10 and 7 blocks together exceed the cache, although most blocks are free at first.
     first = next(
         plan.step for plan in rig.plans if len(plan.launches[-1].req_indices) and plan.step > 3
     )
@@ -321,7 +325,7 @@ def test_a_long_prompt_lets_nobody_in_before_all_its_blocks_are_allocated() -> N
     assert rig.core.stats().preemptions == 0
 
 
-def test_one_prompt_asked_for_many_times_at_once_is_computed_once() -> None:
+def test_concurrent_equal_prompts_are_computed_once() -> None:
     for depth in (1, 2):
         rig = CoreRig(depth=depth, budget=200, max_num_seqs=8)
         for key in range(8):
@@ -334,7 +338,7 @@ def test_one_prompt_asked_for_many_times_at_once_is_computed_once() -> None:
         assert sum(map(prefilled, rig.plans)) == 40 + 7 * 4
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone() -> None:
+def test_a_request_that_waits_for_a_prefix_continues_if_its_producer_ends() -> None:
     for steps in range(6):
         rig = CoreRig(budget=10)
         rig.add(0, list(range(40)), max_tokens=4, ignore_eos=True)
@@ -347,7 +351,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_maker_is_gone() -> None:
         rig.check_output(1)
 
 
-def test_a_suspect_starts_behind_the_tokens_of_all_and_nothing_starts_before_its_own() -> None:
+def test_a_suspect_starts_after_all_running_requests_have_tokens_and_blocks_admission() -> None:
     rig = CoreRig(budget=8, max_num_seqs=8)
     rig.add(1, list(range(30)), **ENDLESS)
     rig.add(2, [1, 2], is_suspect=True, **ENDLESS)
@@ -365,7 +369,7 @@ def test_a_suspect_starts_behind_the_tokens_of_all_and_nothing_starts_before_its
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_suspects_are_alone_without_a_token_in_random_traffic(seed: int) -> None:
+def test_a_suspect_is_the_only_request_without_a_token_in_random_traffic(seed: int) -> None:
     rng = random.Random(seed)
     rig = CoreRig(
         num_blocks=24,
@@ -402,7 +406,7 @@ def test_suspects_are_alone_without_a_token_in_random_traffic(seed: int) -> None
 
 
 def first_steps(rig: CoreRig) -> dict[int, int]:
-    """The step of the first output of each request."""
+    """Step of the first output of each request."""
     result: dict[int, int] = {}
     while rig.core.has_work and rig.steps < 2_000:
         rig.step()
@@ -413,7 +417,7 @@ def first_steps(rig: CoreRig) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_newcomer_soon_has_a_place_in_a_batch_that_another_tenant_fills(
+def test_a_new_tenant_soon_runs_in_a_batch_filled_by_another_tenant(
     prefix_caching: bool,
 ) -> None:
     rig = CoreRig(max_num_seqs=4, num_blocks=64, fair_share=True, prefix_caching=prefix_caching)
@@ -434,7 +438,7 @@ def test_a_newcomer_soon_has_a_place_in_a_batch_that_another_tenant_fills(
         rig.check_output(key)
 
 
-def test_a_newcomer_soon_has_blocks_that_another_tenant_fills() -> None:
+def test_a_new_tenant_soon_gets_blocks_from_a_cache_filled_by_another_tenant() -> None:
     rig = CoreRig(max_num_seqs=8, num_blocks=24, fair_share=True)
     for key in range(2):
         rig.add(key, [key] * 28, tenant=11, max_tokens=36, ignore_eos=True)
@@ -454,7 +458,7 @@ def test_a_newcomer_soon_has_blocks_that_another_tenant_fills() -> None:
     [(False, (11, 22), 0), (True, (11, 11), 0), (True, (11, 22), 1), (True, (0, 1, 2, 3, 22), 0)],
     ids=["no fair share", "same tenant", "less urgent", "no share above one place"],
 )
-def test_a_full_batch_yields_only_to_a_tenant_below_its_share(
+def test_a_full_batch_is_preempted_only_for_a_tenant_below_its_share(
     fair_share: bool, tenants: tuple[int, ...], priority: int
 ) -> None:
     rig = CoreRig(max_num_seqs=4, fair_share=fair_share, policy="priority")

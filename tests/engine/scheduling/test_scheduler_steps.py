@@ -1,4 +1,5 @@
-"""--num-scheduler-steps: how often a step decodes each request, seen in plans and messages."""
+"""--num-scheduler-steps: number of decodes of each request per step, read from plans and
+messages."""
 
 import logging
 from typing import Any
@@ -19,12 +20,12 @@ def make_rig(num_steps: int = 4, **shape: Any) -> CoreRig:
 
 
 def rounds(plan: StepPlan) -> list[list[int]]:
-    """Requests of each launch of a plan that only decodes."""
+    """Requests of each launch of a plan that contains only decodes."""
     assert all(launch.phase != PREFILL for launch in plan.launches)
     return [launch.req_indices for launch in plan.launches]
 
 
-def test_one_message_brings_the_tokens_of_all_decodes_of_a_step() -> None:
+def test_the_tokens_of_all_decodes_of_a_step_are_sent_in_one_message() -> None:
     rig = make_rig()
     for key in range(2):
         rig.add(key, [key, 1], **ENDLESS)
@@ -42,7 +43,7 @@ def test_one_message_brings_the_tokens_of_all_decodes_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6, 9])
-def test_a_request_leaves_the_rounds_at_its_length_and_others_go_on(max_tokens: int) -> None:
+def test_a_request_at_its_length_is_not_launched_in_the_rest_of_a_step(max_tokens: int) -> None:
     rig = make_rig()
     rig.add(0, [1, 2], max_tokens=max_tokens, ignore_eos=True)
     rig.add(1, [3, 4], max_tokens=20, ignore_eos=True)
@@ -52,7 +53,7 @@ def test_a_request_leaves_the_rounds_at_its_length_and_others_go_on(max_tokens: 
     for key in range(2):
         rig.check_output(key)
     launches = [index for plan in rig.plans for x in plan.launches for index in x.req_indices]
-    # A request is launched once for each of its tokens, the first by its prompt: none in vain.
+    # Each request is launched once per token, the first time with its prompt; no launch is wasted.
     assert len(launches) == max_tokens + 20
 
 
@@ -88,7 +89,7 @@ def test_a_request_with_a_grammar_limits_the_step_to_a_single_decode(tmp_path: A
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_behind_an_end_token_are_not_sent_counted_or_cached(depth: int) -> None:
+def test_tokens_after_an_end_token_are_not_sent_counted_or_cached(depth: int) -> None:
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return 2 if generated == 5 else 10 + generated
 
@@ -107,7 +108,7 @@ def test_tokens_behind_an_end_token_are_not_sent_counted_or_cached(depth: int) -
     assert rig.ledger.requests[1].num_cached == 8
 
 
-def test_further_decodes_take_free_blocks_and_preempt_nobody() -> None:
+def test_several_decodes_per_step_use_free_blocks_without_preemption() -> None:
     rig = make_rig(8, num_blocks=9, max_num_seqs=2, max_model_len=32)
     for key in range(2):
         rig.add(key, [key, 1, 2], max_tokens=12, ignore_eos=True)
@@ -146,7 +147,7 @@ def test_an_abort_between_the_steps_frees_the_blocks_ahead() -> None:
     assert rig.core.stats().blocks_used == 0
 
 
-def test_a_token_that_is_no_number_fails_its_request_at_its_position() -> None:
+def test_a_nan_token_fails_its_request_at_its_position() -> None:
     def next_token(history: int, generated: int, sampling: RequestSampling) -> int:
         return -1 if generated == 6 and sampling.seed == 7 else 10 + generated
 
@@ -157,11 +158,11 @@ def test_a_token_that_is_no_number_fails_its_request_at_its_position() -> None:
     rig.run()
 
     assert rig.tokens(0) == [10, 11, 12, 13, 14, 15]
-    assert rig.error(0) == "the logits of output token 7 were not numbers"
+    assert rig.error(0) == "the logits of output token 7 were NaN or infinite"
     rig.check_output(1)
 
 
-def test_where_nothing_unprepared_may_run_every_round_is_a_prepared_bucket() -> None:
+def test_in_reject_mode_every_decode_has_a_prepared_bucket() -> None:
     rig = make_rig(8, buckets="exponential", on_unwarmed="reject", widest_decode=8, max_num_seqs=3)
     for key in range(3):
         rig.add(key, [key, 1, 2], max_tokens=9 + key, ignore_eos=True)
@@ -175,8 +176,28 @@ def test_where_nothing_unprepared_may_run_every_round_is_a_prepared_bucket() -> 
     assert not any(name.endswith(("miss", "fallback")) for name in lookups)
 
 
-def test_the_log_says_how_often_a_step_decodes(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_number_of_decodes_per_step(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         make_rig(8)
 
     assert "Decodes of a request in a step: 8 (--num-scheduler-steps); steps in" in caplog.text
+
+
+def test_with_drafts_every_step_decodes_once_and_the_reason_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        rig = make_rig(8, max_tokens_per_step=4, early_every=2)
+    rig.add(0, [1, 2], max_tokens=30, ignore_eos=True)
+    rig.add(1, [3, 4], max_tokens=9, ignore_eos=True)
+
+    rig.run()
+
+    rig.check_output(0)
+    rig.check_output(1)
+    assert {plan.decode_steps for plan in rig.plans} == {1}
+    line = (
+        "Decodes of a request in a step: 1 (--num-scheduler-steps 8 has no effect: the next "
+        "decode starts after the accepted drafts); steps in flight: 2"
+    )
+    assert line in caplog.messages

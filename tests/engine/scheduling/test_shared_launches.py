@@ -1,4 +1,4 @@
-"""engine/scheduling/shared_launches.py: the launches that engines run at once."""
+"""engine/scheduling/shared_launches.py: launches that several engines run together."""
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +37,9 @@ def test_an_engine_without_work_takes_part_in_the_launches_of_the_other(table: B
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_decodes_run_at_once_in_a_bucket_that_holds_both(table: BucketTable) -> None:
+def test_decodes_of_two_engines_share_a_launch_in_a_bucket_that_covers_both(
+    table: BucketTable,
+) -> None:
     wide, deep = find(table, DECODE, 32, 1, 40), find(table, DECODE, 4, 1, 120)
 
     (launch,) = share_launches([[wide], [deep]], table, BUDGET)
@@ -47,7 +49,7 @@ def test_decodes_run_at_once_in_a_bucket_that_holds_both(table: BucketTable) -> 
     assert table.is_prepared(*launch.bucket)
 
 
-def test_a_long_prompt_and_many_short_ones_run_one_after_the_other() -> None:
+def test_a_long_prompt_and_many_short_prompts_run_in_separate_launches() -> None:
     table = TABLES["exact"]
     long, short = (PREFILL, 1, 2048, 0), (PREFILL, 16, 128, 0)
 
@@ -57,7 +59,7 @@ def test_a_long_prompt_and_many_short_ones_run_one_after_the_other() -> None:
     ]
 
 
-def test_a_bucket_that_was_never_prepared_is_joined_with_what_fits_in_it_alone() -> None:
+def test_an_unprepared_bucket_is_shared_only_with_launches_that_fit_it() -> None:
     table = TABLES["exponential"]
     huge = (DECODE, 64, 1, 100_000)
     fits, other = find(table, DECODE, 4, 1, 16), (PREFILL, 1, 3000, 0)
@@ -91,7 +93,7 @@ def planned(table: BucketTable) -> st.SearchStrategy[list[list[Bucket]]]:
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_every_launch_runs_once_in_a_bucket_that_holds_it_and_in_its_order(
+def test_every_launch_runs_once_and_in_order_in_a_covering_bucket(
     table: BucketTable, data: st.DataObject
 ) -> None:
     engines = data.draw(planned(table))

@@ -1,4 +1,4 @@
-"""engine/scheduling/waiting_queue.py: the waiting line."""
+"""engine/scheduling/waiting_queue.py: the waiting queue."""
 
 import time
 
@@ -31,14 +31,14 @@ def leave_in_order(line: WaitingQueue) -> list[int]:
     return keys
 
 
-def test_what_is_set_aside_is_passed_and_counted_until_it_is_restored() -> None:
+def test_skipped_requests_are_passed_over_until_unskipped() -> None:
     line = WaitingQueue()
     for key in range(5):
         line.add(make(key, (0, key)))
     for _ in range(2):
         first = line.peek()
         assert first is not None
-        line.set_aside(first)
+        line.skip(first)
     gone = make(0, (0, 0))
     line.remove(gone)
 
@@ -46,27 +46,27 @@ def test_what_is_set_aside_is_passed_and_counted_until_it_is_restored() -> None:
 
     assert second is not None and second.key == 2
     assert (len(line), line.num_tokens) == (4, 8)
-    line.restore()
+    line.unskip()
     assert leave_in_order(line) == [1, 2, 3, 4]
     assert (len(line), line.num_tokens) == (0, 0)
 
 
-def test_what_is_set_aside_stays_so_when_the_heap_is_rebuilt() -> None:
+def test_skipped_requests_stay_skipped_when_the_heap_is_rebuilt() -> None:
     line = WaitingQueue()
     requests = [make(key, (0, key)) for key in range(300)]
     for request in requests:
         line.add(request)
-    line.set_aside(requests[0])
+    line.skip(requests[0])
     for request in requests[2:]:
         line.remove(request)
 
     assert len(line) == 2
     assert [line.peek(), len(line._heap) < 300] == [requests[1], True]
-    line.restore()
+    line.unskip()
     assert leave_in_order(line) == [0, 1]
 
 
-def test_who_has_the_smallest_rank_is_first() -> None:
+def test_the_request_with_the_smallest_rank_is_first() -> None:
     line = WaitingQueue()
     for key, rank in [(1, (0, 1)), (2, (-5, 2)), (3, (0, 0)), (4, (7, 3))]:
         line.add(make(key, rank))
@@ -74,7 +74,7 @@ def test_who_has_the_smallest_rank_is_first() -> None:
     assert leave_in_order(line) == [2, 3, 1, 4]
 
 
-def test_who_comes_back_stands_before_those_who_came_later() -> None:
+def test_a_returning_request_precedes_later_arrivals() -> None:
     line = WaitingQueue()
     old = make(1, (0, 0))
     line.add(old)
@@ -86,7 +86,7 @@ def test_who_comes_back_stands_before_those_who_came_later() -> None:
     assert leave_in_order(line) == [1, 2]
 
 
-def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
+def test_removal_from_the_middle_leaves_no_entry() -> None:
     line = WaitingQueue()
     requests = [make(key, (0, key), num_tokens=3) for key in range(1000)]
     for request in requests:
@@ -100,7 +100,7 @@ def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
     assert leave_in_order(line) == list(range(10))
 
 
-def test_a_long_line_does_not_slow_a_change() -> None:
+def test_a_long_queue_does_not_slow_changes() -> None:
     line = WaitingQueue()
     requests = [make(key, (0, key)) for key in range(20_000)]
     for request in requests:
@@ -115,7 +115,7 @@ def test_a_long_line_does_not_slow_a_change() -> None:
     assert seconds < 1.0, f"10000 changes took {seconds:.2f} s"
 
 
-def test_the_oldest_is_who_was_added_first_whatever_the_priority() -> None:
+def test_oldest_returns_the_first_added_request_at_any_priority() -> None:
     line = WaitingQueue()
     first, urgent = make(1, (5, 0)), make(2, (-5, 1))
     assert line.oldest() is None

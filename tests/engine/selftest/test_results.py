@@ -1,5 +1,5 @@
-"""The stored result of a self-test: what is used, ignored and refused; the settings that failed
-checks select; and the report for an issue."""
+"""Stored self-test results: which are used, ignored and refused; the settings that failed checks
+select; and the report for an issue."""
 
 import dataclasses
 import json
@@ -17,9 +17,9 @@ from engine.selftest import start
 from engine.selftest.fallbacks import Choice, InUse, line, select, shown
 from engine.selftest.results import (
     CheckResult,
+    FallbackSetting,
     Identity,
     SelfTest,
-    Setting,
     is_variable,
     read,
     result_of,
@@ -31,7 +31,7 @@ from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, all_checks
 
 CARD = Identity("gaudi3", "1.24.1", "1.24.1.17", VERSION)
 CHECKS = all_checks()
-MODES = Setting("execution-mode", ("torch-compile", "lazy", "eager"))
+MODES = FallbackSetting("execution-mode", ("torch-compile", "lazy", "eager"))
 FOUND = SelfTest(
     CARD,
     True,
@@ -44,7 +44,7 @@ FOUND = SelfTest(
 )
 
 
-def test_every_fallback_is_a_setting_and_a_value_that_it_takes() -> None:
+def test_every_fallback_is_a_setting_with_a_valid_value() -> None:
     flags = {flag.key: flag for flag in FLAGS}
     for fallback in {fallback for check in CHECKS.values() for fallback in check.fallbacks}:
         if is_variable(fallback.setting):
@@ -70,7 +70,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     "change",
     [{"card": "gaudi2"}, {"driver": "1.23.0"}, {"release": "1.23.0"}, {"version": "0.0.1"}],
 )
-def test_a_result_of_another_card_driver_release_or_version_is_ignored_with_a_line(
+def test_a_result_of_another_card_driver_release_or_version_is_ignored_and_logged(
     change: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"
@@ -81,17 +81,28 @@ def test_a_result_of_another_card_driver_release_or_version_is_ignored_with_a_li
         assert read(path, other, CHECKS) == ()
 
     assert len(caplog.messages) == 1
-    assert f"it is of {CARD}, and here is {other}" in caplog.messages[0]
+    assert f"it was measured on {CARD}, this server is {other}" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 1}', '{"identity": 3}', "\0" * 10, "x" * (1 << 21)]
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"format": 1}',
+        b'{"identity": 3}',
+        b"\0" * 10,
+        b"x" * (1 << 21),
+        b'{"identity": {"card": "\xff"}}',
+        b'{"unknown": ' + b"[" * 100_000,
+    ],
 )
-def test_a_damaged_result_is_ignored_with_a_line(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_damaged_result_is_ignored_and_logged(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"
-    path.write_text(text)
+    path.write_bytes(content)
 
     with caplog.at_level(logging.WARNING):
         assert read(path, CARD, CHECKS) == ()
@@ -100,7 +111,7 @@ def test_a_damaged_result_is_ignored_with_a_line(
     assert "is ignored" in caplog.messages[0]
 
 
-def test_a_format_of_another_time_is_ignored_with_a_line(
+def test_a_result_in_another_format_version_is_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"
@@ -114,13 +125,13 @@ def test_a_format_of_another_time_is_ignored_with_a_line(
 @pytest.mark.parametrize(
     ("name", "fallback"),
     [
-        ("graph-replay", Setting("api-key", ("none",))),
-        ("graph-replay", Setting("execution-mode", ("eager",))),
-        ("graph-replay", Setting("LD_PRELOAD", ("/tmp/x.so",))),
+        ("graph-replay", FallbackSetting("api-key", ("none",))),
+        ("graph-replay", FallbackSetting("execution-mode", ("eager",))),
+        ("graph-replay", FallbackSetting("LD_PRELOAD", ("/tmp/x.so",))),
     ],
 )
-def test_an_unknown_fallback_in_a_file_is_refused_with_a_line(
-    name: str, fallback: Setting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_unknown_fallback_in_a_file_is_ignored_and_logged(
+    name: str, fallback: FallbackSetting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"
     write(path, SelfTest(CARD, True, (CheckResult(name, FAILS, fallbacks=(fallback,)),)))
@@ -128,10 +139,10 @@ def test_an_unknown_fallback_in_a_file_is_refused_with_a_line(
     (found,) = read(path, CARD, CHECKS)
 
     assert found.results[0].fallbacks == ()
-    assert f"the fallback {fallback.setting} of {name} is unknown, and refused" in caplog.text
+    assert f"the fallback {fallback.setting} of {name} is unknown and ignored" in caplog.text
 
 
-def test_an_unknown_check_in_a_file_is_refused_with_a_line(
+def test_an_unknown_check_in_a_file_is_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"
@@ -140,10 +151,10 @@ def test_an_unknown_check_in_a_file_is_refused_with_a_line(
     (found,) = read(path, CARD, CHECKS)
 
     assert found.results == ()
-    assert "the check no-such-check is unknown, and refused" in caplog.text
+    assert "the check no-such-check is unknown and ignored" in caplog.text
 
 
-def test_a_check_of_two_cards_does_not_concern_a_model_on_one_card() -> None:
+def test_a_failed_check_of_two_cards_does_not_affect_a_model_on_one_card() -> None:
     found = SelfTest(CARD, True, (result_of(CHECKS["captured-collectives"], FAILS, ""),))
     alone, pair = emulated(), emulated("--tensor-parallel-size", "2")
 
@@ -160,16 +171,16 @@ def test_a_fallback_of_a_check_that_holds_is_refused(
     (found,) = read(path, CARD, CHECKS)
 
     assert found.results[0].fallbacks == ()
-    assert "refused" in caplog.text
+    assert "ignored" in caplog.text
 
 
-def wrong(name: str, *fallbacks: Setting) -> CheckResult:
+def wrong(name: str, *fallbacks: FallbackSetting) -> CheckResult:
     return CheckResult(name, FAILS, fallbacks=fallbacks)
 
 
-def test_a_setting_takes_the_first_value_that_suits_all_failed_checks() -> None:
-    compiled = wrong("compiled", Setting("mode", ("graphs", "lazy", "eager")))
-    captured = wrong("captured", Setting("mode", ("compile", "lazy", "eager")))
+def test_a_setting_gets_the_first_value_that_avoids_all_failed_checks() -> None:
+    compiled = wrong("compiled", FallbackSetting("mode", ("graphs", "lazy", "eager")))
+    captured = wrong("captured", FallbackSetting("mode", ("compile", "lazy", "eager")))
     in_use = {"mode": InUse("graphs", False)}
 
     assert select([captured], in_use) == [Choice("mode", "compile", ("captured",), "")]
@@ -179,17 +190,22 @@ def test_a_setting_takes_the_first_value_that_suits_all_failed_checks() -> None:
     ]
 
 
-def test_a_users_setting_wins_and_the_line_says_so() -> None:
-    (choice,) = select([wrong("a", Setting("mode", ("lazy",)))], {"mode": InUse("graphs", True)})
-    (unknown,) = select([wrong("a", Setting("mode", ("lazy",)))], {})
+def test_a_setting_of_the_user_takes_precedence_and_is_logged() -> None:
+    (choice,) = select(
+        [wrong("a", FallbackSetting("mode", ("lazy",)))], {"mode": InUse("graphs", True)}
+    )
+    (unknown,) = select([wrong("a", FallbackSetting("mode", ("lazy",)))], {})
     (both,) = select(
-        [wrong("a", Setting("mode", ("lazy",))), wrong("b", Setting("mode", ("eager",)))],
+        [
+            wrong("a", FallbackSetting("mode", ("lazy",))),
+            wrong("b", FallbackSetting("mode", ("eager",))),
+        ],
         {"mode": InUse("graphs", False)},
     )
 
-    assert line(choice) == "Self-test: a fails, and --mode=graphs is your setting, and stays"
+    assert line(choice) == "Self-test: a fails, and --mode=graphs is your setting and is kept"
     assert line(unknown) == "Self-test: a fails, and there is no setting mode"
-    assert line(both) == "Self-test: a, b fail, and no value of mode avoids all of them"
+    assert line(both) == "Self-test: a, b fail, and no value of mode avoids all failures"
 
 
 def emulated(*words: str, environ: dict[str, str] | None = None) -> Loaded:
@@ -212,12 +228,14 @@ def test_choices_follow_the_mode_in_use_and_the_users_settings(
     assert "execution-mode" not in choices(emulated("--execution-mode", "lazy"))
     assert choices(emulated("--execution-mode", "hpu-graphs"))["execution-mode"][1]
     assert choices(emulated("--prompt-use-fusedsdpa"))["prompt-use-fusedsdpa"][1]
-    # The variable decides the mode too.
+    # The variable also decides the mode.
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
     assert "is your setting" in choices(emulated())["execution-mode"][1]
 
 
-def test_a_variable_of_the_runtime_is_a_setting_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_variable_set_by_the_user_counts_as_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
     found = SelfTest(CARD, True, (result_of(CHECKS["graph-inputs"], FAILS, ""),))
     loaded = emulated()
@@ -227,7 +245,7 @@ def test_a_variable_of_the_runtime_is_a_setting_too(monkeypatch: pytest.MonkeyPa
     of_user = choices_for(loaded, loaded, found)
 
     assert unset == [Choice(name, "0", ("graph-inputs",), "")]
-    assert line(of_user[0]).endswith(f"{name}=1 is your setting, and stays")
+    assert line(of_user[0]).endswith(f"{name}=1 is your setting and is kept")
 
 
 def machine(tmp_path: Path, **variables: str) -> Machine:
@@ -267,7 +285,12 @@ def test_a_result_without_any_outcome_is_not_kept(
     place = start.place_of(loaded.engine, here)
 
     found = start.run_selftest(
-        loaded.engine, here, place, is_quick=True, on_result=lambda result: None
+        loaded.engine,
+        here,
+        place,
+        is_quick=True,
+        on_result=lambda result: None,
+        on_wait=lambda what: None,
     )
 
     assert found.results == (unknown,)
@@ -295,7 +318,7 @@ def test_the_report_holds_versions_and_variables_and_no_secret(tmp_path: Path) -
     assert "jane" not in text and "hf_abcdefgh" not in text
 
 
-def test_a_secret_with_quotes_and_backslashes_is_in_no_spelling_in_the_report(
+def test_a_secret_with_quotes_and_backslashes_is_removed_from_the_report(
     tmp_path: Path,
 ) -> None:
     secret = 'pass"word\\é\n'

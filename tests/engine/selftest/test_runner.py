@@ -1,7 +1,7 @@
-"""Runner: what children report becomes results; a hang, a crash and a failure end only their child.
+"""Runner: reports of child processes become results; a hang, a crash and a failure end only their
+child.
 
-The child is a script of a test, without torch; a run on the emulated card is in
-tests/e2e/test_selftest.py.
+The child is a script without torch; tests/e2e/test_selftest.py runs on the emulated card.
 """
 
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from engine.selftest import runner
 from engine.selftest.results import CheckResult
-from engine.selftest.runner import Place, Runner
+from engine.selftest.runner import OnResult, OnWait, Place, Runner
 from hpu.selftest.base import COMPILE, LAZY, Card, Check, Fallback, Orders
 
 CHILD = """
@@ -74,9 +74,15 @@ def run(tmp_path: Path) -> Run:
         own = {"SCRIPT": str(tmp_path), "MODE": "lazy" if is_lazy else "compile"}
         return {**os.environ, "PYTHONPATH": str(tmp_path), **own}
 
-    def run(*checks: Check, num_cards: int = 1, budget_s: float = 60.0) -> list[CheckResult]:
+    def run(
+        *checks: Check,
+        num_cards: int = 1,
+        budget_s: float = 60.0,
+        on_result: OnResult = lambda result: None,
+        on_wait: OnWait = lambda what: None,
+    ) -> list[CheckResult]:
         place = Place(Orders("hpu"), environment, num_cards, "scripted_child")
-        return list(Runner(place, budget_s, lambda result: None).run(checks))
+        return list(Runner(place, budget_s, on_result, on_wait).run(checks))
 
     return run
 
@@ -109,6 +115,37 @@ def test_a_hang_is_a_result_and_leaves_no_process(run: Run, tmp_path: Path) -> N
     assert not _runs(pid)
 
 
+@pytest.mark.parametrize(("num_hangs", "status"), [(2, "holds"), (3, "unknown")])
+def test_a_hang_takes_no_time_from_other_checks(
+    num_hangs: int, status: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped_s = 0.0
+    now = time.monotonic
+    monkeypatch.setattr(runner, "RESTART_S", 1000.0)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now() + skipped_s)
+
+    def pass_time(result: CheckResult) -> None:
+        nonlocal skipped_s
+        skipped_s += 900.0
+
+    hangs = [check(f"hang{number}") for number in range(num_hangs)]
+
+    results = run(*hangs, check("a"), on_result=pass_time)
+
+    hung = {hang.name: "hangs" for hang in hangs}
+    assert statuses(results) == {**hung, "a": status}
+
+
+def test_a_silent_check_is_named_while_it_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "NOTICE_S", 0.1)
+    waits: list[str] = []
+
+    run(check("hang"), on_wait=waits.append)
+
+    assert waits[-1] == "hang, at most 0.3 s"
+    assert waits.count(waits[-1]) == 1
+
+
 def _runs(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -124,7 +161,7 @@ def test_a_crash_is_a_result_with_the_last_line_of_the_child(run: Run) -> None:
     assert results[0].detail == "its process was killed by SIGABRT: synapse: fatal"
 
 
-def test_a_check_is_unknown_without_what_it_needs(run: Run) -> None:
+def test_a_check_without_its_requirements_is_unknown(run: Run) -> None:
     results = run(check("fail"), check("a", needs=("fail",)), check("b", num_ranks=2))
 
     assert statuses(results) == {"fail": "fails", "a": "unknown", "b": "unknown"}
@@ -132,7 +169,7 @@ def test_a_check_is_unknown_without_what_it_needs(run: Run) -> None:
     assert results[2].detail == "it needs 2 cards, visible: 1"
 
 
-def test_a_check_of_two_ranks_holds_if_it_holds_on_both(run: Run) -> None:
+def test_a_check_of_two_ranks_holds_only_if_both_ranks_pass(run: Run) -> None:
     pair = [check("a", num_ranks=2), check("fail-on-rank-1", num_ranks=2)]
 
     results = run(*pair, num_cards=2)
@@ -140,17 +177,17 @@ def test_a_check_of_two_ranks_holds_if_it_holds_on_both(run: Run) -> None:
     assert statuses(results) == {"a": "holds", "fail-on-rank-1": "fails"}
 
 
-def test_a_rank_may_end_all_checks_before_the_other_rank_begins(run: Run) -> None:
+def test_a_rank_may_finish_its_checks_before_the_other_rank_begins(run: Run) -> None:
     assert statuses(run(check("late-on-rank-1", num_ranks=2), num_cards=2)) == {
         "late-on-rank-1": "holds"
     }
 
 
-def test_nothing_runs_after_the_end_of_the_time(run: Run) -> None:
+def test_no_check_runs_after_the_time_budget(run: Run) -> None:
     results = run(check("a"), check("b"), budget_s=0.0)
 
     assert statuses(results) == {"a": "unknown", "b": "unknown"}
-    assert results[0].detail == "no time was left of 0 s"
+    assert results[0].detail == "the time budget of 0 s was used up"
 
 
 def test_a_card_that_is_still_busy_after_a_check_is_tried_again(
@@ -163,7 +200,7 @@ def test_a_card_that_is_still_busy_after_a_check_is_tried_again(
     at_first = run(check("a"))
     results = run(check("fail"), check("a"))
 
-    # A card that was busy before the self-test is not waited for.
+    # A card that was already busy before the self-test is not waited for.
     assert statuses(at_first) == {"a": "unknown"}
     assert at_first[0].detail == "Device already acquired"
     assert statuses(results) == {"fail": "fails", "a": "holds"}

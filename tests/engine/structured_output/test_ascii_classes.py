@@ -1,4 +1,4 @@
-r"""ASCII classes: \d, \w and \s mean what Python's re.ASCII says, in every kind of pattern."""
+r"""ASCII classes: \d, \w and \s have the meaning of Python's re.ASCII in every kind of pattern."""
 
 import re
 from typing import Any
@@ -89,7 +89,7 @@ def test_a_pattern_matches_as_it_does_in_ascii(
         {"structural_tag": {"format": {"type": "regex", "pattern": r"\d"}}},
     ],
 )
-def test_every_kind_of_pattern_has_ascii_digits(
+def test_digit_classes_match_only_ascii_in_every_kind_of_pattern(
     vocabulary: Vocabulary, encoder: Tokenizer, asked: dict[str, Any]
 ) -> None:
     grammar = _grammar(vocabulary, **asked)
@@ -99,7 +99,9 @@ def test_every_kind_of_pattern_has_ascii_digits(
 
 
 @pytest.mark.parametrize("pattern", [r"[+-\d]", r"[a-\w]", r"[\x20-\s]"])
-def test_a_class_that_ends_a_range_stays_refused(vocabulary: Vocabulary, pattern: str) -> None:
+def test_a_character_class_as_the_end_of_a_range_is_refused(
+    vocabulary: Vocabulary, pattern: str
+) -> None:
     with pytest.raises(UserError, match="range"):
         _grammar(vocabulary, regex=pattern)
 

@@ -1,5 +1,5 @@
-"""engine/structured_output/compilation.py: each spec once, on other threads, within the limits of a
-fork."""
+"""engine/structured_output/compilation.py: each spec is compiled once, on another thread, within
+the limits of a fork."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def started(folder: Path) -> GrammarCompiler:
     return compiler
 
 
-def test_a_spec_is_compiled_once_and_so_is_a_refusal(tmp_path: Path) -> None:
+def test_a_spec_is_compiled_once_and_refused_once(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     compiler = started(tmp_path)
     good, bad = GrammarSpec("regex", "a+"), GrammarSpec("regex", "(")
@@ -67,7 +67,7 @@ def test_without_a_tokenizer_every_spec_is_refused(tmp_path: Path) -> None:
     compiler.close()
 
 
-def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
+def test_the_queue_and_the_cache_of_specs_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path)
@@ -90,7 +90,7 @@ def test_more_specs_than_may_wait_are_refused_and_the_oldest_are_forgotten(
     compiler.close()
 
 
-def test_a_request_that_is_aborted_while_its_grammar_is_compiled_never_comes_in(
+def test_a_request_aborted_during_compilation_is_never_added(
     tmp_path: Path,
 ) -> None:
     write_tokenizer(tmp_path)
@@ -142,12 +142,12 @@ def test_an_engine_that_ends_does_not_reject_requests_whose_grammar_is_compiled(
     gate.set()
     loop._compiler._threads.shutdown(wait=True)
 
-    # Another engine may go on with it.
+    # Another engine may continue the request.
     assert told == [] and loop._inbox.qsize() == 0
     loop._compiler.close()
 
 
-def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
+def test_overload_and_refusal_of_a_grammar_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path)
@@ -169,7 +169,7 @@ def test_a_grammar_that_finds_no_room_is_told_apart_from_one_that_is_refused(
 
 
 class GatedCompiler(GrammarCompiler):
-    """Compiles no spec before `gate` is set, and notes which specs were started."""
+    """Compiles no spec before `gate` is set, and records which specs were started."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_a_request_that_ends_withdraws_its_grammar(
 
 def chain(count: int, **wrapped: str) -> str:
     """A JSON schema of `count` definitions. Each definition refers to the next, under a keyword if
-    `wrapped` names any."""
+    `wrapped` has one."""
 
     def step(place: int) -> Any:
         link: Any = {"$ref": f"#/$defs/d{place + 1}"}
@@ -398,12 +398,12 @@ def test_a_hostile_spec_is_refused_in_under_two_seconds_and_costs_no_memory(
     error = shared_compiler.compile(GrammarSpec(*HOSTILE[name])).exception(TIMEOUT_S)
 
     assert time.monotonic() - start < 2
-    # Overloaded on a busy machine, where the wall time ends before the processor time.
+    # Overloaded on a busy machine, where the wall time ends before the CPU time.
     assert isinstance(error, UserError | Overloaded)
     assert process.memory_info().rss - before < 50 * 2**20
 
 
-def test_what_no_bound_foresees_ends_only_its_own_spec(tmp_path: Path) -> None:
+def test_an_unforeseen_expensive_spec_fails_alone(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     compiler = started(tmp_path)
     bounded = compiler._fork_server
@@ -422,7 +422,7 @@ def test_what_no_bound_foresees_ends_only_its_own_spec(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_compilation_that_another_process_ends_is_tried_again(
+def test_a_compilation_killed_by_another_process_fails_and_is_not_cached(
     tmp_path: Path, signal_number: int
 ) -> None:
     write_tokenizer(tmp_path)
@@ -438,7 +438,8 @@ def test_a_compilation_that_another_process_ends_is_tried_again(
     interrupted = compiler.compile(spec)
     while not (forks := children_of(pid)):
         time.sleep(0.001)
-    # The compilation takes a second; a fork that ends before it begins is replaced.
+    # The compilation takes a second. Wait until the fork has begun: a fork that is killed earlier
+    # is replaced.
     time.sleep(0.3)
     os.kill(forks[0], signal_number)
     error = interrupted.exception(TIMEOUT_S)
@@ -449,7 +450,7 @@ def test_a_compilation_that_another_process_ends_is_tried_again(
     compiler.close()
 
 
-def test_compilation_goes_on_when_all_threads_met_a_stopped_fork_server(
+def test_compilation_continues_after_all_threads_found_a_stopped_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "STUCK_S", 0.3)
@@ -468,7 +469,7 @@ def test_compilation_goes_on_when_all_threads_met_a_stopped_fork_server(
     compiler.close()
 
 
-def test_a_vocabulary_that_cannot_spell_json_refuses_json_alone(tmp_path: Path) -> None:
+def test_a_vocabulary_that_cannot_encode_json_refuses_only_json(tmp_path: Path) -> None:
     tokens = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     for digit in "0123456789":
         tokens[digit] = len(tokens)
@@ -488,7 +489,7 @@ def test_a_vocabulary_that_cannot_spell_json_refuses_json_alone(tmp_path: Path) 
     compiler.close()
 
 
-def test_two_that_compile_for_long_hold_up_a_third_for_no_longer_than_they_may_take(
+def test_two_slow_compilations_delay_a_third_by_at_most_their_time_limit(
     shared_compiler: GrammarCompiler,
 ) -> None:
     slow = [GrammarSpec("regex", "[ab]?" * (8_000 + n)) for n in range(2)]
@@ -525,7 +526,7 @@ def test_two_that_compile_for_long_hold_up_a_third_for_no_longer_than_they_may_t
     ],
     ids=["an enum of 200 kB", "as large as an OpenAPI page"],
 )
-def test_a_large_schema_that_means_well_is_compiled_once(
+def test_a_large_valid_schema_is_compiled_once(
     shared_compiler: GrammarCompiler, schema: Any
 ) -> None:
     spec = GrammarSpec("json", json.dumps(schema))
@@ -536,7 +537,7 @@ def test_a_large_schema_that_means_well_is_compiled_once(
     assert shared_compiler.compile(GrammarSpec("json", json.dumps(schema))) is made
 
 
-def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
+def test_cached_grammars_beyond_the_memory_limit_are_evicted_oldest_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tokenizer(tmp_path)
@@ -544,7 +545,7 @@ def test_grammars_that_take_too_much_memory_together_are_forgotten_oldest_first(
     specs = [GrammarSpec("regex", word) for word in ("one", "two", "three")]
     first, second = (compiler.compile(spec) for spec in specs[:2])
     for made in (first, second):
-        # The grammar counts as followed for a second.
+        # Make the grammar cost a second of matching time.
         made.result(TIMEOUT_S).slow_s = 1.0
     monkeypatch.setattr(compilation, "MAX_CACHED_BYTES", 100 * 2**20)
 
@@ -564,13 +565,13 @@ def test_a_grammar_whose_outputs_took_too_long_is_refused_from_then_on(tmp_path:
     slow.spend(3.0)
 
     for _ in range(2):
-        with pytest.raises(UserError, match=r"the regex cannot be followed: its outputs took 2.99"):
+        with pytest.raises(UserError, match=r"the regex cannot be enforced: its outputs took 2.99"):
             compiler.compile(specs[0]).result(TIMEOUT_S)
     assert compiler.compile(specs[1]).result(TIMEOUT_S) is other
     compiler.close()
 
 
-def test_a_grammar_that_has_grown_too_large_is_compiled_anew(tmp_path: Path) -> None:
+def test_a_grammar_that_has_grown_too_large_is_recompiled(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     compiler = started(tmp_path)
     spec = GrammarSpec("regex", "a+")

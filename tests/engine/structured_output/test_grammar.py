@@ -1,4 +1,4 @@
-"""Grammars: what is let through fits its form, what cannot be compiled is refused, and soon."""
+"""Grammars: allowed outputs match, and specs that cannot be compiled are refused quickly."""
 
 import json
 import random
@@ -124,7 +124,7 @@ def test_a_property_may_be_named_type(vocabulary: Vocabulary) -> None:
     compiled(vocabulary, json={"properties": {"type": {"type": ["string", "null"]}}})
 
 
-def test_the_page_says_what_is_enforced_and_what_is_refused(vocabulary: Vocabulary) -> None:
+def test_the_page_lists_enforced_and_refused_keywords(vocabulary: Vocabulary) -> None:
     page = (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
     lists = re.findall(
         r"^\*\*(Enforced|Accepted|Refused)\b.*\n\n```json\n([^`]+)```", page, re.MULTILINE
@@ -183,7 +183,7 @@ def _nested(depth: int) -> Any:
     ],
     ids=lambda asked: str(asked)[:40],
 )  # fmt: skip
-def test_what_is_broken_or_hostile_is_refused_in_under_two_seconds(
+def test_broken_and_hostile_specs_are_refused_in_under_two_seconds(
     vocabulary: Vocabulary, asked: dict[str, Any]
 ) -> None:
     start = time.monotonic()
@@ -193,6 +193,13 @@ def test_what_is_broken_or_hostile_is_refused_in_under_two_seconds(
 
     assert time.monotonic() - start < 2
     assert len(refused.value.message) < 500
+
+
+def test_a_structural_tag_error_names_the_entry_that_is_not_an_object(
+    vocabulary: Vocabulary,
+) -> None:
+    with pytest.raises(UserError, match="an entry of structures is 3, it must be an object"):
+        compiled(vocabulary, structural_tag={"structures": [3], "triggers": ["<"]})
 
 
 HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
@@ -219,7 +226,7 @@ def test_a_schema_without_finite_values_is_refused(schema: Any, terminates: bool
     if terminates:
         check_terminates(schema)
         return
-    with pytest.raises(UserError, match="without end"):
+    with pytest.raises(UserError, match="is infinitely recursive"):
         check_terminates(schema)
 
 
@@ -244,7 +251,7 @@ def test_a_schema_without_finite_values_is_refused(schema: Any, terminates: bool
         ),
     ],
 )  # fmt: skip
-def test_outputs_have_the_form_that_was_asked_for(
+def test_outputs_match_the_requested_format(
     vocabulary: Vocabulary, encoder: Tokenizer, asked: dict[str, Any], pattern: str
 ) -> None:
     grammar, rng = compiled(vocabulary, **asked), random.Random(1)
@@ -254,7 +261,7 @@ def test_outputs_have_the_form_that_was_asked_for(
     assert all(text is not None and re.fullmatch(pattern, text) for text in texts), texts
 
 
-def test_a_trigger_in_free_text_must_go_on_as_its_tag(
+def test_a_trigger_in_free_text_must_be_completed_as_its_tag(
     vocabulary: Vocabulary, encoder: Tokenizer
 ) -> None:
     tag = {"begin": "<f=x>", "schema": {"const": 1}, "end": "</f>"}
@@ -271,7 +278,7 @@ def test_a_trigger_in_free_text_must_go_on_as_its_tag(
     assert EOS in guide.allowed() and len(guide.allowed()) > 100
 
 
-def test_blanks_are_bounded(vocabulary: Vocabulary, encoder: Tokenizer) -> None:
+def test_whitespace_is_bounded(vocabulary: Vocabulary, encoder: Tokenizer) -> None:
     guide = guide_of(compiled(vocabulary, json={"type": "array", "items": {"type": "null"}}))
 
     for token in encoder.encode("[ ").ids:
@@ -280,7 +287,7 @@ def test_blanks_are_bounded(vocabulary: Vocabulary, encoder: Tokenizer) -> None:
     assert {encoder.decode([token]) for token in guide.allowed()} == {"n", "]"}
 
 
-def test_min_tokens_and_ignore_eos_hold_while_the_grammar_has_another_way(
+def test_min_tokens_and_ignore_eos_apply_while_the_grammar_allows_a_token(
     vocabulary: Vocabulary, encoder: Tokenizer
 ) -> None:
     (z,) = encoder.encode("z").ids
@@ -303,7 +310,7 @@ def test_min_tokens_and_ignore_eos_hold_while_the_grammar_has_another_way(
     ]
 
 
-def test_a_model_without_a_fit_tokenizer_refuses_every_grammar(
+def test_a_model_without_a_suitable_tokenizer_refuses_every_grammar(
     folder: Path, tmp_path: Path
 ) -> None:
     for place, size, ends in (
@@ -335,7 +342,7 @@ def test_a_spec_of_the_wrong_kind_is_refused_before_it_is_sent(asked: dict[str, 
         grammar_spec(asked)
 
 
-def test_equal_schemas_are_one_spec_and_the_order_of_properties_counts() -> None:
+def test_equal_schemas_share_a_spec_unless_their_properties_have_another_order() -> None:
     ordered = grammar_spec({"json": {"a": 1, "b": 2}})
 
     assert (
@@ -345,7 +352,7 @@ def test_equal_schemas_are_one_spec_and_the_order_of_properties_counts() -> None
 
 
 HIDDEN = 'start: /[^~]+/ | "~" e\n'
-"""Rules that no random path is likely to reach."""
+"""Rules that random outputs rarely reach."""
 
 
 @pytest.mark.parametrize(
@@ -355,7 +362,7 @@ HIDDEN = 'start: /[^~]+/ | "~" e\n'
         ("e: f*\nf: T+\nT: /[a-z]/\n", 10_000),
     ],
 )
-def test_a_token_of_ambiguous_rules_has_few_parser_items(
+def test_tokens_of_ambiguous_grammars_are_matched_in_bounded_time(
     vocabulary: Vocabulary, encoder: Tokenizer, rules: str, limit: int
 ) -> None:
     spec = GrammarSpec("grammar", HIDDEN + rules)

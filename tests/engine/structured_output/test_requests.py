@@ -1,4 +1,5 @@
-"""Requests with a grammar among others: masks come with the plans that sample them, or behind."""
+"""Requests with and without a grammar in one batch: masks are sent with the plan that samples them,
+or after it."""
 
 import random
 import re
@@ -35,7 +36,7 @@ def encoder(folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_free_requests(
+def test_every_output_matches_with_chunks_preemptions_and_prefix_hits(
     grammar: Grammar, encoder: Tokenizer, depth: int
 ) -> None:
     rng = random.Random(depth)
@@ -60,7 +61,7 @@ def test_every_output_fits_through_chunks_preemptions_and_prefix_hits_beside_fre
     assert rig.executor.max_in_flight == depth
 
 
-def test_a_guided_request_is_planned_one_step_ahead_and_its_mask_follows_the_token_before(
+def test_a_guided_request_is_planned_ahead_and_its_mask_follows(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
@@ -80,7 +81,7 @@ def test_a_guided_request_is_planned_one_step_ahead_and_its_mask_follows_the_tok
     assert rig.executor.collected_before == [0, 0, 1, 2, 3, 4]
 
 
-def test_a_request_whose_token_is_known_when_it_is_planned_brings_its_mask_along(
+def test_a_mask_is_sent_with_the_plan_if_the_last_token_is_known(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE, early_every=1)
@@ -92,11 +93,11 @@ def test_a_request_whose_token_is_known_when_it_is_planned_brings_its_mask_along
 
 
 @pytest.mark.parametrize("reason", ["stop", "error"])
-def test_a_request_that_ends_with_the_step_before_gets_no_mask_and_harms_no_other(
+def test_a_request_that_ended_in_the_previous_step_gets_no_mask(
     grammar: Grammar, encoder: Tokenizer, reason: str
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
-    # Letters only, and the pattern wants something else behind nine of them at most.
+    # Letters only; the pattern requires another character after at most nine letters.
     letters = tuple(encoder.encode("".join(pair)).ids[0] for pair in "abcdef")
     rules = {"stop": {}, "error": {"allowed_token_ids": letters}}[reason]
     guided = {"structured_outputs": FORM, "grammar": grammar, "max_tokens": 20}
@@ -114,7 +115,7 @@ def test_a_request_that_ends_with_the_step_before_gets_no_mask_and_harms_no_othe
     rig.check_output(1)
 
 
-def test_a_request_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_mask(
+def test_a_request_preempted_in_its_planned_step_still_gets_its_mask(
     grammar: Grammar,
 ) -> None:
     rig = CoreRig(num_blocks=12, max_num_seqs=6, budget=6, policy="priority", vocab_size=VOCAB_SIZE)
@@ -130,7 +131,9 @@ def test_a_request_that_gives_way_in_the_step_it_is_planned_in_still_gets_its_ma
         rig.check_output(key)
 
 
-def test_an_output_that_is_cut_by_length_ends_with_it(grammar: Grammar, encoder: Tokenizer) -> None:
+def test_an_output_cut_by_length_has_finish_reason_length(
+    grammar: Grammar, encoder: Tokenizer
+) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
     rig.add(0, [5], max_tokens=3, structured_outputs=FORM, grammar=grammar)
     rig.run()
@@ -140,7 +143,7 @@ def test_an_output_that_is_cut_by_length_ends_with_it(grammar: Grammar, encoder:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
+def test_a_grammar_without_allowed_tokens_fails_the_request_with_the_reason(
     grammar: Grammar, encoder: Tokenizer, after: int
 ) -> None:
     rig = CoreRig(vocab_size=VOCAB_SIZE)
@@ -157,13 +160,13 @@ def test_a_grammar_that_leaves_nothing_allowed_ends_the_request_and_says_why(
     )
     rig.run()
 
-    assert "allowed_token_ids or bad_words bar" in rig.error(0)
+    assert "allowed_token_ids or bad_words exclude" in rig.error(0)
     assert len(rig.tokens(0)) == after
     finish = rig.ledger.requests[0].finish
     assert finish is not None and finish.param == "structured_outputs"
 
 
-def test_a_grammar_that_costs_too_much_to_follow_ends_all_its_requests_and_no_other(
+def test_a_grammar_that_is_too_slow_to_match_fails_only_its_requests(
     folder: Path, grammar: Grammar, encoder: Tokenizer
 ) -> None:
     costly = Grammar(FORM, Vocabulary(str(folder), VOCAB_SIZE, frozenset([EOS])))
@@ -188,7 +191,7 @@ def test_a_grammar_that_costs_too_much_to_follow_ends_all_its_requests_and_no_ot
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_requests_whose_grammars_exceed_the_time_of_a_step_wait_and_others_go_on(
+def test_requests_whose_grammars_exceed_a_steps_time_wait(
     grammar: Grammar, encoder: Tokenizer, monkeypatch: pytest.MonkeyPatch, depth: int,
     tokens_per_step: int,
 ) -> None:  # fmt: skip
@@ -212,7 +215,7 @@ def test_requests_whose_grammars_exceed_the_time_of_a_step_wait_and_others_go_on
     assert rig.core.stats().preemptions == 0
 
 
-def test_the_output_that_another_engine_generated_is_matched_between_the_steps_of_others(
+def test_a_resumed_output_is_matched_between_other_steps(
     grammar: Grammar, encoder: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_matching, "MAX_MATCHING_S", 0.0)
@@ -231,4 +234,4 @@ def test_the_output_that_another_engine_generated_is_matched_between_the_steps_o
 
     assert rig.tokens(2) == tokens[6:]
     assert rig.reason(1) == "length"
-    assert "cannot be followed" in rig.error(3)
+    assert "cannot be enforced" in rig.error(3)

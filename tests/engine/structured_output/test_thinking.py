@@ -1,4 +1,5 @@
-"""Thinking before a form: it ends where its mark ends, however tokens lie; then the form begins."""
+"""Thinking before structured output: thinking ends with its end marker, however tokens split the
+marker; then the grammar begins."""
 
 import random
 import re
@@ -21,7 +22,7 @@ CHANNELS = (
 )
 CHANNEL_TOKENS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
 AWKWARD = ["</", "think", ">\n", ">\n\n", "\n\n", ">a", "k>b", "</think>a", "<th", "ink>\nH", ":b"]
-"""Tokens that begin, cross and end the marks in the middle."""
+"""Tokens that begin, contain and end a marker in the middle."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def guide_of(grammar: Grammar, budget: int | None = None) -> Guide:
 
 
 def walk(guide: Guide, encoder: Tokenizer, rng: random.Random, likely: set[int]) -> str:
-    """A text that the guide allows to its end."""
+    """A random complete text that the guide allows."""
     tokens: list[int] = []
     for _ in range(400):
         allowed = sorted(guide.allowed())
@@ -78,7 +79,7 @@ def walk(guide: Guide, encoder: Tokenizer, rng: random.Random, likely: set[int])
 @pytest.mark.parametrize("skips_blanks", [False, True])
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("marks", [THINK, PROSE, SPECIAL, CHANNELS])
-def test_every_output_is_thinking_to_its_mark_and_then_the_form(
+def test_every_output_is_thinking_up_to_its_marker_then_structured(
     vocabulary: Vocabulary, encoder: Tokenizer, marks: Any, is_inside: bool, skips_blanks: bool
 ) -> None:
     grammar = grammar_of(vocabulary, marks, is_inside=is_inside, skips_blanks=skips_blanks)
@@ -97,7 +98,7 @@ def test_every_output_is_thinking_to_its_mark_and_then_the_form(
     assert len(set(texts)) > 20
 
 
-def test_a_form_begins_at_once_or_behind_a_mark_that_its_text_may_look_like(
+def test_structured_output_begins_at_once_or_after_the_marker(
     vocabulary: Vocabulary, encoder: Tokenizer
 ) -> None:
     grammar = grammar_of(vocabulary, form=("choice", '["<thing>", "b"]'), is_inside=False)
@@ -116,7 +117,7 @@ def test_a_form_begins_at_once_or_behind_a_mark_that_its_text_may_look_like(
     ]  # fmt: skip
 
 
-def test_the_end_token_cannot_come_in_thinking_before_a_form(
+def test_the_end_token_is_not_allowed_while_thinking(
     vocabulary: Vocabulary, encoder: Tokenizer
 ) -> None:
     guide = guide_of(grammar_of(vocabulary))
@@ -127,7 +128,7 @@ def test_the_end_token_cannot_come_in_thinking_before_a_form(
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("marks", [THINK, SPECIAL, CHANNELS])
-def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_goes_on(
+def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_follows(
     vocabulary: Vocabulary, encoder: Tokenizer, marks: Any, budget: int
 ) -> None:
     guide = guide_of(grammar_of(vocabulary, marks, form=(FREE, "")), budget)

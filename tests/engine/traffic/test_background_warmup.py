@@ -1,5 +1,5 @@
-"""A warm-up in the background on a strict emulated card: what comes between its buckets compiles
-nothing, and once it is over nothing does."""
+"""Background warm-up on a strict emulated card: requests between its buckets compile nothing, and
+nothing compiles after its end."""
 
 import time
 from pathlib import Path

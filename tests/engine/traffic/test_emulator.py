@@ -1,5 +1,5 @@
-"""The central guarantee: once warm, no traffic makes the card compile, capture, fall back, wait in
-a step, or take more memory. A real engine and a real worker, on a strict emulated card."""
+"""The central guarantee: after warm-up, no traffic makes the card compile, capture, fall back, wait
+within a step, or allocate memory. A real engine and a real worker, on a strict emulated card."""
 
 import random
 import time
@@ -30,13 +30,13 @@ MOST_STEPS_PER_REQUEST = 40
 
 
 class WatchedExecutor(InprocExecutor):
-    """Tells the emulated card when a step is being made: waiting for the card then is a misuse.
-    Mostly a result is not there before the next plan, as on a card that takes its time."""
+    """Tells the emulated card when a step is being prepared: waiting for the card during this time
+    is an error. Most results become available only after the next plan, as on a real card."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(Worker(config))
         self.num_late = 0
-        """Launches whose masks came behind their plan."""
+        """Number of launches whose masks came after their plan."""
         self._luck = random.Random(3)
 
     def send(self, message: ToWorker) -> None:
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 PREFILLS: dict[str, dict[str, Any]] = {
-    # Not a batch of decodes: sampling has a width of its own.
+    # Not equal to the decode batch: the sampler has a separate batch size for prefills.
     "rows": {"max_prefill_batch": 2},
     "one row": {"max_prefill_batch": 3, "merged_prefill": True},
     "default": {},
@@ -118,7 +118,7 @@ def engine(
     )
     executor = WatchedExecutor(config)
     with pytest.MonkeyPatch.context() as patch:
-        # Attention in slices, which no context of this model is long enough for.
+        # Slice sizes small enough for attention in slices at this model's context lengths.
         patch.setattr(ExecutionConfig, "slice_sizes", (128, 32))
         ready = executor.start(lambda progress: None)
     yield build_core(config, executor, ready, make_table(config, ready), time.monotonic), executor
@@ -171,8 +171,8 @@ def test_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
     counts = card.counters.counts - before
     print(f"{count} requests, {steps} steps: {dict(counts)}")
     assert not {name: counts[name] for name in WATCHED if counts[name]}
-    # Two launches at least for each request, alone or shared with others: replays of a graph, or
-    # runs of compiled recipes.
+    # Each request takes part in at least two launches, alone or shared: graph replays, or runs of
+    # compiled recipes.
     if before["captures"]:
         assert counts["replays"] > 2 * count
     else:

@@ -1,5 +1,5 @@
-"""Random schedules over a small cache with host memory and files beside it, against the slow model
-that runs each request alone."""
+"""Random schedules over a small cache with host memory and files, compared with the slow model that
+runs each request alone."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ places = st.fixed_dictionaries(
 
 @settings(PROFILE, max_examples=150)
 @given(rigs, places, st.sampled_from([0, 0, 3]), st.sampled_from([0, 1, 3]), schedules)
-def test_every_request_gets_what_it_gets_alone(
+def test_every_request_gets_the_tokens_of_a_single_run(
     shape: dict[str, Any],
     place: dict[str, Any],
     fetch_delay: int,
     corrupt_every: int,
     schedule_moves: list[Move],
 ) -> None:
-    """Random schedules with offload, also where every block, or every third block, comes back from
-    the host with wrong contents."""
+    """Random schedules with offload, also if every block, or every third block, comes back from the
+    host with wrong contents."""
     shape = {**shape, "prefix_caching": True, "num_blocks": min(shape["num_blocks"], 20)}
     rig = CoreRig(**shape, **place)
     rig.executor.fetch_delay = fetch_delay
@@ -41,8 +41,8 @@ def test_every_request_gets_what_it_gets_alone(
 MAX_STEPS = 500
 
 
-def talks(rig: CoreRig, rounds: int = 3) -> None:
-    """Three conversations that take turns; the cache has room for one."""
+def conversations(rig: CoreRig, rounds: int = 3) -> None:
+    """Run three conversations that take turns; the cache has room for one of them."""
     for turn in range(rounds):
         for talk in range(3):
             key = turn * 3 + talk
@@ -55,11 +55,11 @@ def computed(rig: CoreRig) -> int:
     return sum(sum(launch.query_lens) for plan in rig.plans for launch in plan.launches)
 
 
-def test_conversations_that_do_not_fit_into_the_cache_come_back_by_copy() -> None:
+def test_evicted_conversations_are_copied_back() -> None:
     plain, rig = CoreRig(num_blocks=16), CoreRig(num_blocks=16, host_slots=60)
 
-    talks(plain)
-    talks(rig)
+    conversations(plain)
+    conversations(rig)
 
     counts = rig.core.stats().kv_offload
     assert computed(plain) == 3 * (40 + 41 + 42)
@@ -68,19 +68,19 @@ def test_conversations_that_do_not_fit_into_the_cache_come_back_by_copy() -> Non
     assert plain.core.stats().kv_offload == {}
 
 
-def test_blocks_come_back_from_files_when_host_memory_is_too_small() -> None:
+def test_blocks_are_loaded_from_files_when_host_memory_is_too_small() -> None:
     rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
 
-    talks(rig)
+    conversations(rig)
 
     counts = rig.core.stats().kv_offload
     assert counts["fetched"] > 10 and counts["corrupt"] == counts["missing"] == 0
     assert computed(rig) < 3 * (40 + 41 + 42) - 4 * counts["fetched"] + 20
 
 
-def test_a_block_with_a_bad_file_is_computed_again_and_its_file_forgotten() -> None:
+def test_a_block_with_a_bad_file_is_recomputed_and_its_file_dropped() -> None:
     rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     rig.executor.bad_files.update(list(rig.executor.files)[::2])
     bad = set(rig.executor.bad_files)
 
@@ -94,14 +94,15 @@ def test_a_block_with_a_bad_file_is_computed_again_and_its_file_forgotten() -> N
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_block_that_comes_back_with_other_contents_is_computed_again(depth: int) -> None:
+def test_a_block_loaded_with_wrong_contents_is_recomputed(depth: int) -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, depth=depth)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     before = computed(rig)
     rig.executor.corrupt_every = 4
 
     rig.add(10, TALKS[0][:45], max_tokens=3, ignore_eos=True)
-    rig.add(11, TALKS[0][:43], max_tokens=3, ignore_eos=True)  # shares what the first one loads
+    # This request shares the blocks that the first request loads.
+    rig.add(11, TALKS[0][:43], max_tokens=3, ignore_eos=True)
     rig.run()
 
     for key in (10, 11):
@@ -111,17 +112,17 @@ def test_a_block_that_comes_back_with_other_contents_is_computed_again(depth: in
     assert computed(rig) > before + 20
 
 
-def test_what_is_slower_to_copy_than_to_compute_is_computed() -> None:
+def test_blocks_that_are_slower_to_copy_are_recomputed() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, load_s=1.0)
 
-    talks(rig)
+    conversations(rig)
 
     counts = rig.core.stats().kv_offload
     assert counts["stored"] > 0 and counts["loaded"] == 0
     assert computed(rig) == 3 * (40 + 41 + 42)
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_a_different_salt_finds_no_blocks() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
     for key, salt in enumerate(("a", "b", "c", "a")):
         rig.add(key, TALKS[0][:40], salt=salt, max_tokens=2, ignore_eos=True)
@@ -131,9 +132,9 @@ def test_another_salt_finds_nothing() -> None:
     assert found == [0, 0, 0, 36]
 
 
-def test_a_reset_forgets_host_memory_and_files() -> None:
+def test_a_reset_drops_host_memory_and_files() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     assert rig.executor.files
 
     rig.core.control("reset_prefix_cache", {})
@@ -145,7 +146,7 @@ def test_a_reset_forgets_host_memory_and_files() -> None:
 
 
 @pytest.mark.parametrize("swaps_only", [False, True])
-def test_a_preempted_request_goes_on_behind_its_copied_blocks(swaps_only: bool) -> None:
+def test_a_preempted_request_continues_after_its_copied_blocks(swaps_only: bool) -> None:
     rig = CoreRig(num_blocks=17, max_num_seqs=4, host_slots=40, swaps_only=swaps_only)
     ask: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     for key in range(4):
@@ -162,14 +163,14 @@ def test_a_preempted_request_goes_on_behind_its_copied_blocks(swaps_only: bool) 
 def test_with_swap_space_alone_blocks_of_finished_requests_are_not_stored() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, swaps_only=True)
 
-    talks(rig)
+    conversations(rig)
 
     assert rig.core.stats().kv_offload["stored"] == 0
 
 
-def test_a_request_that_is_aborted_while_its_files_are_read_leaves_nothing() -> None:
+def test_a_request_aborted_while_its_files_are_read_leaks_nothing() -> None:
     rig = CoreRig(num_blocks=16, host_slots=20, max_files=100)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     rig.executor.fetch_delay = 5
     rig.add(9, TALKS[0][:40], max_tokens=2)
     rig.run(steps=1)
@@ -182,9 +183,9 @@ def test_a_request_that_is_aborted_while_its_files_are_read_leaves_nothing() -> 
 
 
 @pytest.mark.parametrize("fair_share", [False, True])
-def test_a_request_that_waits_for_files_holds_up_none_behind_it(fair_share: bool) -> None:
+def test_a_request_that_waits_for_files_does_not_delay_others(fair_share: bool) -> None:
     rig = CoreRig(num_blocks=16, host_slots=13, max_files=100, fair_share=fair_share)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     rig.executor.fetch_delay = 30
     rig.add(9, TALKS[0][:40], max_tokens=3, ignore_eos=True, tenant=1)
     for key in (10, 11, 12):
@@ -199,13 +200,13 @@ def test_a_request_that_waits_for_files_holds_up_none_behind_it(fair_share: bool
     rig.run()
     for key in (9, 10, 11, 12):
         rig.check_output(key)
-    # What it had found in host memory has not left it for what was read.
+    # Reading the files did not evict the blocks that the request had found in host memory.
     assert rig.ledger.requests[9].num_cached == 36
 
 
 def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     assert rig.ready.offload is not None
     rig.core.control("sleep", {})
     rig.ready.offload.file_hashes = b"".join(rig.executor.files)
@@ -218,9 +219,9 @@ def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
     rig.core.check()
 
 
-def test_what_is_reset_during_sleep_is_forgotten_in_files_too() -> None:
+def test_a_reset_during_sleep_also_drops_files() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
-    talks(rig, rounds=1)
+    conversations(rig, rounds=1)
     assert rig.ready.offload is not None
     rig.core.control("sleep", {})
     rig.core.control("reset_prefix_cache", {})

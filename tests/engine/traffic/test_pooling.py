@@ -1,4 +1,4 @@
-"""Pooling requests on a strict emulated card: after warm-up nothing is compiled, captured, waited
+"""Pooling requests on a strict emulated card: after warm-up, nothing is compiled, captured, waited
 for or run on the host, and all vectors equal the CPU's."""
 
 import random
@@ -39,7 +39,7 @@ EMULATED = {
 
 
 def serve(folder: Path, **settings: Any) -> tuple[dict[int, bytes], list[int]]:
-    """Vectors of requests of all kinds by key, and what the card counted meanwhile."""
+    """Vectors of requests of all kinds, by key, and the card's counters during the traffic."""
     schedule = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=128, max_prefill_batch=4)
     config = EngineConfig(
         str(folder),
@@ -88,7 +88,7 @@ def traffic(core: EngineCore) -> dict[int, bytes]:
 @pytest.mark.parametrize(
     "family", ["xlm-roberta", pytest.param("nomic_bert", marks=pytest.mark.slow), "qwen3"]
 )
-def test_pooling_costs_nothing_once_warm_and_its_vectors_are_those_of_the_cpu(
+def test_pooling_after_warmup_compiles_nothing_and_equals_the_cpu(
     family: str, tmp_path: Path
 ) -> None:
     folder = make_pooling(family, tmp_path)

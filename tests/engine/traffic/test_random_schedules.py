@@ -1,5 +1,5 @@
-"""Random schedules: the real core over a KV store that remembers what every slot holds, against the
-slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
+"""Random schedules: the real core with a KV store that records the contents of every slot, compared
+with the slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> list[Grammar]:
 
 @settings(PROFILE, max_examples=180)
 @given(rigs, schedules)
-def test_every_request_gets_what_it_gets_alone(
+def test_every_request_gets_the_tokens_of_a_single_run(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape), schedule_moves)
@@ -42,16 +42,15 @@ def test_every_request_gets_what_it_gets_alone(
 
 @settings(PROFILE, max_examples=90)
 @given(rigs, st.sampled_from([0, 2, 3]), st.sampled_from([0, 0, 23]), schedules)
-def test_steps_that_give_several_tokens_give_the_same_tokens(
+def test_steps_with_several_tokens_give_the_same_tokens(
     grammars: list[Grammar],
     shape: dict[str, Any],
     early_every: int,
     bad_every: int,
     schedule_moves: list[Move],
 ) -> None:
-    # Drafts and several decodes of a step exclude each other.
     rig = CoreRig(
-        **{**shape, "num_scheduler_steps": 1},
+        **shape,
         early_every=early_every,
         max_tokens_per_step=4,
         vocab_size=VOCAB_SIZE,
@@ -62,7 +61,7 @@ def test_steps_that_give_several_tokens_give_the_same_tokens(
 
 @settings(PROFILE, max_examples=60)
 @given(rigs, schedules)
-def test_a_request_whose_logits_are_no_numbers_harms_no_other(
+def test_a_request_with_nan_logits_affects_no_other_request(
     shape: dict[str, Any], schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape, next_token=hashed_token(VOCABULARY, bad_every=23)), schedule_moves)
@@ -78,13 +77,13 @@ def test_a_decode_that_reads_a_slice_reaches_the_highest_block_of_its_requests(
 
 @settings(PROFILE, max_examples=60)
 @given(rigs, st.sampled_from([0, 0, 2, 3]), schedules)
-def test_a_request_with_a_grammar_gets_what_it_gets_alone_with_overlap_and_without(
+def test_a_request_with_a_grammar_gets_the_tokens_of_a_single_run_with_and_without_overlap(
     grammars: list[Grammar], shape: dict[str, Any], early_every: int, schedule_moves: list[Move]
 ) -> None:
     play(CoreRig(**shape, vocab_size=VOCAB_SIZE, early_every=early_every), schedule_moves, grammars)
 
 
-def test_blocks_move_down_when_those_before_them_leave() -> None:
+def test_blocks_move_down_when_lower_blocks_are_freed() -> None:
     rig = CoreRig(
         num_blocks=60,
         max_num_seqs=9,
@@ -105,9 +104,7 @@ def test_blocks_move_down_when_those_before_them_leave() -> None:
     assert rig.plans[-1].launches[0].bucket == (1, 1, 14)
 
 
-def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_are_allocated() -> (
-    None
-):
+def test_in_reject_mode_only_blocks_within_the_widest_slice_are_allocated() -> None:
     rig = CoreRig(
         num_blocks=60,
         max_num_seqs=6,
@@ -129,8 +126,9 @@ def test_where_nothing_unprepared_may_run_only_blocks_within_the_widest_slice_ar
     assert not any(name.endswith(("miss", "fallback")) for name in stats.lookups)
 
 
-def test_the_schedules_reach_what_they_are_meant_to_reach() -> None:
-    # Not hypothesis's luck: the same kind of load must preempt, share, chunk and end early.
+def test_a_schedule_covers_preemption_prefix_hits_and_chunks() -> None:
+    # A fixed schedule, independent of hypothesis: this kind of load must preempt, share, chunk and
+    # end early.
     rig = CoreRig(num_blocks=18, max_num_seqs=5, budget=9)
     ask_of = {"max_tokens": 25, "seed": 7, "stop_token_ids": (3, 4)}
     schedule: list[Move] = []

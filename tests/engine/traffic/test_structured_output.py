@@ -1,4 +1,5 @@
-"""Requests with a grammar through a real worker: masks behind their plan change nothing."""
+"""Requests with a grammar through a real worker: masks that arrive after their plan do not change
+tokens."""
 
 import random
 import time
@@ -31,7 +32,8 @@ FORMS = [
 
 
 class SlowCard(InprocExecutor):
-    """A CPU that passes for a card: a result is not there before the next plan is made."""
+    """A CPU worker that behaves like a card: a result becomes available only after the next
+    plan."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(Worker(config))
@@ -51,8 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_asks() -> list[tuple[list[int], SamplingParams]]:
-    """Groups of a few requests with the same prompt, the form of `n`; two of three requests have a
-    grammar."""
+    """Groups of requests with the same prompt, as for `n`; two of three requests have a grammar."""
     rng = random.Random(11)
     asks = []
     while len(asks) < REQUESTS:
@@ -74,7 +75,7 @@ def random_asks() -> list[tuple[list[int], SamplingParams]]:
 
 
 def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore, int]:
-    """What every request got, the engine, and how often masks came late."""
+    """(output of each request, engine, number of late masks)."""
     config = EngineConfig(
         str(folder),
         dtype="float32",
@@ -108,7 +109,7 @@ def answers(folder: Path, depth: int) -> tuple[list[tuple[Any, ...]], EngineCore
     return found, core, executor.num_masks
 
 
-def test_late_masks_give_the_tokens_that_early_ones_give(folder: Path) -> None:
+def test_late_masks_give_the_tokens_of_early_masks(folder: Path) -> None:
     alone, _, never = answers(folder, depth=1)
     ahead, core, often = answers(folder, depth=2)
 

@@ -1,4 +1,5 @@
-"""Launches that no prepared bucket holds: refused, padded, or held by what is prepared later."""
+"""Launches that fit no prepared bucket are refused, padded, or fit a bucket that is prepared
+later."""
 
 import random
 
@@ -24,7 +25,7 @@ def rejecting_rig() -> CoreRig:
     )
 
 
-def test_a_prompt_that_needs_an_unprepared_shape_ends_with_both_sizes_and_no_other_does() -> None:
+def test_a_prompt_with_an_unprepared_shape_fails_alone_with_both_sizes() -> None:
     rig = rejecting_rig()
     rig.add(1, range(5, 15), max_tokens=4, ignore_eos=True)
     rig.add(2, range(5, 25), max_tokens=4, ignore_eos=True)
@@ -37,7 +38,7 @@ def test_a_prompt_that_needs_an_unprepared_shape_ends_with_both_sizes_and_no_oth
         assert word in rig.error(2)
     for key in (1, 3):
         rig.check_output(key)
-    # Not our failure: the caller can send less.
+    # The caller can send less, so this is not a server error.
     finish = rig.ledger.requests[2].finish
     assert finish is not None and finish.param == ""
     stats = rig.core.stats()
@@ -45,7 +46,7 @@ def test_a_prompt_that_needs_an_unprepared_shape_ends_with_both_sizes_and_no_oth
     assert not any(name.endswith("fallback") for name in stats.lookups)
 
 
-def test_decodes_that_fit_no_bucket_together_go_in_several_launches() -> None:
+def test_decodes_that_fit_no_common_bucket_run_in_several_launches() -> None:
     rig = rejecting_rig()
     for key in range(5):
         rig.add(key, [7 + key, 9], max_tokens=6, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_decodes_that_fit_no_bucket_together_go_in_several_launches() -> None:
     assert all(launch.bucket == (2, 1, 12) for launches in decodes for launch in launches)
 
 
-def test_a_sequence_that_outgrows_every_bucket_ends_and_its_neighbour_goes_on() -> None:
+def test_a_sequence_that_outgrows_every_bucket_fails_alone() -> None:
     rig = rejecting_rig()
     rig.add(1, range(5, 15), max_tokens=50, ignore_eos=True)
     rig.add(2, range(6, 16), max_tokens=30, ignore_eos=True)
@@ -72,7 +73,7 @@ def test_a_sequence_that_outgrows_every_bucket_ends_and_its_neighbour_goes_on() 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_with_reject_everyone_gets_its_output_or_the_reason_whatever_comes(seed: int) -> None:
+def test_in_reject_mode_every_request_gets_its_output_or_the_reason(seed: int) -> None:
     rng = random.Random(seed)
     rig = rejecting_rig()
     for key in range(14):
@@ -94,9 +95,9 @@ def test_with_reject_everyone_gets_its_output_or_the_reason_whatever_comes(seed:
 
 
 def test_a_step_that_rejects_a_decode_and_preempts_frees_each_block_once() -> None:
-    # Short prompts whose decodes outgrow the widest bucket, and images that wait until decodes
-    # leave them enough tokens: a rejected decode lets an image start in the same step, and the
-    # image preempts for its blocks.
+    # Short prompts whose decodes outgrow the largest bucket, and images that wait until decodes
+    # leave enough tokens: a rejected decode lets an image start in the same step, and the image
+    # preempts for its blocks.
     prepared = [(PREFILL, batch, query, 16) for batch in (1, 2, 4) for query in (4, 8, 16, 32)]
     prepared += [(DECODE, batch, 1, 2) for batch in (1, 2, 4)]
     num_both = 0
@@ -163,7 +164,7 @@ def test_a_bucket_that_becomes_ready_later_is_used_from_then_on() -> None:
     assert rig.core.stats().graphs == 3
 
 
-def test_what_a_step_compiled_is_told_with_its_shape_and_the_requests_that_waited(
+def test_a_compilation_in_a_step_is_reported_with_shape_and_waiting_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rig = CoreRig(buckets="linear", budget=32)

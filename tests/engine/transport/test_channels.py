@@ -40,7 +40,7 @@ def zmq_context() -> Iterator[ZmqContext]:
     zmq_context._context.destroy(linger=0)
 
 
-def test_a_directory_is_private_and_goes_with_all_that_is_in_it() -> None:
+def test_a_directory_is_private_and_removed_with_its_contents() -> None:
     directory = SocketDirectory()
     mode = stat.S_IMODE(os.stat(directory.path).st_mode)
     Path(directory.path, "left.sock").touch()
@@ -52,21 +52,21 @@ def test_a_directory_is_private_and_goes_with_all_that_is_in_it() -> None:
     assert not os.path.exists(directory.path)
 
 
-def test_a_path_that_no_socket_can_have_is_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_a_socket_path_that_is_too_long_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = "/" + "x" * 100
 
-    with pytest.raises(ConfigError, match="has 110 bytes, a Unix socket takes 107"):
+    with pytest.raises(ConfigError, match="has 110 bytes, it must have at most 107"):
         endpoint(folder, "fe0.sock")
 
     assert endpoint("/" + "x" * 97, "fe0.sock").endswith("xx/fe0.sock")
 
 
-def test_an_address_that_is_no_directory_is_refused(zmq_context: ZmqContext) -> None:
+def test_an_address_outside_a_directory_is_refused(zmq_context: ZmqContext) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
         zmq_context.bind_pair(endpoint("/nowhere/at/all", "w0.sock"), FromWorker)
 
 
-def test_plans_and_results_cross_a_pair_in_order_and_whole(
+def test_plans_and_results_arrive_in_order_and_complete(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
@@ -97,7 +97,9 @@ def test_plans_and_results_cross_a_pair_in_order_and_whole(
     worker.close()
 
 
-def test_a_full_channel_says_so_and_loses_nothing(zmq_context: ZmqContext, tmp_path: Path) -> None:
+def test_a_full_channel_is_reported_and_loses_no_message(
+    zmq_context: ZmqContext, tmp_path: Path
+) -> None:
     address = endpoint(str(tmp_path), "w0.sock")
     sender = zmq_context.connect_pair(address, ToWorker)
     sent = 0
@@ -122,7 +124,7 @@ def subscribed(publisher: Publisher[ToWorker]) -> None:
         Waiter([publisher]).wait(5)
 
 
-def test_what_is_published_reaches_every_worker_in_order_and_what_they_send_one_collector(
+def test_published_messages_reach_every_worker_in_order_and_results_reach_the_collector(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     plans, results = (endpoint(str(tmp_path), name) for name in ("plans.sock", "results.sock"))
@@ -152,13 +154,13 @@ def test_what_is_published_reaches_every_worker_in_order_and_what_they_send_one_
     for rank in range(3):
         own = [result for sender, result in received if sender == rank]
         assert own == [StepResult(step, [rank]) for step in range(3)]
-    # Nobody else may connect.
+    # The socket is removed, so that no other process can connect.
     assert not Path(tmp_path, "plans.sock").exists()
     for socket in (publisher, collector, *workers, *senders):
         socket.close()
 
 
-def test_one_worker_that_does_not_read_fails_the_send_and_no_other_misses_a_plan(
+def test_a_worker_that_does_not_read_fails_the_send_and_no_other_worker_misses_a_plan(
     zmq_context: ZmqContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "HIGH_WATER", 64)
@@ -181,7 +183,7 @@ def test_one_worker_that_does_not_read_fails_the_send_and_no_other_misses_a_plan
         large.step += 1
 
     assert sent >= 64 and steps == list(range(sent))
-    # No worker got the plan that failed. After the hung worker has closed, the next plans arrive.
+    # No worker received the failed plan. After the hung worker has closed, the next plans arrive.
     hung.close()
     while not publisher.send(large):
         assert time.monotonic() < end_s
@@ -193,7 +195,7 @@ def test_one_worker_that_does_not_read_fails_the_send_and_no_other_misses_a_plan
     reading.close()
 
 
-def test_waiting_ends_with_the_time_or_with_a_descriptor(
+def test_wait_returns_after_its_timeout_or_when_a_descriptor_is_ready(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     line = zmq_context.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
@@ -213,10 +215,11 @@ def test_waiting_ends_with_the_time_or_with_a_descriptor(
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_no_edge_is_missed_when_both_sides_talk_at_once(
+def test_no_wakeup_is_lost_when_both_sides_send_at_once(
     loop_factory: type[asyncio.AbstractEventLoop], zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
-    """Each send may swallow the edge of a message that came in: 3000 rounds would hang on one."""
+    """Each send may consume the wake-up of a received message: one lost wake-up would hang the 3000
+    rounds."""
     address = endpoint(str(tmp_path), "fe0.sock")
     rounds = 3000
 
@@ -234,7 +237,7 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
                 if len(heard) == rounds:
                     done.set()
 
-        board.listen(hear, lambda: None)
+        board.listen(hear, lambda peer: None)
         line.send(Hello(0, 1))
         await asyncio.wait_for(greeted.wait(), 5)
         for step in range(rounds):
@@ -255,19 +258,19 @@ def test_no_edge_is_missed_when_both_sides_talk_at_once(
     assert heard == list(range(rounds))
 
 
-async def test_sending_to_nobody_is_told_and_a_disconnect_is_heard(
+async def test_sends_without_a_peer_and_disconnects_are_reported(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address = endpoint(str(tmp_path), "fe0.sock")
     board = zmq_context.bind_router(address, FromEngine)
     greeted, hung_up = asyncio.Event(), asyncio.Event()
-    board.listen(lambda peer, message: greeted.set(), hung_up.set)
+    board.listen(lambda peer, message: greeted.set(), lambda peer: hung_up.set())
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     await asyncio.wait_for(greeted.wait(), 5)
 
     reached = board.send(b"0.in", Abort([]))
-    missed = board.send(b"stranger", Abort([]))
+    missed = board.send(b"unknown", Abort([]))
     line.close()
     await asyncio.wait_for(hung_up.wait(), 5)
 

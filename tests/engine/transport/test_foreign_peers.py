@@ -1,4 +1,5 @@
-"""Local processes that connect to an engine's sockets: dropped, counted, and without effect."""
+"""Local processes that connect to an engine's sockets are disconnected and counted, and have no
+other effect."""
 
 import asyncio
 import contextlib
@@ -44,7 +45,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def zmq_context() -> Iterator[ZmqContext]:
-    """The channels of a peer that has the token."""
+    """Channels of a peer that has the token."""
     zmq_context = ZmqContext(TOKEN)
     yield zmq_context
     zmq_context._context.destroy(linger=0)
@@ -52,7 +53,7 @@ def zmq_context() -> Iterator[ZmqContext]:
 
 @pytest.fixture
 def listening() -> Iterator[ZmqContext]:
-    """The sockets of the process that foreign peers connect to."""
+    """Sockets of the process that foreign peers connect to."""
     zmq_context = ZmqContext(TOKEN)
     yield zmq_context
     zmq_context._context.destroy(linger=0)
@@ -83,13 +84,13 @@ async def test_the_engine_and_its_worker_connect_after_foreign_peers(
         assert is_counted, (rejected(), count)
         assert rig.client.failure is None and rig.engine.poll() is None
         assert process.memory_info().rss - before < 50 * MIB
-        # The engine's two connections are there for good.
+        # The engine's two connections stay open.
         assert await eventually(lambda: process.num_fds() <= files + 4, 5)
     warnings = [record for record in caplog.records if "launcher's token" in record.getMessage()]
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
 
 
-async def test_an_engine_that_ends_before_it_sends_a_message_is_no_foreign_peer(
+async def test_an_engine_that_ends_before_its_first_message_is_not_a_foreign_peer(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -112,8 +113,9 @@ async def test_an_engine_that_ends_before_it_sends_a_message_is_no_foreign_peer(
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
-    """libzmq would abort the process that accepts a connection and has no descriptor for it."""
+async def test_no_process_can_connect_to_a_serving_engine(executor: str) -> None:
+    """libzmq aborts a process that accepts a connection when no descriptor is free, so no foreign
+    process may connect."""
     async with engine_rig(executor=executor) as rig:
         tokens = await generate(rig.client, 5)
 
@@ -124,7 +126,7 @@ async def test_nobody_can_connect_to_a_serving_engine(executor: str) -> None:
         assert tokens == list(range(5)) == await generate(rig.client, 5)
 
 
-async def test_foreign_peers_beside_an_engine_that_is_connected_disturb_no_request(
+async def test_foreign_peers_of_a_connected_engine_disturb_no_request(
     zmq_context: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -133,7 +135,8 @@ async def test_foreign_peers_beside_an_engine_that_is_connected_disturb_no_reque
     )
     await client.start()
     rejected = counting(client.on_rejected_peer)
-    # An engine that has said nothing on its second line yet: the socket still accepts.
+    # The engine has sent no message on its second connection, so the socket still accepts
+    # connections.
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     line.send(READY)
@@ -154,7 +157,7 @@ async def test_foreign_peers_beside_an_engine_that_is_connected_disturb_no_reque
     await client.close()
 
     assert rejected() >= count
-    # `eventually` looks every 20 ms.
+    # `eventually` checks every 20 ms.
     assert sorted(latencies)[len(latencies) // 2] < 0.1, latencies
 
 
@@ -166,7 +169,7 @@ async def test_the_end_of_the_engine_is_distinguished_from_the_end_of_a_foreign_
     events: list[str] = []
     board.listen(
         lambda peer, message: events.append(peer.decode()),
-        lambda: events.append("hangup"),
+        lambda peer: events.append("hangup"),
         lambda: events.append("rejected"),
     )
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
@@ -184,7 +187,7 @@ async def test_the_end_of_the_engine_is_distinguished_from_the_end_of_a_foreign_
     assert events == ["0.in", "rejected", "rejected", "rejected", "hangup", "rejected"]
 
 
-async def test_a_descriptor_that_a_foreign_peer_had_before_is_the_engines_now(
+async def test_a_descriptor_reused_after_a_foreign_peer_belongs_to_the_engine(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
@@ -192,12 +195,12 @@ async def test_a_descriptor_that_a_foreign_peer_had_before_is_the_engines_now(
     events: list[str] = []
     board.listen(
         lambda peer, message: events.append(peer.decode()),
-        lambda: events.append("hangup"),
+        lambda peer: events.append("hangup"),
         lambda: events.append("rejected"),
     )
 
-    # The loop stands still, so that the engine's first message and the foreign peers' ends are both
-    # there when it goes on. The foreign peers' own descriptors stay taken.
+    # The loop is blocked, so that the engine's first message and the disconnects of the foreign
+    # peers are both pending when it continues. The foreign peers' own descriptors stay open.
     foreign_peers = [connected(path) for _ in range(20)]
     threading.Event().wait(0.1)
     theirs = descriptors_of(path)
@@ -219,7 +222,8 @@ async def test_a_descriptor_that_a_foreign_peer_had_before_is_the_engines_now(
 
 
 def descriptors_of(path: Path) -> set[int]:
-    """Ours that belong to the Unix socket at `path`: the listener and the accepted connections."""
+    """Descriptors of this process for the Unix socket at `path`: the listener and the accepted
+    connections."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
     inodes = {f"socket:[{line[6]}]" for line in lines if line[-1] == str(path)}
     links = {int(path.name): path for path in Path("/proc/self/fd").iterdir()}
@@ -233,10 +237,11 @@ def _target(link: Path) -> str:
         return ""
 
 
-async def test_thousands_of_foreign_peers_while_the_loop_stands_still_hold_nobody_up(
+async def test_thousands_of_foreign_peers_during_a_blocked_loop_delay_no_message(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
-    """ZeroMQ's own thread would wait for a reader of the events, and move no messages meanwhile."""
+    """Otherwise ZeroMQ's own thread would wait for a reader of the events, and deliver no messages
+    meanwhile."""
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     board = listening.bind_router(address, FromEngine)
     crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)
@@ -250,7 +255,7 @@ async def test_thousands_of_foreign_peers_while_the_loop_stands_still_hold_nobod
     rejections: list[None] = []
     board.listen(
         lambda peer, message: greeted.set(),
-        lambda: None,
+        lambda peer: None,
         lambda: rejections.append(None),
     )
     await asyncio.wait_for(greeted.wait(), 5)
@@ -262,14 +267,14 @@ async def test_thousands_of_foreign_peers_while_the_loop_stands_still_hold_nobod
 
 
 @pytest.mark.parametrize("stay_open", [True, False])
-def test_a_foreign_peer_that_is_first_does_not_take_the_workers_place(
+def test_a_foreign_peer_that_connects_first_does_not_replace_the_worker(
     zmq_context: ZmqContext,
     listening: ZmqContext,
     tmp_path: Path,
     stay_open: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A PAIR takes one peer only."""
+    """A PAIR socket accepts only one peer."""
     address, path = endpoint(str(tmp_path), "w0.sock"), tmp_path / "w0.sock"
     engine = listening.bind_pair(address, FromWorker)
 
@@ -299,10 +304,10 @@ def test_a_foreign_peer_that_is_first_does_not_take_the_workers_place(
     assert any("w0.sock" in record.getMessage() for record in caplog.records)
 
 
-def test_a_foreign_peer_counts_as_no_worker_and_gets_and_sends_nothing(
+def test_a_foreign_peer_is_not_counted_as_a_worker_and_exchanges_no_message(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
-    """A worker's two connections: where plans are published, and where results are collected."""
+    """A worker's two connections: for published plans and for collected results."""
     paths = [tmp_path / name for name in ("plans.sock", "results.sock")]
     plans, results = (endpoint(str(tmp_path), path.name) for path in paths)
     publisher = listening.bind_publisher(plans, 1)
@@ -348,7 +353,7 @@ def test_a_connection_that_never_presents_the_token_is_closed(
     assert 0.2 < waited < 2
 
 
-def test_a_slow_handshake_of_this_machine_is_no_foreign_peer(
+def test_a_slow_handshake_is_not_treated_as_a_foreign_peer(
     listening: ZmqContext,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Large messages go through files in shared memory; no file is left behind."""
+"""Large messages are sent through files in shared memory, and no file remains."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def files(directory: SocketDirectory) -> list[str]:
     return [path.name for path in Path(directory.path, "segments").iterdir() if path.name[0] != "."]
 
 
-def test_a_large_message_is_read_from_memory_that_has_no_name_any_more(
+def test_a_large_message_is_read_from_unlinked_memory(
     directory: SocketDirectory,
 ) -> None:
     frame = made(directory).frame(LARGE)
@@ -57,14 +57,14 @@ def test_a_large_message_is_read_from_memory_that_has_no_name_any_more(
     assert found == LARGE
 
 
-def test_a_small_message_travels_as_it_is(directory: SocketDirectory) -> None:
+def test_a_small_message_is_sent_inline(directory: SocketDirectory) -> None:
     small = LARGE[:-1]
 
     assert made(directory).frame(small) is small
     assert made(directory).message(small) is small
 
 
-def test_each_of_several_readers_takes_it_once(directory: SocketDirectory) -> None:
+def test_each_of_several_readers_reads_a_message_once(directory: SocketDirectory) -> None:
     frame = made(directory, 3).frame(LARGE)
 
     found = [made(directory).message(frame) for _ in range(3)]
@@ -75,7 +75,7 @@ def test_each_of_several_readers_takes_it_once(directory: SocketDirectory) -> No
         made(directory).message(frame)
 
 
-def test_unread_files_have_a_bound_and_others_travel_as_they_are(
+def test_unread_files_are_bounded_and_further_messages_are_sent_inline(
     directory: SocketDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_UNREAD_BYTES", 2 * len(LARGE))
@@ -89,7 +89,7 @@ def test_unread_files_have_a_bound_and_others_travel_as_they_are(
     assert sender.frame(LARGE)[:1] == MARK
 
 
-def test_without_memory_for_a_file_the_message_travels_as_it_is(
+def test_without_memory_for_a_file_a_message_is_sent_inline(
     directory: SocketDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, start: int, size: int) -> None:
@@ -101,7 +101,7 @@ def test_without_memory_for_a_file_the_message_travels_as_it_is(
     assert files(directory) == []
 
 
-def test_what_was_not_sent_and_what_a_lost_peer_did_not_read_is_removed(
+def test_unsent_files_and_files_of_a_lost_peer_are_removed(
     directory: SocketDirectory,
 ) -> None:
     sender = made(directory)
@@ -116,7 +116,7 @@ def test_what_was_not_sent_and_what_a_lost_peer_did_not_read_is_removed(
     assert made(directory).message(kept) == LARGE
 
 
-def test_sockets_of_one_host_use_them_and_others_do_not(directory: SocketDirectory) -> None:
+def test_only_sockets_of_the_same_host_use_shared_memory(directory: SocketDirectory) -> None:
     context = ZmqContext(new_token())
     at = endpoint(directory.path, "pair")
     ours: PairSocket[bytes, bytes] = context.bind_pair(at, bytes)
@@ -138,7 +138,7 @@ def test_sockets_of_one_host_use_them_and_others_do_not(directory: SocketDirecto
     assert SharedMemoryTransfers.beside("tcp://127.0.0.1:1") is None
 
 
-def test_without_a_place_for_files_messages_travel_through_the_sockets(
+def test_without_a_shared_memory_folder_messages_are_sent_inline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_FILES", tmp_path / "none")

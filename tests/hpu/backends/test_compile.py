@@ -1,5 +1,5 @@
-"""The mode torch-compile under torch's own tracer: after warm-up nothing is traced or compiled, and
-few operators run outside of compiled parts. A graph break is an error in all of it."""
+"""The mode torch-compile with torch's real tracer: after warm-up nothing is traced or compiled, and
+few operators run outside of compiled parts. Every graph break is an error."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -36,12 +36,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "whole": ("llama", {}, {"regional_compilation": False}),
     "symbolic": ("granite", {}, {"compile_dynamic_shapes": True}),
 }
-"""Family, fields of its config, and options."""
+"""Case name: (family, fields of its config, options)."""
 
 LATER = dict.fromkeys(("windowed", "whole", "symbolic"), pytest.mark.slow)
 
-MAX_GUARDS = {"qwen3": 360, "windowed": 360, "whole": 715, "symbolic": 400}
-"""Conditions that a call of a compiled part may check; measured, with a margin of 5 %."""
+MAX_GUARDS = {"qwen3": 390, "windowed": 360, "whole": 800, "symbolic": 400}
+"""Maximum number of guards per compiled part: measured, plus a margin of 5 %."""
 
 
 @contextmanager
@@ -74,19 +74,19 @@ def working(
 
 
 def counted() -> tuple[int, int]:
-    """Graphs that torch gave to the card's compiler, and recipes."""
+    """(graphs that torch passed to the card's compiler, recipes)."""
     card = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
     return card["traces"], card["compilations"]
 
 
 def eager_ops() -> int:
-    """Operators that have run outside of compiled parts."""
+    """Number of operators that have run outside of compiled parts."""
     found: int = torch.hpu.emulated.counters.counts["eager_ops"]  # type: ignore[attr-defined]
     return found
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LATER.get(name, ())) for name in MODELS])
-def test_after_warmup_nothing_is_traced_or_compiled_and_little_runs_outside(
+def test_after_warmup_nothing_is_compiled_and_few_operators_run_uncompiled(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, overrides, options = MODELS[name]
@@ -112,9 +112,9 @@ def test_after_warmup_nothing_is_traced_or_compiled_and_little_runs_outside(
 
         assert warm[0] > 0 and counted() == warm
         assert max(guards) <= MAX_GUARDS[name]
-        # The input tokens are selected and copied; everything else up to the logits is compiled.
+        # Outside of compiled parts, only the input tokens are selected and copied.
         assert eager_ops() - before - sum(sampling) == 2
-        # The sampler's operations of a greedy request.
+        # Operators of the sampler for greedy requests.
         assert sum(sampling) <= 2
 
 

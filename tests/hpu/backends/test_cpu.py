@@ -16,7 +16,7 @@ from hpu.layers.linear import ReplicatedLinear
 from hpu.layers.moe import Experts, MoE, TopKRouter
 
 
-def test_zeros_that_nobody_writes_take_no_memory() -> None:
+def test_unwritten_zeros_take_no_memory() -> None:
     backend, process = CpuBackend(num_threads=1), psutil.Process()
     before = process.memory_info().rss
 
@@ -28,7 +28,7 @@ def test_zeros_that_nobody_writes_take_no_memory() -> None:
     assert grown < 64 << 20
 
 
-def test_zeros_have_the_type_and_shape_asked_for() -> None:
+def test_zeros_have_the_requested_dtype_and_shape() -> None:
     backend = CpuBackend(num_threads=1)
 
     made = backend.zeros((2, 0, 3), torch.float32), backend.zeros((2, 3), torch.int64)
@@ -51,7 +51,7 @@ def test_a_copy_to_the_host_keeps_its_values_when_the_source_changes() -> None:
     assert copy.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_as_many_threads_compute_as_were_asked_for() -> None:
+def test_the_requested_number_of_threads_computes() -> None:
     before = torch.get_num_threads()
 
     CpuBackend(num_threads=before + 1)
@@ -62,8 +62,8 @@ def test_as_many_threads_compute_as_were_asked_for() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-def test_a_server_that_is_warm_keeps_its_freed_memory_and_gives_it_back_at_rest() -> None:
-    # In a process of its own: what others have freed before makes room of another kind.
+def test_a_warm_server_keeps_freed_memory_and_returns_it_when_idle() -> None:
+    # Run in a new process: memory that other tests have freed would change the result.
     told = subprocess.run(
         [sys.executable, "-c", _ROUNDS],
         cwd=Path(__file__).parents[3],
@@ -74,7 +74,7 @@ def test_a_server_that_is_warm_keeps_its_freed_memory_and_gives_it_back_at_rest(
     )
     warm, freed, at_rest = json.loads(told.stdout)
 
-    # The parameters take 60 MiB.
+    # Well below the parameters' 60 MiB.
     assert warm < 6 << 20
     assert freed > 30 << 20
     assert at_rest > 30 << 20
@@ -91,11 +91,11 @@ library.malloc.restype = ctypes.c_void_p
 held = (ctypes.c_void_p * BLOCKS)()
 
 def mapped():
-    "Bytes mapped anew by a typical round of these blocks."
+    "Bytes that a typical round of these blocks maps again."
     counts = []
     for _ in range(21):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        # By hand: a small object of PyTorch's above them would keep them by itself.
+        # Use malloc directly: a small allocation of PyTorch above the blocks would retain them.
         for place in range(BLOCKS):
             held[place] = library.malloc(ctypes.c_size_t(SIZE))
             library.memset(ctypes.c_void_p(held[place]), 1, ctypes.c_size_t(SIZE))
@@ -135,7 +135,7 @@ def test_a_quick_launch_is_not_split_among_threads(
     assert used == threads
 
 
-def test_a_prefill_of_a_mixture_must_be_larger_by_the_experts_that_a_token_does_not_use() -> None:
+def test_the_prefill_size_of_a_moe_model_grows_with_its_inactive_experts() -> None:
     options = {"dtype": torch.float32, "device": torch.device("meta")}
     gate = ReplicatedLinear(10, 8, bias=False, **options)
     mixture = MoE(
@@ -147,13 +147,13 @@ def test_a_prefill_of_a_mixture_must_be_larger_by_the_experts_that_a_token_does_
     sparse.prepare(torch.nn.Sequential(mixture))
 
     assert dense.prefill_launch_tokens == PREFILL_TOKENS
-    # 80 weights of the router, and 600 in each of 8 experts; a token uses 2 experts.
+    # The router has 80 weights per token, each of 8 experts has 600; a token uses 2 experts.
     expected = PREFILL_TOKENS * (80 + 8 * 600) / (80 + 2 * 600)
     assert sparse.prefill_launch_tokens == int(expected)
 
 
 def model_of(by_token: int, by_row: int) -> torch.nn.Module:
-    """A model with as many multiplications for a token, and for a row of logits."""
+    """A model with this many multiplications per token and per row of logits."""
     options = {"dtype": torch.float32, "device": torch.device("meta")}
     return torch.nn.Sequential(
         ReplicatedLinear(10, by_token // 10, bias=False, **options),

@@ -1,5 +1,5 @@
-"""What can be known of the CUDA back end without a GPU: its refusals, what its kernels compute, and
-that a launch never asks the device for a number. tests/cuda/ holds what needs one."""
+"""CUDA back end without a GPU: refusals, results of its kernels, and launches that never read a
+value from the device. tests/cuda/ has the tests that need a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from hpu.sampling.logprobs import top_logprobs
 from hpu.sampling.sampler import Sampler
 
 META = torch.device("meta")
-"""A device whose numbers nobody can read: whatever depends on one raises."""
+"""A device whose values cannot be read: operations that depend on a value raise."""
 
 WINDOWED = ModelConfig(
     "none", "MistralForCausalLM", 320, 64, 128, 2, 4, 2, 16, 512, sliding_window=8
@@ -42,7 +42,7 @@ EVERYTHING = [
 
 
 class MetaBackend(CpuBackend):
-    """The CPU's backend with the META device for tensors."""
+    """The CPU back end with tensors on the meta device."""
 
     shares_host_memory = False
 
@@ -58,7 +58,7 @@ class MetaBackend(CpuBackend):
 
 
 class StaysOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
-    """Raises at an op that mixes host and device, or copies between them and waits."""
+    """Raises at an operator that mixes host and device, or copies between them and waits."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # theirs
@@ -111,7 +111,7 @@ def integers(*shape: int) -> Tensor:
     ],
     ids=["prompt", "prompt over context", "one row", "several rows"],
 )
-def test_a_forward_pass_asks_no_number_of_the_device(
+def test_a_forward_pass_reads_no_value_from_the_device(
     tokens: Tensor, context: AttentionInputs
 ) -> None:
     model = build_model(WINDOWED, dtype=torch.bfloat16, device=META)
@@ -132,7 +132,7 @@ def test_a_forward_pass_asks_no_number_of_the_device(
     ("family", "overrides"),
     [("llama", {}), ("mistral", {"sliding_window": 6}), ("qwen3", {}), ("phi3", {})],
 )
-def test_its_kernels_give_what_the_plain_operations_give(
+def test_cuda_kernels_equal_plain_operations(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -159,7 +159,7 @@ def test_its_kernels_give_what_the_plain_operations_give(
 
 
 @pytest.mark.parametrize("static_shapes", [False, True])
-def test_sampling_asks_no_number_of_the_device(static_shapes: bool) -> None:
+def test_sampling_reads_no_value_from_the_device(static_shapes: bool) -> None:
     sampler = Sampler(8, 320, MetaBackend(), static_shapes=static_shapes)
     logits = torch.zeros(4, 320, dtype=torch.bfloat16, device=META)
 
@@ -173,7 +173,7 @@ def test_sampling_asks_no_number_of_the_device(static_shapes: bool) -> None:
     assert scored.ids.shape == (4, 4)
 
 
-def test_a_read_of_a_number_and_a_copy_that_waits_are_found() -> None:
+def test_device_reads_and_waiting_copies_are_detected() -> None:
     values = torch.zeros(3, device=META)
     host = torch.zeros(3)
 
@@ -186,12 +186,12 @@ def test_a_read_of_a_number_and_a_copy_that_waits_are_found() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused_by_name_and_with_what_helps() -> None:
+def test_cuda_without_a_gpu_is_refused_with_a_working_setting() -> None:
     with pytest.raises(ConfigError, match=r"'cuda'.*--device cpu"):
         select_backend(EngineConfig("m", device="cuda"))
 
 
-def test_a_refusal_tells_a_torch_without_cuda_from_a_machine_without_a_gpu() -> None:
+def test_a_refusal_distinguishes_torch_without_cuda_from_a_missing_gpu() -> None:
     found = [
         missing_cuda("2.13.0+cpu", None, has_device=False),
         missing_cuda("2.13.0+cu130", "13.0", has_device=False),

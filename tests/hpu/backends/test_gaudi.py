@@ -1,8 +1,9 @@
-"""GaudiBackend on the emulated card: the tokens of the CPU in each mode, and its reports. The
-tested file is the shipped file; only the card is emulated."""
+"""GaudiBackend on the emulated card: the CPU's tokens in each mode, and the backend's reports. Only
+the card is emulated; the tested file is the shipped file."""
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,23 +20,26 @@ from worker_rig import BLOCK_SIZE
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import EmulatorSettings, ExecutionConfig, ModeChoice
+from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
+from config.loading.sources import load
 from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
 from hpu.backends.gaudi import GaudiBackend
 from hpu.backends.select import select_backend
 from hpu.doctor.errors import explain
-from hpu.emulator.card.device import Device
+from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.settings import EmulatorConfig
 from hpu.gaudi_devices import BOTH, KERNELS, Kernel
+from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, RequestSampling, StepPlan
+from hpu.runner.counters import Counters
 from hpu.sampling.sampler import WHOLE_SETTINGS
 from hpu.worker.load import choose_dtype
-from hpu.worker.worker import Worker
+from hpu.worker.serving import Serving
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "granite", "phi3"])
-def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
+def test_captured_graphs_of_each_family_give_the_tokens_of_the_cpu(
     family: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)
@@ -49,20 +53,21 @@ def test_each_family_gives_the_tokens_of_the_cpu_through_captured_graphs(
     assert found == expected
     widths = {batch for phase, batch, *_ in rig.ready.buckets if phase == DECODE}
     assert counts["captures"] == len(rig.ready.buckets) + len(widths) * len(WHOLE_SETTINGS)
-    # Replays of the model and of the sampler.
+    # Includes replays of the model and of the sampler.
     assert counts["replays"] > 2 * 12
 
 
 EXPERTS = {
-    # Softmax, and a shared expert with a gate, beside a dense layer.
+    # Softmax routing, and a shared expert with a gate, beside a dense layer.
     "qwen2_moe": {"mlp_only_layers": [0]},
-    # Sigmoid with a correction bias, groups, a scaling factor, a shared expert.
+    # Sigmoid routing with a correction bias, groups, a scaling factor and a shared expert.
     "glm4_moe": {},
-    # Queries and keys normed over all heads.
+    # Query and key norms over all heads.
     "olmoe": {},
 }
 ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-"""One layer, with experts: each kind of layer is compiled for each bucket."""
+"""A single layer with experts: each kind of layer is compiled for each bucket, so more kinds take
+longer."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +80,7 @@ ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
         ("olmoe", "hpu-graphs"),
     ],
 )
-def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_experts_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
     fields = EXPERTS[family] if mode == "hpu-graphs" else ONLY_EXPERTS
@@ -86,7 +91,7 @@ def test_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-def test_chosen_blocks_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_block_selection_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_warmup(
     mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("minimax_m3_vl_text", tmp_path, index_block_size=BLOCK_SIZE)
@@ -95,9 +100,10 @@ def test_chosen_blocks_give_the_tokens_of_the_cpu_and_nothing_compiles_after_war
 
 
 DENSE: dict[str, dict[str, Any]] = {
-    # Norms in float32, scaled embeddings.
+    # Norms in float32, and scaled embeddings.
     "gemma": {"head_dim": 16, "initializer_range": 0.3},
-    # Norms on both sides and of heads, a rope for each kind of layer, a window, capped logits.
+    # Norms before and after each block and per head, a separate rope for each kind of layer, a
+    # window, and capped logits.
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 9,
@@ -106,23 +112,24 @@ DENSE: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 5.0,
         "initializer_range": 0.3,
     },
-    # Norms behind attention and MLP.
+    # Norms after attention and MLP.
     "olmo2": {},
-    # Norms on both sides, half of each head rotated.
+    # Norms before and after each block, and rotation of half of each head.
     "glm4": {"head_dim": 16},
-    # One layer norm for both, norms of heads, no bias.
+    # A shared layer norm for attention and MLP, norms per head, no bias.
     "cohere": {"use_qk_norm": True, "logit_scale": 0.75},
-    # Two layer norms, a plain MLP.
+    # Two layer norms and an MLP without a gate.
     "gpt_neox": {},
-    # Learned positions, no rotation, one KV head.
+    # Learned positions without rotation, and a single KV head.
     "gpt_bigcode": {"n_inner": 128},
-    # A layer without rotation.
+    # One layer without rotation.
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 COMPILED = ("gemma", "gemma3_text", "gpt_neox", "gpt_bigcode", "smollm3")
-"""Under torch-compile too, in slow tests; MIXED has most of their kinds of layers."""
+"""Families that also run under torch-compile, in slow tests; MIXED has most of their kinds of
+layers."""
 MIXED = ("BiasedForCausalLM", "SinksForCausalLM")
-"""Kinds of layers that go together in no family."""
+"""Kinds of layers that no single family combines."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,7 @@ MIXED = ("BiasedForCausalLM", "SinksForCausalLM")
         *(pytest.param(family, "torch-compile", marks=pytest.mark.slow) for family in COMPILED),
     ],
 )
-def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_each_layer_layout_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **DENSE[family])
@@ -148,7 +155,7 @@ def test_each_arrangement_gives_the_tokens_of_the_cpu_and_nothing_compiles_after
         pytest.param("SinksForCausalLM", "torch-compile", marks=pytest.mark.slow),
     ],
 )
-def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_mixed_layer_kinds_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
     architecture: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_checkpoint.register(monkeypatch)
@@ -160,22 +167,24 @@ def test_mixed_kinds_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmu
 @pytest.mark.parametrize(
     ("architecture", "fields", "has_kernel", "mode"),
     [
-        # Biases and the clamped activation: on the vendor's kernel, and on releases without it.
+        # Experts with biases and the clamped activation: on the vendor's kernel, and on releases
+        # without it.
         ("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "hpu-graphs"),
         pytest.param(
             *("GptOssForCausalLM", {"swiglu_limit": 7.0}, True, "torch-compile"),
             marks=pytest.mark.slow,
         ),
         ("GptOssForCausalLM", {}, False, "hpu-graphs"),
-        # Weights on the inputs of the experts, a shared expert, beside a dense layer.
+        # Routing weights applied to the inputs of the experts, and a shared expert, beside a dense
+        # layer.
         ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, False, "hpu-graphs"),
-        # Two experts, chosen in sequence.
+        # Two experts per token, chosen in sequence.
         ("PhimoeForCausalLM", {}, False, "hpu-graphs"),
-        # All of these in one model.
+        # A model that combines all these features.
         pytest.param("CombinedForCausalLM", {}, False, "torch-compile", marks=pytest.mark.slow),
     ],
 )
-def test_other_experts_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_random_moe_checkpoints_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
     architecture: str,
     fields: dict[str, Any],
     has_kernel: bool,
@@ -213,7 +222,8 @@ def test_every_mode_and_card_gives_the_same_tokens(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     mode = settings.get("execution", ExecutionConfig())
-    # Torch traces each layer for each bucket where the model is compiled as a whole.
+    # If the model is compiled as a whole, torch traces each layer for each bucket, so a single
+    # layer is enough.
     fields = {} if mode.regional_compilation else {"num_hidden_layers": 1}
     folder = make_tiny("qwen3", tmp_path, **fields)
     with working(folder) as on_cpu:
@@ -305,7 +315,7 @@ def test_no_upload_waits_for_a_launch_while_requests_decode(
                 rig.decode([0, 1])
             rig.submit()
 
-        # The memory of a bucket that was not prepared is created when it is first used.
+        # The buffers of an unprepared bucket are created at its first use.
         for _ in range(2):
             submit()
             rig.collect()
@@ -320,7 +330,7 @@ def test_no_upload_waits_for_a_launch_while_requests_decode(
         assert counts["captures"] == captures
 
 
-def test_a_replay_reads_the_tensors_that_it_is_given() -> None:
+def test_a_replay_reads_its_given_tensors() -> None:
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
     )
@@ -361,7 +371,7 @@ def test_float16_gives_the_likeliest_tokens(
     assert_greedy_within(0.01, list(PROMPTS), found, load_reference(folder))
 
 
-def test_a_float16_checkpoint_runs_in_bfloat16_unless_float16_is_asked_for() -> None:
+def test_a_float16_checkpoint_runs_in_bfloat16_by_default() -> None:
     backend = select_backend(EngineConfig("m", device="hpu-emulator"))
 
     facts = ModelConfig("m", "LlamaForCausalLM", 64, 64, 64, 1, 4, 2, 16, max_position=64)
@@ -377,7 +387,7 @@ def test_a_float16_checkpoint_runs_in_bfloat16_unless_float16_is_asked_for() -> 
     [
         ("llama", "gaudi3", torch.bfloat16, True, "fast"),
         ("llama", "gaudi2", torch.bfloat16, False, "fast"),
-        ("llama", "gaudi3", torch.float16, False, "fast"),
+        ("llama", "gaudi3", torch.float16, False, "fp32"),
         ("qwen2", "gaudi3", torch.bfloat16, False, "fp32"),
         ("qwen3", "gaudi3", torch.bfloat16, True, "fast"),
     ],
@@ -393,13 +403,73 @@ def test_attention_uses_the_kernels_that_the_vendors_plugin_uses(
     backend.prepare(model)
 
     implementations = [layer.self_attn.attn.impl for layer in model.layers]
-    assert {implementation.fused_adjustment for implementation in implementations} == {adjusts}
+    found = {implementation.block_softmax for implementation in implementations}
+    assert found == {"adjustment" if adjusts else "index_reduce"}
     assert {implementation.softmax_mode for implementation in implementations} == {softmax_mode}
     backend.close()
 
 
+@pytest.mark.parametrize("details", ["0", "1"])
+def test_compiled_recipes_equal_the_runtimes_record(details: str) -> None:
+    with emulated(compile_delay_s=0.001, variables={"PT_HPU_METRICS_GC_DETAILS": details}):
+        backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, ""))
+        known, before = len(backend.compiled_recipes()), backend.compilations()
+
+        torch.ones(3, device="hpu").mul(2).cpu()
+
+        new = backend.compiled_recipes()[known:]
+        compiled = backend.compilations() - before
+        assert compiled > 0 and len(new) == (compiled if details == "1" else 0)
+        assert all(name and microseconds >= 1000 for name, microseconds in new)
+        backend.close()
+
+
+class Patcher:
+    """Fake compressor that replaces no module."""
+
+    weight_width = 1
+
+    def patch(self, model: torch.nn.Module) -> None:
+        return
+
+    def finish(self, model: torch.nn.Module) -> None:
+        return
+
+    def quantizes_cache(self, model: torch.nn.Module) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("value", ["false", "true", None])
+def test_compressor_scales_are_constants_unless_the_variable_disables_them(
+    value: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = load_decoder(make_tiny("llama", tmp_path, num_hidden_layers=1), dtype=torch.bfloat16)
+    environ = {} if value is None else {"VLLM_DISABLE_MARK_SCALES_AS_CONST": value}
+    words = ["m", "--device=hpu-emulator", "--execution-mode=lazy", "--split-qkv"]
+    backend = select_backend(load(words, environ=environ).engine)
+    marked = []
+    monkeypatch.setattr(
+        backend._htcore,  # type: ignore[attr-defined]
+        "hpu_initialize",
+        lambda model, **given: marked.append(given),
+    )
+
+    backend.prepare(model, Patcher())
+
+    constants = [{"mark_only_scales_as_const": True}]
+    assert marked == ([] if value == "true" else constants)
+    # A compressor replaces the projections, so that --split-qkv has no effect.
+    assert "--split-qkv has no effect on 1 of 1 layers" in caplog.text
+    backend.close()
+
+
 @pytest.mark.parametrize(("family", "keeps"), [("llama", False), ("qwen3", True)])
-def test_graphs_of_qwen_keep_their_tensors(family: str, keeps: bool, tmp_path: Path) -> None:
+def test_graphs_keep_intermediate_tensors_only_for_families_that_need_them(
+    family: str, keeps: bool, tmp_path: Path
+) -> None:
     model = load_decoder(make_tiny(family, tmp_path))
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
@@ -428,12 +498,12 @@ def test_graphs_on_stock_torch_are_refused_before_anything_is_loaded(
     assert not hasattr(torch, "hpu")
 
 
-def test_a_card_is_refused_on_a_machine_without_any() -> None:
+def test_hpu_is_refused_on_a_machine_without_cards() -> None:
     with pytest.raises(ConfigError, match="habana"):
         select_backend(EngineConfig("m", device="hpu"))
 
 
-def test_a_full_card_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_distinguished_from_other_errors() -> None:
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(memory_bytes=1 << 24))
     )
@@ -447,7 +517,7 @@ def test_a_full_card_is_told_from_other_errors() -> None:
     backend.close()
 
 
-def test_a_copy_to_the_host_outlives_its_source_and_is_there_at_the_next_event() -> None:
+def test_a_copy_to_the_host_is_complete_at_the_next_event_even_if_its_source_changes() -> None:
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
     )
@@ -483,13 +553,13 @@ def test_launches_run_after_a_failed_capture() -> None:
     backend.close()
 
 
-def test_what_a_failed_capture_left_is_freed_before_the_next_one_on_a_full_card() -> None:
-    """There is room for the graph that proves that the card works, but not beside the rest."""
+def test_memory_of_a_failed_capture_is_freed_before_the_next_capture() -> None:
+    """The card has room for the start-up test graph, but not for this graph in addition."""
     settings = EmulatorSettings(memory_bytes=19 << 20, is_strict=True)
     backend = select_backend(EngineConfig("m", device="hpu-emulator", emulator=settings))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        # The garbage collector is needed to free the second one.
+        # Only the garbage collector can free the second tensor.
         frame, cycle = x + 1, [x * 2]
         cycle.append(cycle)  # type: ignore[arg-type]
         return torch.cat([frame, cycle[0], x])
@@ -504,14 +574,14 @@ def test_what_a_failed_capture_left_is_freed_before_the_next_one_on_a_full_card(
     backend.close()
 
 
-def test_a_card_without_memory_for_any_capture_is_told_with_both_errors() -> None:
+def test_a_card_without_memory_for_any_capture_is_reported_with_both_errors() -> None:
     settings = EmulatorSettings(memory_bytes=12 << 20)
     backend = select_backend(EngineConfig("m", device="hpu-emulator", emulator=settings))
     x = backend.zeros((1 << 20,), torch.float32)
 
     with pytest.raises(
         ConfigError,
-        match=r"no capture succeeds after a failed one \(.*Allocation failed.*\): .*"
+        match=r"every graph capture after a failed capture fails \(.*Allocation failed.*\): .*"
         r"Allocation failed.*lower --gpu-memory-utilization",
     ):
         backend.capture(lambda x: x + 1, (x,))
@@ -534,7 +604,7 @@ def test_launches_run_after_a_failed_capture_of_a_function() -> None:
     backend.close()
 
 
-def test_an_operation_that_the_card_lacks_is_a_reason_not_to_capture() -> None:
+def test_an_operator_without_a_kernel_prevents_the_capture() -> None:
     backend = select_backend(EngineConfig("m", device="hpu-emulator"))
     device = torch.hpu.emulated  # type: ignore[attr-defined]
     device.config = dataclasses.replace(device.config, unsupported=frozenset(["aten::isnan"]))
@@ -549,12 +619,12 @@ def test_an_operation_that_the_card_lacks_is_a_reason_not_to_capture() -> None:
     backend.close()
 
 
-def test_a_captured_function_reads_what_it_is_called_with_and_goes_with_the_warm_up() -> None:
+def test_a_captured_function_reads_its_arguments_and_is_freed_after_warmup() -> None:
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", emulator=EmulatorSettings(is_strict=True))
     )
     some, other = backend.zeros((4,), torch.float32), backend.zeros((4,), torch.float32).add_(3)
-    # The workspace takes memory from the first recipe on.
+    # The workspace is allocated with the first recipe.
     assert (other * 2 + 1).cpu().tolist() == [7.0] * 4
     before = backend.memory()[0]
 
@@ -589,12 +659,12 @@ def test_a_compiled_function_is_one_recipe(mode: str, operations: int) -> None:
     backend.close()
 
 
-def test_a_process_that_executes_nothing_after_a_failed_capture_is_told() -> None:
+def test_a_process_that_runs_nothing_after_a_failed_capture_is_reported() -> None:
     backend = select_backend(EngineConfig("m", device="hpu-emulator"))
     device = torch.hpu.emulated  # type: ignore[attr-defined]
     device.config = dataclasses.replace(device.config, max_graph_ops=0)
 
-    with pytest.raises(ConfigError, match="no capture succeeds after a failed one"):
+    with pytest.raises(ConfigError, match="every graph capture after a failed capture fails"):
         backend.capture(lambda x: x + 1, (backend.zeros((4,), torch.float32),))
     backend.close()
 
@@ -621,7 +691,7 @@ def test_a_copy_that_arrives_after_its_event_is_waited_for() -> None:
     backend.close()
 
 
-def test_a_copy_that_never_arrives_is_made_again(
+def test_a_copy_that_never_arrives_is_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gaudi_copies, "ARRIVAL_TIMEOUT_S", 0.05)
@@ -652,7 +722,7 @@ def test_a_large_upload_is_complete_before_its_source_changes() -> None:
     backend.close()
 
 
-def test_without_a_gaudi_none_of_the_vendors_code_is_looked_for() -> None:
+def test_without_a_gaudi_the_vendors_packages_are_not_imported() -> None:
     import sys
 
     select_backend(EngineConfig("m", device="auto", num_threads=1))
@@ -670,7 +740,7 @@ def test_the_first_operation_that_fails_names_driver_and_runtime(
     def fail(self: Any, *_: Any) -> None:
         raise RuntimeError("Graph compile failed. 26")
 
-    monkeypatch.setattr(Device, "synchronize", fail)
+    monkeypatch.setattr(EmulatedDevice, "synchronize", fail)
     with emulated(), pytest.raises(ConfigError, match=r"could not be.*driver is 1\.20\.0-bd4b6a8"):
         GaudiBackend(
             ExecutionConfig(),
@@ -685,15 +755,15 @@ def test_the_first_operation_that_fails_names_driver_and_runtime(
 def test_an_error_of_the_card_in_lazy_mode_names_the_other_mode(
     mode: str, names_the_other: bool
 ) -> None:
-    worker = Worker(EngineConfig("m"))
     backend = select_backend(
         EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
     )
-    worker._backend = backend
-    worker._runner = Failing()  # type: ignore[assignment]  # it has the only method that is called
+    components: Any = SimpleNamespace(runner=Failing())
+    unused: Any = None
+    serving = Serving(backend, components, unused, Diagnostics(), unused, Counters())
 
     with pytest.raises(RuntimeError, match=r"synLaunch failed") as caught:
-        worker.submit(StepPlan(0, []))
+        serving.submit(StepPlan(0, []))
 
     assert ("--execution-mode torch-compile" in str(caught.value)) == names_the_other
     backend.close()

@@ -1,5 +1,5 @@
-"""--host-copies: each way gives the tokens of the CPU, and auto leaves out a way that does not work
-on the card."""
+"""--host-copies: each method gives the CPU's tokens, and auto skips a method that does not work on
+the card."""
 
 import dataclasses
 import logging
@@ -41,7 +41,7 @@ def a_card(host_copies: str = "auto", **config: Any) -> Iterator[GaudiBackend]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pins_memory", [False, True])
-def test_each_way_delivers_what_a_launch_left(
+def test_each_copy_method_delivers_the_output_of_a_launch(
     kind: str, pins_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_cards(monkeypatch, pins_memory=pins_memory, strict=True)
@@ -57,7 +57,7 @@ def test_each_way_delivers_what_a_launch_left(
     backend.close()
 
 
-def test_auto_tries_each_way_and_logs_its_choice_with_times(
+def test_auto_tries_each_copy_method_and_logs_its_choice_with_times(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO), a_card() as backend:
@@ -68,7 +68,7 @@ def test_auto_tries_each_way_and_logs_its_choice_with_times(
     assert all(f"{kind} " in line for kind in KINDS) and " us" in line
 
 
-def test_auto_leaves_out_a_way_that_waits_forever(
+def test_auto_skips_a_copy_method_that_never_returns(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gaudi_copy_trials, "WATCHDOG_S", 0.2)
@@ -77,7 +77,7 @@ def test_auto_leaves_out_a_way_that_waits_forever(
         backend.prepare(nn.Module())
 
         assert backend.host_copies == DEFAULT_COPIES
-        # The thread that waits has not left its stream.
+        # The waiting thread does not change the current stream.
         hpu: Any = torch.hpu  # type: ignore[attr-defined]
         assert hpu.current_stream() is hpu.default_stream()
         copy = backend.to_host(torch.arange(4, dtype=torch.int32).to(backend.device))
@@ -99,14 +99,14 @@ def test_pinned_memory_does_not_wait_for_the_launches_thread(
         assert backend.host_copies == SIDE_COPIES
 
 
-def test_auto_without_a_way_that_works_names_what_was_seen(
+def test_auto_without_a_working_copy_method_reports_the_failures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gaudi_copies.HostCopies, "start", lambda self, source: torch.zeros(256))
 
     with (
         a_card() as backend,
-        pytest.raises(ConfigError, match=r"blocking: copied 0.0 in place of 1; .* side: copied"),
+        pytest.raises(ConfigError, match=r"blocking: copied 0.0 instead of 1; .* side: copied"),
     ):
         backend.prepare(nn.Module())
 
@@ -131,7 +131,7 @@ def test_a_copy_to_unpinned_memory_joins_the_launches_before_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_answers_on_the_way_that_is_left(
+def test_a_server_answers_with_the_remaining_copy_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gaudi_copy_trials, "WATCHDOG_S", 0.2)

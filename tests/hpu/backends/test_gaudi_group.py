@@ -1,5 +1,5 @@
 """GaudiGroup between two processes, each with an emulated card: the sum at the start, and a rank
-that meets nobody."""
+without a partner."""
 
 import os
 from pathlib import Path
@@ -24,8 +24,8 @@ def backend_of(ranks: Ranks) -> GaudiBackend:
 
 
 def run_rank(store: Path, rank: int) -> None:
-    """Exits with 7 when the sum over both ranks was right, on the card of this rank and with
-    collectives that graphs can contain."""
+    """Exits with 7 if the sum over both ranks is right, on this rank's card and with collectives
+    that graphs can contain."""
     import torch
 
     variables = {**VARIABLES, "HABANA_VISIBLE_MODULES": "5,6"}
@@ -34,14 +34,14 @@ def run_rank(store: Path, rank: int) -> None:
     mine = torch.full((3,), float(rank + 1), device=backend.device)
     total = backend.world.all_reduce(mine).cpu().tolist()
     is_own_card = emulator.device.acquisition.module == 5 + rank
-    # Chosen at the import of hccl: what is set now is too late.
+    # hccl reads the variable at its import; a later value has no effect.
     del variables["PT_HPU_ENABLE_LAZY_COLLECTIVES"]
     is_lazy = emulator.device.variables.lazy_collectives()
     os._exit(7 if total == [3.0] * 3 and is_own_card and is_lazy else 1)
 
 
 def run_alone(store: Path) -> None:
-    """Exits with 8 when a rank whose partner never comes says so."""
+    """Exits with 8 if a rank without a partner reports the timeout."""
     install(EmulatorConfig(), dict(VARIABLES))
     try:
         backend_of(Ranks(2, 0, f"file://{store}", timeout_s=1))
@@ -62,7 +62,7 @@ def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
     assert [child.exitcode for child in ranks] == [7, 7]
 
 
-def test_a_rank_whose_partner_never_comes_gives_up_in_time(tmp_path: Path) -> None:
+def test_a_rank_without_a_partner_times_out(tmp_path: Path) -> None:
     child = child_context().Process(target=run_alone, args=(tmp_path / "store",))
 
     child.start()
@@ -71,7 +71,7 @@ def test_a_rank_whose_partner_never_comes_gives_up_in_time(tmp_path: Path) -> No
     assert child.exitcode == 8
 
 
-def test_a_group_of_one_sums_nothing_and_needs_no_partner() -> None:
+def test_a_group_of_a_single_rank_needs_no_partner() -> None:
     import torch
 
     with install(EmulatorConfig(), {"PT_HPU_LAZY_MODE": "1"}):

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 NO_QUERY_LATENT = {"q_lora_rank": None, "v_head_dim": 28}
-"""Values wider than keys, which are padded then."""
+"""Values are wider than keys, so that keys are padded."""
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-"""With experts: each kind of layer is compiled for each bucket."""
+"""A single layer with experts, because each kind of layer is compiled for each bucket."""
 
 OPERATORS = {
     "matmul_qk": "Matmul",
@@ -87,7 +87,7 @@ def test_context_is_expanded_slice_by_slice(
     assert found == expected
 
 
-def test_every_operator_has_the_class_and_the_path_that_the_compressor_knows(
+def test_every_operator_has_the_class_and_path_that_the_compressor_expects(
     tmp_path: Path,
 ) -> None:
     model = load_decoder(make_tiny("deepseek_v2", tmp_path, num_hidden_layers=1))

@@ -1,4 +1,4 @@
-"""A model in the code of transformers on the strict emulated card."""
+"""A model that runs transformers' own code on the strict emulated card."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ SHARED: dict[str, Any] = {
     "vocab_size_per_layer_input": 320,
     "hidden_size_per_layer_input": 16,
 }
-"""The last two layers read the keys and values of the first two."""
+"""The last two layers share the keys and values of the first two."""
 THEIRS = "transformers"
 FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
@@ -40,7 +40,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     ("family", "mode"),
     [
         *((family, "hpu-graphs") for family in FIELDS),
-        # Its plain attention and MLP are in the next one too, with a window.
+        # Slow: starcoder2 below covers the same attention and MLP, with a window.
         pytest.param("gpt_neox", "torch-compile", marks=pytest.mark.slow),
         pytest.param("starcoder2", "torch-compile", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "torch-compile", marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Layers with a window that cache no more than it, on the emulated card."""
+"""Sliding-window layers with a cache of the window's size, on the emulated card."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from config.execution import EmulatorSettings, ExecutionConfig
 @pytest.mark.parametrize(
     "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
 )
-def test_rings_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
+def test_window_caches_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
     mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("gpt_oss", tmp_path)
@@ -34,10 +34,10 @@ def test_rings_give_the_tokens_of_the_cpu_and_nothing_compiles_after_warmup(
         before = [card.counters.counts[name] for name in names]
         found = greedy(rig)
         after = [card.counters.counts[name] for name in names]
-        components = rig.worker._components
+        components = rig.worker.serving.components
 
     assert found == expected
-    # Two requests, the runner's own ring and padding.
+    # Rings of two requests, of the runner and of padding.
     assert components is not None and components.cache is not None
     assert components.cache.num_rings == 4
     assert after == before

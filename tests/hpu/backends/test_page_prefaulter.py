@@ -1,4 +1,4 @@
-"""PagePrefaulter: what has memory, by mincore."""
+"""PagePrefaulter: which pages are resident, according to mincore."""
 
 import ctypes
 import mmap
@@ -15,7 +15,7 @@ from hpu.backends.page_prefaulter import PAGE_BYTES, PagePrefaulter
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20
 AHEAD = 4
 HUGE = 2
-"""Blocks of a huge page, which are mapped together."""
+"""Blocks per huge page, which is mapped as a whole."""
 
 
 def can_populate() -> bool:
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not can_populate(), reason="the kernel maps no p
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setattr(page_prefaulter, "START_S", 0.0)
     monkeypatch.setattr(page_prefaulter, "AHEAD_BYTES", 2 * AHEAD * BLOCK_BYTES)
-    # An allocator may hand out memory that was used before.
+    # Use fresh mappings, because an allocator may return memory that was used before.
     maps = [mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES) for _ in range(2)]
     return [
         torch.frombuffer(mapping, dtype=torch.uint8).view(NUM_BLOCKS, BLOCK_BYTES)
@@ -43,7 +43,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def has_memory(cache: Tensor, block: int) -> bool:
-    """Whether all pages do that lie within a block."""
+    """Whether all pages that lie within a block are resident."""
     start = -(-(cache.data_ptr() + block * BLOCK_BYTES) // PAGE_BYTES) * PAGE_BYTES
     count = BLOCK_BYTES // PAGE_BYTES - 1
     found = (ctypes.c_ubyte * count)()
@@ -59,7 +59,7 @@ def wait_for(caches: list[Tensor], block: int) -> None:
         time.sleep(0.01)
 
 
-def test_blocks_get_memory_ahead_of_their_use(caches: list[Tensor]) -> None:
+def test_blocks_are_prefaulted_ahead_of_their_use(caches: list[Tensor]) -> None:
     caches[0][1] = 7
     pages = PagePrefaulter(caches, NUM_BLOCKS)
     assert not has_memory(caches[1], 0)
@@ -81,7 +81,7 @@ def test_blocks_get_memory_ahead_of_their_use(caches: list[Tensor]) -> None:
     assert caches[0].sum(dtype=torch.int64) == 7 * BLOCK_BYTES and not caches[1].any()
 
 
-def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
+def test_no_page_is_prefaulted_while_a_step_runs(caches: list[Tensor]) -> None:
     pages = PagePrefaulter(caches, NUM_BLOCKS)
     with pages.step(0):
         pages.start()
@@ -91,7 +91,7 @@ def test_nothing_happens_while_a_step_runs(caches: list[Tensor]) -> None:
     pages.close()
 
 
-def test_close_before_the_start_and_twice(caches: list[Tensor]) -> None:
+def test_close_works_before_start_and_twice(caches: list[Tensor]) -> None:
     pages = PagePrefaulter(caches, NUM_BLOCKS)
     pages.close()
     pages.close()

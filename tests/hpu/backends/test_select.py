@@ -1,10 +1,17 @@
 """hpu/backends/select.py: a back end for every device of config/devices/."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.execution import ExecutionConfig
+from config.loading.sources import load
+from hpu.backends.select import select_backend
 
 
 @pytest.mark.parametrize("device", DEVICES.all)
@@ -18,3 +25,38 @@ def test_an_unknown_device_is_refused_with_all_devices() -> None:
         EngineConfig("m", device="tpu")
     with pytest.raises(ConfigError, match="must be one of cpu, cuda, hpu, hpu-emulator"):
         DEVICES.half("tpu", "hpu.backends", "BACKENDS")
+
+
+def without_effect(words: list[str], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Log lines about flags without effect at the start on a CPU with `words`."""
+    caplog.set_level("INFO")
+    select_backend(
+        load(["m", "--device=cpu", "--num-threads=1", *words], environ={}).engine
+    ).close()
+    return [line for line in caplog.messages if "no effect" in line]
+
+
+def test_a_cpu_names_the_changed_flags_that_a_gaudi_reads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = ["--block-softmax=wsum", "--no-prompt-use-fusedsdpa", "--split-qkv", "--fp32-softmax"]
+
+    assert without_effect(words, caplog) == [
+        "--prompt-use-fusedsdpa, --softmax-mode, --block-softmax, --split-qkv have no effect on "
+        "this device: they choose how a Gaudi executes the model"
+    ]
+
+
+def test_a_cpu_uses_the_flags_of_contiguous_attention_and_logging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = ["--no-contiguous-pa", "--defrag-threshold=8", "--log-step-graph-compilation"]
+
+    assert without_effect(words, caplog) == []
+
+
+def test_back_ends_of_other_devices_ignore_execution_flags() -> None:
+    names = {field.name for field in dataclasses.fields(ExecutionConfig)}
+    for device in ("cpu", "cuda"):
+        text = (Path(__file__).parents[3] / "hpu" / "backends" / f"{device}.py").read_text()
+        assert not names & set(re.findall(r"execution\.(\w+)", text))

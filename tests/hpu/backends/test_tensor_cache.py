@@ -1,4 +1,4 @@
-"""Which models keep the tensor cache of HPU graphs."""
+"""Models that keep the tensor cache of HPU graphs."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from hpu.backends.gaudi import keeps_tensor_cache
 
 
 @pytest.mark.parametrize("family", ["llava"])
-def test_models_with_the_tower_of_llava_keep_it(family: str, tmp_path: Path) -> None:
+def test_models_with_a_llava_tower_keep_the_tensor_cache(family: str, tmp_path: Path) -> None:
     folder = make_tiny_vision(family, tmp_path / family)
 
     assert keeps_tensor_cache(read_model_config(str(folder)))
 
 
 @pytest.mark.parametrize(("family", "keeps"), [("llama", False), ("qwen2", True)])
-def test_text_models_keep_it_by_their_architecture(
+def test_text_models_keep_the_tensor_cache_by_architecture(
     family: str, keeps: bool, tmp_path: Path
 ) -> None:
     assert keeps_tensor_cache(read_model_config(str(make_tiny(family, tmp_path)))) == keeps

@@ -1,4 +1,4 @@
-"""Bucket lists against published lists, and the guarantees of the table."""
+"""Bucket lists compared with published lists, and the guarantees of the table."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ from hpu.bucketing.exponential import (
 )
 from hpu.bucketing.file import parse_buckets
 from hpu.bucketing.ranges import linear_points, padding_points
-from hpu.protocol import DECODE, PREFILL, BucketLimits
+from hpu.protocol import DECODE, PREFILL, BucketLimits, Shape
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "buckets.json").read_text())[
     "vectors"
@@ -95,7 +95,7 @@ GENERATORS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "vector", [v for v in VECTORS if v["func"] in GENERATORS], ids=lambda v: v["name"]
 )
-def test_lists_equal_the_published_ones(vector: dict[str, Any]) -> None:
+def test_bucket_lists_equal_the_published_lists(vector: dict[str, Any]) -> None:
     made = GENERATORS[vector["func"]](vector["params"])
 
     assert json.loads(json.dumps(made)) == vector["expected"]
@@ -116,7 +116,7 @@ def test_lookup_agrees_with_the_published_cases(vector: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
 def test_without_shared_blocks_no_decode_is_wider_than_the_cache(strategy: str) -> None:
-    # 61 is no multiple of anything: rounded up, a slice would end behind the cache.
+    # 61 is prime: a rounded-up slice would end after the cache.
     is_range = strategy in ("linear", "padding-aware")
     config = BucketConfig(strategy=strategy, decode_blocks=Range(max=80 if is_range else None))
 
@@ -145,7 +145,7 @@ def test_every_text_of_a_pooling_model_finds_a_prepared_bucket(
     assert {table.find(PREFILL, 1, count, 0).result for count in range(1, 251)} == {"hit"}
 
 
-def test_where_prompts_lie_in_one_row_every_prefill_has_one() -> None:
+def test_merged_prefill_has_only_buckets_of_a_single_row() -> None:
     limits = BucketLimits(16, 256, 8, 256, 4, 100, True, merged_prefill=True)
     config = BucketConfig(strategy="linear", prompt_batch=Range(2, 2, 4))
 
@@ -165,7 +165,7 @@ def test_an_exact_table_pads_nothing() -> None:
 @pytest.mark.parametrize("strategy", ["exponential", "exponential-v3", "linear", "padding-aware"])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_shape_a_lone_prompt_or_a_decode_can_have_is_prepared(
+def test_every_shape_of_a_single_prompt_or_a_decode_is_prepared(
     strategy: str, data: st.DataObject
 ) -> None:
     bounds = limits(
@@ -189,7 +189,7 @@ def test_every_shape_a_lone_prompt_or_a_decode_can_have_is_prepared(
     assert decode.bucket[2] >= held
 
 
-def test_the_cheapest_bucket_is_taken_not_the_first() -> None:
+def test_the_cheapest_bucket_is_chosen_not_the_first() -> None:
     table = BucketTable([(1, 16, 0)], [(2, 1, 4096), (4, 1, 16)], limits(), exact=False)
 
     found = table.find(DECODE, 2, 1, 10)
@@ -197,7 +197,7 @@ def test_the_cheapest_bucket_is_taken_not_the_first() -> None:
     assert found.bucket == (4, 1, 16)
 
 
-def test_a_shape_beyond_all_buckets_runs_and_is_remembered(
+def test_a_shape_beyond_all_buckets_gets_a_bucket_that_is_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     table = BucketTable([(1, 16, 0)], [(1, 1, 4)], limits(), exact=False)
@@ -221,7 +221,7 @@ def test_the_newer_rule_makes_the_documented_number_of_prompt_buckets() -> None:
     assert len(shapes) == 35
 
 
-def test_each_query_of_a_long_context_gets_what_its_shortest_chunk_leaves_room_for() -> None:
+def test_contexts_are_limited_by_the_shortest_chunk_of_each_query_bucket() -> None:
     long = limits(
         max_prefill_batch=1, block_size=128, max_num_batched_tokens=2048, max_model_len=16_384
     )
@@ -238,8 +238,8 @@ def test_each_query_of_a_long_context_gets_what_its_shortest_chunk_leaves_room_f
 @pytest.mark.parametrize(
     ("context", "sequences", "tokens", "blocks", "prompts", "decodes"),
     [
-        # vLLM's Gaudi plug-in has 23 prompt buckets here: none for the last chunk of a prompt whose
-        # beginning is cached.
+        # vLLM's Gaudi plug-in has 23 prompt buckets here, without a bucket for the last chunk of a
+        # prompt whose beginning is cached.
         (8192, 128, 8192, 4000, 24, 58),
         (8192, 128, 8192, 20_000, 24, 58),
         (8192, 256, 2048, 4000, 72, 58),
@@ -248,7 +248,7 @@ def test_each_query_of_a_long_context_gets_what_its_shortest_chunk_leaves_room_f
         (8192, 32, 2048, 4000, 72, 56),
     ],
 )
-def test_the_newest_rule_makes_the_numbers_of_buckets_of_its_plug_in(
+def test_the_newest_rule_makes_as_many_buckets_as_the_plug_in(
     context: int, sequences: int, tokens: int, blocks: int, prompts: int, decodes: int
 ) -> None:
     bounds = BucketLimits(128, context, sequences, tokens, 1, blocks, True)
@@ -261,7 +261,7 @@ def test_the_newest_rule_makes_the_numbers_of_buckets_of_its_plug_in(
 
 
 @pytest.mark.parametrize("strategy", ["exponential-v3", "linear", "padding-aware"])
-def test_a_decode_that_gathers_has_a_block_for_each_sequence_and_no_more_than_they_can_hold(
+def test_decode_block_counts_lie_between_one_per_sequence_and_the_maximum(
     strategy: str,
 ) -> None:
     bounds = limits(max_num_seqs=64, num_blocks=200)
@@ -280,11 +280,11 @@ def test_references_are_bounded_unless_layers_have_windows() -> None:
 
     assert (limits(max_num_seqs=64, num_blocks=200).max_decode_blocks) == 600
     assert (DECODE, 64, 1, 64 * 16) in table.buckets
-    # A context that is longer than the bound still has a bucket.
+    # A context longer than the bound still has a bucket.
     assert limits(num_blocks=4).max_decode_blocks == 16
 
 
-def test_a_query_of_one_token_is_prepared_where_it_is_asked_for() -> None:
+def test_a_bucket_of_a_single_query_token_is_prepared_on_request() -> None:
     config = BucketConfig(strategy="exponential-v3", prompt_query=Range(min=1))
 
     table = BucketTable.make(config, limits())
@@ -320,13 +320,13 @@ def test_ranges_that_a_strategy_does_not_read_are_refused(
         ({"prompt_context": Range(max=2)}, "exact", "exact"),
     ],
 )
-def test_ranges_choose_a_strategy_that_reads_them(
+def test_bucket_ranges_select_a_strategy_that_uses_them(
     ranges: dict[str, Range], default: str, strategy: str
 ) -> None:
     assert BucketConfig(**ranges).resolved(default).strategy == strategy
 
 
-def test_the_defaults_of_linear_are_those_of_the_documents() -> None:
+def test_the_linear_defaults_equal_the_documents() -> None:
     many = limits(
         block_size=128,
         max_model_len=2048,
@@ -344,14 +344,59 @@ def test_the_defaults_of_linear_are_those_of_the_documents() -> None:
     # The step is min(max_num_seqs, 32).
     assert {batch for batch, _, _ in decodes} == {1, 2, 4, 8, 16, 20}
     assert {query for _, query, _ in prompts} == set(range(128, 2049, 128))
-    # A bucket of each query for later chunks of a prompt; a whole prompt has no context.
+    # One bucket per query length for later chunks of a prompt; a whole prompt has no context.
     assert len([blocks for _, _, blocks in prompts if blocks]) <= 16
     assert {blocks for _, _, blocks in decodes} == set(range(128, 321, 128)) | {320}
 
 
+# bs [1, 32, 4] and seq [128, 128, 1024] of the Gaudi README, 1.19: 24 prompt buckets.
+DOCUMENTED = BucketConfig(
+    strategy="linear", prompt_batch=Range(1, 32, 4), prompt_query=Range(128, 128, 1024)
+)
+
+
+@pytest.mark.parametrize(("max_model_len", "added"), [(1024, []), (2048, [(1, 2048, 0)])])
+def test_without_chunks_and_prefix_caching_prompts_have_no_context(
+    max_model_len: int, added: list[Shape]
+) -> None:
+    whole = limits(
+        block_size=128,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=4096,
+        prefix_caching=False,
+        chunked_prefill=False,
+    )
+
+    table = BucketTable.make(DOCUMENTED, whole)
+
+    prompts = [bucket[1:] for bucket in table.buckets if bucket[0] == PREFILL]
+    documented = [(b, q, 0) for b in (1, 2, 4) for q in range(128, 1025, 128)]
+    assert len(documented) == 24
+    assert sorted(prompts) == sorted([*documented, *added])
+
+
+@pytest.mark.parametrize(
+    "strategy", ["linear", "padding-aware", "exponential", "exponential-v3", "fitted"]
+)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_contexts_are_prepared_only_if_prompts_can_have_context(
+    strategy: str, prefix_caching: bool
+) -> None:
+    whole = limits(max_num_batched_tokens=256, prefix_caching=prefix_caching, chunked_prefill=False)
+
+    table = BucketTable.make(BucketConfig(strategy=strategy), whole)
+
+    contexts = {bucket[3] for bucket in table.buckets if bucket[0] == PREFILL}
+    assert (contexts == {0}) != prefix_caching
+    longest = whole.max_context_blocks
+    for query in range(1, 257):
+        blocks = min(longest, (256 - query) // 16)
+        assert table.find(PREFILL, 1, query, blocks).result == HIT
+
+
 @pytest.mark.parametrize("strategy", ["linear", "padding-aware"])
 def test_no_prompt_bucket_is_larger_than_a_step(strategy: str) -> None:
-    # The ranges of the README's example of 32K, and the default of --max-num-batched-tokens.
+    # The ranges of the README's 32K example, and the default of --max-num-batched-tokens.
     config = BucketConfig(
         strategy=strategy,
         prompt_batch=Range(1, 16, 16),
@@ -368,7 +413,7 @@ def test_no_prompt_bucket_is_larger_than_a_step(strategy: str) -> None:
     assert {batch * query for _, batch, query, _ in prompts} == {2048}
 
 
-def test_buckets_of_a_file_that_no_step_fills_are_left_out(
+def test_buckets_of_a_file_beyond_a_steps_size_are_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "buckets.txt"
@@ -377,10 +422,10 @@ def test_buckets_of_a_file_that_no_step_fills_are_left_out(
     table = BucketTable.make(BucketConfig(strategy="file", file=str(file)), limits())
 
     assert max(bucket[2] for bucket in table.buckets) == 128
-    assert "1 buckets of" in caplog.text and "computes 128 new tokens" in caplog.text
+    assert "1 buckets of" in caplog.text and "at most 128 new tokens" in caplog.text
 
 
-def test_padding_limits_thin_out_the_axis() -> None:
+def test_larger_padding_limits_make_fewer_buckets() -> None:
     loose = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=50, pad_max=64))
     tight = BucketConfig(strategy="padding-aware", decode_blocks=Range(pad_percent=0))
 
@@ -413,7 +458,7 @@ def test_ranges_replace_the_linear_defaults() -> None:
         ("\n(1, ", "line 2: '\\(1,': '\\(' was never closed$"),
     ],
 )
-def test_a_bad_bucket_file_names_the_line(text: str, words: str) -> None:
+def test_an_error_in_a_bucket_file_names_the_line(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_buckets(text)
 
@@ -442,12 +487,12 @@ def test_the_sample_bucket_file_makes_a_table() -> None:
     assert [bucket[1:] for bucket in table.added] == [(1, 128, 32)]
 
 
-def test_a_table_without_one_phase_is_refused() -> None:
+def test_a_table_without_prefill_or_decode_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 decode buckets"):
         BucketTable([(1, 16, 0)], [], limits(), exact=False)
 
 
-def test_a_bucket_that_a_fallback_made_gives_way_to_a_wider_prepared_one_if_asked() -> None:
+def test_a_fallback_bucket_is_replaced_by_a_wider_prepared_bucket_on_request() -> None:
     limits = BucketLimits(128, 4096, 8, 4096, 1, 100, True)
     table = BucketTable([(1, 128, 0), (1, 4096, 32)], [(8, 1, 256)], limits, exact=False)
     table.restrict([(PREFILL, 1, 128, 0), (DECODE, 8, 1, 256)])

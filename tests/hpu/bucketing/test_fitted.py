@@ -1,4 +1,4 @@
-"""Fitted boundaries against brute force, and the guarantees of a fitted table."""
+"""Fitted boundaries compared with brute force, and the guarantees of a fitted table."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ def padded(launches: Launches, buckets: list[tuple[int, int, int, int]]) -> floa
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_boundaries_of_one_axis_are_the_best_there_are(seed: int) -> None:
+def test_boundaries_of_a_single_axis_are_optimal(seed: int) -> None:
     rng = random.Random(seed)
     values = sorted(rng.sample(range(1, 100), rng.randint(1, 9)))
     weights = [rng.random() * 10 for _ in values]
@@ -53,7 +53,7 @@ def test_boundaries_of_one_axis_are_the_best_there_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_small_table_is_hardly_worse_than_the_best_of_all_subsets(seed: int) -> None:
+def test_a_small_table_is_close_to_the_best_of_all_subsets(seed: int) -> None:
     rng = random.Random(seed)
     launches = {
         (DECODE, rng.randint(1, 8), 1, rng.randint(1, 90)): rng.random() for _ in range(5)
@@ -75,7 +75,7 @@ def test_a_small_table_is_hardly_worse_than_the_best_of_all_subsets(seed: int) -
     assert padded(launches, table) <= 1.03 * best
 
 
-def test_more_graphs_waste_no_more() -> None:
+def test_more_graphs_never_increase_padding() -> None:
     rng = random.Random(5)
     traffic = [Lengths(rng.randint(1, 150), rng.randint(1, 100)) for _ in range(60)]
     launches = launches_of(traffic, LIMITS)
@@ -91,7 +91,7 @@ def test_more_graphs_waste_no_more() -> None:
     assert paid[-1] < 0.7 * paid[0]
 
 
-def test_a_fitted_table_covers_what_its_traffic_never_asked_for(tmp_path: Path) -> None:
+def test_a_fitted_table_covers_shapes_outside_its_traffic(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     file.write_text('{"prompt_tokens": 20, "output_tokens": 5}\n')
     config = BucketConfig(strategy="fitted", traffic=str(file), num_graphs=6)
@@ -119,7 +119,7 @@ def test_the_same_traffic_makes_the_same_table_in_every_process(tmp_path: Path) 
     assert tables[0].buckets == tables[1].buckets == tables[2].buckets
 
 
-def test_a_prompt_longer_than_any_seen_does_not_pay_for_the_largest_bucket(
+def test_a_prompt_longer_than_the_traffic_is_not_padded_to_the_largest_bucket(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "traffic.jsonl"
@@ -131,20 +131,20 @@ def test_a_prompt_longer_than_any_seen_does_not_pay_for_the_largest_bucket(
     assert table.find(PREFILL, 1, 120, 0).bucket == (1, 128, 0)
 
 
-def test_launches_hold_every_token_of_a_traffic() -> None:
+def test_launches_of_a_traffic_include_chunks_contexts_and_decodes() -> None:
     traffic = [Lengths(300, 3), Lengths(100, 1), Lengths(40, 4, 32)]
 
     launches = launches_of(traffic, LIMITS)
 
-    # Cut to the context of 256 the first has a chunk of the whole budget behind nothing; the last
-    # computes its 8 tokens behind 2 cached blocks.
+    # With a context of 256, the first request has a chunk of the whole budget without context; the
+    # last request computes its 8 tokens after 2 cached blocks.
     assert (PREFILL, 1, 128, 0) in launches
     assert (PREFILL, 1, 8, 2) in launches
     assert all(batch * query <= 128 for phase, batch, query, _ in launches if phase == PREFILL)
     assert any(phase == DECODE for phase, *_ in launches)
 
 
-def test_prompts_without_a_bucket_for_their_batch_are_priced_apart() -> None:
+def test_prompts_without_a_bucket_for_their_batch_cost_separate_launches() -> None:
     launches: Launches = {(PREFILL, 2, 16, 0): 1.0}
 
     together = padded(launches, [(PREFILL, 2, 16, 0)])

@@ -1,5 +1,5 @@
-"""The default buckets of a Gaudi against the rule of vLLM's Gaudi plug-in, as benchmarks/padding.py
-states it."""
+"""The default buckets of a Gaudi compared with the rule of vLLM's Gaudi plug-in, as stated in
+benchmarks/padding.py."""
 
 import importlib.util
 import sys
@@ -44,7 +44,7 @@ def padding() -> ModuleType:
         ("8B, 8192/32/2048", 72, 56),
     ],
 )
-def test_the_stated_rule_makes_the_buckets_of_the_plug_in(
+def test_the_documented_rule_makes_the_buckets_of_the_plug_in(
     padding: ModuleType, setting: str, prompts: int, decodes: int
 ) -> None:
     limits = padding.limits_of(*padding.SETTINGS[setting])
@@ -69,7 +69,7 @@ def _check(padding: ModuleType, limits: BucketLimits, requests: int) -> None:
         assert ours.unprepared == 0
 
 
-def test_the_default_has_fewer_graphs_and_less_padding_than_the_plug_in(
+def test_the_default_buckets_need_fewer_graphs_and_less_padding_than_the_plug_in(
     padding: ModuleType,
 ) -> None:
     _check(padding, padding.limits_of(8192, 16, 2048, 1000), requests=100)
@@ -77,11 +77,11 @@ def test_the_default_has_fewer_graphs_and_less_padding_than_the_plug_in(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", TARGETS)
-def test_the_default_meets_its_targets(padding: ModuleType, setting: str) -> None:
+def test_the_default_buckets_meet_their_targets(padding: ModuleType, setting: str) -> None:
     _check(padding, padding.limits_of(*padding.SETTINGS[setting]), requests=1000)
 
 
-def test_the_default_prepares_every_launch_of_a_server(padding: ModuleType) -> None:
+def test_the_default_buckets_cover_every_launch_of_a_server(padding: ModuleType) -> None:
     limits = padding.limits_of(4096, 8, 1024, 100)
 
     table = BucketTable.make(BucketConfig(strategy=GAUDI_STRATEGY), limits)

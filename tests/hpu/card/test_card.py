@@ -29,13 +29,13 @@ FLAGS = (
 NUM_REQUESTS = 200
 NUM_CLIENTS = 6
 MARGIN = 0.02
-"""Largest difference of logits between float32 on the card and on the CPU that may choose another
-token."""
+"""Largest difference between float32 logits on the card and on the CPU; closer logits may give
+different tokens."""
 MUST_STAY = ("hpu_recompilations_total", "hpu_cpu_fallbacks_total", "hpu_graphs_cached")
 
 
 def missing_card() -> str:
-    """The reason why no test can run on a card here; empty if a card is usable."""
+    """Reason why no test can run on a card of this machine; empty if a card is usable."""
     if not is_installed("habana_frameworks"):
         return "the vendor's runtime is not installed"
     errors = preflight(this_machine(environment())).errors
@@ -97,11 +97,9 @@ def tokens_of(choice: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.timeout(2400)
-def test_greedy_answers_are_those_of_transformers_on_the_cpu(
-    server: LiveServer, folder: Path
-) -> None:
+def test_greedy_answers_equal_transformers_on_the_cpu(server: LiveServer, folder: Path) -> None:
     prompts = random_prompts(1, 5, 60, 130, 200)
-    # The last prompt again: its context is in the prefix cache.
+    # A repeated prompt, whose context is in the prefix cache.
     prompts.append(prompts[-1])
     options = {"temperature": 0, "logprobs": 1, "return_tokens_as_token_ids": True}
 
@@ -112,7 +110,9 @@ def test_greedy_answers_are_those_of_transformers_on_the_cpu(
 
 
 @pytest.mark.timeout(2400)
-def test_random_traffic_compiles_nothing_and_answers_as_alone(server: LiveServer) -> None:
+def test_random_traffic_compiles_nothing_and_gets_the_answers_of_single_requests(
+    server: LiveServer,
+) -> None:
     luck = random.Random(5)
     bodies = []
     for number in range(NUM_REQUESTS):
@@ -123,7 +123,7 @@ def test_random_traffic_compiles_nothing_and_answers_as_alone(server: LiveServer
         )
         bodies.append({"prompt": prompt, "max_tokens": luck.randint(1, 20), "seed": number})
         bodies[-1].update(sampling)
-    # Every kind of sampling was prepared by the warm-up; the first requests fill other caches.
+    # The warm-up prepared every kind of sampling; the first request fills other caches.
     complete(server, bodies[0]["prompt"])
     before = counters(server)
 
@@ -136,7 +136,7 @@ def test_random_traffic_compiles_nothing_and_answers_as_alone(server: LiveServer
 
 
 async def post_all(url: str, bodies: list[dict[str, Any]]) -> list[int]:
-    """Statuses of all requests, some of them at once."""
+    """Statuses of all requests, which are sent concurrently."""
     limits = httpx.Limits(max_connections=NUM_CLIENTS)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600) as client:
 
@@ -148,7 +148,7 @@ async def post_all(url: str, bodies: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.timeout(2400)
-def test_the_api_answers_streams_and_refuses(server: LiveServer) -> None:
+def test_the_api_answers_streams_and_refuses_bad_requests(server: LiveServer) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
         messages: Any = [{"role": "user", "content": "Name three colours."}]
         options: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}

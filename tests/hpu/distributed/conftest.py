@@ -1,4 +1,4 @@
-"""Four ranks, started once for all tests."""
+"""Four ranks, started once for all tests of this folder."""
 
 from collections.abc import Iterator
 

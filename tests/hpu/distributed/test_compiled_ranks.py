@@ -1,4 +1,4 @@
-"""Ranks that run the CPU's compiled decoder and add up in shared memory."""
+"""Ranks that run the CPU's compiled decoder and sum in shared memory."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def logits_of(group: ProcessGroup, folder: str, kernels: str) -> Tensor:
         ("qwen2_moe", 2, {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}),
     ],
 )
-def test_ranks_that_share_memory_give_the_logits_of_one_process(
+def test_ranks_that_share_memory_give_the_logits_of_a_single_process(
     family: str,
     size: int,
     overrides: dict[str, Any],
@@ -74,13 +74,13 @@ def test_ranks_that_share_memory_give_the_logits_of_one_process(
     found = pool.run(size, logits_of, folder, str(kernel_folder))
 
     assert all(torch.equal(entry, found[0]) for entry in found)
-    # The order of a sum differs, and in integers which inputs share a power of two: of a rank's.
+    # Sums have another order, and integer products scale the inputs of each rank by themselves.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.01 * expected.std()
 
 
 def grow(group: ProcessGroup) -> list[int]:
-    """The capacity after each request for room."""
+    """Capacity after each reservation."""
     sums, found = SharedSums(group), []
     for count in (5, 16, 17, 4000):
         assert sums.reserve(count)
@@ -88,7 +88,7 @@ def grow(group: ProcessGroup) -> list[int]:
     return found
 
 
-def test_room_for_sums_grows_on_all_ranks(pool: RankPool) -> None:
+def test_the_shared_buffer_of_sums_grows_on_all_ranks(pool: RankPool) -> None:
     assert pool.run(2, grow) == [[16, 16, 32, 4000]] * 2
 
 

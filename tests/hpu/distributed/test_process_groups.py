@@ -71,7 +71,7 @@ def run_all_of_made_groups(world: ProcessGroup) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def results(pool: RankPool) -> dict[str, list[dict[str, Tensor]]]:
-    """By the kind of the group, what each of its ranks found."""
+    """Results of each rank, by the kind of the group."""
     made = pool.run(4, run_all_of_made_groups)
     return {"two": pool.run(2, run_all), "tensor": made[:2], "tensor of others": made[2:]}
 
@@ -88,7 +88,7 @@ def test_two_ranks_agree_on_every_collective(
     assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
 
 
-def test_collectives_of_one_rank_return_the_tensor_itself() -> None:
+def test_collectives_of_a_single_rank_return_the_tensor_itself() -> None:
     tensor = tensor_of(0)
 
     assert SINGLE.all_reduce(tensor) is tensor
@@ -108,7 +108,7 @@ def test_tensor_ranks_are_adjacent_then_stages_then_replicas() -> None:
 
 
 def check_versions(group: ProcessGroup) -> str:
-    """The error of a rank whose version differs, if any."""
+    """Error of a rank whose version differs; empty if there is no error."""
     versions = {"torch": f"2.{7 + group.rank}", "python": "3.11"}
     try:
         Agreement(group).check_same(versions, f"rank {group.rank}")
@@ -117,7 +117,7 @@ def check_versions(group: ProcessGroup) -> str:
     return ""
 
 
-def test_a_rank_with_another_version_is_told_both(pool: RankPool) -> None:
+def test_a_rank_with_another_version_is_refused_with_both_versions(pool: RankPool) -> None:
     same, different = pool.run(2, check_versions)
 
     assert same == ""
@@ -127,8 +127,8 @@ def test_a_rank_with_another_version_is_told_both(pool: RankPool) -> None:
 
 
 def exchange_tokens(world: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """What an engine of two ranks, one of two, gathers of its two tokens, and what its experts sum
-    up."""
+    """(gathered tokens, sums of experts) in one of two engines, each with two ranks and two
+    tokens."""
     experts = make_groups(tensor=2, data=2).expert
     assert isinstance(experts, ExpertGroup) and experts.rank == world.rank
     gathered = experts.gather_tokens(tensor_of(world.rank // 2))
@@ -145,7 +145,7 @@ def test_experts_get_the_tokens_of_all_engines_and_each_engine_gets_its_sums(
         assert torch.equal(sums, 10 * tensor_of(rank // 2))
 
 
-def test_a_transfer_between_two_ranks_is_a_recipe_of_its_own(
+def test_a_transfer_between_two_ranks_is_a_separate_recipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []

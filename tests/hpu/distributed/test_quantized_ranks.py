@@ -1,4 +1,4 @@
-"""Quantized checkpoints divided among two ranks over gloo."""
+"""Quantized checkpoints sharded over two ranks with gloo."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,8 @@ import torch
 from quantized_checkpoints import FORMATS, STACKING, Integers, Vectors, make_quantized
 from random_checkpoint import write_mxfp4
 from rank_pool import RankPool, generate
-from stored_ranks import prefill_packed
+from stored_ranks import prefill_packed, weights_of
+from tiny_models import make_tiny
 
 from hpu.distributed.process_groups import SINGLE
 from hpu.native.library import Library
@@ -42,7 +43,7 @@ def slow(names: list[str]) -> list[Any]:
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
-    """A checkpoint of a format, or of a family and a format."""
+    """A checkpoint of a format, or of a family with a format."""
     if name == MXFP4:
         return write_mxfp4(folder)
     if name == STACKING:
@@ -67,7 +68,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *slow(OTHERS)])
-def test_ranks_give_the_tokens_of_one(
+def test_ranks_give_the_tokens_of_a_single_process(
     name: str, make: Callable[[str], str], pool: RankPool
 ) -> None:
     with torch.inference_mode():
@@ -95,7 +96,7 @@ def test_ranks_multiply_by_packed_shards(
 
 @pytest.mark.parametrize("distributes", [False, True])
 @pytest.mark.parametrize("name", [*EXPERTS, *slow(OTHER_EXPERTS)])
-def test_ranks_with_quantized_experts_give_the_tokens_of_one(
+def test_ranks_with_quantized_experts_give_the_tokens_of_a_single_process(
     name: str,
     distributes: bool,
     make: Callable[[str], str],
@@ -115,6 +116,22 @@ def test_ranks_with_quantized_experts_give_the_tokens_of_one(
     for kernels in (None, kernel_folder):
         packed = pool.run(2, prefill_packed, folder, kernels, distributes)
         assert torch.equal(*packed)
-        # A token whose router has two logits that are close may choose another expert.
+        # A token with two close router logits may choose another expert.
         errors = (packed[0] - rounded).square().mean(-1).sqrt()
         assert errors.median() < 0.03 * rounded.std()
+
+
+def test_each_rank_quantizes_its_own_shard_while_loading(tmp_path: Path, pool: RankPool) -> None:
+    folder = str(make_tiny("qwen2_moe", tmp_path, num_hidden_layers=1))
+    plain = pool.run(2, weights_of, folder, "")
+
+    found = pool.run(2, weights_of, folder, "fp8")
+
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    for own, rounded in zip(plain, found, strict=True):
+        changed = {key for key in own if not torch.equal(own[key], rounded[key])}
+        assert len(changed) == 6 and all("_proj" in key or "experts.w" in key for key in changed)
+        for key in changed:
+            scales = own[key].abs().amax(-1, keepdim=True) / largest
+            expected = (own[key] / scales).to(torch.float8_e4m3fn).float() * scales
+            torch.testing.assert_close(rounded[key], expected, rtol=1e-6, atol=1e-7, msg=key)

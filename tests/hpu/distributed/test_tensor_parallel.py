@@ -1,4 +1,4 @@
-"""A model divided among ranks over gloo gives the logits and the greedy tokens of the whole one."""
+"""A model sharded over gloo ranks gives the logits and greedy tokens of the whole model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,12 +32,12 @@ MIB = 2**20
 
 
 class Case(NamedTuple):
-    """A tiny model of 4 heads on 2 KV heads, and on how many ranks it runs."""
+    """A tiny model with 4 heads and 2 KV heads, and its number of ranks."""
 
     family: str
     overrides: Mapping[str, Any] = MappingProxyType({})
     size: int = 2
-    """In the default run; the slow run has the other one of 2 and 4 too."""
+    """Number of ranks in the default run; the slow run also uses the other of 2 and 4."""
     distributes_experts: bool = False
 
 
@@ -46,32 +46,32 @@ CASES = {
     "llama, tokens that do not divide": Case("llama", {"vocab_size": 321}, 4),
     "qwen3": Case("qwen3", {"tie_word_embeddings": True, "vocab_size": 323}),
     "granite": Case("granite"),
-    # Queries, keys and values in one tensor, and gate and up.
+    # Fused qkv tensors, and fused gate and up.
     "phi3": Case("phi3"),
     # Fewer KV heads than ranks.
     "phi3, one KV head": Case("phi3", {"num_key_value_heads": 1}, 4),
     "qwen3, one KV head": Case("qwen3", {"num_key_value_heads": 1}, 4),
-    # Queries and keys are normed over the heads of all ranks.
+    # Query and key norms over the heads of all ranks.
     "olmoe": Case("olmoe", {}, 4),
     "olmoe, one KV head": Case("olmoe", {"num_key_value_heads": 1}),
     "minimax_m2": Case("minimax_m2"),
-    # One KV head, learned positions.
+    # One KV head and learned positions.
     "gpt_bigcode": Case("gpt_bigcode", {"n_inner": 128}),
-    # Queries, keys and values by head, and the head's own name.
+    # Queries, keys and values interleaved by head, and another name of the LM head.
     "gpt_neox": Case("gpt_neox", {}, 4),
-    # A head with a bias.
+    # An LM head with a bias.
     "phi": Case("phi", {"vocab_size": 321}),
-    # The norm of each head is a tensor.
+    # A separate norm tensor per head.
     "stablelm": Case("stablelm", {"qk_layernorm": True}, 4),
-    # Norms in float32 of each head, a rope for each kind of layer.
+    # Float32 norms per head, and a separate rope for each kind of layer.
     "gemma3": Case(
         "gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),
-    # Logits behind a cap.
+    # Logits with a soft cap.
     "gemma2": Case("gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}, 4),
-    # ALiBi, one tensor for queries, keys and values.
+    # ALiBi and a fused qkv tensor.
     "mpt": Case("mpt", {}, 4),
-    # Matrices of (in, out), one tensor for queries, keys and values.
+    # (in, out) matrices and a fused qkv tensor.
     "gpt2": Case("gpt2", {"n_inner": 128}),
     "mixtral": Case("mixtral", {}, 4),
     "qwen2_moe": Case("qwen2_moe", {"mlp_only_layers": [0]}),
@@ -79,14 +79,14 @@ CASES = {
     "granitemoeshared": Case("granitemoeshared"),
     "ernie4_5_moe": Case("ernie4_5_moe"),
     "phimoe": Case("phimoe"),
-    # Sinks, windows, experts with biases.
+    # Sinks, windows, and experts with biases.
     "gpt_oss": Case("gpt_oss", {}, 4),
-    # Chunks, experts whose inputs are weighted, (in, out).
+    # Chunked attention, experts with weighted inputs, (in, out) matrices.
     "llama4": Case("llama4_text"),
-    # Latents are on every rank.
+    # Latents are replicated on every rank.
     "deepseek_v2": Case("deepseek_v2", {"attention_bias": True}),
     "deepseek_v3, no latent of queries": Case("deepseek_v3", {"q_lora_rank": None}, 4),
-    # Mamba 2: all ranks share a group, or each two of four, or each has its own.
+    # Mamba 2: all ranks share a group, or each pair of four ranks, or each rank has its own group.
     "granitemoehybrid": Case("granitemoehybrid", {"mamba_proj_bias": True}, 4),
     "granitemoehybrid, two groups": Case(
         "granitemoehybrid", {"mamba_n_groups": 2, "num_local_experts": 0, "num_experts_per_tok": 0}
@@ -94,13 +94,13 @@ CASES = {
     "granitemoehybrid, two groups on four": Case(
         "granitemoehybrid", {"mamba_n_groups": 2, "mamba_conv_bias": False}, 4
     ),
-    # Gated DeltaNet: tensors by key head, or a tensor for each output.
+    # Gated DeltaNet: tensors interleaved by key head, or a tensor for each output.
     "qwen3_next": Case("qwen3_next"),
     "qwen3_next, two key heads on four": Case("qwen3_next", {"num_key_value_heads": 1}, 4),
     "qwen3_5": Case("qwen3_5_text", {}, 4),
-    # Channels of short convolutions.
+    # Short convolutions sharded by channel.
     "lfm2": Case("lfm2", {"conv_bias": True}, 4),
-    # Whole experts on each rank.
+    # Expert parallelism: whole experts on each rank.
     "mixtral, distributed": Case("mixtral", {}, 4, True),
     "mixtral, distributed, five inner features": Case("mixtral", {"intermediate_size": 5}, 2, True),
     "granitemoeshared, distributed": Case("granitemoeshared", {}, 2, True),
@@ -112,7 +112,7 @@ NEW = {
     *("qwen3_5_text", "qwen3_next", "granitemoehybrid", "minimax_m2", "llama4_text", "gpt_oss"),
     "lfm2",
 }
-"""Families that older releases of transformers have not, or spell differently."""
+"""Families that older releases of transformers lack or spell differently."""
 FOREIGN: dict[str, dict[str, Any]] = {}
 if transformers_before("5.18"):
     CASES = {name: case for name, case in CASES.items() if case.family not in NEW}
@@ -123,12 +123,12 @@ else:
         "ministral": {"head_dim": 16, "vocab_size": 321},
         "qwen3_moe": {},
     }
-"""Cases on two ranks in transformers' code."""
+"""Cases on two ranks with transformers' own code."""
 FOREIGN_CASES = [(name, False) for name in FOREIGN] + [("qwen3_moe", True)] * bool(FOREIGN)
 
 
 class Tiny:
-    """The checkpoint of each case, and what one process makes of it."""
+    """Checkpoints of the cases, and the results of a single process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -151,7 +151,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def check(name: str, size: int, tiny: Tiny, pool: RankPool) -> None:
-    """All of `size` ranks give what one process gives."""
+    """Assert that each of `size` ranks gives the results of a single process."""
     case = CASES[name]
     folder = tiny.make(case.family, case.overrides)
     expected = tiny.generate(folder)
@@ -170,18 +170,22 @@ def check(name: str, size: int, tiny: Tiny, pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_give_the_logits_and_tokens_of_one(name: str, tiny: Tiny, pool: RankPool) -> None:
+def test_all_ranks_give_the_logits_and_tokens_of_a_single_process(
+    name: str, tiny: Tiny, pool: RankPool
+) -> None:
     check(name, CASES[name].size, tiny, pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_so_do_another_number_of_ranks(name: str, tiny: Tiny, pool: RankPool) -> None:
+def test_another_number_of_ranks_gives_the_same_logits_and_tokens(
+    name: str, tiny: Tiny, pool: RankPool
+) -> None:
     check(name, 6 - CASES[name].size, tiny, pool)
 
 
 @pytest.mark.parametrize(("name", "distributes_experts"), FOREIGN_CASES)
-def test_ranks_with_the_code_of_transformers_give_the_logits_of_one(
+def test_ranks_of_the_transformers_fallback_give_the_logits_of_a_single_process(
     name: str, distributes_experts: bool, tiny: Tiny, pool: RankPool
 ) -> None:
     folder = str(tiny.make(name, FOREIGN[name]))
@@ -195,7 +199,7 @@ def test_ranks_with_the_code_of_transformers_give_the_logits_of_one(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_ranks_cache_their_heads_in_another_data_type(
+def test_ranks_with_another_kv_cache_dtype_agree_with_a_single_process(
     kv_cache_dtype: str, tmp_path: Path, pool: RankPool
 ) -> None:
     folder = make_tiny("llama", tmp_path)
@@ -209,7 +213,7 @@ def test_ranks_cache_their_heads_in_another_data_type(
     found = pool.run(2, decode_cached, str(folder), kv_cache_dtype)
 
     assert torch.equal(*found)
-    # Sums in another order round a few numbers of the cache to their neighbours.
+    # Sums in another order round some cached numbers to a neighbouring value.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.02 * expected.std()
 
@@ -230,7 +234,9 @@ def test_ranks_quantize_their_shards(bits: str, tiny: Tiny, pool: RankPool) -> N
 
 
 @pytest.mark.parametrize("family", ["bert", "nomic_bert", "llama"])
-def test_ranks_give_the_hidden_states_of_one(family: str, tmp_path: Path, pool: RankPool) -> None:
+def test_ranks_give_the_hidden_states_of_a_single_process(
+    family: str, tmp_path: Path, pool: RankPool
+) -> None:
     folder = str(make_pooling(family, tmp_path))
     with torch.inference_mode():
         expected = encode(SINGLE, folder)
@@ -265,9 +271,7 @@ def test_a_rank_has_the_parameters_and_caches_that_the_estimate_gives_it(
     assert states == state_bytes(config, width=4, num_seqs=6, num_cards=size)
 
 
-def test_ranks_read_each_byte_once_but_those_of_what_all_of_them_have(
-    tiny: Tiny, pool: RankPool
-) -> None:
+def test_ranks_read_each_byte_once_except_replicated_tensors(tiny: Tiny, pool: RankPool) -> None:
     folder = tiny.make("llama", CASES["llama"].overrides)
     tensors = load_file(folder / "model.safetensors")
 
@@ -283,9 +287,7 @@ def test_ranks_read_each_byte_once_but_those_of_what_all_of_them_have(
     assert len({entry.num_bytes_read for entry in found}) == 1
 
 
-def test_a_rank_needs_memory_for_its_shard_and_for_little_more(
-    tmp_path: Path, pool: RankPool
-) -> None:
+def test_a_rank_needs_little_more_memory_than_its_shard(tmp_path: Path, pool: RankPool) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
     folder = make_tiny("llama", tmp_path, num_key_value_heads=16, **sizes)
     num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
@@ -340,7 +342,7 @@ def test_experts_are_distributed_over_the_ranks_that_divide_the_layers(tiny: Tin
         ),
     ],
 )
-def test_the_code_of_transformers_is_refused_on_cards_that_it_cannot_be_divided_among(
+def test_the_transformers_fallback_is_refused_if_cards_cannot_divide_the_model(
     family: str, overrides: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     config = read_model_config(str(make_tiny(family, tmp_path, **overrides)))

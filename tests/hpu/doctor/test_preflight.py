@@ -1,4 +1,4 @@
-"""The preflight on laid-out machines: each thing that can be wrong is said in plain words."""
+"""Preflight checks on simulated machines: each problem has a plain message."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def gaudi(tmp_path: Path) -> GaudiMachine:
 
 
 def levels(machine: Machine, *, num_cards: int = 1) -> dict[str, str]:
-    """About what something was found, and the worst of it."""
+    """Worst level of each problem, by subject."""
     rank = {OK: 0, WARN: 1, ERROR: 2}
     found: dict[str, str] = {}
     for finding in preflight(machine, num_cards=num_cards).findings:
@@ -39,7 +39,7 @@ def test_a_complete_machine_has_only_ok_findings(gaudi: GaudiMachine) -> None:
     check_start(gaudi.seen())
 
 
-def test_a_machine_without_gaudi_says_so_first(tmp_path: Path) -> None:
+def test_a_machine_without_gaudi_is_reported_first(tmp_path: Path) -> None:
     bare = GaudiMachine(tmp_path, cards=0)
     bare.modules.clear()
     bare.driver = None
@@ -55,7 +55,7 @@ def test_a_machine_without_gaudi_says_so_first(tmp_path: Path) -> None:
     }
 
 
-def test_a_stock_torch_is_told_from_the_vendors_without_importing_it(gaudi: GaudiMachine) -> None:
+def test_a_stock_torch_is_recognized_without_importing_it(gaudi: GaudiMachine) -> None:
     gaudi.versions["torch"] = "2.7.1+cpu"
 
     findings = preflight(gaudi.seen()).findings
@@ -94,7 +94,7 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
         ("HABANA_VISIBLE_MODULES", "3,2", OK),
     ],
 )
-def test_a_trap_in_a_variable_is_found(
+def test_a_harmful_environment_variable_is_reported(
     gaudi: GaudiMachine, name: str, value: str, level: str
 ) -> None:
     gaudi.environment[name] = value
@@ -104,7 +104,7 @@ def test_a_trap_in_a_variable_is_found(
     assert found.get(name, OK) == level
 
 
-def test_indices_in_a_container_are_the_runtimes_business(gaudi: GaudiMachine) -> None:
+def test_device_indices_in_a_container_are_not_reported(gaudi: GaudiMachine) -> None:
     gaudi.environment["HABANA_VISIBLE_DEVICES"] = "2"
     gaudi.write(".dockerenv", "")
 
@@ -132,7 +132,7 @@ def test_system_packages_are_listed_and_must_be_of_one_release(
     gaudi.package_manager = manager
     gaudi.packages = {"habanalabs-thunk": "1.22.1-6", "habanalabs-graph": "1.22.1-6"}
     assert told() == ["ok habanalabs-graph 1.22.1-6, habanalabs-thunk 1.22.1-6"]
-    # The tools of the firmware may be newer.
+    # The firmware tools may be newer.
     gaudi.packages["habanalabs-firmware-tools"] = "1.23.0-1"
     assert told()[0].startswith("ok ")
     gaudi.packages["habanalabs-graph"] = "1.21.0-555"
@@ -192,7 +192,7 @@ def test_the_remedy_for_several_nodes_opens_all_of_them(
         check_start(gaudi.seen())
 
 
-def test_an_unknown_driver_version_is_called_unknown(gaudi: GaudiMachine) -> None:
+def test_an_unknown_driver_version_is_reported_as_unknown(gaudi: GaudiMachine) -> None:
     gaudi.driver = None
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.about == "driver version"]
@@ -208,7 +208,7 @@ def test_a_torch_of_another_release_is_named_with_both_versions(gaudi: GaudiMach
     assert "torch is 2.9.0+hpu.1.23.0.695, release 1.22.1.6 is known with 2.7" in found.what
 
 
-def test_missing_kernel_modules_matter_to_several_cards(gaudi: GaudiMachine) -> None:
+def test_missing_kernel_modules_for_several_cards_are_a_warning(gaudi: GaudiMachine) -> None:
     gaudi.write("proc/modules", "habanalabs 1 0 - Live 0x0\nhabanalabs_cn 1 0 - Live 0x0\n")
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
@@ -216,7 +216,7 @@ def test_missing_kernel_modules_matter_to_several_cards(gaudi: GaudiMachine) -> 
     assert "habanalabs_ib, habanalabs_en are not loaded" in found.what
 
 
-def test_other_vendors_accelerators_are_no_cards(tmp_path: Path) -> None:
+def test_accelerators_of_other_vendors_are_ignored(tmp_path: Path) -> None:
     machine = GaudiMachine(tmp_path, cards=1)
     machine.card(1, vendor="0x8086")
 
@@ -235,24 +235,24 @@ def test_cards_without_nodes_are_known_from_hl_smi(tmp_path: Path) -> None:
     ]
 
 
-def test_kernels_are_told_by_generation_and_release(tmp_path: Path) -> None:
+def test_kernels_are_listed_by_generation_and_release(tmp_path: Path) -> None:
     older = GaudiMachine(tmp_path, cards=1, pci_id="0x1020")
 
     (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
 
-    assert found.what.startswith("gaudi2: 10 of 17 fused kernels are known to be there; ")
+    assert found.what.startswith("gaudi2: 10 of 17 fused kernels are known to be available; ")
     missing = "mixture_of_experts.bias_fused_weights"
     assert f"; not there: {missing}; only the runtime can tell: " in found.what
     assert "block_softmax_adjustment" in found.what.partition("only the runtime")[2]
 
 
-def test_a_held_card_is_no_obstacle_while_others_are_free(gaudi: GaudiMachine) -> None:
+def test_a_card_in_use_is_no_error_while_other_cards_are_free(gaudi: GaudiMachine) -> None:
     gaudi.hold(4711, "/dev/accel/accel0")
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
 
     assert "module 0, /dev/accel/accel0, 0000:10:00.0 is held by process 4711" in found.what
-    assert found.do == "name a free one: HABANA_VISIBLE_MODULES=1"
+    assert found.do == "name a free card: HABANA_VISIBLE_MODULES=1"
     check_start(gaudi.seen())
 
 
@@ -276,27 +276,27 @@ def test_a_server_needs_as_many_free_cards_as_it_has_workers(tmp_path: Path) -> 
     ]
 
 
-def test_our_own_hold_and_a_monitors_are_none(gaudi: GaudiMachine) -> None:
+def test_this_process_and_monitors_do_not_count_as_holders(gaudi: GaudiMachine) -> None:
     gaudi.hold(1, "/dev/accel/accel0")
     gaudi.hold(2, "/dev/accel/accel_controlD0")
 
     assert levels(gaudi.seen(pid=1), num_cards=8) == {}
 
 
-def test_few_huge_pages_are_a_hint(gaudi: GaudiMachine) -> None:
+def test_few_huge_pages_are_reported_as_a_hint(gaudi: GaudiMachine) -> None:
     gaudi.huge_pages(10)
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level != OK]
 
     assert (found.level, found.about) == (WARN, "huge pages")
-    assert "20 MiB of huge pages are reserved, published deployments give 11875 MiB" in found.what
+    assert "20 MiB of huge pages are reserved, published deployments have 11875 MiB" in found.what
 
 
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        ("synStatus=20 [Device busy] Device acquire failed.", "another process has the card"),
-        ("synStatus=26 [Generic failure] Device acquire failed", "does not say why"),
+        ("synStatus=20 [Device busy] Device acquire failed.", "another process uses the card"),
+        ("synStatus=26 [Generic failure] Device acquire failed", "gave no reason"),
         ("Device acquire failed", "status unknown"),
         ("Graph compile failed. 26", "could not be compiled"),
         ("workspace Allocation of size ::1048576 failed!", "needs more workspace"),
@@ -316,11 +316,11 @@ def test_a_failed_acquisition_names_the_holders(gaudi: GaudiMachine) -> None:
     assert told.endswith("0000:10:00.0 is held by process 4711 (python3 server.py)")
 
 
-def test_an_error_of_another_kind_is_left_alone(gaudi: GaudiMachine) -> None:
+def test_an_unrelated_error_gets_no_explanation(gaudi: GaudiMachine) -> None:
     assert explain("division by zero", gaudi.seen()) is None
 
 
-def test_this_machine_is_read_by_the_same_means() -> None:
+def test_preflight_runs_on_this_machine() -> None:
     assert has_module("torch") and not has_module("no_such_module")
     assert run_command(["no-such-command-anywhere"]) is None
     assert run_command(["echo", "1.22.1"]) == "1.22.1\n"
@@ -341,14 +341,14 @@ def test_links_between_cards_that_are_down_are_named(gaudi: GaudiMachine) -> Non
     assert told() == ["ok 30 links between 6 cards are up"]
 
 
-def test_links_are_of_no_interest_to_one_card(gaudi: GaudiMachine) -> None:
+def test_links_are_not_checked_for_a_single_card(gaudi: GaudiMachine) -> None:
     gaudi.links_down = [(0, 1)]
 
     assert levels(gaudi.seen()) == {}
     check_start(gaudi.seen(), num_cards=8, rank=0)
 
 
-def test_cards_of_two_generations_cannot_work_together(tmp_path: Path) -> None:
+def test_cards_of_two_generations_are_refused(tmp_path: Path) -> None:
     mixed = GaudiMachine(tmp_path, cards=4)
     mixed.card(4, pci_id="0x1020")
     mixed.smi_modules.append(4)

@@ -1,4 +1,4 @@
-"""hpu_backend on the emulated card: what torch's tracer refuses, and what counts as a single
+"""hpu_backend on the emulated card: what torch's tracer refuses, and which code is a single
 recipe."""
 
 from collections.abc import Callable
@@ -78,8 +78,8 @@ def test_each_shape_of_a_region_is_traced_and_compiled_once() -> None:
 
 
 def test_symbolic_shapes_are_traced_once_and_each_is_compiled() -> None:
-    """The first shape is traced with its numbers. When it comes again, the graph with symbols,
-    which is newer, takes it: another recipe."""
+    """The first shape is traced with constants. When it is repeated, the newer graph with symbolic
+    shapes is used, which needs another recipe."""
     with emulated(lazy=False, strict=True) as card, torch.inference_mode():
         compiled = torch.compile(
             _sums, backend="hpu_backend", options={"force_static_compile": True}
@@ -159,7 +159,7 @@ def test_operators_that_the_partitioner_leaves_out_of_a_graph_are_counted(name: 
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_other_operators_stay_in_the_graph(name: str) -> None:
+def test_supported_operators_stay_in_the_compiled_graph(name: str) -> None:
     with emulated(lazy=False, strict=True), torch.inference_mode():
         compiled = torch.compile(STAYS[name], backend="hpu_backend", dynamic=False)
 

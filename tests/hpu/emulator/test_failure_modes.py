@@ -1,4 +1,4 @@
-"""Each way in which a program can hurt itself on the card, committed by a small program."""
+"""Each failure mode of a program on the card, reproduced by a small program."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ def mark_step() -> None:
     mark()
 
 
-def test_1_a_new_shape_compiles_and_a_known_one_is_free() -> None:
+def test_1_a_new_shape_compiles_and_a_repeated_shape_does_not() -> None:
     with emulated(compile_delay_s=0.01) as card:
         for length in (3, 4, 4, 3):
             torch.ones(length, device="hpu") + 1
@@ -42,7 +42,7 @@ def test_1_a_new_shape_compiles_and_a_known_one_is_free() -> None:
         assert sum(card.counters.recipe_hits.values()) == 2
 
 
-def test_2_a_number_in_the_key_captures_at_every_step_and_takes_memory() -> None:
+def test_2_a_python_number_in_the_key_captures_a_graph_at_every_step() -> None:
     with emulated() as card:
         graph = wrapped(lambda x, step: x + step)
         x = torch.ones(4, device="hpu")
@@ -66,7 +66,7 @@ def test_3_beyond_max_graphs_the_function_runs_ungraphed() -> None:
         assert (card.counters.counts["captures"], card.counters.counts["ungraphed"]) == (1, 2)
 
 
-def test_4_a_replay_overwrites_the_output_given_before() -> None:
+def test_4_a_replay_overwrites_the_previous_output() -> None:
     with emulated() as card:
         graph = wrapped(twice)
 
@@ -77,7 +77,7 @@ def test_4_a_replay_overwrites_the_output_given_before() -> None:
         assert card.counters.counts["stale_output"] == 1
 
 
-def test_4_a_copy_taken_before_the_replay_stays() -> None:
+def test_4_a_copy_taken_before_the_replay_is_unchanged() -> None:
     with emulated(strict=True):
         graph = wrapped(twice)
 
@@ -235,7 +235,7 @@ def test_10_workspace_grows_at_a_later_larger_shape() -> None:
         assert workspace == 8 * 4 << 10
 
 
-def test_10_an_op_in_place_needs_no_workspace_of_its_size() -> None:
+def test_10_an_in_place_op_needs_no_workspace_of_its_size() -> None:
     with emulated(memory_bytes=1 << 20) as card:
         cache, rows = torch.zeros(1 << 17, device="hpu"), torch.ones(1, device="hpu")
         mark_step()
@@ -277,7 +277,7 @@ def test_12_minus_one_reads_zeros_and_writes_nothing() -> None:
         assert card.counters.counts["negative_index"] == 2
 
 
-def test_13_what_is_read_in_compile_only_mode_is_garbage() -> None:
+def test_13_reads_in_compile_only_mode_return_garbage() -> None:
     with emulated() as card:
         from habana_frameworks.torch.internal import bridge_config
 
@@ -303,7 +303,7 @@ def test_13_compile_only_mode_changes_no_memory_but_by_copies_from_the_host() ->
             alias = table.contiguous()
             uploaded.add_(1.0)
             uploaded.copy_(torch.tensor([3.0, 4.0]))
-            # Ops have valid indices inside, whose values come from ops that were not launched.
+            # Indices are valid inside the mode, although their ops are not launched.
             rows = table.index_select(0, torch.argmax(kept).reshape(1))
 
         assert cache.tolist() == [0.0, 0.0, 0.0, 0.0]
@@ -341,7 +341,7 @@ def _acquire(folder: Path) -> None:
     os._exit(0)
 
 
-def test_14_a_card_given_back_stays_busy_for_a_while(tmp_path: Path) -> None:
+def test_14_a_released_card_stays_busy_for_a_while(tmp_path: Path) -> None:
     with emulated(lock_dir=tmp_path):
         torch.ones(1, device="hpu")
 
@@ -380,8 +380,8 @@ def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Pa
 
 
 def _rank(store: Path, rank: int) -> None:
-    """All ranks sum in the world, then ranks 0 and 1 in a group of theirs, and 1 and 2; then 1 and
-    2 each run a bucket of their own size."""
+    """All ranks sum in the world group, then ranks 0 and 1 in a separate group, and ranks 1 and 2;
+    then ranks 1 and 2 run buckets of different sizes."""
     with emulated():
         torch.distributed.init_process_group(
             "hccl", init_method=f"file://{store}", rank=rank, world_size=3
@@ -406,7 +406,7 @@ def _rank(store: Path, rank: int) -> None:
     os._exit(3)
 
 
-def test_15_a_lazy_collective_needs_a_mark_before_it(tmp_path: Path) -> None:
+def test_15_a_lazy_collective_needs_a_mark_step_before_it(tmp_path: Path) -> None:
     context = child_context()
     ranks = [
         context.Process(target=_unmarked_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)
@@ -435,7 +435,7 @@ def _unmarked_rank(store: Path, rank: int) -> None:
         os._exit(15 if is_right and is_told and bool(unmarked.isnan()) else 1)
 
 
-def test_16_fp8_saturates_where_the_generation_does() -> None:
+def test_16_fp8_saturates_at_the_largest_value_of_the_generation() -> None:
     largest = {}
     for generation in ("gaudi2", "gaudi3"):
         with emulated(generation=generation):
@@ -446,7 +446,7 @@ def test_16_fp8_saturates_where_the_generation_does() -> None:
     assert largest == {"gaudi2": 240.0, "gaudi3": 448.0}
 
 
-def test_16_a_product_refuses_values_of_the_other_generation() -> None:
+def test_16_a_product_on_a_gaudi_2_refuses_fp8_values_of_a_gaudi_3() -> None:
     with emulated(generation="gaudi2"):
         weights = torch.full((2, 2), 448.0).to(torch.float8_e4m3fn).to("hpu")
 
@@ -464,7 +464,7 @@ def test_17_a_host_read_inside_a_step_is_counted_or_raised() -> None:
         assert x.sum().item() == 2.0
 
 
-def test_17_a_copy_not_awaited_is_rubbish_until_its_event() -> None:
+def test_17_an_asynchronous_copy_is_garbage_until_its_event() -> None:
     with emulated():
         x = torch.ones(2, device="hpu")
 
@@ -497,7 +497,7 @@ def test_18_recipes_on_disk_help_only_identical_shapes(tmp_path: Path) -> None:
     assert compiled == [1, 0, 1]
 
 
-def test_19_graphs_on_several_cards_need_collectives_in_the_graph() -> None:
+def test_19_graphs_on_several_cards_must_contain_collectives() -> None:
     with emulated() as card:
         card.device.world_size = 2
 
@@ -505,7 +505,7 @@ def test_19_graphs_on_several_cards_need_collectives_in_the_graph() -> None:
             wrapped(twice)
 
 
-def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_one() -> None:
+def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_a_tensor() -> None:
     with emulated() as card:
         cache = torch.zeros(8, 2, device="hpu")
         place = torch.zeros(1, dtype=torch.int32, device="hpu")
@@ -519,7 +519,7 @@ def test_20_a_capture_may_change_a_tensor_in_place_but_no_view_of_one() -> None:
         assert card.counters.counts["view_write"] == 1
 
 
-def test_21_another_streams_copy_must_wait_for_what_it_reads() -> None:
+def test_21_another_streams_copy_must_wait_for_its_source() -> None:
     with emulated() as card:
         side = torch.hpu.Stream()  # type: ignore[attr-defined]
         x = torch.ones(2, device="hpu") * 3
@@ -550,7 +550,7 @@ def test_21_the_source_of_another_streams_copy_must_last_until_it_is_done(kind: 
         assert card.counters.counts[kind] == 1
 
 
-def test_21_an_event_of_one_stream_says_nothing_of_another() -> None:
+def test_21_an_event_of_a_stream_does_not_order_another_stream() -> None:
     with emulated():
         side, made = torch.hpu.Stream(), torch.hpu.Event()  # type: ignore[attr-defined]
         x = torch.ones(2, device="hpu")
@@ -605,7 +605,7 @@ def test_22_the_source_of_a_large_upload_must_not_change_after_the_call() -> Non
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
-def test_23_the_bridges_registry_says_what_falls_back() -> None:
+def test_23_the_bridges_registry_decides_which_operators_fall_back() -> None:
     with emulated() as card:
         x, index = torch.ones(3, 40, device="hpu"), torch.tensor([0, 2]).to("hpu")
 
@@ -622,7 +622,7 @@ def test_23_the_bridges_registry_says_what_falls_back() -> None:
         assert card.counters.fallback_ops == {"index_reduce": 3, "sort": 1, "cummax": 1}
 
 
-def test_24_a_metric_that_is_not_registered_is_none() -> None:
+def test_24_an_unregistered_metric_returns_none() -> None:
     with emulated():
         metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
 
@@ -637,7 +637,7 @@ def test_24_a_metric_that_is_not_registered_is_none() -> None:
         assert dict(metrics.metric_global("recipe_cache").stats())["TotalHit"] == 0
 
 
-def test_25_after_a_failed_capture_nothing_runs_until_one_succeeds() -> None:
+def test_25_after_a_failed_capture_nothing_runs_until_a_capture_succeeds() -> None:
     with emulated(max_graph_ops=2) as card:
         graph = wrapped(lambda x: x * 2 + 1 - 3, disable_tensor_cache=True)
         x = torch.ones(4, device="hpu")
@@ -690,7 +690,7 @@ def test_27_a_copy_by_index_of_bools_is_untested() -> None:
 
 @pytest.mark.parametrize(("sets", "waits"), [(1, 5), (2, 0)])
 @pytest.mark.parametrize("disable_tensor_cache", [True, False])
-def test_28_an_upload_into_what_a_running_launch_reads_waits_for_it(
+def test_28_an_upload_waits_for_a_running_launch_that_reads_its_target(
     disable_tensor_cache: bool, sets: int, waits: int
 ) -> None:
     with emulated() as card:
@@ -699,7 +699,7 @@ def test_28_an_upload_into_what_a_running_launch_reads_waits_for_it(
         graph = wrapped(
             lambda flat: table.index_select(0, flat[2:]), disable_tensor_cache=disable_tensor_cache
         )
-        # With the tensor cache each launch copies its input into this tensor, and reads the copy.
+        # With the tensor cache, each launch copies its input into this tensor and reads the copy.
         graph(flats[0].clone())
         torch.hpu.synchronize()  # type: ignore[attr-defined]
 
@@ -720,7 +720,7 @@ def test_28_an_upload_into_what_a_running_launch_reads_waits_for_it(
         assert card.counters.counts["input_copies"] == (0 if disable_tensor_cache else 6)
 
 
-def test_29_a_view_is_no_input_of_a_graph_but_a_constant_that_is_copied_into() -> None:
+def test_29_a_view_is_a_constant_of_a_graph_and_not_an_input() -> None:
     with emulated() as card:
         first, second = torch.zeros(4, device="hpu"), torch.ones(4, device="hpu")
         graph = wrapped(twice, disable_tensor_cache=True)
@@ -756,13 +756,13 @@ def test_30_a_capture_that_failed_ends_when_its_graph_is_destroyed() -> None:
         assert x.tolist() == [1.0, 1.0]
 
 
-def test_31_lazy_collectives_are_chosen_when_hccl_is_imported() -> None:
+def test_31_lazy_collectives_are_chosen_when_the_package_is_imported() -> None:
     variable = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
     with emulated() as card:
         environment = card.device.variables.environment
-        importlib.import_module("habana_frameworks.torch.distributed.hccl")
 
         environment[variable] = "true"
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
 
         assert not card.device.variables.lazy_collectives()
 
@@ -775,7 +775,7 @@ def test_31_lazy_collectives_are_chosen_when_hccl_is_imported() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_32_of_equal_values_any_may_be_found_and_a_nan_is_none(dtype: torch.dtype) -> None:
+def test_32_max_may_return_any_of_equal_values_and_ignores_nan(dtype: torch.dtype) -> None:
     host = torch.tensor([[1.0, 3.0, 3.0, 2.0], [float("nan"), 1.0, 0.0, 1.0]], dtype=dtype)
 
     with emulated():

@@ -1,4 +1,4 @@
-"""What the stand-in puts in place, and that nothing of it is there before or after."""
+"""Everything that the emulator installs, and its complete removal."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from hpu.emulator.install import install
 from hpu.emulator.settings import EmulatorConfig
 
 
-def test_nothing_is_left_when_the_emulator_is_taken_away() -> None:
+def test_removing_the_emulator_restores_everything() -> None:
     before = (torch.Tensor.to, torch.tensor, torch.as_tensor, torch.compile)
 
     with emulated():
@@ -29,9 +29,9 @@ def test_nothing_is_left_when_the_emulator_is_taken_away() -> None:
         torch.ones(1, device="hpu")
 
 
-def test_the_emulator_is_taken_away_after_torch_has_destroyed_its_operators() -> None:
+def test_the_emulator_is_removed_after_torch_has_destroyed_its_operators() -> None:
     with emulated() as card:
-        # The order at the end of a process: torch is first.
+        # The order at process exit: torch is finalized first.
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # private
             if (alive := finalizer.peek()) and alive[0] in card._libraries:
                 finalizer()
@@ -39,7 +39,7 @@ def test_the_emulator_is_taken_away_after_torch_has_destroyed_its_operators() ->
     assert not hasattr(torch, "hpu")
 
 
-def test_a_back_end_that_nobody_closed_leaves_the_tracer_of_torch_enabled() -> None:
+def test_an_unclosed_back_end_leaves_the_tracer_of_torch_enabled() -> None:
     assert not torch._dynamo.config.disable
 
     with emulated():
@@ -86,7 +86,7 @@ def test_lazy_mode_needs_the_vendors_torch() -> None:
     assert not hasattr(torch, "hpu")
 
 
-def test_a_region_compiled_for_the_card_is_one_recipe() -> None:
+def test_a_region_compiled_for_the_card_is_a_single_recipe() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return (x + 1).relu() * 2
 
@@ -102,7 +102,7 @@ def test_a_region_compiled_for_the_card_is_one_recipe() -> None:
         assert out.tolist() == [4.0, 4.0, 4.0]
 
 
-def test_brackets_read_and_write_as_on_the_host() -> None:
+def test_indexing_reads_and_writes_as_on_the_host() -> None:
     host = torch.arange(24).view(2, 3, 4)
     mask = host % 5 == 0
     places = torch.tensor([2, 0])
@@ -137,7 +137,7 @@ def test_memory_follows_live_tensors_and_keeps_the_peak() -> None:
         assert free == limit == hpu.memory_stats()["Limit"]
 
 
-def test_devices_are_never_mixed() -> None:
+def test_operators_refuse_tensors_of_different_devices() -> None:
     with emulated(), pytest.raises(RuntimeError, match=r"same device.*hpu:0 and cpu"):
         torch.ones(2, device="hpu") + torch.ones(2)
 

@@ -1,4 +1,4 @@
-"""The benchmark of launching: what it counts, and that it leaves everything as it was."""
+"""The launch benchmark: its counters, and that it restores everything."""
 
 import time
 
@@ -16,21 +16,21 @@ class Dinner:
         self.wash()
 
     def wash(self) -> None:
-        time.sleep(0.03)
+        time.sleep(0.5)
 
 
 class Supper(Dinner):
     pass
 
 
-def test_a_watched_method_has_only_the_time_that_is_no_other_ones() -> None:
+def test_a_timed_method_excludes_the_time_of_other_timed_methods() -> None:
     with Stopwatch() as stopwatch:
         stopwatch.watch(Supper, "cook")
         stopwatch.watch(Dinner, "wash")
         Supper().cook()
         seconds, calls = stopwatch.take()
 
-    assert 0.01 <= seconds["Supper.cook"] < 0.03 <= seconds["Dinner.wash"]
+    assert 0.01 <= seconds["Supper.cook"] < 0.4 <= seconds["Dinner.wash"]
     assert calls == {"Supper.cook": 1, "Dinner.wash": 1}
     assert "cook" not in vars(Supper) and not hasattr(Dinner.wash, "__wrapped__")
 
@@ -47,7 +47,8 @@ def test_a_greedy_step_is_two_replays_two_recipes_and_one_copy_each_way() -> Non
 
     for numbers, counts in runs:
         assert counts["graphs replayed"] == 2
-        # A copy each way; two put the last tokens into the inputs, two store and copy the new ones.
+        # One copy each way; two recipes write the last tokens into the inputs, two store and copy
+        # the new tokens.
         assert counts["operators beside the graphs, views included"] == 6
         assert counts["recipes launched for them"] == 2
         assert counts["copies to the device"] == counts["copies to the host"] == 1

@@ -18,7 +18,7 @@ def _initialize(**given: int) -> Any:
     return importlib.import_module(HCCL).initialize_distributed_hpu(**given)
 
 
-def test_arguments_count_if_all_three_are_given() -> None:
+def test_arguments_are_used_only_if_all_three_are_given() -> None:
     with emulated() as card:
         environment = card.device.variables.environment
 
@@ -37,7 +37,7 @@ def test_mpi_gives_a_rank_with_all_three_variables() -> None:
         assert _initialize() == (1, -1, -1)
 
 
-def test_the_import_sets_the_module_of_a_rank() -> None:
+def test_importing_hccl_sets_the_module_id_of_a_rank() -> None:
     with emulated(variables={**RANK, "HABANA_VISIBLE_MODULES": "6,7"}) as card:
         importlib.import_module(HCCL)
 
@@ -52,7 +52,7 @@ def test_a_rank_without_a_visible_module_is_refused() -> None:
         _initialize(world_size=8, rank=5, local_rank=5)
 
 
-def test_a_part_of_the_cards_needs_the_names_of_its_modules() -> None:
+def test_set_device_selects_another_card_only_with_visible_modules() -> None:
     with emulated(num_devices=4):
         hpu: Any = torch.hpu  # type: ignore[attr-defined]
         hpu.set_device(0)

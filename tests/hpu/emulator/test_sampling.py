@@ -1,4 +1,4 @@
-"""Sampling on the emulated card: once warm, no settings compile, wait or take memory."""
+"""Sampling on the emulated card: after warm-up, no settings compile, wait or allocate memory."""
 
 import random
 
@@ -41,11 +41,11 @@ def _warm(backend: Backend, sampler: Sampler) -> None:
 
 @pytest.mark.parametrize("mode", [HPU_GRAPHS, TORCH_COMPILE])
 @pytest.mark.parametrize("sampling", [GREEDY, UNFILTERED, DRAWN, SORTED, MANY_WORDS])
-def test_the_first_of_equal_tokens_is_sampled_and_a_nan_is_told(
+def test_the_first_of_equal_tokens_is_sampled_and_nan_is_reported(
     sampling: RequestSampling, mode: str
 ) -> None:
     choice = ModeChoice(mode, "the test's")
-    # Only tokens that tie, far above all others.
+    # Tied maxima in row 0; NaN, all -inf and +inf in rows 1 to 3.
     logits = torch.zeros(4, VOCAB)
     logits[0, [7, 9, 200]] = 50.0
     logits[1, 5], logits[1, 100] = float("nan"), 50.0
@@ -65,7 +65,7 @@ def test_the_first_of_equal_tokens_is_sampled_and_a_nan_is_told(
     assert tokens == [7, -1, -1, -1]
 
 
-def test_of_equal_tokens_the_first_is_the_most_likely_one() -> None:
+def test_the_first_of_equal_tokens_is_the_most_likely_token() -> None:
     choice = ModeChoice(HPU_GRAPHS, "the test's")
     logits = torch.zeros(1, VOCAB)
 
@@ -87,7 +87,7 @@ def test_of_equal_tokens_the_first_is_the_most_likely_one() -> None:
         pytest.param(TORCH_COMPILE, 50, "processed_logits", marks=pytest.mark.slow),
     ],
 )
-def test_once_warm_no_mix_of_settings_compiles_waits_or_takes_memory(
+def test_after_warmup_no_mix_of_settings_compiles_waits_or_allocates(
     mode: str, calls: int, reports: str
 ) -> None:
     choice = ModeChoice(mode, "the test's")

@@ -1,4 +1,5 @@
-"""Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
+"""Small programs that a real card refuses, or runs differently, and that the emulator once
+allowed."""
 
 import copy
 import importlib
@@ -46,18 +47,23 @@ def test_dtypes_outside_of_the_bridges_list_fall_back(name: str) -> None:
         assert card.counters.fallback_ops == {name: 1}
 
 
-def _of_dims(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def _tensor_of_dims(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return _ones(dtype, *[1] * (count - 1), 2)
 
 
 ROW: dict[str, Any] = {"dtype": torch.int32, "device": "hpu"}
 LIMITED: dict[str, tuple[str, Callable[[], object]]] = {
-    "sort": ("lazy", lambda: _of_dims(6).sort()),
+    "sort": ("lazy", lambda: _tensor_of_dims(6).sort()),
     "scatter_add_": (
         "lazy",
-        lambda: _of_dims(6).scatter_add_(5, _of_dims(6, torch.int32), _of_dims(6)),
+        lambda: _tensor_of_dims(6).scatter_add_(
+            5, _tensor_of_dims(6, torch.int32), _tensor_of_dims(6)
+        ),
     ),
-    "index_add": ("lazy", lambda: _of_dims(6).index_add(5, torch.ones(2, **ROW), _of_dims(6))),
+    "index_add": (
+        "lazy",
+        lambda: _tensor_of_dims(6).index_add(5, torch.ones(2, **ROW), _tensor_of_dims(6)),
+    ),
     "index_put_": (
         "lazy",
         lambda: _ones(torch.uint8).index_put_((torch.ones(1, **ROW),), _ones(torch.uint8, 1)),
@@ -69,14 +75,14 @@ LIMITED: dict[str, tuple[str, Callable[[], object]]] = {
         ),
     ),
     "nonzero": ("both", lambda: _ones(torch.float16).nonzero()),
-    "masked_select": ("both", lambda: _of_dims(6).masked_select(_of_dims(6) > 0)),
+    "masked_select": ("both", lambda: _tensor_of_dims(6).masked_select(_tensor_of_dims(6) > 0)),
     "unique_dim": ("both", lambda: torch.unique(_ones(torch.float32, 2, 2), dim=0)),
     "div": (
         "both",
         lambda: torch.div(_ones(torch.uint8), _ones(torch.uint8), rounding_mode="floor"),
     ),
 }
-"""By operator: the modes in which its arguments are beyond the bridge's own limits."""
+"""Modes in which an operator's arguments exceed the bridge's own limits, by operator."""
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -103,7 +109,7 @@ def test_dtypes_of_the_bridges_list_run_on_the_card() -> None:
 
 
 @pytest.mark.parametrize(("lazy", "fallbacks"), [(True, 0), (False, 1)])
-def test_int64_counts_as_int32_where_it_has_32_bits(lazy: bool, fallbacks: int) -> None:
+def test_int64_falls_back_unless_it_runs_as_int32(lazy: bool, fallbacks: int) -> None:
     with emulated(lazy=lazy) as card:
         _ones(torch.int64).roll(1)
 
@@ -111,7 +117,7 @@ def test_int64_counts_as_int32_where_it_has_32_bits(lazy: bool, fallbacks: int) 
 
 
 @pytest.mark.parametrize(("generation", "fallbacks"), [("gaudi2", 0), ("gaudi3", 1)])
-def test_lists_differ_by_generation(generation: str, fallbacks: int) -> None:
+def test_supported_dtypes_differ_by_generation(generation: str, fallbacks: int) -> None:
     with emulated(lazy=False, generation=generation) as card:
         torch.nn.functional.pad(_ones(torch.int64), (0, 1))
 
@@ -160,7 +166,7 @@ def test_a_tensor_that_changes_its_size_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_factories_give_tensors_of_their_shape(lazy: bool) -> None:
+def test_factory_functions_return_tensors_of_the_requested_shape(lazy: bool) -> None:
     with emulated(lazy=lazy, strict=True):
         assert torch.eye(2, device="hpu").shape == (2, 2)
         assert torch.eye(2, 3, device="hpu").shape == (2, 3)
@@ -170,7 +176,7 @@ def test_factories_give_tensors_of_their_shape(lazy: bool) -> None:
 
 
 @pytest.mark.parametrize("captured_alias", [True, False])
-def test_inputs_that_are_one_tensor_only_in_the_capture_or_only_in_a_replay_are_counted(
+def test_inputs_that_share_a_tensor_only_in_the_capture_or_a_replay_are_counted(
     captured_alias: bool,
 ) -> None:
     with emulated() as card:
@@ -184,7 +190,7 @@ def test_inputs_that_are_one_tensor_only_in_the_capture_or_only_in_a_replay_are_
         assert (before, card.counters.counts["aliased_inputs"]) == (0, 1)
 
 
-def test_an_index_on_the_host_divides_a_compiled_graph() -> None:
+def test_a_host_index_breaks_a_compiled_graph() -> None:
     with emulated(lazy=False) as card, torch.inference_mode():
         compiled = torch.compile(lambda x, rows: x[rows], backend="hpu_backend", dynamic=False)
 
@@ -239,7 +245,7 @@ def test_a_replay_without_tensor_cache_gets_new_memory_with_garbage() -> None:
 
 
 @pytest.mark.parametrize(("generation", "size"), [("gaudi2", 128), ("gaudi3", 256)])
-def test_memory_is_taken_in_multiples_of_the_alignment(generation: str, size: int) -> None:
+def test_memory_is_allocated_in_multiples_of_the_alignment(generation: str, size: int) -> None:
     with emulated(generation=generation) as card:
         before = card.memory.in_use
 
@@ -281,7 +287,7 @@ def test_copies_and_pickles_of_tensors_are_tensors_of_the_card() -> None:
         assert card.counters.counts["host_sync"] == 1
 
 
-def test_an_index_of_a_shape_that_depends_on_data_divides_a_compiled_graph() -> None:
+def test_a_data_dependent_index_breaks_a_compiled_graph() -> None:
     with emulated(lazy=False) as card, torch.inference_mode():
         compiled = torch.compile(
             lambda x: x[x > 0], backend="hpu_backend", fullgraph=True, dynamic=False
@@ -292,7 +298,7 @@ def test_an_index_of_a_shape_that_depends_on_data_divides_a_compiled_graph() -> 
         assert ("left_out_of_graph", "index") in [found[:2] for found in card.counters.misuses]
 
 
-def test_a_comparison_of_all_values_reads_the_card() -> None:
+def test_allclose_is_counted_as_a_host_read() -> None:
     with emulated() as card:
         x = torch.ones(2, device="hpu")
 
@@ -315,7 +321,7 @@ def test_an_assignment_to_the_data_of_a_tensor_is_refused() -> None:
         assert x.tolist() == [3, 3]
 
 
-def test_a_collective_leaves_a_compiled_graph_and_has_a_kind_that_the_library_knows(
+def test_a_collective_leaves_a_compiled_graph_and_refuses_unsupported_reductions(
     tmp_path: Path,
 ) -> None:
     def summed(x: Tensor) -> Tensor:

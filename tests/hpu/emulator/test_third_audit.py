@@ -1,4 +1,5 @@
-"""Small programs that a card refuses, or runs otherwise, and that the emulator once let pass."""
+"""Small programs that a real card refuses, or runs differently, and that the emulator once
+allowed."""
 
 import importlib
 from collections import UserDict
@@ -23,7 +24,7 @@ def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(*(shape or (4,)), dtype=dtype, device="hpu")
 
 
-def test_a_userdict_is_captured_at_each_call() -> None:
+def test_a_userdict_argument_is_captured_at_each_call() -> None:
     with emulated() as card:
         graph = _hpu().wrap_in_hpu_graph_func(lambda given: given["x"] + 1)
 
@@ -35,12 +36,12 @@ def test_a_userdict_is_captured_at_each_call() -> None:
         assert card.counters.counts["scalar_in_key"] == 1
 
 
-def test_a_number_in_a_userdict_is_no_key() -> None:
+def test_a_number_in_a_userdict_is_not_part_of_the_key() -> None:
     with emulated(), pytest.raises(TypeError, match="not iterable"):
         _hpu().wrap_in_hpu_graph_func(lambda given: given)(UserDict(x=1))
 
 
-def test_a_graph_without_tensor_cache_keeps_the_tensors_of_a_resulting_object() -> None:
+def test_a_graph_without_tensor_cache_keeps_tensors_inside_a_returned_object() -> None:
     with emulated(strict=True):
         graph = _hpu().wrap_in_hpu_graph_func(
             lambda x: SimpleNamespace(sum=x + 1), disable_tensor_cache=True
@@ -50,7 +51,7 @@ def test_a_graph_without_tensor_cache_keeps_the_tensors_of_a_resulting_object() 
 
 
 @pytest.mark.parametrize("is_given", [True, False])
-def test_a_capture_by_context_runs_on_a_stream_of_its_own(is_given: bool) -> None:
+def test_a_graph_context_captures_on_its_own_stream(is_given: bool) -> None:
     with emulated() as card:
         hpu = _hpu()
         stream = hpu.Stream() if is_given else None
@@ -67,7 +68,7 @@ def test_a_capture_by_context_runs_on_a_stream_of_its_own(is_given: bool) -> Non
         assert card.counters.counts["stream_order"] == 1
 
 
-def test_captures_by_context_share_a_stream() -> None:
+def test_graph_contexts_share_a_capture_stream() -> None:
     with emulated():
         hpu = _hpu()
         streams = []
@@ -78,7 +79,7 @@ def test_captures_by_context_share_a_stream() -> None:
         assert streams[0] is streams[1]
 
 
-def test_the_card_has_a_generator_of_its_own() -> None:
+def test_the_card_has_its_own_generator() -> None:
     torch.manual_seed(4)
     with emulated():
         hpu = _hpu()
@@ -106,7 +107,7 @@ def test_the_card_has_a_generator_of_its_own() -> None:
         assert torch.initial_seed() == hpu.initial_seed()
 
 
-def test_a_generator_that_is_given_makes_the_cards_numbers() -> None:
+def test_a_given_generator_leaves_the_rng_state_of_the_card_unchanged() -> None:
     with emulated():
         state = _hpu().get_rng_state()
 
@@ -120,19 +121,19 @@ def test_a_generator_that_is_given_makes_the_cards_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["get_rng_state", "set_rng_state"])
-def test_another_device_has_no_generator(name: str) -> None:
+def test_rng_functions_refuse_another_device(name: str) -> None:
     arguments = (torch.get_rng_state(),) if name == "set_rng_state" else ()
     with emulated(), pytest.raises(RuntimeError, match="supports only device 0"):
         getattr(_hpu(), name)(*arguments, 1)
 
 
 @pytest.mark.parametrize("name", ["memory_allocated", "mem_get_info", "get_device_name"])
-def test_a_device_that_the_machine_lacks_is_refused(name: str) -> None:
+def test_a_missing_device_is_refused(name: str) -> None:
     with emulated(num_devices=2), pytest.raises(AssertionError, match="Invalid device id: hpu:2"):
         getattr(_hpu(), name)("hpu:2")
 
 
-def test_memory_usage_is_bytes_and_properties_are_a_text() -> None:
+def test_memory_usage_returns_bytes_and_device_properties_return_text() -> None:
     with emulated(generation="gaudi2"):
         x = _ones(1 << 16)
 
@@ -147,13 +148,13 @@ def _with_mask(*shape: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("shape", [(3, 3), (1, 3, 3)])
+@pytest.mark.parametrize("shape", [(1, 3, 3), (1, 1, 1, 3, 3)])
 def test_grouped_attention_refuses_a_mask_without_heads(shape: tuple[int, ...]) -> None:
     with emulated(), pytest.raises(ValueError, match="4 are needed"):
         _with_mask(*shape)
 
 
-def test_a_scale_of_zero_is_a_scale() -> None:
+def test_a_scale_of_zero_is_not_treated_as_missing() -> None:
     with emulated():
         from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
@@ -193,7 +194,7 @@ def test_a_rotation_by_a_cache_leaves_the_rest_and_the_dtype() -> None:
         assert torch.equal(out.cpu()[..., 4:], p[..., 4:])
 
 
-def test_a_dry_run_draws_no_seed() -> None:
+def test_a_dry_run_leaves_the_rng_state_unchanged() -> None:
     with emulated():
         before = _hpu().get_rng_state()
 
@@ -215,7 +216,7 @@ def test_a_saved_tensor_is_loaded_to_the_host_in_lazy_mode(lazy: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["mul", "full"])
-def test_a_bool_as_a_number_leaves_a_compiled_graph(name: str) -> None:
+def test_an_operator_with_a_bool_scalar_leaves_a_compiled_graph(name: str) -> None:
     programs: dict[str, Callable[[Tensor], Tensor]] = {
         "mul": lambda x: x * True,
         "full": lambda x: torch.full((4,), True, device="hpu") * x,
@@ -261,7 +262,7 @@ def test_collectives_that_the_bridge_lacks_are_refused(
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_closure_is_called_after_the_next_mark_of_lazy_mode(lazy: bool) -> None:
+def test_a_step_closure_is_called_once_by_mark_step_in_lazy_mode(lazy: bool) -> None:
     with emulated(lazy=lazy):
         core: Any = importlib.import_module("habana_frameworks.torch.core")
         called: list[int] = []
@@ -318,7 +319,7 @@ def test_an_index_of_fewer_dimensions_runs_on_the_card(lazy: bool) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_an_index_on_the_host_brings_an_eager_operator_there(lazy: bool) -> None:
+def test_an_index_on_the_host_moves_an_eager_operator_to_the_host(lazy: bool) -> None:
     with emulated(lazy=lazy) as card:
         x = _ones(4, 2)
 
@@ -327,7 +328,7 @@ def test_an_index_on_the_host_brings_an_eager_operator_there(lazy: bool) -> None
         assert card.counters.fallback_ops == ({} if lazy else {"index": 1})
 
 
-def test_a_graphed_callable_has_one_graph_for_all_layouts() -> None:
+def test_a_graphed_callable_uses_a_single_graph_for_all_layouts() -> None:
     with emulated(variables={"PT_HPUGRAPH_DISABLE_TENSOR_CACHE": "1"}) as card:
         sample = _ones(2, 2)
         graphed = _hpu().make_graphed_callables(lambda x: x + 1, (sample,))
@@ -335,7 +336,7 @@ def test_a_graphed_callable_has_one_graph_for_all_layouts() -> None:
         graphed(torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to("hpu").t())
 
         assert card.counters.counts["captures"] == 1
-        # With the tensor cache, which the variable does not switch off here.
+        # The tensor cache is used: the variable does not switch it off here.
         assert card.counters.counts["input_copies"] == 1
 
 

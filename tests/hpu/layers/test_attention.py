@@ -1,4 +1,4 @@
-"""Attention ops against plain softmax attention, and the effect of padding."""
+"""Attention ops compared with plain softmax attention, and the effect of padding."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_fused_kernel_and_the_plain_one_agree(kv_heads: int, causal: bool) -> None:
+def test_the_fused_and_the_plain_kernel_agree(kv_heads: int, causal: bool) -> None:
     query = _random(2, 6, 7, 16)
     key, value = _random(2, kv_heads, 7, 16, seed=1), _random(2, kv_heads, 7, 16, seed=2)
     mask = None if causal else as_mask(_random(2, 1, 7, 7, seed=3) > -0.5)
@@ -47,7 +47,7 @@ def test_a_row_without_visible_keys_is_finite_and_has_no_weight(dtype: torch.dty
     )
 
 
-def test_attention_over_two_halves_merges_to_that_over_both() -> None:
+def test_attention_over_two_halves_merges_to_attention_over_both() -> None:
     query, key, value = _random(2, 4, 5, 16), _random(2, 2, 8, 16), _random(2, 2, 8, 16, seed=2)
 
     whole, _ = attend(query, key, value, scale=0.25)
@@ -57,14 +57,14 @@ def test_attention_over_two_halves_merges_to_that_over_both() -> None:
     torch.testing.assert_close(merge_attention(*first, *second), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_counts_the_token_itself() -> None:
+def test_a_sliding_window_includes_the_token_itself() -> None:
     seen = causal_mask(4, 2, torch.device("cpu"))[0, 0] == 0
 
     assert seen.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 def _decode(query: Tensor, blocks: Tensor, groups: list[int], usage: list[int]) -> Tensor:
-    """paged_decode over `blocks` (N, 2, size, kv_heads, D) that belong to `groups`."""
+    """Output of paged_decode over `blocks` (N, 2, size, kv_heads, D) that belong to `groups`."""
     owner = torch.tensor(groups)
     seen = (torch.arange(blocks.shape[2]) < torch.tensor(usage)[:, None]) & (owner >= 0)[:, None]
     return paged_decode(
@@ -98,7 +98,7 @@ def test_each_sequence_attends_to_the_used_slots_of_its_blocks() -> None:
     torch.testing.assert_close(found, torch.cat((first, second))[:, :, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_sequences_with_very_different_scores_keep_their_scale() -> None:
+def test_a_sequence_with_large_scores_does_not_change_another_sequence() -> None:
     query, blocks = _random(2, 4, 16), _random(4, 2, 4, 2, 16, seed=1)
     query[0] *= 1000
 

@@ -1,5 +1,5 @@
-"""Windows, chunks, soft caps, sinks and ALiBi in every kind of launch, on plain operations and on
-the kernels of each device, against a softmax in float64."""
+"""Windows, chunks, soft caps, sinks and ALiBi in every kind of launch, with plain operations and
+the kernels of each device, compared with a float64 softmax."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class Variant(NamedTuple):
     sinks: bool = False
     alibi: bool = False
     has_rings: bool = False
-    """Whether the cache has the size of the window."""
+    """Whether the cache is a ring of the window's size."""
 
     @property
     def sink_logits(self) -> Tensor | None:
@@ -57,7 +57,8 @@ VARIANTS = {
     "sinks": Variant(sinks=True),
     "ALiBi": Variant(alibi=True),
     "window, soft cap, sinks": Variant(Visibility(window=7), 2.0, sinks=True),
-    # With sinks ALiBi would depend on what a bias is relative to.
+    # Not combined with sinks: with ALiBi the result would depend on the reference position of the
+    # bias.
     "chunk, soft cap, ALiBi": Variant(Visibility(chunk=6), 2.0, alibi=True),
     "window in rings, sinks": Variant(Visibility(window=7), sinks=True, has_rings=True),
     "chunk in rings, ALiBi": Variant(Visibility(chunk=8), alibi=True, has_rings=True),
@@ -66,8 +67,8 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def card() -> Iterator[None]:
-    """The vendor's operations, which the emulator also runs on the CPU's tensors."""
-    with emulated(lazy=False, generation="gaudi3"), torch.inference_mode():
+    """The vendor's operators, also on CPU tensors."""
+    with emulated(lazy=False, generation="gaudi3", runs_on_host=True), torch.inference_mode():
         yield
 
 
@@ -77,12 +78,19 @@ def gaudi(**settings: Any) -> Any:
     return GaudiKernels(**settings)
 
 
+def flex() -> Any:
+    from hpu.ops.gaudi_flex import FlexKernels
+
+    return FlexKernels(gaudi(fused_sdpa=False))
+
+
 IMPLEMENTATIONS = {
     "plain": lambda: None,
     "cuda": TorchKernels,
-    "fused": lambda: gaudi(fused_sdpa=True, fused_adjustment=True),
+    "fused": lambda: gaudi(fused_sdpa=True, block_softmax="adjustment"),
     "sliced": lambda: gaudi(fused_sdpa=True, slices=SliceSizes(1, 8)),
     "unfused": lambda: gaudi(fused_sdpa=False),
+    "flex": lambda: flex(),
 }
 
 
@@ -91,7 +99,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 class Sequence(NamedTuple):
-    """Queries, keys and values (tokens, heads, D) of all tokens, and its blocks."""
+    """Queries, keys and values (tokens, heads, D) of all tokens, and block ids."""
 
     query: Tensor
     key: Tensor
@@ -114,7 +122,8 @@ def sequences(lengths: list[int]) -> list[Sequence]:
 
 
 def expected(sequence: Sequence, first: int, variant: Variant) -> Tensor:
-    """(tokens from `first` on, heads, D) by the definition of each part."""
+    """Reference output for the tokens from `first` on, (tokens, heads, D), computed from the
+    definitions."""
     query = sequence.query[first:].double()
     key, value = (
         item.double().repeat_interleave(HEADS // KV_HEADS, 1)
@@ -148,8 +157,8 @@ def attend(
     cached: list[tuple[Sequence, int]],
     heads: list[Tensor],
 ) -> Tensor:
-    """The output for `heads`, each (B, Q, heads, D). `cached` has each sequence and its number of
-    cached tokens; all other slots hold large numbers. The model has layers of other kinds, too."""
+    """Output of `heads`, each (B, Q, heads, D). `cached`: each sequence with its number of cached
+    tokens; all other slots hold large numbers. The model also has layers of other kinds."""
     kinds = distinct((Visibility(window=5), variant.visibility, FULL))
     kind = AttentionKind(
         visibility=variant.visibility,
@@ -169,7 +178,7 @@ def attend(
         slots = slots_of(sequence, 0, count)
         if num_rings:
             slots = ring_slots(index, torch.arange(count), len(caches[0]) // num_rings)
-        # The later of two tokens in one slot is left.
+        # If two tokens share a slot, the later token stays.
         for cache, tokens in zip(caches, (sequence.key, sequence.value), strict=True):
             for slot, token in zip(slots, tokens, strict=False):
                 cache[slot] = token
@@ -194,7 +203,8 @@ def attend(
 
 
 def ring_slots(index: int, positions: Tensor, size: int) -> Tensor:
-    """Slots of positions in the ring (`size` slots) of the sequence at `index` in its launch."""
+    """Slots of positions in the ring (`size` slots) of the sequence with this index in its
+    launch."""
     return (NUM_RINGS - 2 - index) * size + positions % size
 
 
@@ -214,7 +224,9 @@ NEW, CACHED = [5, 23, 1, 9], [48, 0, 3, 31]
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("has_context", [True, False], ids=["context", "new"])
-def test_prefills(has_context: bool, make: Any, variant: Variant) -> None:
+def test_prefills_equal_the_float64_reference(
+    has_context: bool, make: Any, variant: Variant
+) -> None:
     cached = CACHED if has_context else [0] * len(NEW)
     rows = sequences([sum(pair) for pair in zip(NEW, cached, strict=True)])
     length, blocks = max(NEW) + 2, 14 if has_context else 0
@@ -242,7 +254,7 @@ def test_prefills(has_context: bool, make: Any, variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_prompts_in_one_row(make: Any, variant: Variant) -> None:
+def test_prompts_in_one_row_equal_the_float64_reference(make: Any, variant: Variant) -> None:
     new, cached = [5, 11, 2], [9, 0, 14]
     rows = sequences([sum(pair) for pair in zip(new, cached, strict=True)])
     pad, pad_block = 3, [NUM_BLOCKS] * 2
@@ -270,7 +282,9 @@ def test_prompts_in_one_row(make: Any, variant: Variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("lengths", [[30], [19, 1, 24, 13]], ids=["one", "several"])
-def test_decodes(lengths: list[int], make: Any, variant: Variant) -> None:
+def test_decodes_equal_the_float64_reference(
+    lengths: list[int], make: Any, variant: Variant
+) -> None:
     rows, pad_rows, pad_blocks = sequences(lengths), len(lengths) - 1, 2
     pad_slot = torch.full((pad_rows,), NUM_BLOCKS * BLOCK_SIZE)
     heads = [
@@ -299,7 +313,7 @@ def test_decodes(lengths: list[int], make: Any, variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_whole_texts(make: Any, variant: Variant) -> None:
+def test_whole_texts_equal_the_float64_reference(make: Any, variant: Variant) -> None:
     lengths = [17, 4]
     rows = sequences(lengths)
     heads = [torch.zeros(2, 19, count, HEAD_DIM) for count in (HEADS, KV_HEADS, KV_HEADS)]
@@ -336,7 +350,7 @@ def test_a_chunk_reads_the_blocks_that_can_be_visible(chunk: int, blocks: int) -
     assert chunked[:blocks].tolist() == list(range(first, first + blocks))
 
 
-def test_masks_are_built_for_the_kinds_that_exist() -> None:
+def test_a_mask_is_built_for_each_kind_of_visibility_in_the_model() -> None:
     inputs = PrefillAttentionInputs(
         positions=torch.zeros(1, 9, dtype=torch.long),
         slot_mapping=torch.zeros(9, dtype=torch.long),
@@ -354,13 +368,13 @@ def test_masks_are_built_for_the_kinds_that_exist() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [1, 6, 8, 40])
-def test_slopes_are_those_of_mpt(num_heads: int) -> None:
+def test_alibi_slopes_equal_mpt(num_heads: int) -> None:
     theirs = build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0]
 
     torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), -theirs)
 
 
-def test_temperature_follows_the_position() -> None:
+def test_the_query_scale_grows_with_the_position() -> None:
     inputs = PrefillAttentionInputs(
         positions=torch.tensor([[6, 7, 15, 0]]),
         slot_mapping=torch.zeros(4, dtype=torch.long),

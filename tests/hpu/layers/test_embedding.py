@@ -1,4 +1,4 @@
-"""The vocabulary on several ranks: the exchange of greedy tokens."""
+"""Vocabulary sharded over several ranks: the exchange of greedy tokens."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ HIDDEN = 8
 
 
 def head_of(rank: int, size: int, weight: Tensor) -> ParallelLMHead:
-    """The head of a rank, with 100 in the rows that the vocabulary does not have."""
+    """LM head of a rank, with 100 in the padding rows."""
     group = ProcessGroup(range(size), rank)
     head = ParallelLMHead(HIDDEN, len(weight), dtype=weight.dtype, device=CPU, group=group)
     assert head.weight is not None
@@ -24,11 +24,11 @@ def head_of(rank: int, size: int, weight: Tensor) -> ParallelLMHead:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("vocab_size", [5, 321])
-def test_two_numbers_of_each_rank_tell_the_first_of_the_largest_logits(
+def test_a_value_and_a_token_per_rank_determine_the_first_largest_logit(
     size: int, vocab_size: int
 ) -> None:
     random = torch.Generator().manual_seed(0)
-    # Small integers, so that many logits are equal.
+    # Small integers give many equal logits.
     weight = torch.randint(-2, 3, (vocab_size, HIDDEN), generator=random).bfloat16()
     hidden = torch.randint(-2, 3, (64, HIDDEN), generator=random).bfloat16()
     logits = hidden @ weight.T
@@ -53,12 +53,12 @@ def test_a_row_whose_largest_logit_is_not_finite_has_no_token() -> None:
     pairs = [head_of(rank, 2, weight).local_max(hidden, lambda logits: logits) for rank in (0, 1)]
     values, tokens = (torch.stack(part, dim=1) for part in zip(*pairs, strict=True))
 
-    # 0 * NaN and 0 * infinity are in the logits of all tokens.
+    # 0 * NaN and 0 * infinity make the logits of all tokens NaN.
     assert first_of_largest(values, tokens).tolist() == [-1, -1, 2, 0]
 
 
 class _Recording(ProcessGroup):
-    """Gathers the same from both ranks."""
+    """Returns the same tensor for both ranks."""
 
     __slots__ = ("num_elements",)
 
@@ -67,7 +67,7 @@ class _Recording(ProcessGroup):
         return torch.cat((tensor, tensor), dim=dim)
 
 
-def test_two_numbers_of_a_row_are_exchanged() -> None:
+def test_two_numbers_per_row_are_exchanged() -> None:
     group = _Recording(range(2))
     head = ParallelLMHead(HIDDEN, 320, dtype=torch.float32, device=CPU, group=group)
     assert head.weight is not None

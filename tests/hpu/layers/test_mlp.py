@@ -8,7 +8,7 @@ from hpu.layers.mlp import ACTIVATIONS
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_is_the_one_of_that_name_in_transformers(name: str) -> None:
+def test_an_activation_equals_transformers_activation_of_that_name(name: str) -> None:
     x = torch.linspace(-4, 4, 33)
 
     found = ACTIVATIONS[name](x)

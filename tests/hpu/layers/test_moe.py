@@ -1,4 +1,5 @@
-"""Experts against a loop over tokens, on CPU and as other devices run them."""
+"""Experts compared with a loop over tokens, with the CPU's method and with the method of other
+devices."""
 
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 @pytest.fixture(params=["chosen", "all"])
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways through the experts; a device other than the CPU takes the second."""
+    """Both implementations of experts; devices other than the CPU use the second."""
     name: str = request.param
     if name == "all":
         monkeypatch.setattr(unquantized, "_apply_to_chosen", unquantized._apply_to_all)
@@ -65,7 +66,7 @@ def make_moe(
 
 
 def by_token(moe: MoE, hidden: Tensor, *, renormalize: bool) -> Tensor:
-    """Each token on its own, each of its experts as two products, in float32."""
+    """Reference: each token separately, each expert as two products in float32."""
     gate, w13, w2 = (
         weight.float()
         for weight in (moe.gate.weight, moe.experts.w13_weight, moe.experts.w2_weight)
@@ -85,7 +86,7 @@ def by_token(moe: MoE, hidden: Tensor, *, renormalize: bool) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_the_experts_of_each_token_are_summed_by_their_shares(
+def test_the_experts_of_each_token_are_summed_by_their_weights(
     method: str, dtype: torch.dtype, renormalize: bool
 ) -> None:
     moe = make_moe(dtype, renormalize=renormalize)
@@ -99,7 +100,7 @@ def test_the_experts_of_each_token_are_summed_by_their_shares(
     torch.testing.assert_close(found.float(), expected, rtol=limit, atol=limit)
 
 
-def test_an_expert_that_no_token_chose_and_one_that_all_chose(method: str) -> None:
+def test_a_batch_that_uses_a_single_expert_equals_separate_tokens(method: str) -> None:
     experts = make_experts(torch.float32)
     hidden, ones = torch.randn(4, HIDDEN), torch.ones(4, 1)
     ids = torch.full((4, 1), 3)
@@ -111,7 +112,21 @@ def test_an_expert_that_no_token_chose_and_one_that_all_chose(method: str) -> No
     torch.testing.assert_close(experts(hidden, ids, ones / 2), found / 2, rtol=1e-5, atol=1e-6)
 
 
-def test_on_another_device_no_shape_depends_on_the_choice() -> None:
+def test_an_expert_that_overflows_affects_only_tokens_that_chose_it(method: str) -> None:
+    experts = make_experts(torch.float32)
+    hidden, ids = torch.randn(4, HIDDEN), torch.tensor([[0, 2], [1, 3], [2, 4], [3, 1]])
+    weights = torch.rand(4, TOP_K)
+    expected = experts(hidden, ids, weights)
+    assert experts.w2_weight is not None
+    experts.w2_weight[3] = torch.inf
+
+    found = experts(hidden, ids, weights)
+
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    assert not found[[1, 3]].isfinite().any()
+
+
+def test_experts_on_the_meta_device_have_no_data_dependent_shapes() -> None:
     meta = torch.device("meta")
     experts = Experts(
         NUM_EXPERTS, HIDDEN, INNER, activation="silu", dtype=torch.bfloat16, device=meta
@@ -153,7 +168,7 @@ def test_biases_of_the_second_product_are_added_by_one_rank(method: str) -> None
     for rank in (0, 1):
         group = ProcessGroup(range(2), rank)
         shard = make_experts(torch.float32, group, clamped, has_bias=True)
-        # Gate and up of a feature are neighbours.
+        # Gate and up of a feature are adjacent.
         for name, dim in (("w13_weight", 1), ("w13_bias", 1), ("w2_weight", 2)):
             getattr(shard, name).copy_(getattr(whole, name).chunk(2, dim)[rank])
         shard.w2_bias.copy_(whole.w2_bias)  # type: ignore[union-attr, arg-type]  # there are biases
@@ -188,7 +203,7 @@ def test_groups_are_chosen_by_their_two_best_experts(renormalize: bool) -> None:
 def test_groups_are_chosen_by_their_best_expert() -> None:
     router = TopKRouter(2, False, num_groups=2, top_groups=1, group_scoring="max")
 
-    # The two best of the first group have the larger sum.
+    # By the sum of the best two experts, the first group would win.
     ids, weights = router(torch.tensor([[0.5, 0.4, 0.6, -9.0]]))
 
     assert ids.tolist() == [[2, 3]]
@@ -203,7 +218,7 @@ def test_weights_whose_sum_rounds_to_zero_are_finite() -> None:
     assert weights.tolist() == [[0.0, 0.0]]
 
 
-def test_logits_choose_where_their_sigmoids_are_equal() -> None:
+def test_logits_break_ties_of_equal_sigmoids() -> None:
     router = TopKRouter(1, False, scoring="sigmoid")
 
     ids, weights = router(torch.tensor([[20.0, 40.0, 30.0]]))
@@ -211,9 +226,9 @@ def test_logits_choose_where_their_sigmoids_are_equal() -> None:
     assert (ids.tolist(), weights.tolist()) == ([[1]], [[1.0]])
 
 
-def test_a_sparse_mixer_weighs_each_expert_among_those_close_to_it() -> None:
+def test_a_sparse_mixer_normalizes_each_expert_among_close_logits() -> None:
     router = SparseMixer(0.05)
-    # Only 9.5 is within a tenth of the highest; 8.8 is within a tenth of 9.5.
+    # Only 9.5 is within a tenth of the highest logit; 8.8 is within a tenth of 9.5.
     logits = torch.tensor([[10.0, 8.8, 9.5, -3.0]])
 
     ids, weights = router(logits)

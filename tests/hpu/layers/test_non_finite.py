@@ -1,4 +1,4 @@
-"""NonFiniteGuard: a token that is not finite is known wherever its slot of the KV cache is read."""
+"""NonFiniteGuard: a non-finite token is detected wherever its slot of the KV cache is read."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def guard() -> NonFiniteGuard:
 
 
 def slots(blocks: list[int], first: int, count: int, length: int) -> list[int]:
-    """Slots of `count` tokens from position `first` on, then of padding."""
+    """Slots of `count` tokens from position `first` on, followed by padding."""
     found = [
         blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for position in range(first, first + count)
@@ -34,7 +34,7 @@ def slots(blocks: list[int], first: int, count: int, length: int) -> list[int]:
 
 
 def prefill(rows: list[tuple[list[int], int, int]], length: int) -> PrefillAttentionInputs:
-    """Rows of (blocks, cached tokens, new tokens)."""
+    """Prefill inputs for rows of (blocks, cached tokens, new tokens)."""
     most = max(-(-cached // BLOCK_SIZE) for _, cached, _ in rows)
     lists = [
         (blocks[: -(-cached // BLOCK_SIZE)] + [PAD_BLOCK] * most)[:most]
@@ -57,30 +57,30 @@ def hidden(batch: int, length: int, *bad: tuple[int, int], value: float = NAN) -
 
 
 def ended(made: NonFiniteGuard, states: Tensor, inputs: AttentionInputs) -> list[list[bool]]:
-    """The tokens all of whose numbers are NaN."""
+    """Tokens whose values are all NaN."""
     found: list[list[bool]] = made(states, inputs).isnan().all(-1).tolist()
     return found
 
 
-def test_a_prompt_ends_with_its_later_tokens_and_no_other_prompt_does() -> None:
+def test_a_non_finite_token_poisons_only_its_own_prompt() -> None:
     inputs = prefill([([0, 1], 0, 5), ([2], 0, 2)], 5)
 
     assert ended(guard(), hidden(2, 5, (0, 1)), inputs) == [[True] * 5, [False] * 5]
 
 
-def test_an_infinity_ends_a_prompt_as_well() -> None:
+def test_an_infinite_value_poisons_its_prompt() -> None:
     inputs = prefill([([0], 0, 3)], 3)
 
     assert ended(guard(), hidden(1, 3, (0, 1), value=-INF), inputs) == [[True] * 3]
 
 
-def test_padding_that_is_not_finite_ends_no_prompt() -> None:
+def test_non_finite_padding_poisons_no_prompt() -> None:
     inputs = prefill([([0], 0, 2), ([1], 0, 3)], 3)
 
     assert ended(guard(), hidden(2, 3, (0, 2)), inputs) == [[False] * 3, [False] * 3]
 
 
-def test_a_later_chunk_ends_and_so_does_a_prompt_that_shares_the_block() -> None:
+def test_later_chunks_and_prompts_that_share_the_block_are_poisoned() -> None:
     made = guard()
     made(hidden(1, 4, (0, 2)), prefill([([3], 0, 4)], 4))
 
@@ -90,7 +90,7 @@ def test_a_later_chunk_ends_and_so_does_a_prompt_that_shares_the_block() -> None
     assert ended(made, hidden(3, 2), inputs) == expected
 
 
-def test_a_prompt_ends_behind_a_decode_of_its_prefix() -> None:
+def test_a_prompt_is_poisoned_by_a_decode_of_its_prefix() -> None:
     made = guard()
     none = torch.zeros(1, dtype=torch.int64)
     inputs = DecodeAttentionInputs(none.view(1, 1), torch.tensor([14]), *[none] * 4)
@@ -99,7 +99,7 @@ def test_a_prompt_ends_behind_a_decode_of_its_prefix() -> None:
     assert ended(made, hidden(1, 1), prefill([([3, 0], 4, 1)], 1)) == [[True]]
 
 
-def test_slots_behind_the_last_token_and_slots_that_are_written_again_end_nothing() -> None:
+def test_unused_and_overwritten_slots_poison_no_prompt() -> None:
     made = guard()
     made(hidden(1, 4, (0, 1), (0, 3)), prefill([([3], 0, 4)], 4))
 
@@ -108,10 +108,11 @@ def test_slots_behind_the_last_token_and_slots_that_are_written_again_end_nothin
     assert ended(made, hidden(1, 1), prefill([([3], 2, 1)], 1)) == [[False]]
 
 
-def test_sequences_in_one_row_end_by_themselves() -> None:
+def test_sequences_in_one_row_are_poisoned_separately() -> None:
     made = guard()
     made(hidden(1, 4, (0, 0)), prefill([([3], 0, 4)], 4))
-    # Three sequences: behind the block with the token, without context, and behind another block.
+    # Three sequences in a row: with a non-finite token in the context, without context, and with
+    # a finite context.
     inputs = PrefillAttentionInputs(
         positions=torch.tensor([[4, 0, 1, 4, 5, 0]]),
         slot_mapping=torch.tensor(
@@ -127,7 +128,7 @@ def test_sequences_in_one_row_end_by_themselves() -> None:
     assert found == [[True, True, True, False, False, False]]
 
 
-def test_a_text_ends_whole() -> None:
+def test_a_non_finite_token_poisons_its_whole_text() -> None:
     inputs = TextAttentionInputs(
         positions=torch.zeros(2, 3, dtype=torch.int64),
         types=torch.zeros(2, 3, dtype=torch.int64),
@@ -138,7 +139,9 @@ def test_a_text_ends_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_heads_are_zeroed_on_a_card_and_their_tokens_told(dtype: torch.dtype) -> None:
+def test_non_finite_numbers_are_zeroed_on_a_card_and_their_tokens_reported(
+    dtype: torch.dtype,
+) -> None:
     heads = torch.ones(1, 3, 2, 2, dtype=dtype)
     heads[0, 0, 1, 0], heads[0, 2, 0, 1] = NAN, INF
 

@@ -1,4 +1,4 @@
-"""The weights of an adapter of stacked experts, in the two orders in which tools store them."""
+"""Weights of an adapter of stacked experts, in both orders in which tools store them."""
 
 import json
 from pathlib import Path
@@ -34,8 +34,7 @@ def by_parameter(layouts: dict[str, str]) -> dict[str, Any]:
 
 
 def loaded(folder: Path, mixture: Path, grouped: dict[str, str], **fields: Any) -> list[LowRank]:
-    """The weights of an adapter whose `grouped` parameters have a block of columns for each
-    expert."""
+    """Weights of an adapter whose `grouped` parameters store one block of columns per expert."""
     parameters = ["experts.gate_up_proj", "experts.down_proj"]
     write_adapter(folder, mixture, targets=["q_proj"], rank=RANK, target_parameters=parameters)
     file = folder / "adapter_model.safetensors"
@@ -69,7 +68,7 @@ def loaded(folder: Path, mixture: Path, grouped: dict[str, str], **fields: Any) 
         ),
     ],
 )
-def test_columns_that_unsloth_groups_by_expert_are_those_of_peft(
+def test_columns_grouped_by_expert_equal_peft(
     grouped: dict[str, str], fields: dict[str, Any], tmp_path: Path, mixture: Path
 ) -> None:
     expected = loaded(tmp_path / "peft", mixture, {})

@@ -27,7 +27,7 @@ def load_message(folder: Path, base: Path) -> LoadAdapter:
 
 
 def next_messages(worker: Worker, count: int) -> list[Any]:
-    """Polled: `on_message` is for a waiting thread."""
+    """Poll for messages, because `on_message` is for a waiting thread."""
     messages: list[Any] = []
     deadline = time.monotonic() + 60
     while len(messages) < count and time.monotonic() < deadline:
@@ -37,7 +37,7 @@ def next_messages(worker: Worker, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
+def test_an_adapter_is_reported_when_its_read_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     base = make_tiny("llama", tmp_path / "base")
@@ -64,20 +64,18 @@ def test_an_adapter_that_is_being_read_is_reported_when_it_is_read(
         error = "one cannot be read" if fails else None
         assert early == []
         assert late == [AdapterLoaded(message.content, error)] * 2
-        manager = worker._lora
+        manager = worker.loaded.lora
         assert list(manager._host) == ([] if fails else [message.content])
         worker.handle(message)
         assert next_messages(worker, 1) == late[:1]
-        # The memory of adapters is free while the worker sleeps.
+        # Adapters take no memory while the worker sleeps.
         worker.sleep(1)
         assert not manager._host
     finally:
         worker.close()
 
 
-def test_a_read_that_fails_forgets_no_later_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_drops_no_later_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folder = write_adapter(tmp_path / "one", base)
     message = load_message(folder, base)
@@ -102,6 +100,6 @@ def test_a_read_that_fails_forgets_no_later_read(
         loaded = next_messages(worker, 2)
 
         assert [answer.error for answer in loaded] == ["one cannot be read", None]
-        assert list(worker._lora._host) == [message.content]
+        assert list(worker.loaded.lora._host) == [message.content]
     finally:
         worker.close()

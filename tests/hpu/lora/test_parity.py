@@ -1,4 +1,4 @@
-"""Adapters against the same merged into the weights, in float32."""
+"""Adapters compared with the same adapters merged into the weights, in float32."""
 
 import shutil
 from pathlib import Path
@@ -42,7 +42,7 @@ def answers(llm: LLM, prompts: list[str], **options: Any) -> Tokens:
 
 
 def mixed(llm: LLM, names: list[str | None]) -> dict[str | None, Tokens]:
-    """The answers to PROMPTS with each adapter, all in one batch."""
+    """Answers to PROMPTS with each adapter, all in one batch."""
     requests = [None if name is None else LoRARequest(name, 1) for name in names]
     found = answers(
         llm, PROMPTS * len(names), lora_request=[request for request in requests for _ in PROMPTS]
@@ -84,7 +84,7 @@ def check(
     assert found == expected
 
 
-def test_several_adapters_in_one_batch_are_as_merged_weights(tmp_path: Path) -> None:
+def test_several_adapters_in_one_batch_equal_merged_weights(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(
@@ -110,7 +110,9 @@ def test_embedding_and_head_have_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "phi3"])
-def test_families_with_other_layers(family: str, tmp_path: Path) -> None:
+def test_adapters_of_families_with_other_layers_equal_merged_weights(
+    family: str, tmp_path: Path
+) -> None:
     base = make_tiny(family, tmp_path / "base")
     targets = LINEAR if family != "phi3" else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     adapter = write_adapter(tmp_path / "one", base, targets=targets, seed=1)
@@ -171,7 +173,7 @@ def test_tensor_parallel_ranks_divide_adapters_of_experts(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
-def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
+def test_adapters_on_the_emulated_card_equal_merged_weights(mode: str, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, seed=1)
     two = write_adapter(tmp_path / "two", base, targets=(*ATTENTION, "lm_head", "embed_tokens"))
@@ -188,7 +190,7 @@ def test_on_the_emulated_card(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fully", [False, True])
-def test_on_two_emulated_cards(fully: bool, tmp_path: Path) -> None:
+def test_adapters_on_two_emulated_cards_equal_merged_weights(fully: bool, tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, rank=5, seed=1)
 
@@ -228,7 +230,8 @@ PEFT_WARNS = pytest.mark.filterwarnings(
 
 
 def check_peft(tmp_path: Path, family: str, config: dict[str, Any], **settings: Any) -> None:
-    """An adapter that PEFT writes gives the same answers as the weights that PEFT merges."""
+    """Check that an adapter written by PEFT gives the same answers as the weights that PEFT
+    merges."""
     peft: Any = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -270,7 +273,7 @@ def check_peft(tmp_path: Path, family: str, config: dict[str, Any], **settings: 
         ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 2}}),
     ],
 )
-def test_adapters_that_peft_writes_are_as_it_merges_them(
+def test_adapters_written_by_peft_equal_its_merged_weights(
     family: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     check_peft(tmp_path, family, config)
@@ -279,14 +282,14 @@ def test_adapters_that_peft_writes_are_as_it_merges_them(
 @pytest.mark.slow
 @PEFT_WARNS
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_experts_that_peft_adapts_one_by_one_are_as_it_merges_them(
+def test_separate_expert_adapters_of_peft_equal_its_merged_weights(
     ranks: int, tmp_path: Path
 ) -> None:
     peft: Any = pytest.importorskip("peft")
     base = make_tiny("qwen3_moe", tmp_path / "base")
     weights = load_file(base / "model.safetensors")
-    # Transformers merges experts, and peft adapts linear layers: these layers have the checkpoint's
-    # names.
+    # Transformers stacks experts, and PEFT adapts linear layers, so these layers get the
+    # checkpoint's names.
     layers = nn.Module()
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
@@ -340,7 +343,7 @@ STACKS: dict[str, dict[str, Any]] = {
 
 @PEFT_WARNS
 @pytest.mark.parametrize("family", STACKS)
-def test_stacks_of_experts_that_peft_adapts_are_as_it_merges_them(
+def test_stacked_expert_adapters_of_peft_equal_its_merged_weights(
     family: str, tmp_path: Path
 ) -> None:
     check_peft(tmp_path, family, STACKS[family])
@@ -349,7 +352,9 @@ def test_stacks_of_experts_that_peft_adapts_are_as_it_merges_them(
 @pytest.mark.slow
 @PEFT_WARNS
 @pytest.mark.parametrize("family", ["qwen2_moe"])
-def test_stacks_of_experts_on_the_emulated_card(family: str, tmp_path: Path) -> None:
+def test_adapters_of_stacked_experts_on_the_emulated_card_equal_merged_weights(
+    family: str, tmp_path: Path
+) -> None:
     check_peft(tmp_path, family, STACKS[family], **CARD, emulator_strict=True)
 
 

@@ -33,8 +33,8 @@ CPU: dict[str, Any] = {**SMALL, "device": "cpu", "max_num_seqs": 8, "num_gpu_blo
 
 
 def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
-    """Four adapters share two slots and three places in host memory; blocks are few, so that
-    requests are preempted; what each answers is what it answers alone on a CPU."""
+    """Four adapters share two slots and three places in host memory, with few blocks, so that
+    requests are preempted. Each answer equals the answer of a single request on a CPU."""
     base = make_tiny("llama", tmp_path / "base")
     folders = {
         name: write_adapter(
@@ -110,7 +110,7 @@ def test_encoders_have_adapters(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_an_adapter_in_gguf_answers_as_in_a_folder(name: str, tmp_path: Path) -> None:
+def test_a_gguf_adapter_gives_the_answers_of_a_peft_folder(name: str, tmp_path: Path) -> None:
     base = make_tiny(name, tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, targets=(*LINEAR, "embed_tokens"))
     architecture = {"llama": "llama", "qwen3_moe": "qwen3moe"}[name]
@@ -148,7 +148,7 @@ def test_pipeline_stages_have_adapters(tmp_path: Path) -> None:
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_grammars_beams_and_n_are_those_of_the_merged_weights(tmp_path: Path) -> None:
+def test_grammars_beams_and_n_equal_merged_weights(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     first = write_adapter(tmp_path / "one", base)
     schema = {
@@ -188,7 +188,7 @@ def test_grammars_beams_and_n_are_those_of_the_merged_weights(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_adapter_whose_files_change_fails_its_requests_alone(
+def test_an_adapter_whose_files_change_fails_only_its_requests(
     num_ranks: int, tmp_path: Path
 ) -> None:
     base = make_tiny("llama", tmp_path / "base")
@@ -215,7 +215,7 @@ def test_an_adapter_whose_files_change_fails_its_requests_alone(
 
 
 @pytest.mark.slow
-def test_prompts_behind_each_other_in_a_row_have_their_own_adapters(tmp_path: Path) -> None:
+def test_prompts_in_one_row_have_their_own_adapters(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
     modules = [f"{folder.name}={folder}" for folder in folders]
@@ -296,7 +296,9 @@ def test_a_card_verifies_drafts_by_the_adapter_of_their_request(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
-def test_drafts_of_adapters_with_prefix_hits_and_preemptions(method: str, tmp_path: Path) -> None:
+def test_drafts_with_adapters_prefix_hits_and_preemptions_change_no_token(
+    method: str, tmp_path: Path
+) -> None:
     base = make_tiny("llama", tmp_path / "base")
     folders = [write_adapter(tmp_path / name, base, seed=ord(name)) for name in "ab"]
     settings: dict[str, Any] = {**CPU, "enable_lora": True, "max_loras": 2, "block_size": 8}

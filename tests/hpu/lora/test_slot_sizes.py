@@ -1,4 +1,4 @@
-"""The memory of adapter slots, estimated from config.json, equals the slots' memory on a card."""
+"""Memory of adapter slots, estimated from config.json, equals the slots' real memory on a card."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ FAMILIES = ("llama", "gemma2", "deepseek_v3", "mixtral", "gpt_oss", "qwen3_next"
 
 @pytest.mark.parametrize("targets", [("none",), EXTRA_TARGETS], ids=["linear", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_slots_take_what_is_estimated(
+def test_slots_take_the_estimated_memory(
     tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
     base = make_tiny(family, tmp_path)
@@ -40,7 +40,7 @@ def test_slots_take_what_is_estimated(
         backend.close()
 
 
-def test_cards_divide_both_matrices_if_asked_to(tmp_path: Path) -> None:
+def test_fully_sharded_loras_halve_the_slots_of_each_of_two_cards(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path)
     facts = read_model_config(str(base))
 

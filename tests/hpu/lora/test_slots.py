@@ -1,5 +1,5 @@
-"""Slots of layers on cards: rows of other adapters, and rows without one, beside an adapter that is
-not finite."""
+"""Adapter slots of layers on cards: rows with other adapters, and rows without an adapter, beside a
+non-finite adapter."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpu.layers.moe import Experts
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
-from hpu.lora.experts import ExpertSlots
+from hpu.lora.experts import ExpertSlots, LoRAMoEMethod
 from hpu.lora.slots import LayerShape, PaddedSlots
 from hpu.protocol import NO_SLOT
 
+CPU = torch.device("cpu")
 SIZE, RANK = 12, 4
 ROWS = torch.tensor([0, 1, NO_SLOT, 2, 1])
-"""Slot 1 has the adapter that is not finite."""
+"""Slot 1 holds the non-finite adapter."""
 OTHERS = [0, 2, 3]
 
 BAD = {
@@ -32,7 +34,7 @@ def weights(seed: int, output: int = 0, expert: int = 0) -> LowRank:
 
 
 def make_context() -> LoRAContext:
-    context = LoRAContext(3, RANK, torch.float32, torch.device("cpu"), groups_rows=False)
+    context = LoRAContext(3, RANK, torch.float32, CPU, groups_rows=False)
     context.begin(ROWS)
     return context
 
@@ -42,7 +44,8 @@ def copy(stack: Tensor, index: Tensor, source: Tensor) -> Tensor:
 
 
 def results(poison: Callable[[Tensor, Tensor], object] | None) -> dict[str, Tensor]:
-    """What each kind of slots adds to the rows, with `poison` in an adapter of slot 1."""
+    """Outputs that each kind of slots adds to the rows, after `poison` was applied to the adapter
+    of slot 1."""
     context = make_context()
     x = torch.randn((len(ROWS), 2, SIZE), generator=torch.Generator().manual_seed(1))
     ids = torch.arange(2 * len(ROWS)).view(len(ROWS), 2)
@@ -76,7 +79,7 @@ def results(poison: Callable[[Tensor, Tensor], object] | None) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_adapter_that_is_not_finite_reaches_only_its_own_rows(name: str) -> None:
+def test_a_non_finite_adapter_affects_only_its_own_rows(name: str) -> None:
     expected = results(None)
 
     found = results(BAD[name])
@@ -86,7 +89,31 @@ def test_an_adapter_that_is_not_finite_reaches_only_its_own_rows(name: str) -> N
         assert not rows[[1, 4]].isfinite().all(-1).any(), kind
 
 
-def test_the_selection_of_a_slot_gives_what_a_mask_of_ones_gave() -> None:
+def test_an_expert_adapter_that_overflows_affects_only_tokens_that_chose_the_expert() -> None:
+    context, found = make_context(), []
+    base = Experts(2, SIZE, SIZE, activation="silu", dtype=torch.float32, device=CPU)
+    hidden = torch.randn((len(ROWS), SIZE), generator=torch.Generator().manual_seed(1))
+    for parameter in base.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator()))
+    for size in (1.0, 1e38):
+        w13 = ExpertSlots(2, SIZE, [SIZE, SIZE], context)
+        w2 = ExpertSlots(2, SIZE, [SIZE], context)
+        for slots, outputs in ((w13, 2), (w2, 1)):
+            parts = [weights(1, output, expert) for output in range(outputs) for expert in range(2)]
+            for part in parts:
+                part.a.mul_(size if part.expert == 1 else 1.0)
+            slots.set(1, slots.stage(parts))
+        method = LoRAMoEMethod(base.method, context, w13, w2)
+        # Row 4, of the adapter too, chose the other expert.
+        ids, ones = torch.tensor([[1], [1], [1], [0], [0]]), torch.ones(len(ROWS), 1)
+        found.append(method.apply(base, hidden, ids, ones))
+
+    others = [0, 2, 3, 4]
+    assert torch.equal(found[0][others], found[1][others])
+    assert not found[1][1].isfinite().all()
+
+
+def test_selecting_a_slot_equals_a_masked_product_over_all_slots() -> None:
     context = make_context()
     context.begin(torch.tensor([[0, 1, NO_SLOT], [2, 2, 1]]))
     shape = LayerShape(SIZE, (SIZE, SIZE))

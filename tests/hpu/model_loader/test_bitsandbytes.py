@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes: vectors that its release 0.50.2 has made and dequantized."""
+"""bitsandbytes weights, compared with vectors that its release 0.50.2 produced and dequantized."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ ROLES: dict[str, Role] = {
 
 
 def parts_of(name: str) -> tuple[dict[Role, Tensor], Tensor]:
-    """The tensors of a weight, and eight of its rows dequantized."""
+    """Tensors of a weight, and eight of its dequantized rows."""
     own = {
         key.removeprefix(f"{name}."): tensor
         for key, tensor in load_file(VECTORS).items()
@@ -39,7 +39,7 @@ def parts_of(name: str) -> tuple[dict[Role, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(("name", "rows"), [("nf4", 8), ("fp4", 8), ("nested", 128)])
-def test_a_weight_is_what_the_tool_dequantizes(name: str, rows: int) -> None:
+def test_a_weight_equals_the_tools_dequantization(name: str, rows: int) -> None:
     parts, expected = parts_of(name)
 
     found = decode_flat(parts, (rows, 192), name)
@@ -48,7 +48,7 @@ def test_a_weight_is_what_the_tool_dequantizes(name: str, rows: int) -> None:
     torch.testing.assert_close(found[:: rows // 8], expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_weight_in_8_bits_is_what_the_tool_dequantizes() -> None:
+def test_an_8_bit_weight_equals_the_tools_dequantization() -> None:
     vectors = load_file(VECTORS)
 
     scales = vectors["int8.SCB"].unsqueeze(1) * SCB_FACTOR
@@ -60,11 +60,13 @@ def test_a_weight_in_8_bits_is_what_the_tool_dequantizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shape": [192, 8]}, r"quant_state of nf4 has shape \[192, 8\], .* needs \[8, 192\]"),
-        ({"blocksize": 128}, "has blocksize 128, this model needs 64"),
+        ({"shape": [192, 8]}, r"quant_state of nf4 has shape \[192, 8\], it must be \[8, 192\]"),
+        ({"blocksize": 128}, "has blocksize 128, it must be 64"),
     ],
 )
-def test_another_state_is_an_error_with_both(change: dict[str, object], message: str) -> None:
+def test_a_different_state_is_refused_with_both_states(
+    change: dict[str, object], message: str
+) -> None:
     parts, _ = parts_of("nf4")
     state = {**json.loads(bytes(parts["state"].tolist())), **change}
     parts["state"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
@@ -73,7 +75,16 @@ def test_another_state_is_an_error_with_both(change: dict[str, object], message:
         decode_flat(parts, (8, 192), "nf4")
 
 
-def test_scales_that_are_not_numbers_are_an_error() -> None:
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000])
+def test_a_state_that_is_not_json_is_an_error(text: bytes) -> None:
+    parts, _ = parts_of("nf4")
+    parts["state"] = torch.tensor(list(text), dtype=torch.uint8)
+
+    with pytest.raises(CheckpointError, match="quant_state of nf4 is not JSON"):
+        decode_flat(parts, (8, 192), "nf4")
+
+
+def test_nan_scales_are_an_error() -> None:
     parts, _ = parts_of("nf4")
     parts["blocks"][3] = torch.nan
 
@@ -83,13 +94,13 @@ def test_scales_that_are_not_numbers_are_an_error() -> None:
 
 def test_other_settings_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"bnb_4bit_quant_storage .* is 'bfloat16', served is one"
+        ConfigError, match=r"bnb_4bit_quant_storage .* is 'bfloat16', it must be one"
     ):
         raw = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
         read_bitsandbytes(Fields(raw, "config.json"))
 
 
-def test_a_wrong_number_of_blocks_is_an_error_with_both(tmp_path: Path) -> None:
+def test_a_wrong_number_of_blocks_is_refused_with_both_numbers(tmp_path: Path) -> None:
     folder = make_quantized(FORMATS["nf4"], tmp_path).folder
     name = "model.layers.0.mlp.down_proj.weight.absmax"
     replace_tensor(folder, name, lambda scales: scales[:-1])

@@ -1,4 +1,4 @@
-"""Random weights: models start from a bare config.json on every back end."""
+"""Random weights: models start with only a config.json on every back end."""
 
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ NEEDS_INTERFACES = pytest.mark.skipif(
     transformers_before("5.18"), reason="needs the interfaces of 5.18"
 )
 NEEDS_PACKED = pytest.mark.skipif(
-    not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no packed product"
+    not can_pack(torch.bfloat16, torch.device("cpu")), reason="this CPU has no packed kernel"
 )
 
 
 def _bare(family: str, folder: Path) -> Path:
-    """A folder with the config.json of a tiny checkpoint alone."""
+    """A folder with only the config.json of a tiny checkpoint."""
     whole = make_tiny(family, folder / "whole")
     bare = folder / "bare"
     bare.mkdir()
@@ -81,7 +81,7 @@ def test_a_bare_config_runs_and_gives_the_same_tokens_each_time(
         with working(folder, load_format=DUMMY, **settings) as rig:
             found.append(greedy(rig, count=4))
 
-    # Not finite logits would have been an error.
+    # Non-finite logits would have been an error.
     assert found[0] == found[1]
     assert all(token >= 0 for tokens in found[0] for token in tokens)
     assert "Weights: random, no files are read" in caplog.text

@@ -1,4 +1,4 @@
-"""Weights from safetensors: every file layout, and an error for everything that does not fit."""
+"""Weights from safetensors: every file layout, and an error for every mismatch."""
 
 import json
 from itertools import pairwise
@@ -26,7 +26,7 @@ from hpu.models.registry import build_model
 
 WEIGHTS = "model.safetensors"
 SIDE = 1536
-"""Rows and columns of the matrices of 9 MiB in float32 that memory is measured with."""
+"""Rows and columns of the 9 MiB float32 matrices for measuring memory."""
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,15 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy of the checkpoint that a test may spoil."""
+    """A copy of the checkpoint that a test may damage."""
     for file in original.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
 
 
 def _change(folder: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of the checkpoint, None takes one away; two underscores are a dot."""
+    """Replace tensors of the checkpoint; None removes a tensor, and two underscores stand in for a
+    dot."""
     tensors = load_file(folder / WEIGHTS)
     for key, tensor in changes.items():
         name = key.replace("__", ".")
@@ -57,7 +58,7 @@ def _state(folder: Path) -> dict[str, Tensor]:
     return dict(load_decoder(folder).state_dict())
 
 
-def test_merged_projections_hold_their_parts_one_below_the_other(original: Path) -> None:
+def test_merged_projections_are_concatenated_by_rows(original: Path) -> None:
     tensors = load_file(original / WEIGHTS)
     prefix = "model.layers.1.self_attn."
 
@@ -69,7 +70,7 @@ def test_merged_projections_hold_their_parts_one_below_the_other(original: Path)
     assert torch.equal(state["model.layers.1.self_attn.qkv_proj.bias"], torch.cat(biases))
 
 
-def test_shards_give_the_same_weights_as_one_file(original: Path, tmp_path: Path) -> None:
+def test_shards_give_the_same_weights_as_a_single_file(original: Path, tmp_path: Path) -> None:
     sharded = make_tiny("llama", tmp_path, attention_bias=True, max_shard_size="100KB")
 
     state = _state(sharded)
@@ -109,12 +110,12 @@ def test_progress_counts_bytes_up_to_the_total(original: Path) -> None:
 
 
 class _Matrices(nn.Module):
-    """Parameters that are each a tensor of a checkpoint in another dtype."""
+    """A model whose parameters are each a checkpoint tensor in another dtype."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         for name in names:
-            # Zeros would not be in memory before they are written.
+            # Unwritten zeros would not be resident in memory.
             filled = torch.ones(SIDE, SIDE, dtype=torch.bfloat16)
             self.register_parameter(name, nn.Parameter(filled, requires_grad=False))
         self.weight_map = WeightMap(tuple(WeightSpec(name, (SIDE, SIDE), name) for name in names))
@@ -130,7 +131,7 @@ def _memory_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def test_no_more_than_one_shard_is_in_memory_beside_the_weights(tmp_path: Path) -> None:
+def test_loading_needs_at_most_one_shard_beside_the_weights(tmp_path: Path) -> None:
     num_shards, per_shard = 6, 4
     names = [[f"{shard}_{index}" for index in range(per_shard)] for shard in range(num_shards)]
     for shard, inside in enumerate(names):
@@ -138,7 +139,7 @@ def test_no_more_than_one_shard_is_in_memory_beside_the_weights(tmp_path: Path) 
         save_file(tensors, tmp_path / f"{shard}.safetensors")
     model = _Matrices([name for inside in names for name in inside])
     before = _memory_bytes("VmRSS")
-    # Restarts the peak: https://docs.kernel.org/filesystems/proc.html
+    # Reset the peak: https://docs.kernel.org/filesystems/proc.html
     Path("/proc/self/clear_refs").write_text("5")
 
     load_weights(model, str(tmp_path), on_progress=lambda done, total: None)
@@ -150,7 +151,7 @@ def test_no_more_than_one_shard_is_in_memory_beside_the_weights(tmp_path: Path) 
             assert (model.get_parameter(name) == shard).all()
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(folder: Path) -> None:
+def test_a_file_that_is_truncated_while_it_is_read_is_named(folder: Path) -> None:
     stored = read_header(folder / WEIGHTS)[-1]
     with (folder / WEIGHTS).open("r+b") as file:
         file.truncate(stored.offset + 1)
@@ -183,7 +184,7 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
         (2, ((1, 2), (5, 11))),
     ],
 )
-def test_intervals_of_a_tensor_are_read_and_nothing_else(
+def test_only_the_requested_intervals_of_a_tensor_are_read(
     dim: int,
     intervals: tuple[Interval, ...],
     piece_bytes: int,
@@ -192,7 +193,7 @@ def test_intervals_of_a_tensor_are_read_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(tensor_reader, "PIECE_BYTES", piece_bytes)
     tensor = torch.arange(5 * 7 * 11, dtype=torch.int16).view(5, 7, 11)
-    # In front of it, so that it begins within a page.
+    # Tensor "a" comes first, so that "b" does not begin at a page boundary.
     save_file({"a": torch.zeros(3, dtype=torch.int32), "b": tensor}, tmp_path / WEIGHTS)
     (stored,) = (item for item in read_header(tmp_path / WEIGHTS) if item.name == "b")
     expected = torch.cat([tensor.narrow(dim, a, b - a) for a, b in intervals], dim)
@@ -205,7 +206,7 @@ def test_intervals_of_a_tensor_are_read_and_nothing_else(
     assert torch.equal(target, expected)
 
 
-def test_a_file_that_became_shorter_ends_within_its_columns(tmp_path: Path) -> None:
+def test_reading_columns_of_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / WEIGHTS
     save_file({"a": torch.zeros(64, 64)}, file)
     (stored,) = read_header(file)
@@ -238,7 +239,7 @@ def test_experts_are_stacked_with_gate_before_up(experts: Path) -> None:
         assert torch.equal(state[f"{prefix}w2_weight"][index], down)
 
 
-def test_merged_experts_fill_the_same_parameters(tmp_path: Path) -> None:
+def test_merged_expert_tensors_are_loaded_into_the_same_parameters(tmp_path: Path) -> None:
     folder = make_tiny("granitemoeshared", tmp_path)
     tensors = load_file(folder / WEIGHTS)
 
@@ -276,7 +277,7 @@ def test_layers_that_predict_further_tokens_are_left_out(experts: Path) -> None:
 def test_an_unexpected_tensor_is_named(folder: Path) -> None:
     _change(folder, model__layers__0__mlp__extra__weight=torch.zeros(2))
 
-    with pytest.raises(ConfigError, match=r"no place for model.layers.0.mlp.extra.weight in"):
+    with pytest.raises(ConfigError, match=r"does not have model.layers.0.mlp.extra.weight in"):
         load_decoder(folder)
 
 
@@ -299,11 +300,11 @@ def test_all_kinds_of_mismatches_are_named_in_one_error(folder: Path) -> None:
         load_decoder(folder)
 
     assert str(error.value) == (
-        f"the tensors in {folder} are not the model's: "
-        "model.layers.0.self_attn.k_proj.weight in model.safetensors is 64x64, the model needs "
-        "32x64; 1 of 29 are missing: model.layers.1.mlp.up_proj.weight 128x64; this model has no "
-        "place for model.extra_0 in model.safetensors, model.extra_1 in model.safetensors, "
-        "model.extra_2 in model.safetensors, model.extra_3 in model.safetensors, model.extra_4 in "
+        f"the tensors in {folder} do not match the model: model.layers.0.self_attn.k_proj.weight "
+        "in model.safetensors is 64x64, the model needs 32x64; 1 of 29 are missing: "
+        "model.layers.1.mlp.up_proj.weight 128x64; the model does not have model.extra_0 in "
+        "model.safetensors, model.extra_1 in model.safetensors, model.extra_2 in "
+        "model.safetensors, model.extra_3 in model.safetensors, model.extra_4 in "
         "model.safetensors and 2 more"
     )
 
@@ -315,13 +316,13 @@ def test_integer_weights_are_refused_as_quantised(folder: Path) -> None:
         load_decoder(folder)
 
 
-def test_frequencies_kept_by_old_checkpoints_are_passed_over(folder: Path) -> None:
+def test_rope_frequencies_of_old_checkpoints_are_ignored(folder: Path) -> None:
     _change(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8))
 
     load_decoder(folder)
 
 
-def test_a_head_in_a_tied_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_an_lm_head_in_a_tied_checkpoint_is_ignored(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, tie_word_embeddings=True)
     _change(folder, lm_head__weight=torch.zeros(320, 64))
 
@@ -334,29 +335,29 @@ def test_a_head_in_a_tied_checkpoint_is_passed_over(tmp_path: Path) -> None:
 def test_pickles_are_refused_by_name(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
-    with pytest.raises(ConfigError, match=r"only as pickles \(pytorch_model.bin\)"):
+    with pytest.raises(ConfigError, match=r"only pickled weights \(pytorch_model.bin\)"):
         load_decoder(folder)
 
 
-def test_a_folder_without_weights_says_so(folder: Path) -> None:
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
 
     with pytest.raises(ConfigError, match=r"has no \*.safetensors"):
         load_decoder(folder)
 
 
-def test_a_torn_file_is_named(folder: Path) -> None:
+def test_a_truncated_weight_file_is_named(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
 
-    with pytest.raises(ConfigError, match=r"model.safetensors is not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a complete safetensors file"):
         load_decoder(folder)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which does not exist"),
         ({"weight_map": {"a": "../x.safetensors"}}, "it must be a safetensors file in its folder"),
         ({"weight_map": {"a": "x.bin"}}, "it must be a safetensors file in its folder"),
         ({}, "is not an index of safetensors files"),

@@ -1,4 +1,4 @@
-"""MXFP4 against transformers' conversion, alone and as a checkpoint."""
+"""MXFP4 compared with transformers' conversion, alone and as a checkpoint."""
 
 from pathlib import Path
 
@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def converted(folder: Path, name: str) -> Tensor:
-    """The experts (count, out, in) of a product, as transformers converts them."""
+    """Expert weights (count, out, in) of the projection `name`, dequantized by transformers."""
     tensors = load_file(folder / WEIGHTS)
     halves = (tensors[f"{EXPERTS}{name}_{half}"] for half in ("blocks", "scales"))
     return convert_moe_packed_tensors(*halves).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]  # theirs
 
 
 def test_every_code_and_scale_has_the_value_of_transformers() -> None:
-    # All bytes, by all scales whose products are finite.
+    # All byte values, with all scales that give finite products.
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
     blocks = blocks.repeat(1, 252).view(16, 252, 16)
     scales = torch.arange(252, dtype=torch.uint8).expand(16, -1)
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_dequantized_exactly(folder: Path, dtype: torch.dtype) -
         assert torch.equal(found, expected.to(dtype))
 
 
-def test_the_halves_may_come_in_any_order_and_in_other_files(folder: Path) -> None:
+def test_mxfp4_blocks_and_scales_may_be_in_different_files(folder: Path) -> None:
     expected = load_decoder(folder).state_dict()
     tensors = load_file(folder / WEIGHTS)
     scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scales")}
@@ -76,7 +76,7 @@ def test_the_halves_may_come_in_any_order_and_in_other_files(folder: Path) -> No
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
-def test_two_ranks_divide_blocks_within_a_scale(folder: Path) -> None:
+def test_two_ranks_split_mxfp4_weights_within_a_block(folder: Path) -> None:
     config = read_model_config(str(folder))
     shards = []
     for rank in (0, 1):
@@ -87,7 +87,7 @@ def test_two_ranks_divide_blocks_within_a_scale(folder: Path) -> None:
         elements = sum(parameter.numel() for parameter in model.parameters())
         assert elements == count_parameters(config, 2)
 
-    # 48 of the inner features each, where a scale is for 32; gate and up stay interleaved.
+    # 48 inner features on each rank, while a scale covers 32; gate and up stay interleaved.
     wide = torch.cat([shard[f"{EXPERTS}w13_weight"] for shard in shards], dim=1)
     narrow = torch.cat([shard[f"{EXPERTS}w2_weight"] for shard in shards], dim=2)
     assert torch.equal(wide, converted(folder, "gate_up_proj"))
@@ -103,7 +103,7 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
     assert_lazy_load_copies_nothing(folder, load_decoder(folder, dtype=torch.bfloat16).state_dict())
 
 
-def test_a_missing_half_and_one_of_another_type_are_named(folder: Path) -> None:
+def test_a_missing_half_and_a_half_of_another_dtype_are_named(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = f"{EXPERTS}down_proj_scales"
     scales = tensors.pop(name)
@@ -113,11 +113,11 @@ def test_a_missing_half_and_one_of_another_type_are_named(folder: Path) -> None:
         load_decoder(folder)
 
     save_file({**tensors, name: scales.float()}, folder / WEIGHTS)
-    with pytest.raises(ConfigError, match=rf"{name} in .* is F32, MXFP4 is in U8"):
+    with pytest.raises(ConfigError, match=rf"{name} in .* is F32, MXFP4 must be U8"):
         load_decoder(folder)
 
 
-def test_a_scale_that_is_no_number_is_named(folder: Path) -> None:
+def test_a_nan_scale_is_named(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = f"{EXPERTS}down_proj_scales"
     tensors[name][1, 2, 0] = 255

@@ -1,7 +1,7 @@
-"""Sizes from a config alone, against the real decoders and the guide's numbers."""
+"""Sizes computed from a config, compared with real decoders and the guide's numbers."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ ARCHITECTURES = {
 
 
 def tiny(folder: Path, family: str, **overrides: Any) -> ModelConfig:
-    """The facts of a tiny model of `family`, without its weights."""
+    """Model config of a tiny model of `family`, without weights."""
     fields = {**COMMON, **FAMILIES[family], "architectures": [ARCHITECTURES[family]], **overrides}
     (folder / "config.json").write_text(json.dumps(fields))
     return read_model_config(str(folder))
@@ -71,7 +71,7 @@ def tiny(folder: Path, family: str, **overrides: Any) -> ModelConfig:
     [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}],
     ids=["plain", "tied with biases"],
 )
-def test_the_parameters_are_those_of_the_real_decoder(
+def test_the_parameters_equal_the_real_decoder(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     facts = tiny(tmp_path, family, **overrides)
@@ -95,7 +95,7 @@ def test_the_parameters_are_those_of_the_real_decoder(
         ("phimoe", {}),
     ],
 )
-def test_the_parameters_of_a_stage_are_those_of_its_decoder(
+def test_the_parameters_of_a_stage_equal_its_decoder(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     facts = tiny(tmp_path, family, num_hidden_layers=3, **overrides)
@@ -108,6 +108,21 @@ def test_the_parameters_of_a_stage_are_those_of_its_decoder(
         assert kv_block_bytes(
             facts, num_cards=1, width=4, block_size=16, stage=stage
         ) == block_bytes(model, 16, torch.float32)
+
+
+def test_configs_that_differ_in_a_field_of_their_family_have_their_own_sizes(
+    tmp_path: Path,
+) -> None:
+    """The list of tensors is cached by the config."""
+    found = []
+    for rank in (16, 24):
+        facts = tiny(tmp_path, "deepseek_v3", q_lora_rank=rank)
+        model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+        assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
+        found.append(facts)
+
+    assert found[0] != found[1]
+    assert all(field.compare for field in fields(ModelConfig))
 
 
 def test_a_checkpoint_on_disk_is_sized_as_it_was_saved(tmp_path: Path) -> None:
@@ -129,7 +144,7 @@ def test_an_8b_model_has_the_published_sizes() -> None:
     assert parameters == 8_030_261_248
     assert kv_block_bytes(facts, num_cards=1, width=2, block_size=128) == 16 << 20
     assert kv_block_bytes(facts, num_cards=8, width=2, block_size=128) == 2 << 20
-    # The 8 KV heads are on two cards each.
+    # Each of the 8 KV heads is on two cards.
     assert kv_block_bytes(facts, num_cards=16, width=2, block_size=128) == 2 << 20
 
 
@@ -263,11 +278,10 @@ def test_deepseek_r1_has_the_published_sizes(tmp_path: Path) -> None:
     assert round(count_parameters(facts) / 1e9) == 671
     assert round(count_active_parameters(facts) / 1e9) == 37
     for num_cards in (1, 8):
-        # Latents of 512 + 64 numbers in two bytes, in 61 layers of each card.
+        # Latents of 512 + 64 numbers in two bytes, in the 61 layers of each card.
         block = kv_block_bytes(facts, num_cards=num_cards, width=2, block_size=128)
         assert block == 128 * 576 * 2 * 61
-    # For each head, a decode multiplies by copies of the matrices from the latent to its key and
-    # value.
+    # A decode multiplies by copies of each head's matrices from the latent to its key and value.
     plain = replace(facts, quantization=None)
     held = weight_bytes(plain, num_cards=8, width=2, length=1) // 2 - 2 * 64
     assert held - count_parameters(facts, 8) == 61 * 128 // 8 * 512 * (128 + 128)
@@ -299,13 +313,13 @@ def test_deepseek_r1_in_fp8_fits_eight_gaudi_3_and_not_four(tmp_path: Path) -> N
     assert not plan_card(facts, replace(demand, num_cards=4)).fits
 
 
-def test_a_prompt_takes_the_keys_and_values_of_all_heads_of_its_latents(tmp_path: Path) -> None:
+def test_mla_prompts_are_estimated_with_the_keys_and_values_of_all_heads(tmp_path: Path) -> None:
     facts = tiny(tmp_path, "deepseek_v2")
     short = {**LONG, "num_tokens": 2048, "max_model_len": 8000}
 
     taken = context_bytes(facts, **short, slices=None)
 
-    # Two heads of 24 entries, as which values are padded.
+    # Keys of two heads with 24 entries; values are padded to the same size.
     assert taken == 2048 * 2048 * 4 + 2048 * 8000 * 2 + 2 * 8000 * (2 * 2 * 24 * 2)
 
 
@@ -321,7 +335,7 @@ def test_experts_are_divided_but_not_the_router(tmp_path: Path) -> None:
 
     norms = 5 * 64 + 2 * 6 * 16
     assert whole > experts + router + norms
-    # The norms of heads have a row for each of them.
+    # Each head has a row in the norms.
     assert half == (whole - router - 5 * 64) // 2 + router + 5 * 64
 
 
@@ -361,7 +375,7 @@ NINE_HEADS = {
         ("deepseek_v3", 3, {}, "has 4 query heads, and 3"),
     ],
 )
-def test_what_does_not_divide_is_refused_with_both_numbers(
+def test_sizes_that_do_not_divide_are_refused_with_both_numbers(
     family: str, num_cards: int, overrides: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     facts = tiny(tmp_path, family, **overrides)
@@ -392,17 +406,17 @@ def test_shards_of_the_vocabulary_are_rounded_up(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     facts = tiny(tmp_path, "llama", architectures=["OwnForCausalLM"])
 
-    with pytest.raises(ConfigError, match="is a OwnForCausalLM, which is not built in"):
+    with pytest.raises(ConfigError, match="is a OwnForCausalLM, which is not supported"):
         count_parameters(facts)
 
 
 LONG = {"num_cards": 2, "width": 2, "num_tokens": 8192, "max_model_len": 131072, "block_size": 128}
 HEADS_16_8 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 KV = 2 * 4 * 128 * 2
-"""Bytes of a token's keys and values of half of the heads."""
+"""Bytes of a token's keys and values for half of the heads."""
 
 
-def test_without_slices_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_values(
+def test_unsliced_attention_is_estimated_with_a_mask_and_a_copy_of_keys_and_values(
     tmp_path: Path,
 ) -> None:
     facts = tiny(tmp_path, "llama", **HEADS_16_8)
@@ -410,24 +424,24 @@ def test_without_slices_a_long_context_takes_a_mask_and_a_copy_of_its_keys_and_v
     taken = context_bytes(facts, **LONG, slices=None)
 
     # The new tokens' mask in float32 and all tokens' mask in two bytes; keys and values are
-    # gathered once and joined once.
+    # gathered once and concatenated once.
     assert taken == 8192 * 8192 * 4 + 8192 * 131072 * 2 + 2 * 131072 * KV
 
 
-def test_in_slices_nothing_grows_with_new_times_cached_tokens(tmp_path: Path) -> None:
+def test_sliced_attention_memory_does_not_grow_with_new_times_cached_tokens(tmp_path: Path) -> None:
     facts = tiny(tmp_path, "llama", **{**HEADS_16_8, "num_attention_heads": 128})
 
     taken = context_bytes(facts, **LONG, slices=(8192, 4096))
 
-    # A mask over one slice, one row of it over the context, keys and values of a slice; and, in
-    # float32 of 64 heads, the outputs of all new tokens and of four slices.
+    # A mask over one slice, one row of it over the context, and keys and values of a slice; plus,
+    # in float32 for 64 heads, the outputs of all new tokens and of four slices.
     masks = (4096 * 4096 + 131072) * (4 + 2)
     assert taken == masks + 2 * 4096 * KV + (8192 + 4 * 4096) * 64 * 128 * 4
     longer = context_bytes(facts, **{**LONG, "max_model_len": 262144}, slices=(8192, 4096))
     assert longer - taken == 131072 * (4 + 2)
 
 
-def test_a_context_below_the_threshold_is_joined(tmp_path: Path) -> None:
+def test_a_context_below_the_threshold_is_not_sliced(tmp_path: Path) -> None:
     facts = tiny(tmp_path, "llama", **HEADS_16_8)
     short = {**LONG, "num_tokens": 2048, "max_model_len": 8000}
 
@@ -436,7 +450,7 @@ def test_a_context_below_the_threshold_is_joined(tmp_path: Path) -> None:
     assert context_bytes(facts, **short, slices=(8192, 4096)) == joined
 
 
-def test_a_window_takes_a_mask_over_its_blocks(tmp_path: Path) -> None:
+def test_a_windowed_prompt_is_estimated_with_a_mask_over_its_blocks(tmp_path: Path) -> None:
     facts = tiny(tmp_path, "mistral", **HEADS_16_8, sliding_window=4096)
 
     taken = context_bytes(facts, **LONG, slices=(8192, 4096))
@@ -447,7 +461,7 @@ def test_a_window_takes_a_mask_over_its_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "llama"])
-def test_windows_take_what_the_estimate_says(family: str, tmp_path: Path) -> None:
+def test_windows_take_the_estimated_memory(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path)
     facts, model = read_model_config(str(folder)), load_decoder(folder)
 

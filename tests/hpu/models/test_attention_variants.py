@@ -1,5 +1,5 @@
-"""Chunks, sinks, soft caps, ALiBi, several ropes in models: against transformers in float32, and
-on the strict emulated card."""
+"""Chunked attention, sinks, soft caps, ALiBi and several ropes in models: compared with
+transformers in float32, and on the strict emulated card."""
 
 import json
 from collections.abc import Callable
@@ -85,7 +85,8 @@ ON_CARD = {
 
 
 def install(folder: Path, family: Callable[[ModelConfig], DecoderSpec], patch: Any) -> None:
-    """Make `family` the family of the checkpoint, and give its MLPs their usual names."""
+    """Register `family` for the checkpoint's architecture, and rename its MLPs to the usual
+    names."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     patch.setitem(ARCHITECTURES, name, Family(family, "for a test"))
     file = folder / "model.safetensors"
@@ -101,7 +102,7 @@ def prompts() -> list[list[int]]:
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs families of transformers 5")
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(
+def test_greedy_tokens_and_logits_equal_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, fields, family = CASES[name]
@@ -116,7 +117,7 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(
 
 @pytest.mark.parametrize("clip", [0.3, 1.0])
 @torch.inference_mode()
-def test_clamped_projections_are_those_of_transformers(clip: float, tmp_path: Path) -> None:
+def test_clamped_projections_equal_transformers(clip: float, tmp_path: Path) -> None:
     folder = make_tiny("olmoe", tmp_path, clip_qkv=clip)
 
     found = greedy_by_pages(load_decoder(folder), prompts(), 8)

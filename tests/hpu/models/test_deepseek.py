@@ -1,4 +1,4 @@
-"""Latent attention and the routers of DeepSeek against transformers, in float32."""
+"""Latent attention and the routers of DeepSeek compared with transformers, in float32."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", VARIATIONS)
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIATIONS[name]
     folder = make_tiny(family, tmp_path, seed=2, **overrides)
     prompts = random_prompts(1, 23, 90)
@@ -103,7 +103,10 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
     [
         ({"topk_method": "best"}, "topk_method .* is 'best', it must be one of greedy, group_lim"),
         ({"scoring_func": "tanh"}, "scoring_func .* is 'tanh', it must be one of softmax, sigmoid"),
-        ({"head_dim": 16}, "rotates 16 entries of a head .*, and qk_rope_head_dim is 8"),
+        (
+            {"head_dim": 16},
+            "applies rope to 16 dimensions of a head .*, it must be qk_rope_head_dim, 8",
+        ),
         ({"kv_lora_rank": 0}, "kv_lora_rank .* is 0, it must be at least 1"),
     ],
 )
@@ -118,7 +121,7 @@ def test_a_config_that_cannot_be_built_is_refused_with_its_field(
         decoder_spec(read_model_config(str(tmp_path)))
 
 
-def test_every_second_layer_has_experts_from_the_first_one_on(tmp_path: Path) -> None:
+def test_moe_layer_freq_counts_layers_from_0(tmp_path: Path) -> None:
     names = {"architectures": ["DeepseekV2ForCausalLM"]}
     layers = {"num_hidden_layers": 5, "moe_layer_freq": 2, "first_k_dense_replace": 1}
     fields = {**COMMON, **FAMILIES["deepseek_v2"], **names, **layers}

@@ -1,5 +1,5 @@
-"""Dense families that are no Llama in norms, MLP, positions or the layout of their checkpoints,
-against the plain forward of transformers in float32."""
+"""Dense families that differ from Llama in norms, MLP, positions or checkpoint layout, compared
+with transformers' forward in float32."""
 
 import json
 import math
@@ -37,7 +37,7 @@ ODD: dict[str, Any] = {
     "num_key_value_heads": 3,
     "num_hidden_layers": 3,
 }
-"""Nine heads on three, three layers."""
+"""Nine heads with three KV heads, and three layers."""
 GEMMA3: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 9,
@@ -306,7 +306,8 @@ def prompts() -> list[list[int]]:
 
 
 def assert_equal_to_transformers(folder: Path, original: Path) -> None:
-    """The model of `folder` says what transformers says of `original`."""
+    """Assert that the model of `folder` gives the tokens and logits of transformers with
+    `original`."""
     found = greedy_by_pages(load_decoder(folder), prompts(), NEW_TOKENS)
 
     assert_same_as_transformers(found, prompts(), load_reference(original), TOLERANCE)
@@ -314,7 +315,7 @@ def assert_equal_to_transformers(folder: Path, original: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIATIONS)
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIATIONS[name]
     folder = make_tiny(family, tmp_path, **overrides)
 
@@ -325,7 +326,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIATIONS.values()}
 
     own = {*gemma.FAMILIES, *normed.FAMILIES, *gpt.FAMILIES, *mpt.FAMILIES}
-    # Names that they had before transformers had them.
+    # Names from before their support in transformers.
     assert names == own - {"MPTForCausalLM", *FIRST_NAMES}
 
 
@@ -354,13 +355,15 @@ FIRST_NAMES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         },
     ),
 }
-"""Architecture -> the family and its fields, and the names of fields in the first files; empty: the
-first files lack the field."""
+"""Architecture -> (family, fields, field names in the first files); an empty name: the first files
+lack the field."""
 
 
 @pytest.mark.parametrize("architecture", FIRST_NAMES)
 @torch.inference_mode()
-def test_names_of_the_first_files(architecture: str, tmp_path: Path) -> None:
+def test_configs_with_the_first_field_names_equal_transformers(
+    architecture: str, tmp_path: Path
+) -> None:
     family, overrides, names = FIRST_NAMES[architecture]
     original = make_tiny(family, tmp_path / "later", **overrides)
     folder = make_tiny(family, tmp_path / "first", **overrides)
@@ -376,14 +379,15 @@ def test_names_of_the_first_files(architecture: str, tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
-    """Replace the tensors of a checkpoint, and some of its config."""
+    """Replace the tensors of a checkpoint, and some fields of its config."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 def internlm2(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a Llama with two query heads of 16 for each of two KV heads."""
+    """Tensors of a Llama in InternLM2's layout, with two query heads of 16 per KV head and two KV
+    heads."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for old, new in INTERNLM2_NAMES.items():
@@ -410,7 +414,7 @@ INTERNLM2_NAMES = {
 
 
 def baichuan(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a Llama, with as many key heads as heads."""
+    """Tensors of a Llama in Baichuan's layout, with as many KV heads as heads."""
     found = dict(tensors)
     for prefix in [name[:-13] for name in tensors if name.endswith("q_proj.weight")]:
         parts = [found.pop(f"{prefix}{x}_proj.weight") for x in "qkv"]
@@ -445,7 +449,7 @@ CHATGLM_NAMES = {
 
 
 def chatglm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a GLM under the names of its first files."""
+    """Tensors of a GLM with the names of the first ChatGLM files."""
     found = {"transformer.rotary_pos_emb.inv_freq": torch.ones(4)}
     for name, tensor in tensors.items():
         for old, new in CHATGLM_NAMES.items():
@@ -471,7 +475,7 @@ CHATGLM = {
     "multi_query_group_num": 2,
     "seq_length": 512,
     "padded_vocab_size": 320,
-    # The tokenizer's size, which may be smaller.
+    # Size of the tokenizer, which may be smaller.
     "vocab_size": 318,
     "layernorm_epsilon": 1e-5,
     "rope_ratio": 2.5,
@@ -564,7 +568,7 @@ def test_baichuan_is_a_llama_in_another_layout(architecture: str, tmp_path: Path
 
 
 @torch.inference_mode()
-def test_the_rows_of_baichuan_2s_head_get_a_length_of_1(tmp_path: Path) -> None:
+def test_the_rows_of_the_baichuan_2_head_are_normalized(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_key_value_heads=4, vocab_size=125696, hidden_size=32)
     tensors = load_file(folder / WEIGHTS)
     rewrite(folder, baichuan(tensors), architectures=["BaichuanForCausalLM"])
@@ -597,7 +601,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_its_field(name: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_by_field(name: str, tmp_path: Path) -> None:
     family, overrides, message = REFUSED[name]
     config = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
 
@@ -623,8 +627,8 @@ def test_a_baichuan_without_rotation_has_alibi(heads: int, tmp_path: Path) -> No
 
 
 def llama_with_alibi(folder: Path, tokens: list[int]) -> Tensor:
-    """Logits (tokens, vocab) of a Llama whose heads are not rotated, and whose scores get biases by
-    distance, as the paper and Baichuan's code have them."""
+    """Logits (tokens, vocab) of a Llama without rotation, with ALiBi biases as in the paper and
+    Baichuan's code."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # type: ignore[no-untyped-call]  # theirs
     heads, head_dim = model.config.num_attention_heads, 16
     angles = torch.zeros(1, len(tokens), head_dim)
@@ -645,7 +649,7 @@ def slopes_of_the_paper(heads: int) -> list[float]:
     return slopes_of_the_paper(power) + slopes_of_the_paper(2 * power)[::2][: heads - power]
 
 
-def test_what_an_early_gemma_3_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+def test_fields_that_an_early_gemma_3_omits_have_transformers_defaults(tmp_path: Path) -> None:
     folder = make_tiny("gemma3_text", tmp_path, head_dim=16, num_hidden_layers=6)
     file = folder / "config.json"
     fields = json.loads(file.read_text())
@@ -668,7 +672,7 @@ def test_what_an_early_gemma_3_leaves_out_is_as_in_transformers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kinds", [("full",), ("sliding",), ("full", "sliding")])
-def test_bases_that_the_ropes_of_gemma_3_leave_out_are_as_in_transformers(
+def test_rope_bases_that_gemma_3_omits_have_transformers_defaults(
     kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = make_tiny("gemma3_text", tmp_path, head_dim=16)
@@ -683,9 +687,7 @@ def test_bases_that_the_ropes_of_gemma_3_leave_out_are_as_in_transformers(
 
 
 @pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
-def test_caps_that_the_file_leaves_out_are_those_of_transformers(
-    family: str, tmp_path: Path
-) -> None:
+def test_omitted_soft_caps_have_transformers_defaults(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path, head_dim=16)
     file = folder / "config.json"
     fields = json.loads(file.read_text())
@@ -700,8 +702,10 @@ def test_caps_that_the_file_leaves_out_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("max_bias", [8, 16])
-def test_the_largest_bias_of_mpt_is_that_of_its_file(max_bias: int, tmp_path: Path) -> None:
-    # The code in transformers always has 8.
+def test_the_largest_alibi_bias_of_mpt_is_read_from_its_config(
+    max_bias: int, tmp_path: Path
+) -> None:
+    # transformers always uses 8.
     folder = make_tiny("mpt", tmp_path, attn_config={"alibi_bias_max": max_bias})
 
     slopes = load_decoder(folder).model.metadata.alibi_slopes
@@ -710,7 +714,7 @@ def test_the_largest_bias_of_mpt_is_that_of_its_file(max_bias: int, tmp_path: Pa
     assert slopes is not None and slopes.tolist() == expected
 
 
-def test_the_first_name_of_mpt_is_the_same_model(tmp_path: Path) -> None:
+def test_mpt_for_causal_lm_with_the_first_name_has_the_same_spec(tmp_path: Path) -> None:
     config = read_model_config(str(make_tiny("mpt", tmp_path)))
 
     first = replace(config, architecture="MPTForCausalLM")
@@ -721,12 +725,12 @@ def test_the_first_name_of_mpt_is_the_same_model(tmp_path: Path) -> None:
 def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path) -> None:
     config = read_model_config(str(make_tiny("gpt2", tmp_path, n_inner=128)))
 
-    with pytest.raises(ConfigError, match="has 512 learned positions, sequences of 513 tokens"):
+    with pytest.raises(ConfigError, match="has 512 learned positions, --max-model-len is 513"):
         build_model(config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=513)
 
 
 @torch.inference_mode()
-def test_norms_whose_weights_are_stored_less_1_run_in_float32(tmp_path: Path) -> None:
+def test_norms_that_add_1_to_their_weights_run_in_float32(tmp_path: Path) -> None:
     folder = make_tiny("gemma", tmp_path, head_dim=16)
     stored = load_file(folder / WEIGHTS)["model.norm.weight"]
 

@@ -106,7 +106,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", VARIATIONS)
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIATIONS[name]
     folder = make_tiny(family, tmp_path, **overrides)
     prompts = random_prompts(1, 90)
@@ -122,7 +122,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @torch.inference_mode()
-def test_twelve_requests_at_once_give_what_each_gives_alone(folder: Path) -> None:
+def test_twelve_concurrent_requests_give_the_tokens_of_single_requests(folder: Path) -> None:
     model = load_decoder(folder)
     prompts = random_prompts(1, 2, 3, 4, 5, 17, 31, 32, 33, 64, 65, 90)
     expected = [greedy_by_pages(model, [prompt], 6)[0] for prompt in prompts]
@@ -135,7 +135,7 @@ def test_twelve_requests_at_once_give_what_each_gives_alone(folder: Path) -> Non
 
 
 @torch.inference_mode()
-def test_one_long_prefill_gives_what_its_chunks_give(folder: Path) -> None:
+def test_a_long_prefill_equals_its_chunks(folder: Path) -> None:
     (prompt,) = random_prompts(300)
     chunked, whole = (PagedHarness(load_decoder(folder)) for _ in range(2))
 
@@ -149,14 +149,14 @@ def test_one_long_prefill_gives_what_its_chunks_give(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_preempted_request_and_a_new_one_begin_with_an_empty_state(folder: Path) -> None:
+def test_preempted_and_new_requests_begin_with_an_empty_state(folder: Path) -> None:
     first, second = random_prompts(23, 9)
     rig = PagedHarness(load_decoder(folder))
     expected = rig.prefill({0: first})[0]
     rig.prefill({1: second})
     rig.decode({0: 5, 1: 6})
     rig.preempt(0)
-    # Whatever is left in the caches of the request before.
+    # Fill the caches with remains of an earlier request.
     for layer in rig.states:
         for state in layer:
             state[0] = torch.nan
@@ -185,7 +185,7 @@ def test_padding_changes_no_state_of_a_request_and_stays_finite(folder: Path) ->
 
 
 @torch.inference_mode()
-def test_hidden_states_of_whole_texts_are_those_of_a_prefill(folder: Path) -> None:
+def test_hidden_states_of_whole_texts_equal_a_prefill(folder: Path) -> None:
     facts = read_model_config(str(folder))
     model = load_decoder(folder)
     (prompt,) = random_prompts(20)
@@ -201,7 +201,7 @@ def test_hidden_states_of_whole_texts_are_those_of_a_prefill(folder: Path) -> No
     torch.testing.assert_close(model.logits(hidden[0, :20]), expected, atol=1e-4, rtol=0)
 
 
-def test_layers_with_states_take_states_and_no_blocks(folder: Path) -> None:
+def test_recurrent_layers_need_states_and_no_blocks(folder: Path) -> None:
     facts, model = read_model_config(str(folder)), load_decoder(folder)
 
     (spec,) = model.state_specs()
@@ -211,7 +211,7 @@ def test_layers_with_states_take_states_and_no_blocks(folder: Path) -> None:
     assert state_bytes(facts, width=4, num_seqs=6) == 8 * spec.num_bytes
 
 
-def test_a_plan_counts_the_states_that_a_card_has(folder: Path) -> None:
+def test_a_plan_counts_the_states_on_each_card(folder: Path) -> None:
     facts = read_model_config(str(folder))
     demand = CardDemand(
         device="gaudi2",
@@ -271,7 +271,7 @@ def test_a_plan_counts_the_states_that_a_card_has(folder: Path) -> None:
         ),
     ],
 )
-def test_what_cards_cannot_divide_is_refused_with_both_numbers(
+def test_sizes_that_cards_cannot_divide_are_refused_with_both_numbers(
     family: str, overrides: dict[str, Any], num_cards: int, words: str, tmp_path: Path
 ) -> None:
     facts = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
@@ -287,14 +287,14 @@ def test_what_cards_cannot_divide_is_refused_with_both_numbers(
     ("family", "changes", "error"),
     [
         ("granitemoehybrid", {"layer_types": [LINEAR, "wide"]}, "has unknown kinds .'wide'."),
-        ("granitemoehybrid", {"layer_types": [LINEAR]}, "names 1 layers of 2"),
-        ("granitemoehybrid", {"layer_types": [LINEAR, LINEAR]}, "has no layer with attention"),
-        ("granitemoehybrid", {"mamba_n_heads": 7}, "7 heads of 16 features .* are not .* 128"),
-        ("granitemoehybrid", {"mamba_n_groups": 3}, "does not divide mamba_n_heads, 8"),
+        ("granitemoehybrid", {"layer_types": [LINEAR]}, "has 1 entries, it must have 2"),
+        ("granitemoehybrid", {"layer_types": [LINEAR, LINEAR]}, "has no attention layer"),
+        ("granitemoehybrid", {"mamba_n_heads": 7}, "is 7 and mamba_d_head is 16, .* 128"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "must divide mamba_n_heads, 8"),
         ("granitemoehybrid", {"mamba_d_conv": 1}, "mamba_d_conv in .* must be at least 2"),
         ("granitemoehybrid", {"time_step_limit": [0.1, 1.0]}, "which is not supported"),
         ("granitemoehybrid", {"position_embedding_type": "alibi"}, "it must be rope or nope"),
-        ("qwen3_next", {"linear_num_key_heads": 3}, "does not divide linear_num_value_heads, 4"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "must divide linear_num_value_heads, 4"),
         (
             "lfm2",
             {"layer_types": ["conv", "linear_attention"]},
@@ -314,7 +314,7 @@ def test_what_cards_cannot_divide_is_refused_with_both_numbers(
         ("qwen3_next", {"num_experts": -1}, "num_experts in .* is -1"),
     ],
 )
-def test_contradictions_are_named(
+def test_contradictory_configs_are_refused_with_the_fields(
     family: str, changes: dict[str, Any], error: str, tmp_path: Path
 ) -> None:
     file = make_tiny(family, tmp_path) / "config.json"

@@ -1,5 +1,5 @@
-"""MiniMax-M3: block-sparse attention against transformers, on plain operations and on the kernels
-of a Gaudi."""
+"""MiniMax-M3: block-sparse attention compared with transformers, with plain operations and with the
+kernels of a Gaudi."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ if FAMILY not in FAMILIES:
 
 NEW_TOKENS, TOLERANCE = 8, 1e-3
 PROMPTS = random_prompts(1, 40, 23)
-"""Prompts of up to ten blocks of 4 tokens; a query sees 3 blocks. Chunks of a prompt begin within
-blocks."""
+"""Prompts of up to ten blocks of 4 tokens; a query attends to 3 blocks. Chunks of a prompt begin
+within blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def assert_transformers_agrees(model: Decoder, folder: Path) -> None:
         assert_same_as_transformers(found, PROMPTS, load_reference(folder), TOLERANCE)
 
 
-def test_the_chosen_blocks_are_those_of_transformers(folder: Path) -> None:
+def test_the_chosen_blocks_equal_transformers(folder: Path) -> None:
     assert_transformers_agrees(load_decoder(folder), folder)
 
 
 @pytest.mark.parametrize("fused_sdpa", [True, False])
 def test_the_kernels_of_a_gaudi_see_the_chosen_blocks(folder: Path, fused_sdpa: bool) -> None:
-    with emulated(lazy=False, generation="gaudi3"):
+    with emulated(lazy=False, generation="gaudi3", runs_on_host=True):
         from hpu.ops.gaudi import GaudiKernels
 
         model = load_decoder(folder)
@@ -66,7 +66,7 @@ def test_the_kernels_of_a_gaudi_see_the_chosen_blocks(folder: Path, fused_sdpa: 
 
 @torch.inference_mode()
 def test_dense_attention_gives_other_tokens(folder: Path, tmp_path: Path) -> None:
-    """Proves that the tests above would notice a wrong choice of blocks."""
+    """Shows that the tests above detect a wrong choice of blocks."""
     sparse = greedy_by_pages(load_decoder(folder), PROMPTS, NEW_TOKENS)
     dense = make_tiny(FAMILY, tmp_path, index_topk_blocks=100)
 
@@ -77,7 +77,7 @@ def test_dense_attention_gives_other_tokens(folder: Path, tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_more_local_blocks_and_a_single_kv_head(tmp_path: Path) -> None:
+def test_more_local_blocks_and_a_single_kv_head_agree_with_transformers(tmp_path: Path) -> None:
     fields = {"num_key_value_heads": 1, "index_n_heads": 1, "index_local_blocks": 2}
     folder = make_tiny(FAMILY, tmp_path, **fields)
 
@@ -104,7 +104,7 @@ def test_the_plan_has_a_mask_of_the_chosen_blocks(folder: Path, tmp_path: Path) 
         for config in (dense, read_model_config(str(folder)))
     ]
 
-    # One KV head on a card: scores twice and a mask in float32, and a mask in 16 bits.
+    # One KV head per card: two copies of the scores and a mask in float32, and a mask in 16 bits.
     assert found[1] >= 64 * 512 * (3 * 4 + 2) > found[0]
 
 
@@ -142,14 +142,14 @@ PUBLISHED = {
 
 
 def change(folder: Path, target: Path, **fields: Any) -> str:
-    """A copy of the config.json with other `fields`; None takes one away."""
+    """A copy of the config.json with other `fields`; None removes a field."""
     config = {**json.loads((folder / "config.json").read_text()), **fields}
     kept = {name: value for name, value in config.items() if value is not None}
     (target / "config.json").write_text(json.dumps(kept))
     return str(target)
 
 
-def test_published_fields_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+def test_published_fields_equal_transformers(folder: Path, tmp_path: Path) -> None:
     names = [name for name in FAMILIES[FAMILY] if name.startswith("index_")]
     absent = dict.fromkeys([*names, "layer_types", "mlp_layer_types", "rope_parameters"])
 
@@ -162,8 +162,8 @@ def test_published_fields_are_those_of_transformers(folder: Path, tmp_path: Path
     ("fields", "message"),
     [
         ({"index_n_heads": 4}, "has 4 index heads and 2 KV heads: the numbers must be equal"),
-        ({"index_head_dim": 4}, "index heads of 4 numbers, of which 8 would be rotated"),
-        ({"layer_types": ["full_attention"]}, "names 1 layers of 3"),
+        ({"index_head_dim": 4}, "index heads of 4 dimensions, rope needs at least 8"),
+        ({"layer_types": ["full_attention"]}, "has 1 entries, it must have 3"),
         (
             {"sparse_attention_config": {"sparse_disable_index_value": [1, 0, 1]}},
             "index values are not supported",
@@ -176,14 +176,14 @@ def test_published_fields_are_those_of_transformers(folder: Path, tmp_path: Path
         ),
     ],
 )
-def test_other_attention_is_refused(
+def test_unsupported_attention_fields_are_refused(
     fields: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         decoder_spec(read_model_config(change(folder, tmp_path, **fields)))
 
 
-def test_the_blocks_of_the_cache_are_those_of_the_indexer(folder: Path) -> None:
+def test_cache_blocks_have_the_size_of_the_indexer(folder: Path) -> None:
     check_checkpoint(EngineConfig(str(folder)), str(folder))
     config = EngineConfig(str(folder), cache=CacheConfig(block_size=16))
 

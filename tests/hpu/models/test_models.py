@@ -1,4 +1,4 @@
-"""Every family, in many variations, against the plain forward of transformers in float32."""
+"""Every family, in many variations, compared with transformers' forward in float32."""
 
 import re
 from pathlib import Path
@@ -93,7 +93,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "mlp_bias": True,
             "tie_word_embeddings": True,
-            # A large one makes a tied model repeat its last token.
+            # A large multiplier makes a model with tied embeddings repeat its last token.
             "embedding_multiplier": 0.3,
         },
     ),
@@ -299,7 +299,7 @@ LATER = {
     ],
 )
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = VARIATIONS[name]
     folder = make_tiny(family, tmp_path, **overrides)
     prompts = random_prompts(1, 23, 40)
@@ -312,11 +312,10 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("served", ["auto", "float16", "float32"])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_llama4_that_is_stored_in_another_type_gives_numbers(
+def test_llama4_stored_in_another_dtype_gives_finite_logits(
     stored: torch.dtype, served: str, tmp_path: Path
 ) -> None:
-    """A prompt longer than a chunk; a bug report named logits that were not numbers, and an error
-    of a type."""
+    """Regression test with a prompt longer than a chunk, for NaN logits and a dtype error."""
     file = make_tiny("llama4_text", tmp_path, num_hidden_layers=4) / "model.safetensors"
     tensors = {name: tensor.to(stored) for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
@@ -335,11 +334,9 @@ def test_llama4_that_is_stored_in_another_type_gives_numbers(
 
 @pytest.mark.parametrize("length", [20, 50])
 @torch.inference_mode()
-def test_longrope_takes_the_factors_of_the_length_that_is_served(
-    length: int, tmp_path: Path
-) -> None:
-    # transformers chooses by the tokens at hand, we by the longest sequence that is allowed: so
-    # they agree on a prompt of that length.
+def test_longrope_uses_the_factors_of_the_served_length(length: int, tmp_path: Path) -> None:
+    # transformers chooses the factors by the current length, this server by the longest allowed
+    # sequence: the prompt has that length, so that both agree.
     factors = {
         "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
         "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
@@ -369,7 +366,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.inference_mode()
-def test_padding_changes_nothing_and_is_finite(windowed: Path) -> None:
+def test_padding_changes_no_logit_and_is_finite(windowed: Path) -> None:
     prompts = {0: list(range(10, 31)), 1: list(range(50, 57))}
     bare, padded = PagedHarness(load_decoder(windowed)), PagedHarness(load_decoder(windowed))
     bare.prefill(prompts)
@@ -385,7 +382,7 @@ def test_padding_changes_nothing_and_is_finite(windowed: Path) -> None:
 
 
 @torch.inference_mode()
-def test_other_requests_change_nothing(windowed: Path) -> None:
+def test_other_requests_change_no_logit(windowed: Path) -> None:
     prompts = {0: list(range(10, 31)), 1: list(range(50, 57)), 2: [9]}
     together = PagedHarness(load_decoder(windowed))
     together.prefill(prompts)
@@ -398,17 +395,17 @@ def test_other_requests_change_nothing(windowed: Path) -> None:
 
 
 @torch.inference_mode()
-def test_packed_bfloat16_weights_give_the_logits_of_unpacked_ones(tmp_path: Path) -> None:
+def test_packed_bfloat16_weights_give_the_logits_of_unpacked_weights(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, tie_word_embeddings=True, attention_bias=True)
     prompt = {0: list(range(10, 31))}
     plain = load_decoder(folder, dtype=torch.bfloat16)
     if not can_pack(plain.dtype, plain.device):
-        pytest.skip("this CPU has no packed product")
+        pytest.skip("this CPU has no packed kernel")
     packed = use_cpu_kernels(load_decoder(folder, dtype=torch.bfloat16), None)
 
     rigs = [PagedHarness(plain), PagedHarness(packed)]
     expected, found = (rig.prefill(prompt)[0] for rig in rigs)
-    # One row takes the short form of the norms too.
+    # A single row also takes the short form of the norms.
     expected_next, found_next = (rig.decode({0: 5})[0] for rig in rigs)
 
     assert "model.layers.0.self_attn.qkv_proj.weight" not in packed.state_dict()
@@ -418,7 +415,7 @@ def test_packed_bfloat16_weights_give_the_logits_of_unpacked_ones(tmp_path: Path
 
 
 @torch.inference_mode()
-def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
+def test_float32_weights_are_not_packed(windowed: Path) -> None:
     model = load_decoder(windowed)
 
     assert CpuBackend(torch.get_num_threads()).prepare(model) is model
@@ -427,16 +424,16 @@ def test_float32_weights_are_left_as_they_are(windowed: Path) -> None:
 
 @pytest.mark.skipif(transformers_before("5"), reason="an older transformers lacks some of them")
 def test_every_architecture_is_compared_with_transformers() -> None:
-    # The documentation says so.
+    # The documentation lists these models.
     names = {
         re.sub("(Text)?Config", "ForCausalLM", AutoConfig.for_model(family).__class__.__name__)
         for family, _ in VARIATIONS.values()
     }
 
-    # Compared with whole models in test_published_forms.py.
+    # test_published_forms.py compares these with whole models.
     names |= {"AriaTextForCausalLM", "Ministral3ForCausalLM", "Ernie4_5_VLMoeTextForCausalLM"}
     names |= {"DeepseekForCausalLM", "PhiMoEForCausalLM"}
-    # Compared in test_minimax_m3.py.
+    # test_minimax_m3.py compares these.
     names |= {"MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"}
     assert names == {
         *(*dense.FAMILIES, *moe.FAMILIES, *gpt_oss.FAMILIES, *llama4.FAMILIES),
@@ -448,7 +445,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
 def test_an_unknown_architecture_is_named() -> None:
     config = ModelConfig("somewhere", "OwnForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8)
 
-    with pytest.raises(ConfigError, match="OwnForCausalLM, which is not built in"):
+    with pytest.raises(ConfigError, match="OwnForCausalLM, which is not supported"):
         build_model(config, dtype=torch.float32, device=torch.device("cpu"))
 
 
@@ -456,7 +453,7 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
     config = read_model_config(str(make_tiny("mixtral", tmp_path)))
     scheme = SCHEMES["int8"](EngineConfig(str(tmp_path)))
 
-    with pytest.raises(ConfigError, match="is a mixture of experts, whose weights are not quant"):
+    with pytest.raises(ConfigError, match="is a mixture of experts, for which quantization is not"):
         build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme)
 
 

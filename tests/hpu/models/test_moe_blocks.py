@@ -1,5 +1,5 @@
-"""The feed-forward parts of gpt-oss, Llama 4 and Phi-MoE against the modules of transformers, with
-weights from a checkpoint that transformers wrote."""
+"""Feed-forward parts of gpt-oss, Llama 4 and Phi-MoE compared with the modules of transformers,
+with weights from a checkpoint that transformers wrote."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**ODD, "intermediate_size": 36, "num_local_experts": 7, "router_jitter_noise": 0.3},
     ),
 }
-"""Model type, name of the feed-forward part in transformers, fields."""
+"""Model type, name of the feed-forward part in transformers, config fields."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class FeedForward:
-    """The feed-forward parts of a decoder, as a model to be loaded."""
+    """The feed-forward parts of a decoder, as a loadable model."""
 
     def __init__(self, decoder: Decoder, blocks: tuple[str, ...]) -> None:
         self._decoder = decoder
@@ -106,7 +106,7 @@ def load_blocks(folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_layer_gives_the_numbers_of_transformers(case: str, tmp_path: Path) -> None:
+def test_each_feed_forward_layer_equals_transformers(case: str, tmp_path: Path) -> None:
     family, name, fields = CASES[case]
     folder = make_tiny(family, tmp_path, **fields)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -147,7 +147,11 @@ def test_the_feed_forward_part_has_the_name_of_the_checkpoint(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "is 3, the router of this family choos"),
+        (
+            "PhimoeForCausalLM",
+            {"num_experts_per_tok": 3},
+            "is 3, the router of this architecture requires",
+        ),
         ("Llama4ForCausalLM", {"moe_layers": ["1"]}, r"moe_layers in .* is \['1'\]"),
         ("Llama4ForCausalLM", {"intermediate_size_mlp": None}, "has no intermediate_size_mlp"),
         (
@@ -158,17 +162,17 @@ def test_the_feed_forward_part_has_the_name_of_the_checkpoint(tmp_path: Path) ->
         (
             "GptOssForCausalLM",
             {"quantization_config": {"quant_method": "hqq"}},
-            r"are quantized \(hqq\)",
+            r"an unsupported quantization \(hqq\)",
         ),
         (
             "Llama4ForCausalLM",
             {"quantization_config": {"quant_method": "mxfp4"}},
-            r"are quantized \(mxfp4\)",
+            r"an unsupported quantization \(mxfp4\)",
         ),
         ("GptOssForCausalLM", {"swiglu_limit": 0}, "swiglu_limit in .* is 0, it must be above 0"),
     ],
 )
-def test_what_we_cannot_run_is_named(
+def test_unsupported_model_features_are_refused_by_name(
     architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     random_checkpoint.write_config(tmp_path, architecture, **fields)

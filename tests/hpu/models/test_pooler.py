@@ -1,4 +1,5 @@
-"""Pooling on a device: each mode against its formula, text by text and without padding."""
+"""Pooling on a device: each mode compared with its formula, computed text by text and without
+padding."""
 
 import itertools
 from dataclasses import replace
@@ -55,10 +56,10 @@ def expected(part: Floats, cut: int, normal: int) -> Floats:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_is_its_formula_over_the_tokens_that_count(mode: str) -> None:
+def test_a_mode_equals_its_formula_over_the_pooled_tokens(mode: str) -> None:
     hidden = torch.randn(len(TEXTS) + 1, QUERY, HIDDEN)
     for row, (tokens, *_) in enumerate(TEXTS):
-        hidden[row, tokens:] = float("nan")  # what padding holds must not matter
+        hidden[row, tokens:] = float("nan")  # Padding must not affect the result.
 
     found = pooler(mode)(hidden, inputs([*TEXTS, PADDED]))
 
@@ -69,7 +70,7 @@ def test_a_mode_is_its_formula_over_the_tokens_that_count(mode: str) -> None:
     assert found.isfinite().all()
 
 
-def test_several_modes_stand_one_behind_the_other() -> None:
+def test_several_modes_are_concatenated() -> None:
     hidden, asked = torch.randn(2, QUERY, HIDDEN), inputs([(4, 0, 12, 0), (7, 0, 12, 0)])
 
     found = pooler("cls", "mean")(hidden, asked)
@@ -78,7 +79,7 @@ def test_several_modes_stand_one_behind_the_other() -> None:
     assert torch.equal(found, torch.cat(parts, dim=-1))
 
 
-def test_a_narrower_width_keeps_the_leading_dimensions_with_length_1() -> None:
+def test_a_narrower_width_keeps_the_leading_dimensions_normalised_to_length_1() -> None:
     hidden, asked = torch.randn(1, QUERY, HIDDEN), inputs([(4, 0, HIDDEN, 1)])
     whole = pooler("mean")
     facts = PoolingFacts(tasks=("embed",), width=2, token_width=HIDDEN)
@@ -90,7 +91,7 @@ def test_a_narrower_width_keeps_the_leading_dimensions_with_length_1() -> None:
     torch.testing.assert_close(found, leading / leading.norm(dim=-1, keepdim=True))
 
 
-def test_token_vectors_are_cut_and_normalised_each_by_itself() -> None:
+def test_token_vectors_are_truncated_and_normalised_separately() -> None:
     hidden = torch.randn(2, QUERY, HIDDEN)
 
     found = pooler("mean").by_token(hidden, inputs([(7, 0, 3, 1), (7, 0, 6, 0)]))

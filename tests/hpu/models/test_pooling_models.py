@@ -1,4 +1,4 @@
-"""Pooling models against the plain forward of transformers in float32."""
+"""Pooling models compared with transformers' forward in float32."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def texts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 
 def hidden_states(folder: Path, tokens: list[int], **inputs: Any) -> np.ndarray[Any, Any]:
-    """(tokens, hidden) of transformers."""
+    """Hidden states (tokens, hidden) from transformers."""
     model: Any = AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
         states = model(torch.tensor([tokens]), **inputs).last_hidden_state
@@ -40,16 +40,14 @@ def hidden_states(folder: Path, tokens: list[int], **inputs: Any) -> np.ndarray[
 
 
 def logits(folder: Path, tokens: list[int], **inputs: Any) -> np.ndarray[Any, Any]:
-    """(labels,) of transformers."""
+    """Logits (labels,) from transformers."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(torch.tensor([tokens]), **inputs).logits[0].numpy()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, "llama", "mistral", "qwen2", "qwen3"])
-def test_hidden_states_are_those_of_transformers_whatever_the_neighbours(
-    family: str, tmp_path: Path
-) -> None:
+def test_hidden_states_equal_transformers_in_any_batch(family: str, tmp_path: Path) -> None:
     folder = make_pooling(family, tmp_path)
     reader = Reader(folder)
 
@@ -63,7 +61,7 @@ def test_hidden_states_are_those_of_transformers_whatever_the_neighbours(
 
 
 @pytest.mark.parametrize("family", [*ENCODERS, "llama", "qwen3"])
-def test_a_heads_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_a_heads_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     folder = make_pooling(family, tmp_path, num_labels=3)
     reader = Reader(folder)
 
@@ -80,7 +78,7 @@ def test_a_heads_logits_are_those_of_transformers(family: str, tmp_path: Path) -
         np.testing.assert_allclose(share, [exponentials / exponentials.sum()], atol=TOLERANCE)
 
 
-def test_a_published_nomic_bert_is_that_of_transformers(tmp_path: Path) -> None:
+def test_a_published_nomic_bert_equals_transformers(tmp_path: Path) -> None:
     folder = make_pooling("nomic_bert", tmp_path)
     expected = hidden_states(folder, texts()[0])
     config = json.loads((folder / "config.json").read_text())
@@ -112,11 +110,11 @@ def test_a_published_nomic_bert_is_that_of_transformers(tmp_path: Path) -> None:
     reader.worker.close()
     np.testing.assert_allclose(found, expected, atol=TOLERANCE)
     write_json(folder / "config.json", {**published, "moe_every_n_layers": 2})
-    with pytest.raises(ConfigError, match=r"moe_every_n_layers in .* is 2, and only 0 is built"):
+    with pytest.raises(ConfigError, match=r"moe_every_n_layers in .* is 2, only 0 is supported"):
         read_model_config(str(folder))
 
 
-def test_the_second_text_of_a_pair_has_a_type_of_its_own(tmp_path: Path) -> None:
+def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path: Path) -> None:
     folder = make_pooling("bert", tmp_path, num_labels=1)
     (text,) = texts([12])
     types = torch.tensor([[0] * 5 + [1] * 7])
@@ -134,7 +132,7 @@ def test_the_second_text_of_a_pair_has_a_type_of_its_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["roberta", "distilbert", "qwen3"])
-def test_where_a_model_knows_no_pairs_two_texts_are_one(family: str, tmp_path: Path) -> None:
+def test_a_model_without_pairs_concatenates_two_texts(family: str, tmp_path: Path) -> None:
     reader = Reader(make_pooling(family, tmp_path))
 
     (pair,) = reader.read(texts([12]), num_first=5)
@@ -180,7 +178,7 @@ def test_a_model_with_another_head_gives_its_hidden_states(
     np.testing.assert_allclose(found, hidden_states(folder, texts([7])[0]), atol=TOLERANCE)
 
 
-def test_a_decoder_may_look_both_ways(tmp_path: Path) -> None:
+def test_a_decoder_may_be_bidirectional(tmp_path: Path) -> None:
     folder = make_pooling("llama", tmp_path)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "is_causal": False}))
@@ -199,7 +197,7 @@ def test_a_decoder_may_look_both_ways(tmp_path: Path) -> None:
     assert np.abs(together[0] - changed[0]).max() > 1e-3
 
 
-def test_a_text_whose_vector_is_no_numbers_harms_no_other(tmp_path: Path) -> None:
+def test_a_text_with_a_nan_vector_affects_no_other_text(tmp_path: Path) -> None:
     folder = make_pooling("bert", tmp_path)
     model: Any = AutoModel.from_pretrained(folder)
     model.embeddings.word_embeddings.weight.data[4] = float("nan")
@@ -222,7 +220,9 @@ def test_a_text_whose_vector_is_no_numbers_harms_no_other(tmp_path: Path) -> Non
         ({"is_decoder": True}, "is_decoder"),
     ],
 )
-def test_other_encoders_are_refused(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_encoders_are_refused(
+    overrides: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     folder = make_pooling("bert", tmp_path)
     config = folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **overrides}))

@@ -1,5 +1,5 @@
-"""Checkpoints in the forms that their makers publish, and that transformers 5 saves: the text model
-against transformers in float32."""
+"""Checkpoints in the forms that publishers release and that transformers 5 saves: the text model
+compared with transformers in float32."""
 
 import json
 from pathlib import Path
@@ -61,7 +61,7 @@ GLM_BLOCKS = {**BLOCKS, "image_size": 28, "out_hidden_size": 64}
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", QWEN, QWEN_BLOCKS),
     "qwen3_5_moe": ("qwen3_5_moe_text", QWEN, QWEN_BLOCKS),
-    # Its experts are saved as (experts, out, in), and published as (experts, in, out).
+    # Experts are saved as (experts, out, in), and published as (experts, in, out).
     "qwen3_vl_moe": (
         "qwen3_vl_moe_text",
         {
@@ -124,12 +124,13 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**LAYERS, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
     ),
 }
-"""model_type of a whole model -> model_type of its text model, fields of the text model, and the
-vision config."""
+"""Multimodal model_type -> model_type of its text model, fields of the text model, and the vision
+config."""
 
 
 def make_whole(model_type: str, folder: Path) -> Any:
-    """Write the checkpoint of a whole model as transformers does; the model of transformers."""
+    """Write the checkpoint of a multimodal model as transformers does, and return the model of
+    transformers."""
     text_type, text, vision = WHOLE[model_type]
     text = {**COMMON, **FAMILIES.get(text_type, {}), **text, "model_type": text_type}
     config = AutoConfig.for_model(
@@ -147,7 +148,7 @@ def make_whole(model_type: str, folder: Path) -> Any:
 
 
 def rewrite(folder: Path, change: Any) -> None:
-    """Write the tensors of the checkpoint as `change` gives them."""
+    """Replace the tensors of the checkpoint by the result of `change`."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
@@ -165,7 +166,9 @@ def assert_served_as_by(reference: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("model_type", WHOLE)
 @torch.inference_mode()
-def test_the_text_of_a_whole_model_is_that_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_the_text_model_of_a_multimodal_model_equals_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
     whole = make_whole(model_type, tmp_path)
     # Layers for multi-token prediction, which transformers does not save.
     mtp = {
@@ -183,7 +186,7 @@ SCALED: dict[str, tuple[str, dict[str, Any], float]] = {
     "cohere2_vision": ("cohere2", {"logit_scale": 0.25, "initializer_range": 0.3}, 0.25),
     "llava_next": ("granite", {"logits_scaling": 2.0, "initializer_range": 0.3}, 0.5),
 }
-"""model_type of a whole model -> model_type and fields of its text model, and the factor of its
+"""Multimodal model_type -> model_type and fields of its text model, and the factor of its
 logits."""
 
 
@@ -194,7 +197,7 @@ def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
 ) -> None:
     """Aya Vision, Command A Vision and Granite Vision.
 
-    The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
+        The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
     GraniteForCausalLM. The factor is right: the published tensors under language_model. form a
     causal model with its head, and vLLM computes the logits with the class of the text model.
     Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. Greedy
@@ -212,8 +215,9 @@ def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
 
 
 @torch.inference_mode()
-def test_a_text_model_that_was_saved_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Training loads a Qwen3.5 so, and transformers keeps the names of the whole checkpoint."""
+def test_a_text_model_saved_from_a_multimodal_checkpoint_is_served(tmp_path: Path) -> None:
+    """Training loads a Qwen3.5 as a text model, and transformers keeps the names of the multimodal
+    checkpoint."""
     whole, saved = tmp_path / "whole", tmp_path / "saved"
     make_whole("qwen3_5", whole)
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(saved)
@@ -223,8 +227,9 @@ def test_a_text_model_that_was_saved_from_a_whole_checkpoint(tmp_path: Path) -> 
 
 
 @torch.inference_mode()
-def test_ernie_vl_as_published(tmp_path: Path) -> None:
-    """Fields of the text model stand beside the others, and list numbers for text and images."""
+def test_ernie_vl_is_served_as_published(tmp_path: Path) -> None:
+    """The text model's fields are at the top level, and some list a value for text and a value for
+    images."""
     whole = make_whole("ernie4_5_vl_moe", tmp_path)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text())
@@ -246,7 +251,7 @@ BODIES = {
     "Ovis": "llm.",
     "Ovis2_5": "llm.",
 }
-"""Architecture -> the prefix of its language model where the prefix is not language_model."""
+"""Architecture -> prefix of its language model, if the prefix is not language_model."""
 INSIDE_MODEL = ("Granite4VisionForConditionalGeneration", "InternS1ForConditionalGeneration")
 """Architectures whose language model is model.language_model, with lm_head beside model."""
 
@@ -288,7 +293,7 @@ def _published_name(architecture: str, name: str) -> str:
     ],
 )
 @torch.inference_mode()
-def test_models_with_code_of_their_own(
+def test_the_text_model_of_a_multimodal_checkpoint_is_served(
     architecture: str, family: str, name: str, text_type: str, tmp_path: Path
 ) -> None:
     make_tiny(family, tmp_path)
@@ -313,8 +318,8 @@ def test_models_with_code_of_their_own(
 
 
 @torch.inference_mode()
-def test_paddleocr_vl_as_published(tmp_path: Path) -> None:
-    """Fields of the text model stand beside the others."""
+def test_paddleocr_vl_is_served_as_published(tmp_path: Path) -> None:
+    """The text model's fields are at the top level."""
     whole = make_whole("paddleocr_vl", tmp_path)
     file = tmp_path / "config.json"
     fields = json.loads(file.read_text())
@@ -326,8 +331,8 @@ def test_paddleocr_vl_as_published(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_deepseek_vl2_with_the_router_of_v3(tmp_path: Path) -> None:
-    """The largest DeepSeek-VL2 is a deepseek_v2 that routes as DeepSeek-V3 does."""
+def test_deepseek_vl2_with_the_router_of_v3_is_served(tmp_path: Path) -> None:
+    """The largest DeepSeek-VL2 is a deepseek_v2 with the router of DeepSeek-V3."""
     make_tiny("deepseek_v3", tmp_path)
     reference = load_reference(tmp_path)
     rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
@@ -345,7 +350,7 @@ OF_TEXT = ("lm_head.", "model.embed_tokens.", "model.norm.", "model.layers.")
 
 def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -> Any:
     """Write a DeepSeek without latent attention, with `fields` in config.json and language_config
-    as published, and `prefix` before names of the text model; the model of transformers."""
+    as published, and `prefix` before names of the text model. Returns the model of transformers."""
     whole = make_whole("deepseek_ocr2", folder)
     rewrite(
         folder,
@@ -372,17 +377,17 @@ def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -
     ("prefix", "fields"),
     [
         ("language.", {}),
-        # Its file repeats the fields of language_config.
+        # The published file repeats the fields of language_config.
         ("", {"architectures": ["DeepseekOCRForCausalLM"], "hidden_size": 64, "vision_config": {}}),
         ("", {"architectures": ["DeepseekOCR2ForCausalLM"]}),
     ],
     ids=["DeepSeek-VL2-Tiny", "DeepSeek-OCR", "DeepSeek-OCR-2"],
 )
 @torch.inference_mode()
-def test_deepseek_without_latent_attention_as_published(
+def test_deepseek_without_latent_attention_is_served_as_published(
     prefix: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """These models have the attention of the first DeepSeek MoE."""
+    """These models use the attention of the first DeepSeek MoE."""
     whole = write_deepseek_published(tmp_path, prefix=prefix, **fields)
 
     assert read_model_config(str(tmp_path)).vision is None
@@ -390,8 +395,8 @@ def test_deepseek_without_latent_attention_as_published(
 
 
 @torch.inference_mode()
-def test_the_first_deepseek_moe_as_published(tmp_path: Path) -> None:
-    """It has no use_mla, and no field of latent attention."""
+def test_the_first_deepseek_moe_is_served_as_published(tmp_path: Path) -> None:
+    """The config has no use_mla, and no field of latent attention."""
     whole = write_deepseek_published(tmp_path)
     rewrite(
         tmp_path,
@@ -409,9 +414,9 @@ def test_the_first_deepseek_moe_as_published(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_deepseek_vl2_without_architectures(tmp_path: Path) -> None:
-    """The published files have a model_type in place of architectures, and no field of the language
-    model that has its default value."""
+def test_deepseek_vl2_without_architectures_is_served(tmp_path: Path) -> None:
+    """The published files have a model_type instead of architectures, and omit default values of
+    the language model."""
     make_tiny("deepseek_v2", tmp_path, rms_norm_eps=1e-6)
     reference = load_reference(tmp_path)
     rewrite(tmp_path, lambda tensors: {f"language.{name}": tensors[name] for name in tensors})
@@ -425,8 +430,8 @@ def test_deepseek_vl2_without_architectures(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_an_architecture_inside_text_config(tmp_path: Path) -> None:
-    """transformers 4.57 saves Qwen2-VL and Qwen2.5-VL so."""
+def test_an_architecture_inside_text_config_is_read(tmp_path: Path) -> None:
+    """transformers 4.57 saves Qwen2-VL and Qwen2.5-VL in this form."""
     make_tiny("qwen2", tmp_path)
     reference = load_reference(tmp_path)
     file = tmp_path / "config.json"
@@ -441,7 +446,7 @@ def test_an_architecture_inside_text_config(tmp_path: Path) -> None:
 
 
 def stacked(tensors: dict[str, Tensor], block: str, num_experts: int) -> dict[str, Tensor]:
-    """`tensors` with all experts of a layer as (experts, out, in)."""
+    """`tensors` with the experts of each layer stacked as (experts, out, in)."""
     prefixes = {name.partition(".experts.")[0] for name in tensors if f"{block}.experts." in name}
     rest = {name: tensor for name, tensor in tensors.items() if f"{block}.experts." not in name}
     for prefix in prefixes:
@@ -457,9 +462,9 @@ def stacked(tensors: dict[str, Tensor], block: str, num_experts: int) -> dict[st
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3"])
 @torch.inference_mode()
-def test_stacked_experts(family: str, tmp_path: Path) -> None:
-    """Qwen3.5 is published with stacked experts. Other families are saved so from the tensors that
-    transformers 5 has in memory."""
+def test_stacked_experts_are_served_as_by_transformers(family: str, tmp_path: Path) -> None:
+    """Qwen3.5 is published with stacked experts. Other families are stacked when transformers 5
+    saves its tensors in memory unchanged."""
     make_tiny(family, tmp_path)
     reference = load_reference(tmp_path)
     num_experts = {"deepseek_v3": 8}.get(family, 4)
@@ -469,8 +474,8 @@ def test_stacked_experts(family: str, tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_llama4_scout_as_first_published(tmp_path: Path) -> None:
-    """Both borders of its rope are 1, and attn_temperature_tuning is a number."""
+def test_llama4_scout_is_served_as_first_published(tmp_path: Path) -> None:
+    """Both frequency factors of its rope are 1, and attn_temperature_tuning is a number."""
     rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
     make_tiny("llama4_text", tmp_path, rope_parameters=rope)
@@ -482,7 +487,7 @@ def test_llama4_scout_as_first_published(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_separate_experts_of_llama4(tmp_path: Path) -> None:
+def test_llama4_with_separate_expert_tensors_is_served(tmp_path: Path) -> None:
     """Quantization tools write the experts as separate tensors."""
 
     def separated(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -506,8 +511,8 @@ def test_separate_experts_of_llama4(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_phi_moe_as_published(tmp_path: Path) -> None:
-    """Its makers write the name of the class in another way."""
+def test_phi_moe_is_served_as_published(tmp_path: Path) -> None:
+    """The published config spells the class name differently."""
     make_tiny("phimoe", tmp_path)
     reference = load_reference(tmp_path)
     file = tmp_path / "config.json"
@@ -518,8 +523,10 @@ def test_phi_moe_as_published(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its projections of keys and queries for the index are quantized too; its tower is not."""
+def test_minimax_m3_in_mxfp8_is_served_as_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key and query projections of the indexer are quantized; the vision tower is not."""
     sizes = {"intermediate_size": 64, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
     text_type, text, vision = WHOLE["minimax_m3_vl"]
     monkeypatch.setitem(WHOLE, "minimax_m3_vl", (text_type, {**text, **sizes}, vision))
@@ -531,7 +538,7 @@ def test_minimax_m3_in_mxfp8_as_published(tmp_path: Path, monkeypatch: pytest.Mo
     gates = [f"language_model.model.layers.{layer}.block_sparse_moe.gate" for layer in (1, 2)]
     ignored = [*gates, "lm_head", "model.embed_tokens", "vision_tower", "patch_merge_mlp"]
     ignored += ["multi_modal_projector"]
-    # transformers then dequantizes too.
+    # transformers dequantizes with this option.
     fields["quantization_config"] |= {"ignored_layers": ignored, "dequantize": True}
     file.write_text(json.dumps(fields))
     stored = load_file(quantized.folder / "model.safetensors")

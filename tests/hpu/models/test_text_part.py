@@ -1,4 +1,4 @@
-"""The text model of checkpoints with images or audio, against transformers in float32."""
+"""The text model of checkpoints with images or audio, compared with transformers in float32."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ GEMMA3: dict[str, Any] = {
     "layer_types": [SLIDING, FULL],
     "query_pre_attn_scalar": 16,
     "initializer_range": 0.3,
-    # Tied, so small a model repeats its last token.
+    # With tied embeddings, a model this small repeats its last token.
     "tie_word_embeddings": False,
 }
 SHARED: dict[str, Any] = {
@@ -92,7 +92,7 @@ def load(folder: Path) -> LoadableModel:
 
 
 def wrap(folder: Path, architecture: str, body: str, head: str) -> None:
-    """Make of a text model the checkpoint of a model with images that it is a part of."""
+    """Turn the checkpoint of a text model into a multimodal checkpoint that contains it."""
     file = folder / "model.safetensors"
     tensors = {
         name.replace("model.", body, 1) if name.startswith("model.") else head + name[8:]: tensor
@@ -116,7 +116,7 @@ def wrap(folder: Path, architecture: str, body: str, head: str) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 @torch.inference_mode()
-def test_the_text_model_of_a_larger_one_gives_the_tokens_of_a_text_model(
+def test_the_text_model_of_a_multimodal_model_gives_the_tokens_of_a_text_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     family, overrides, prefixes = WHOLE[name]
@@ -139,7 +139,9 @@ def test_the_text_model_of_a_larger_one_gives_the_tokens_of_a_text_model(
 
 
 @torch.inference_mode()
-def test_a_checkpoint_with_a_vision_tower_as_transformers_writes_it(tmp_path: Path) -> None:
+def test_the_text_model_of_a_checkpoint_saved_with_its_tower_equals_transformers(
+    tmp_path: Path,
+) -> None:
     text = json.loads((make_tiny("gemma3_text", tmp_path, **GEMMA3) / "config.json").read_text())
     vision = {
         "hidden_size": 32,
@@ -170,7 +172,7 @@ def test_a_checkpoint_with_a_vision_tower_as_transformers_writes_it(tmp_path: Pa
     assert (found - expected).abs().max() < TOLERANCE
 
 
-def test_a_text_model_that_is_not_known_is_named(tmp_path: Path) -> None:
+def test_an_unknown_text_model_is_named(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     wrap(folder, "LlavaForConditionalGeneration", *NEW)
     file = folder / "config.json"
@@ -178,15 +180,15 @@ def test_a_text_model_that_is_not_known_is_named(tmp_path: Path) -> None:
     fields["text_config"]["model_type"] = "own"
     file.write_text(json.dumps(fields))
 
-    with pytest.raises(ConfigError, match=r"has the model_type 'own', .* that a LlavaForCond"):
+    with pytest.raises(ConfigError, match=r"has the model_type 'own', .* for a LlavaForCond"):
         read_model_config(str(folder))
 
 
-def test_a_tensor_of_the_text_model_that_is_too_many_is_not_passed_over(tmp_path: Path) -> None:
+def test_an_unexpected_tensor_of_the_text_model_is_refused(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     wrap(folder, "LlavaForConditionalGeneration", *NEW)
     file = folder / "model.safetensors"
     save_file({**load_file(file), "model.language_model.extra": torch.zeros(2)}, file)
 
-    with pytest.raises(ConfigError, match=r"no place for model.extra in model.safetensors"):
+    with pytest.raises(ConfigError, match=r"does not have model.extra in model.safetensors"):
         load_decoder(folder)

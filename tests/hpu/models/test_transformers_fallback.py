@@ -1,4 +1,5 @@
-"""Models in the code of transformers, on our attention, against the plain forward in float32."""
+"""Models in transformers' code with this project's attention, compared with transformers' forward
+in float32."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from hpu.runner.kv_cache import block_bytes
 if transformers_before("5.18"):
     pytest.skip("needs the interfaces of transformers 5.18", allow_module_level=True)
 
-from hpu.models.transformers_attention import IMPLEMENTATION, Unsupported, record_calls
+from hpu.models.transformers_attention import IMPLEMENTATION, UnsupportedModelCode, record_calls
 from hpu.models.transformers_fallback import TransformersModel
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 
@@ -51,7 +52,7 @@ SHARED: dict[str, Any] = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-"""The last two layers read the keys and values of the first two."""
+"""The last two layers share the keys and values of the first two."""
 GEMMA3N: dict[str, Any] = {
     **SHARED,
     "laurel_rank": 8,
@@ -189,7 +190,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
-def test_greedy_tokens_and_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     family, overrides = FAMILIES[name]
     folder = make_tiny(family, tmp_path, **overrides)
 
@@ -225,7 +226,7 @@ def test_a_family_that_is_built_in_gives_the_same_tokens(
 
 
 @torch.inference_mode()
-def test_every_linear_layer_is_ours_and_loads_its_own_tensor(tmp_path: Path) -> None:
+def test_every_linear_layer_is_replaced_and_loads_its_own_tensor(tmp_path: Path) -> None:
     folder = make_tiny("olmo2", tmp_path)
     stored = load_file(folder / "model.safetensors")
 
@@ -241,16 +242,14 @@ def test_every_linear_layer_is_ours_and_loads_its_own_tensor(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("family", "count"), [("olmo2", 4 * 2 + 1), ("gemma", 0)])
-def test_norms_are_ours_where_they_compute_the_same(
-    family: str, count: int, tmp_path: Path
-) -> None:
+def test_equivalent_norms_are_replaced(family: str, count: int, tmp_path: Path) -> None:
     # Gemma adds 1 to the weights.
     model = load_transformers_model(make_tiny(family, tmp_path, head_dim=16))
 
     assert sum(isinstance(module, RMSNorm) for module in model.modules()) == count
 
 
-def test_layers_that_share_keys_have_no_cache_of_their_own(tmp_path: Path) -> None:
+def test_layers_that_share_keys_have_no_separate_cache(tmp_path: Path) -> None:
     folder = make_tiny("gemma4_text", tmp_path, **{**SHARED, "global_head_dim": 32})
     model = load_transformers_model(folder)
 
@@ -269,7 +268,7 @@ def test_layers_that_share_keys_have_no_cache_of_their_own(tmp_path: Path) -> No
 
 
 @torch.inference_mode()
-def test_padding_and_other_requests_change_nothing(tmp_path: Path) -> None:
+def test_padding_and_other_requests_change_no_token(tmp_path: Path) -> None:
     folder = make_tiny("starcoder2", tmp_path, sliding_window=9)
     prompts = {0: list(range(10, 31)), 1: list(range(50, 57))}
     padded = PagedHarness(load_transformers_model(folder))
@@ -289,14 +288,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a recurrent layer": (
         "lfm2",
         {"layer_types": ["conv", "full_attention"]},
-        "calls attention 1 times for its 2 layers: caches of its own and recurrent",
+        "calls attention 1 times for its 2 layers: separate caches and recurrent",
     ),
     "two attentions in a layer": ("diffllama", {}, "has layers that share keys and not values"),
     "a mask of its own": ("doge", {"use_moe": False}, "builds its own attention mask"),
     "a window in the mask alone": (
         "phimoe",
         {**MOE, "sliding_window": 9},
-        "hides its window in a mask",
+        "applies its sliding window only through a mask",
     ),
     "experts of another kind": (
         "gpt_oss",
@@ -309,11 +308,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_code_that_cannot_be_driven_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+def test_model_code_that_the_fallback_cannot_run_is_refused_with_the_reason(
+    name: str, tmp_path: Path
+) -> None:
     family, overrides, reason = REFUSED[name]
     folder = make_tiny(family, tmp_path, **overrides)
 
-    with pytest.raises(ConfigError, match=f"cannot be driven: it {reason}"):
+    with pytest.raises(ConfigError, match=f"cannot be used: it {reason}"):
         load_transformers_model(folder)
 
 
@@ -334,7 +335,7 @@ def test_an_argument_of_attention_that_changes_scores_is_refused(
         attend = AttentionInterface()[IMPLEMENTATION]
         attend(nn.Module(), heads, heads, heads, None, **{argument: heads})
 
-    with pytest.raises(Unsupported, match=reason):
+    with pytest.raises(UnsupportedModelCode, match=reason):
         record_calls(run)
 
 
@@ -360,12 +361,12 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
             "model_type": "own",
             "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"},
         },
-        "OwnForCausalLM, which is not built in, and it is no causal language model of "
-        "transformers .*; code in a checkpoint is never run",
+        "OwnForCausalLM, which has no native implementation, and it is not a causal language "
+        "model of transformers .*; code in a checkpoint is never run",
     ),
     "another class": (
         {"architectures": ["Olmo2Model"]},
-        "Olmo2Model, which is not built in, and it is no causal language model",
+        "Olmo2Model, which has no native implementation, and it is not a causal language model",
     ),
     "two halves": ({"is_encoder_decoder": True}, "with an encoder and a decoder"),
     "a picture": ({"text_config": {}}, "more than a text model"),
@@ -376,7 +377,7 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "more layers than tensors": ({"num_hidden_layers": 9000}, "9000 layers, the files have 25 ten"),
     "another size": (
         {"intermediate_size": 96},
-        "says 96x64 for model.layers.0.mlp.gate_proj.weight, the files have 128x64",
+        "specifies 96x64 for model.layers.0.mlp.gate_proj.weight, the files have 128x64",
     ),
     "an unknown rope": (
         {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
@@ -386,7 +387,7 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_config_that_does_not_fit_is_one_sentence(name: str, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     fields, message = EDITS[name]
     folder = make_tiny("olmo2", tmp_path)
     _edit(folder, **fields)
@@ -395,7 +396,7 @@ def test_a_config_that_does_not_fit_is_one_sentence(name: str, tmp_path: Path) -
         load_transformers_model(folder)
 
 
-def test_the_inner_size_of_a_model_with_one_for_each_layer_is_the_largest(tmp_path: Path) -> None:
+def test_the_inner_size_of_a_model_with_sizes_per_layer_is_the_largest(tmp_path: Path) -> None:
     folder = make_tiny("gemma3n_text", tmp_path, **GEMMA3N)
     _edit(folder, intermediate_size=[96, 128, 64, 64])
     assert read_model_config(str(folder)).intermediate_size == 128
@@ -405,21 +406,21 @@ def test_the_inner_size_of_a_model_with_one_for_each_layer_is_the_largest(tmp_pa
         read_model_config(str(folder))
 
 
-def test_a_tensor_that_is_missing_and_one_too_many_are_named(tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     folder = make_tiny("olmo2", tmp_path)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "model.extra": torch.zeros(2)}, file)
-    with pytest.raises(ConfigError, match=r"no place for model.extra in model.safetensors"):
+    with pytest.raises(ConfigError, match=r"does not have model.extra in model.safetensors"):
         load_transformers_model(folder)
 
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file)
-    with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj.weight, the files have no such"):
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.up_proj.weight, the files have no tensor"):
         load_transformers_model(folder)
 
 
-def test_the_size_of_a_model_that_is_not_built_in_is_counted_in_its_files(tmp_path: Path) -> None:
+def test_the_size_of_a_fallback_model_is_counted_from_its_files(tmp_path: Path) -> None:
     folder = make_tiny("helium", tmp_path, head_dim=16)
     model = load_transformers_model(folder)
 
@@ -459,7 +460,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     ("function", "is_needed"),
     [(_add_rows, True), (_scale_view, True), (_read_the_base, False), (_scale, False)],
 )
-def test_writes_to_views_are_replaced_only_where_the_result_stays_the_same(
+def test_writes_to_views_are_replaced_only_if_the_result_is_unchanged(
     function: Callable[[torch.Tensor], torch.Tensor], is_needed: bool
 ) -> None:
     trial = ViewWriteTrial()
@@ -470,5 +471,5 @@ def test_writes_to_views_are_replaced_only_where_the_result_stays_the_same(
     x = torch.arange(6.0).view(3, 2)
     with WithoutViewWrites():
         found = function(x)
-    # The result would differ where the write is not allowed.
+    # The function whose write must stay would give a different result.
     assert torch.equal(found, function(x)) is (function is not _read_the_base)

@@ -1,4 +1,5 @@
-"""rope_scaling beside rope_parameters in config.json, against transformers in float32."""
+"""rope_scaling together with rope_parameters in config.json, compared with transformers in
+float32."""
 
 import json
 import logging
@@ -32,7 +33,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def _checkpoint(folder: Path, scaling: dict[str, Any], theta: float, **more: Any) -> Path:
-    """A checkpoint of transformers 5 whose user added `scaling`."""
+    """A checkpoint of transformers 5 to which a user added `scaling`."""
     make_tiny("llama", folder, max_position_embeddings=256)
     file = folder / "config.json"
     raw = json.loads(file.read_text())
@@ -45,7 +46,7 @@ def _checkpoint(folder: Path, scaling: dict[str, Any], theta: float, **more: Any
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 500.0])
 @torch.inference_mode()
-def test_tokens_are_those_of_transformers(name: str, theta: float, tmp_path: Path) -> None:
+def test_tokens_equal_transformers(name: str, theta: float, tmp_path: Path) -> None:
     outside = {ORIGINAL: 32} if "outside" in name else {}
     folder = _checkpoint(tmp_path, SCALINGS[name], theta, **outside)
     prompts = random_prompts(67)
@@ -55,11 +56,13 @@ def test_tokens_are_those_of_transformers(name: str, theta: float, tmp_path: Pat
     assert_same_as_transformers(found, prompts, load_reference(folder), 1e-3)
 
 
-def test_the_log_names_what_has_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_fields_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = _checkpoint(tmp_path, SCALINGS["yarn"], 500.0)
 
     with caplog.at_level(logging.WARNING), LLM(str(folder), device="cpu", dtype="float32"):
         pass
 
-    (line,) = [text for text in caplog.messages if "disagree" in text]
+    (line,) = [text for text in caplog.messages if "differ: rope_scaling is used" in text]
     assert line.endswith("rope_type 'default', rope_theta 500.0")

@@ -1,5 +1,5 @@
-"""Images that are divided among two ranks: each image is encoded on a single rank, and both ranks
-give the tokens of a rank that encodes all images."""
+"""Images divided among two ranks: each image is encoded on a single rank, and both ranks give the
+tokens of a rank that encodes all images."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,26 +23,26 @@ from hpu.multimodal.images import divided
 from hpu.protocol import Ranks
 
 SIZES = {"qwen2_5_vl": "16,48", "mistral3": "16,48", "llava_next": "1,2"}
-"""--multimodal-buckets."""
+"""Values of --multimodal-buckets."""
 
 
 class Encoded(NamedTuple):
-    """By one rank."""
+    """Results and counts of a single rank."""
 
     tokens: list[list[int]]
     count: int
-    """Images, or on a card tiles or patches that are no padding."""
+    """Number of images, or on a card of tiles or patches without padding."""
     sizes: list[int]
     """Padded sizes of all launches."""
 
 
-def test_the_largest_go_first_and_each_to_the_smallest_part() -> None:
+def test_images_are_divided_largest_first_to_the_smallest_part() -> None:
     assert divided([5, 9, 4, 4, 1], 2) == [1, 0, 1, 0, 1]
     assert divided([3], 4) == [0]
     assert divided([], 2) == []
 
 
-def test_weights_of_a_tower_are_not_divided() -> None:
+def test_weights_of_a_tower_are_replicated() -> None:
     with pytest.raises(ConfigError, match="weights of vision towers are not divided among devices"):
         ParallelConfig(tensor_parallel_size=2, mm_encoder_tp_mode="weights")
 
@@ -55,7 +55,8 @@ def settings_of(group: ProcessGroup, store: Path) -> dict[str, Any]:
 
 
 def several(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
-    """All pictures in one plan, then one alone, and decodes of both requests."""
+    """Tokens of all pictures in one plan, then of a single picture, with decodes of both
+    requests."""
     images = ImageRig(rig)
     named = [(b"picture %d" % index, item) for index, item in enumerate(pictures)]
     images.admit(0, write(text(1, 3), *named[:-1], text(2, 4)))
@@ -70,7 +71,7 @@ def several(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
 
 
 def traffic(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
-    """Two pictures in one plan, and then random requests."""
+    """Tokens of two pictures in one plan, then of random requests."""
     images = ImageRig(rig)
     for index in range(2):
         images.admit(index, write(text(index, 3), (b"new %d" % index, pictures[index])))
@@ -89,8 +90,8 @@ def on_cpu(group: ProcessGroup, folder: Path, store: Path, pictures: list[Pictur
     settings = settings_of(group, store)
     rig = WorkerRig(folder, max_num_batched_tokens=1024, images_per_request=4, **settings)
     try:
-        assert rig.worker._loaded is not None and rig.worker._loaded.tower is not None
-        tower: Any = rig.worker._loaded.tower
+        assert rig.worker.loaded.tower is not None
+        tower: Any = rig.worker.loaded.tower
         counted, forward = [], tower.forward
 
         def counting(tensors: Any) -> Any:
@@ -162,14 +163,14 @@ def test_two_ranks_on_a_cpu_encode_each_image_once(
     found = pool.run(2, on_cpu, tmp_path, tmp_path / "store", pictures)
 
     assert [entry.tokens for entry in found] == [expected, expected]
-    # Three images in a plan, and a single image, which goes to the first rank.
+    # Three images in a plan, and then a single image, which goes to the first rank.
     assert sum(entry.count for entry in found) == 4
     assert all(entry.count for entry in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3", "llava_next", "mllama"])
-def test_two_emulated_cards_launch_the_same_and_compile_nothing(
+def test_two_emulated_cards_run_the_same_launches_and_compile_nothing(
     name: str, pool: RankPool, tmp_path: Path
 ) -> None:
     whole = make_tiny_vision(name, tmp_path)

@@ -1,4 +1,4 @@
-"""The cache of embeddings, by content."""
+"""Cache of embeddings by content hash."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def cache() -> EncoderCache:
     return EncoderCache(10, 4, torch.float32, CpuBackend(num_threads=1))
 
 
-def test_rows_of_freed_images_hold_the_next_ones(cache: EncoderCache) -> None:
+def test_rows_of_freed_images_are_reused(cache: EncoderCache) -> None:
     cache.allocate(b"one", 4)
     two = cache.allocate(b"two", 4)
     cache.free(b"one")
@@ -24,7 +24,7 @@ def test_rows_of_freed_images_hold_the_next_ones(cache: EncoderCache) -> None:
     assert cache.pad_row not in three
 
 
-def test_what_was_written_is_at_the_rows_of_the_image(cache: EncoderCache) -> None:
+def test_embeddings_are_written_to_the_rows_of_the_image(cache: EncoderCache) -> None:
     rows = cache.allocate(b"one", 3)
     cache.write(torch.from_numpy(rows), torch.arange(12.0).view(3, 4))
 
@@ -40,7 +40,7 @@ def test_an_image_over_the_budget_is_named_with_both_numbers(cache: EncoderCache
         cache.allocate(b"two", 7)
 
 
-def test_an_image_that_is_not_here_is_an_error(cache: EncoderCache) -> None:
+def test_a_missing_image_is_an_error(cache: EncoderCache) -> None:
     with pytest.raises(RuntimeError, match="is not encoded, or was freed"):
         cache.rows(b"one")
     cache.allocate(b"one", 4)

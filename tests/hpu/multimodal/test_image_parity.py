@@ -1,5 +1,5 @@
-"""Requests with images through a worker, beside transformers' own whole models: greedy tokens in
-float32."""
+"""Requests with images through a worker, compared with transformers' multimodal models: greedy
+tokens in float32."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def make_rig(case: Case) -> WorkerRig:
 
 
 def prompts_of(case: Case) -> list[Prompt]:
-    """With one image, with two behind a text, with none, with all four."""
+    """Prompts with one image, two images after a text, no image, and four images."""
     item, two, three, four = case.pictures
     return [
         write(text(1, 5), item, text(2, 4)),
@@ -63,7 +63,7 @@ def test_a_batch_with_images_and_text_in_chunks_gives_the_tokens_of_transformers
     try:
         for index, prompt in enumerate(prompts):
             images.admit(index, prompt)
-        # The first chunk of the second prompt ends behind its first image.
+        # The first chunk of the second prompt ends after its first image.
         rig.prefill({0: None, 1: len(case.pictures[1][1].tokens) + 7, 2: 9})
         rig.step()
         rig.prefill({1: None, 2: None})
@@ -78,8 +78,8 @@ def test_a_batch_with_images_and_text_in_chunks_gives_the_tokens_of_transformers
 
 
 @SLOW
-def test_chunks_within_images_and_a_cached_prefix_and_a_preemption(case: Case) -> None:
-    """Gemma 3 computes the rest of an image at once, and so do its chunks here."""
+def test_chunks_within_images_a_cached_prefix_and_a_preemption_change_no_token(case: Case) -> None:
+    """Gemma 3 computes the rest of an image in one chunk, so its chunks here end after images."""
     prompt = prompts_of(case)[3]
     expected = case.expected(prompt)
     rig = make_rig(case)
@@ -92,7 +92,7 @@ def test_chunks_within_images_and_a_cached_prefix_and_a_preemption(case: Case) -
             rig.prefill({0: min(step, left)})
             rig.step()
         rig.run([0], NEW_TOKENS - 1)
-        # The same prompt again, over the blocks of the first.
+        # Repeat the prompt: models without recurrent states reuse the blocks of the first request.
         has_states = case.name in WITH_STATES
         images.admit(1, prompt, shared_with=None if has_states else 0)
         assert has_states or rig.requests[1].computed >= len(prompt.tokens) - 2 * BLOCK_SIZE
@@ -101,7 +101,7 @@ def test_chunks_within_images_and_a_cached_prefix_and_a_preemption(case: Case) -
         rig.run([0, 1], 2)
         first, again = rig.free(0), rig.free(1)
         assert (first[:NEW_TOKENS], again) == (expected, expected[:3])
-        # Preempted after three tokens, and its images are encoded again.
+        # Preempt the request after three tokens; its images are encoded again.
         images.free_all()
         images.admit(2, prompt, sampled=expected[:3])
         rig.prefill({2: None})

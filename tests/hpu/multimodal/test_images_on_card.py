@@ -1,4 +1,4 @@
-"""Requests with images on the strict emulated card: the tokens of the CPU, and nothing compiles
+"""Requests with images on the strict emulated card: tokens equal the CPU's, and nothing compiles
 after the warm-up."""
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ FAMILIES += [pytest.param(name, marks=SLOW) for name in ("qwen3_5_moe", "lfm2_vl
 def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path) -> None:
     whole = make_tiny_vision(name, tmp_path)
     pictures = prepare(name, whole, [0, 1, 2, 3])
-    # Gemma 3 computes the rest of an image at once.
+    # Gemma 3 computes the rest of an image in one chunk.
     max_chunk = 23 if name != "gemma3" else 64
     with working(tmp_path) as on_cpu:
         expected = random_images(on_cpu, pictures, max_chunk=max_chunk)
@@ -49,7 +49,7 @@ def test_nothing_compiles_for_images_after_the_warm_up(name: str, tmp_path: Path
     assert found == expected
     assert after == before
     assert before[0] > 0 and before[2] == 0
-    # 4 tiles: an image for each of two requests.
+    # 8 tiles: 4 for an image of each of two requests.
     assert rig.ready.encoder_cache_tokens == (8 if name == "mllama" else 128)
 
 

@@ -1,5 +1,5 @@
-"""Images in models whose layers keep a state (Qwen3.5), beside transformers' own whole models:
-log-probabilities of every token of a prompt, and checkpoints as they are published."""
+"""Images in models with recurrent states (Qwen3.5), compared with transformers' multimodal models:
+log-probabilities of every prompt token, and checkpoints in their published form."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ SCORED = RequestSampling(temperature=0.0, num_prompt_logprobs=0)
 
 @torch.inference_mode()
 def expected_scores(name: str, whole: Any, prompt: Prompt) -> np.ndarray:
-    """The log-probability of each token of the prompt but the first."""
+    """Log-probabilities of all prompt tokens after the first, from transformers."""
     ids = torch.tensor([prompt.tokens])
     given = VISION_FAMILIES[name].joined([picture.tensors for picture in prompt.pictures])
     logits = whole(input_ids=ids, mm_token_type_ids=(ids == IMAGE).long(), **given).logits
@@ -38,7 +38,7 @@ def expected_scores(name: str, whole: Any, prompt: Prompt) -> np.ndarray:
 
 
 def scores_of(rig: WorkerRig, prompt: Prompt, chunk: int) -> np.ndarray:
-    """The scores of `expected_scores`, by a prefill in chunks."""
+    """The scores of `expected_scores`, from a prefill in chunks."""
     images = ImageRig(rig)
     images.admit(0, prompt, sampling=SCORED)
     found = []
@@ -48,14 +48,12 @@ def scores_of(rig: WorkerRig, prompt: Prompt, chunk: int) -> np.ndarray:
             found.append(np.frombuffer(scores.values, "<f4"))
     images.free_all()
     rig.free(0)
-    # Each token's score is followed by the scores of the k most likely tokens, and k is 0.
+    # Each token's score would be followed by the scores of the k most likely tokens, but k is 0.
     return np.concatenate(found)
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
-def test_all_logits_of_a_prompt_in_chunks_are_those_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
+def test_all_logits_of_a_prompt_in_chunks_equal_transformers(name: str, tmp_path: Path) -> None:
     whole = make_tiny_vision(name, tmp_path)
     first, second = prepare(name, whole, [0, 3])
     prompt = write(text(1, 9), (b"first", first), text(2, 4), (b"second", second), text(3, 12))
@@ -73,11 +71,10 @@ def test_all_logits_of_a_prompt_in_chunks_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", QWEN_STATES)
-def test_a_checkpoint_with_the_fields_of_published_ones_takes_images(
-    name: str, tmp_path: Path
-) -> None:
-    """Its vision_config has the model_type of the whole model and a list of layers for deepstack,
-    which this tower does not read. Its weights have a layer for multi-token prediction."""
+def test_a_checkpoint_with_published_fields_serves_images(name: str, tmp_path: Path) -> None:
+    """The vision_config has the model_type of the multimodal model and a list of layers for
+    deepstack, which this tower does not read. The weights have a layer for multi-token
+    prediction."""
     whole = make_tiny_vision(name, tmp_path)
     (picture,) = prepare(name, whole, [1])
     prompt = write(text(1, 5), (b"one", picture), text(2, 3))
@@ -107,10 +104,10 @@ def test_a_checkpoint_with_the_fields_of_published_ones_takes_images(
 
 
 @pytest.mark.parametrize("name", QWEN_STATES)
-def test_a_rope_that_does_not_say_how_axes_are_divided_has_the_sections_of_the_family(
+def test_a_rope_without_mrope_sections_gets_the_sections_of_the_family(
     name: str, tmp_path: Path
 ) -> None:
-    # 32 frequencies, as all published models have.
+    # 32 frequencies, as in all published models.
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     whole = make_tiny_vision(name, tmp_path, head_dim=256, rope_parameters=rope)
     (picture,) = prepare(name, whole, [0])

@@ -1,4 +1,4 @@
-"""Images with a quantized text model beside a tower in plain weights: the tokens of transformers
+"""Images with a quantized text model and an unquantized tower: tokens equal transformers' tokens
 with the same weights dequantized."""
 
 from pathlib import Path
@@ -19,7 +19,7 @@ NEW_TOKENS = 6
 TOWERS = ("visual", "vision_tower", "multi_modal_projector", "model.visual", "model.vision_tower",
           "model.multi_modal_projector")  # fmt: skip
 TEXT: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
-"""Sizes with whole groups of 64 inputs."""
+"""Sizes that are multiples of groups of 64 inputs."""
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 
 
@@ -70,12 +70,12 @@ def test_a_quantized_checkpoint_gives_the_tokens_of_its_dequantized_weights(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Path) -> None:
+def test_all_weights_except_the_tower_are_quantized_at_load(kind: str, tmp_path: Path) -> None:
     whole = make("llava", tmp_path)
     prompt = prompt_of("llava", whole)
     rig = WorkerRig(tmp_path, dtype="bfloat16", quantization=kind)
     try:
-        tower = rig.worker._loaded.tower  # type: ignore[union-attr]
+        tower = rig.worker.loaded.tower  # type: ignore[union-attr]
         assert tower is not None
         assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
         found = tokens_of(rig, prompt)
@@ -84,7 +84,7 @@ def test_weights_are_quantized_at_load_but_for_the_tower(kind: str, tmp_path: Pa
 
     for name, module in whole.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.startswith(TOWERS):
-            # The head has 8 bits in both.
+            # The head has 8 bits in both cases.
             is_int8 = kind == "int8" or name == "lm_head"
             rounded = quantize_int8 if is_int8 else quantize_int4
             weight = rounded(module.weight.data.bfloat16())

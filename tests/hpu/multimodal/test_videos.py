@@ -1,5 +1,5 @@
-"""Videos through a worker beside transformers' own whole models, on a CPU and on the emulated card:
-positions with three axes, and greedy tokens in float32."""
+"""Videos through a worker compared with transformers' multimodal models, on a CPU and on the
+emulated card: positions with three axes, and greedy tokens in float32."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,11 @@ FAMILIES += [
     for name in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 ]
 SECONDS = 0.75
-"""Seconds between two times of the grid."""
+"""Seconds per temporal grid step."""
 
 
 def make_video(whole: Any, time: int, height: int, width: int) -> Picture:
-    """Patches of noise, as a server sends them."""
+    """Video of noise patches, in the form that a server sends."""
     vision = whole.config.vision_config
     patch = 3 * vision.temporal_patch_size * vision.patch_size**2
     noise = torch.Generator().manual_seed(7)
@@ -58,7 +58,7 @@ def make_video(whole: Any, time: int, height: int, width: int) -> Picture:
 
 
 def is_timed(whole: Any) -> bool:
-    """The prompt has the times of a video as text."""
+    """Whether the prompt has the times of a video as text."""
     return str(whole.config.model_type).startswith(("qwen3_vl", "qwen3_5"))
 
 
@@ -110,7 +110,7 @@ def tokens_of(rig: WorkerRig, prompt: Prompt, chunk: int | None = None) -> list[
 def test_a_video_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     whole = make_tiny_vision(name, tmp_path)
     (image,) = prepare(name, whole, [0])
-    # Three positions between two times, and more rows than three.
+    # Three positions per temporal grid step, and more than three rows.
     video = make_video(whole, 3, 16, 4)
     prompt = prompt_of(whole, video, image)
     with working(tmp_path) as rig:
@@ -125,7 +125,7 @@ def test_a_video_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> 
 def test_a_video_is_encoded_in_the_graphs_of_images_on_a_card(name: str, tmp_path: Path) -> None:
     whole = make_tiny_vision(name, tmp_path)
     (image,) = prepare(name, whole, [0])
-    # 48 patches in all, and the only launches take 16.
+    # 48 patches in total, with launches of 16 patches only.
     prompt = prompt_of(whole, make_video(whole, 3, 4, 4), image)
     with working(tmp_path) as on_cpu:
         expected = tokens_of(on_cpu, prompt)
@@ -154,7 +154,7 @@ def positions(placed: list[ImagePlacement], tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("seconds", [0.08, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("grid", [(2, 4, 6), (4, 8, 2), (6, 12, 12)])
-def test_positions_are_those_of_transformers_where_time_is_not_the_longest(
+def test_positions_equal_transformers_if_time_is_not_the_longest_axis(
     grid: tuple[int, int, int], seconds: float, tmp_path: Path
 ) -> None:
     whole = make_tiny_vision("qwen2_5_vl", tmp_path, vision={"tokens_per_second": 2})
@@ -178,7 +178,7 @@ def test_positions_are_those_of_transformers_where_time_is_not_the_longest(
         assert np.array_equal(ours, theirs[:, 0])
 
 
-def test_text_behind_a_long_video_counts_on_from_its_last_time(tmp_path: Path) -> None:
+def test_text_positions_after_a_long_video_continue_from_its_last_time(tmp_path: Path) -> None:
     tokens = [5, START, *[VIDEO] * 4, END, 9]
     placed = ImagePlacement(b"v", 1, 6, (4, 1, 1), 2.5)
 
@@ -188,11 +188,11 @@ def test_text_behind_a_long_video_counts_on_from_its_last_time(tmp_path: Path) -
     assert found[1].tolist() == [0, 1, 2, 2, 2, 2, 10, 11]
 
 
-def test_text_between_the_times_of_a_video_counts_on(tmp_path: Path) -> None:
+def test_text_positions_between_the_times_of_a_video_continue(tmp_path: Path) -> None:
     whole = make_tiny_vision("qwen3_vl", tmp_path)
     video = make_video(whole, 3, 4, 8)
     tokens = [5, 6, 7, *video.tokens, 8, 9]
-    # From the first time to the last, as the server places it.
+    # From the first time to the last, like the placement of a server.
     placed = ImagePlacement(b"v", 6, len(video.tokens) - 4, video.grid)
     ids = torch.tensor([tokens])
     theirs, _ = whole.model.get_rope_index(

@@ -1,4 +1,4 @@
-"""A worker that takes images: its memory, older names of tensors, sleep, ranks and bad plans."""
+"""A worker with images: memory, older tensor names, sleep, ranks and invalid plans."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_a_worker_sleeps_and_wakes_with_its_tower(qwen: Model) -> None:
     rig = WorkerRig(qwen.folder)
     try:
         assert rig.ready.encoder_cache_tokens == 512
-        tower = rig.worker._loaded.tower  # type: ignore[union-attr]
+        tower = rig.worker.loaded.tower  # type: ignore[union-attr]
         assert tower is not None
         count = sum(parameter.numel() for parameter in tower.parameters())
         assert model_facts(str(qwen.folder)).num_tower_parameters == count
@@ -67,7 +67,7 @@ def test_a_worker_sleeps_and_wakes_with_its_tower(qwen: Model) -> None:
         rig.worker.close()
 
 
-def test_a_first_checkpoint_of_qwen_has_other_names_and_no_text_config(tmp_path: Path) -> None:
+def test_early_qwen_checkpoints_without_text_config_are_served(tmp_path: Path) -> None:
     model = Model("qwen2_vl", tmp_path)
     expected = model.expected
     file = tmp_path / "model.safetensors"
@@ -105,7 +105,7 @@ def test_a_tower_without_a_tensor_is_refused_with_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
+def test_a_wrong_number_of_embeddings_fails_only_the_requests_of_the_image(
     dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = make_tiny_vision("llava", tmp_path)
@@ -122,7 +122,7 @@ def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
 
         assert found[0] == -1 and found[1] >= 0
         assert f"makes {count} embeddings of an image, the plan says {count + 1}" in caplog.text
-        # The next one of the same size is another image.
+        # The next picture of the same size is a different image.
         rig.free(0)
         images.admit(0, write(text(1, 5), (b"right", picture)))
         rig.prefill({0: None})
@@ -134,7 +134,7 @@ def test_another_number_of_embeddings_ends_the_requests_of_the_image_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mllama", "qwen3_5"])
-def test_two_ranks_have_a_tower_each(name: str, tmp_path: Path) -> None:
+def test_each_of_two_ranks_has_a_tower(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = Model(name, tmp_path / "model")
     (tmp_path / "pool").mkdir()
@@ -155,7 +155,7 @@ def test_a_plan_counts_the_tower_that_a_worker_loads_with_and_without_files(
     model = Model(name, tmp_path / "model")
     rig = WorkerRig(model.folder)
     try:
-        tower = rig.worker._loaded.tower  # type: ignore[union-attr]
+        tower = rig.worker.loaded.tower  # type: ignore[union-attr]
         assert tower is not None
         count = sum(parameter.numel() for parameter in tower.parameters())
     finally:

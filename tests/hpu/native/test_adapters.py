@@ -1,4 +1,4 @@
-"""Low-rank products in the library: a decoder with adapters, against merged weights."""
+"""Low-rank products in the library: a decoder with adapters, compared with merged weights."""
 
 import itertools
 from pathlib import Path
@@ -25,7 +25,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=1, logprobs=0, prompt_logprobs
 
 
 def logprobs(outputs: list[RequestOutput]) -> list[torch.Tensor]:
-    """Log-probabilities of the prompts' tokens."""
+    """Log-probabilities of the prompt tokens."""
     found = []
     for output in outputs:
         positions = output.prompt_logprobs or []
@@ -38,7 +38,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[torch.Tensor]:
 def test_the_compiled_decoder_adds_adapters_in_bfloat16(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A token goes to every expert: in bfloat16 a choice among them may differ by rounding alone.
+    # Each token uses every expert: in bfloat16, rounding alone may change the routing.
     experts = {"num_experts_per_tok": 4} if family == "mixtral" else {}
     base = make_tiny(family, tmp_path / "base", head_dim=32, **experts)
     targets = LINEAR if family != "mixtral" else LINEAR[:4]

@@ -1,5 +1,5 @@
-"""What the compiled products cost, as ratios of the least times of many: other work on the machine
-slows both."""
+"""Cost of the compiled products, as ratios of minimum times over many runs: other work on the
+machine slows both sides."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ OUT, SIZE, ROUNDS, LAYERS = 8192, 1024, 40, 16
 
 
 def least(*calls: Callable[[Tensor], Tensor], given: Tensor) -> list[float]:
-    """Seconds of this thread, which are taken in turns."""
+    """Minimum CPU seconds of this thread for each of `calls`, which alternate."""
     times = [float("inf")] * len(calls)
     for _ in range(ROUNDS):
         for index, call in enumerate(calls):
@@ -28,7 +28,7 @@ def least(*calls: Callable[[Tensor], Tensor], given: Tensor) -> list[float]:
 
 
 @torch.inference_mode()
-def test_one_row_costs_less_in_fewer_bits_and_no_more_than_torchs_product(lone: Library) -> None:
+def test_a_single_row_is_faster_in_fewer_bits_and_as_fast_as_torch(lone: Library) -> None:
     weight = torch.randn(OUT, SIZE).bfloat16()
     wide = PackedLinear(lone, weight, None)
     four = PackedLinear(lone, quantize_int4(weight), None)
@@ -43,7 +43,7 @@ def test_one_row_costs_less_in_fewer_bits_and_no_more_than_torchs_product(lone: 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [8, 48])
-def test_many_rows_cost_no_more_in_fewer_bits(rows: int, lone: Library) -> None:
+def test_many_rows_are_as_fast_in_fewer_bits(rows: int, lone: Library) -> None:
     if lone.instruction_set == "AVX512-BF16":
         pytest.skip("weights are rounded to bfloat16 first, which takes longer")
     weights = [torch.randn(2048, SIZE).bfloat16() for _ in range(LAYERS)]
@@ -54,11 +54,11 @@ def test_many_rows_cost_no_more_in_fewer_bits(rows: int, lone: Library) -> None:
 
     wide_s, four_s, eight_s = least(wide, four, eight, given=torch.randn(rows, SIZE).bfloat16())
 
-    # Products of many rows are bound by the same instructions: 5 % is noise.
+    # Products of many rows are limited by the same instructions: 5 % is noise.
     assert max(four_s, eight_s) < 1.05 * wide_s
 
 
 def in_turn(layers: list[PackedLinear]) -> Callable[[Tensor], Tensor]:
-    """Each call is one of the next layer, whose weights are no longer in the caches."""
+    """A function that calls the layers in turn, so that the weights are not in the CPU caches."""
     left = cycle(layers)
     return lambda x: next(left)(x)

@@ -1,4 +1,4 @@
-"""The CPU's compiled kernels against torch's operators, equal up to the rounding of bfloat16."""
+"""The CPU's compiled kernels equal torch's operators up to bfloat16 rounding."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,13 +35,13 @@ HEADS = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 
 
 def packed(folder: Path, library: Library | None) -> CausalLM:
-    """On the kernels of `library`; None: not packed."""
+    """Model on the kernels of `library`; without a library, an unpacked model."""
     model = load_decoder(folder, dtype=torch.bfloat16)
     return model if library is None else use_cpu_kernels(model, library)
 
 
 def decoded(model: CausalLM, **padding: int) -> Tensor:
-    """Logits of two decodes of three rows, behind prompts that were computed by the same model."""
+    """Logits of two decodes of three rows, after prompts that the same model computed."""
     harness = PagedHarness(model)
     harness.prefill(PROMPTS, **({"pad_query": 3} if padding else {}))
     steps = [harness.decode(last, **padding) for last in NEXT]
@@ -49,7 +49,7 @@ def decoded(model: CausalLM, **padding: int) -> Tensor:
 
 
 def error_of(found: Tensor, exact: Tensor) -> Tensor:
-    """Root mean square."""
+    """Root mean square error."""
     return (found.float() - exact).square().mean().sqrt()
 
 
@@ -74,13 +74,13 @@ def assert_as_accurate(found: Tensor, own: Tensor, exact: Tensor, margin: float 
         ("mixtral", HEADS),
         ("qwen2_moe", {**HEADS, "mlp_only_layers": [0], "norm_topk_prob": True}),
         ("qwen3_moe", {**HEADS, "num_experts": 6}),
-        # All experts are chosen: rounding changes no choice.
+        # Each token uses all experts, so that rounding does not change the routing.
         ("granitemoeshared", {**HEADS, "num_experts_per_tok": 4}),
         ("glm4_moe", {**HEADS, "head_dim": 64}),
         ("ernie4_5_moe", HEADS),
     ],
 )
-def test_a_decode_is_as_accurate_as_torchs(
+def test_a_decode_is_as_accurate_as_torch(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -95,7 +95,7 @@ def test_a_decode_is_as_accurate_as_torchs(
 
 
 @torch.inference_mode()
-def test_small_additions_to_the_residual_stream_keep_their_digits(
+def test_small_additions_to_the_residual_stream_keep_their_precision(
     built: Library, tmp_path: Path
 ) -> None:
     layers = {"num_hidden_layers": 16, "residual_multiplier": 0.02, "logits_scaling": 1.0}
@@ -104,7 +104,7 @@ def test_small_additions_to_the_residual_stream_keep_their_digits(
 
     found, rounded = decoded(packed(folder, built)), decoded(packed(folder, None))
 
-    # The ratio is 0.53; with the stream in bfloat16 it would be about 1.
+    # The ratio is 0.53; with the residual stream in bfloat16 it would be about 1.
     assert error_of(found, exact) < 0.75 * error_of(rounded, exact)
 
 
@@ -127,12 +127,12 @@ def stacked(count: int, hidden: int, inner: int) -> Experts:
     ("rows", "count", "top_k", "hidden", "inner"),
     [(1, 8, 2, 64, 32), (7, 3, 1, 48, 80), (90, 5, 3, 128, 96), (40, 40, 1, 32, 16)],
 )
-def test_experts_are_as_accurate_as_torchs(
+def test_experts_are_as_accurate_as_torch(
     rows: int, count: int, top_k: int, hidden: int, inner: int, library: Library
 ) -> None:
     torch.manual_seed(rows)
     experts = stacked(count, hidden, inner)
-    # Expert 1 is chosen by no token.
+    # No token uses expert 1.
     scores = torch.rand(rows, count).index_fill_(1, torch.tensor([1]), -1.0)
     weights, ids = scores.topk(top_k, dim=-1)
     x = torch.randn(rows, hidden).bfloat16()
@@ -153,7 +153,7 @@ def test_experts_are_as_accurate_as_torchs(
 
 
 @torch.inference_mode()
-def test_experts_without_a_kernel_stay_as_they_are(library: Library) -> None:
+def test_experts_without_a_kernel_are_not_replaced(library: Library) -> None:
     experts = stacked(4, 40, 16)
 
     use_cpu_kernels(experts, library)
@@ -164,14 +164,14 @@ def test_experts_without_a_kernel_stay_as_they_are(library: Library) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("architecture", "fields", "has_kernel"),
-    # All experts are chosen: rounding changes no choice.
+    # Each token uses all experts, so that rounding does not change the routing.
     [
         ("GptOssForCausalLM", {"num_experts_per_tok": 4}, True),
         ("Llama4ForCausalLM", {"num_experts_per_tok": 4}, True),
         ("PhimoeForCausalLM", {"num_local_experts": 2}, True),
     ],
 )
-def test_biases_and_other_routers_run_on_torch(
+def test_experts_with_biases_or_other_routers_run_on_torch(
     architecture: str,
     fields: dict[str, Any],
     has_kernel: bool,
@@ -197,7 +197,7 @@ def test_biases_and_other_routers_run_on_torch(
     ("family", "overrides"),
     [("glm4_moe", HEADS), ("olmoe", HEADS), ("deepseek_v2", {"hidden_size": 128})],
 )
-def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
+def test_experts_of_an_uncompiled_model_are_as_accurate_as_torch(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -213,7 +213,7 @@ def test_experts_of_a_model_that_is_not_compiled_are_as_accurate_as_torchs(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2_moe"])
-def test_a_prefill_in_chunks_is_as_accurate_as_torchs(
+def test_a_prefill_in_chunks_is_as_accurate_as_torch(
     family: str, library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **HEADS)
@@ -244,7 +244,7 @@ def test_a_prefill_in_chunks_is_as_accurate_as_torchs(
         ("mistral", {**HEADS, "sliding_window": 170}),
     ],
 )
-def test_long_prefills_and_their_second_chunks_are_as_accurate_as_torchs(
+def test_long_prefills_and_their_second_chunks_are_as_accurate_as_torch(
     family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -273,7 +273,7 @@ def test_prompts_are_processed_in_groups_with_the_same_result(
 ) -> None:
     folder = make_tiny("llama", tmp_path, head_dim=256, num_attention_heads=4)
     generator = torch.Generator().manual_seed(0)
-    # A layer's keys and values take 12 MiB a prompt: more than two do not go in together.
+    # A layer's keys and values take 12 MiB per prompt, so at most two prompts run together.
     prompts = {
         row: torch.randint(8, 90, (3000,), generator=generator).tolist()[:length]
         for row, length in enumerate((40, 3, 64, 17, 50))
@@ -303,7 +303,7 @@ def test_padding_and_other_requests_change_no_bit(library: Library, tmp_path: Pa
 
 
 @torch.inference_mode()
-def test_nan_in_one_request_does_not_reach_others(library: Library, tmp_path: Path) -> None:
+def test_nan_in_a_request_does_not_affect_other_requests(library: Library, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     expected = decoded(packed(folder, library))[:3]
     harness = PagedHarness(packed(folder, library))
@@ -322,7 +322,7 @@ def test_nan_in_one_request_does_not_reach_others(library: Library, tmp_path: Pa
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 16, 17, 33, 500])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (48, 34), (2048, 1536)])
-def test_a_product_is_that_of_the_weight(
+def test_a_product_equals_the_product_of_the_weight(
     outputs: int, inputs: int, rows: int, library: Library
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -346,13 +346,13 @@ def test_a_product_is_that_of_the_weight(
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 100])
 @pytest.mark.parametrize("inputs", [32, 64, 96, 1184])
-def test_numbers_near_the_largest_stay_exact_in_integers(
+def test_integer_products_are_exact_for_numbers_near_the_largest(
     inputs: int, rows: int, built: Library
 ) -> None:
     if not built.has_integers:
         pytest.skip("weights in bfloat16 are not multiplied in integers")
     generator = torch.Generator().manual_seed(rows)
-    # In each output and in each row, the largest number is at most 32 times the least.
+    # In each output and in each row, the largest number is at most 32 times the smallest.
     weight = torch.randint(-32, 33, (48, inputs), generator=generator).bfloat16()
     weight *= 2.0 ** torch.randint(-30, 31, (48, 1), generator=generator)
     hidden = torch.randint(-32, 33, (rows, inputs), generator=generator).bfloat16()
@@ -380,7 +380,7 @@ def test_the_largest_sums_fit_into_integers(rows: int, built: Library) -> None:
 
 
 @pytest.mark.parametrize("value", [300.0, float("inf"), float("nan")])
-def test_a_weight_of_which_integers_would_lose_too_much_stays_in_bfloat16(
+def test_a_weight_that_integers_would_round_too_much_stays_in_bfloat16(
     value: float, built: Library
 ) -> None:
     weight = torch.randn(32, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -400,11 +400,11 @@ def test_a_weight_of_which_integers_would_lose_too_much_stays_in_bfloat16(
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 6, 7, 16, 33, 100])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (112, 64), (2048, 34)])
-def test_argmax_is_the_first_of_the_largest(
+def test_argmax_returns_the_first_maximum(
     outputs: int, inputs: int, rows: int, library: Library
 ) -> None:
     generator = torch.Generator().manual_seed(rows)
-    # Whole numbers, so that many outputs are equal.
+    # Small integers, so that many outputs are equal.
     weight = torch.randint(-2, 3, (outputs, inputs), generator=generator).bfloat16()
     hidden = torch.randint(-1, 2, (rows, inputs), generator=generator).bfloat16()
     linear = PackedLinear(library, weight, None)
@@ -435,7 +435,9 @@ def test_argmax_of_a_row_that_is_not_finite_is_negative(library: Library) -> Non
 
 
 @torch.inference_mode()
-def test_a_model_has_argmax(library: Library, tmp_path: Path) -> None:
+def test_argmax_of_a_model_equals_the_argmax_of_its_logits(
+    library: Library, tmp_path: Path
+) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     model, torchs = packed(folder, library), packed(folder, None)
     hidden = torch.randn(9, 128).bfloat16()
@@ -513,7 +515,7 @@ def _layers(**fields: Any) -> Callable[[DecoderSpec], DecoderSpec]:
         lambda spec: replace(spec, qk_norm_after_rope=True),
     ],
 )
-def test_attention_that_the_library_does_not_know_runs_on_torch(
+def test_attention_unsupported_by_the_library_runs_on_torch(
     change: Callable[[DecoderSpec], DecoderSpec],
     built: Library,
     tmp_path: Path,
@@ -546,7 +548,7 @@ def test_attention_that_the_library_does_not_know_runs_on_torch(
     ],
 )
 @torch.inference_mode()
-def test_arrangements_that_the_library_lacks_run_on_torch(
+def test_layer_layouts_that_the_library_lacks_run_on_torch(
     family: str, overrides: dict[str, Any], built: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)

@@ -1,4 +1,5 @@
-"""Launches with images on the CPU's compiled decoder, against torch's operators in bfloat16."""
+"""Launches with images on the CPU's compiled decoder, compared with torch's operators in
+bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
     first, second = ((b"%d" % index, item) for index, item in enumerate(pictures))
     rig = WorkerRig(tmp_path, dtype="bfloat16")
     try:
-        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        model = rig.worker.loaded.model
         assert isinstance(model, CompiledDecoder)
         if not model.is_compiled:
             pytest.skip("this machine has no compiled decoder")
@@ -69,12 +70,12 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
     finally:
         rig.worker.close()
 
-    # A launch of text alone equals the launch of a model without images.
+    # A launch without images equals the launch of a text model.
     assert seen[0] == (False, False)
     assert seen[1] == (True, has_axes)
 
 
-def test_prompts_whose_images_are_added_to_layers_run_on_these_and_others_compiled(
+def test_deepstack_prompts_run_on_torch_and_other_prompts_compiled(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rope = {**AXES, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
@@ -84,7 +85,7 @@ def test_prompts_whose_images_are_added_to_layers_run_on_these_and_others_compil
     caplog.set_level("INFO")
     rig = WorkerRig(tmp_path, dtype="bfloat16")
     try:
-        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        model = rig.worker.loaded.model
         assert isinstance(model, CompiledDecoder)
         if not model.is_compiled:
             pytest.skip("this machine has no compiled decoder")

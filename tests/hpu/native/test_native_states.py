@@ -1,4 +1,4 @@
-"""Models that the library does not run: their products are packed, the rest is torch's."""
+"""Models that the library does not run: their products are packed, and torch runs the rest."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def packed(folder: Path, library: Library) -> CompiledDecoder:
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
 def test_layers_with_states_run_on_torch(family: str, library: Library, tmp_path: Path) -> None:
-    # All experts are chosen: rounding changes no choice.
+    # Each token uses all experts, so that rounding does not change the routing.
     folder = make_tiny(family, tmp_path, num_experts_per_tok=4)
     prompt = {0: list(range(10, 60))}
     model = packed(folder, library)

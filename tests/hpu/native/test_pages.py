@@ -1,4 +1,4 @@
-"""Memory in huge pages: separate pieces, and the kernel's flags for them."""
+"""Memory in huge pages: separate allocations, and the kernel's flags of their mappings."""
 
 import gc
 from pathlib import Path
@@ -16,7 +16,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def flags_at(address: int) -> list[str] | None:
-    """What the kernel says of the map that holds `address`; None if none does."""
+    """The kernel's flags of the mapping that contains `address`; None without a mapping."""
     is_it = False
     for line in MAPS.read_text().splitlines():
         if line.startswith("VmFlags:") and is_it:
@@ -28,7 +28,7 @@ def flags_at(address: int) -> list[str] | None:
     return None
 
 
-def test_pieces_begin_at_lines_and_keep_to_themselves() -> None:
+def test_pieces_are_aligned_and_do_not_overlap() -> None:
     pages = HugePages()
     shapes = [(3, 5), (7,), (2, 2, 2)]
     pieces = [
@@ -44,7 +44,7 @@ def test_pieces_begin_at_lines_and_keep_to_themselves() -> None:
     assert [tuple(piece.shape) for piece in pieces[::3]] == shapes
 
 
-def test_what_is_too_large_for_a_map_gets_its_own() -> None:
+def test_a_piece_larger_than_a_map_gets_its_own_map() -> None:
     pages = HugePages()
     large = pages.allocate((MAP_BYTES // 2 + 1000,), torch.bfloat16)
     assert large.numel() == MAP_BYTES // 2 + 1000
@@ -54,7 +54,7 @@ def test_what_is_too_large_for_a_map_gets_its_own() -> None:
 
 
 @needs_huge_pages
-def test_a_map_is_given_back_with_its_last_piece() -> None:
+def test_a_map_is_freed_with_its_last_piece() -> None:
     pages = HugePages()
     pieces = [pages.allocate((1000,), torch.uint8) for _ in range(2)]
     address = pieces[0].data_ptr()
@@ -63,7 +63,7 @@ def test_a_map_is_given_back_with_its_last_piece() -> None:
     assert "hg" in (flags_at(address) or [])
     del pieces[0]
     gc.collect()
-    # A foreign map may lie there by now, but no map for huge pages.
+    # Another mapping may be at this address now, but no huge-page mapping.
     assert "hg" not in (flags_at(address) or [])
 
 

@@ -1,6 +1,7 @@
-"""Files of blocks, without a model."""
+"""Block files, without a model."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def read(files: BlockFiles, names: list[bytes], slots: list[int]) -> BlocksFetch
     return answer
 
 
-def test_a_block_is_read_as_it_was_written(files: BlockFiles, pool: Row) -> None:
+def test_a_block_is_read_back_unchanged(files: BlockFiles, pool: Row) -> None:
     before = pool.copy()
     files.write(NAMES[:2], [3, 4])
     files.flush(10)
@@ -60,7 +61,7 @@ def test_a_block_is_read_as_it_was_written(files: BlockFiles, pool: Row) -> None
     assert (pool[0] == before[3]).all() and (pool[1] == before[4]).all()
 
 
-def test_what_has_changed_in_host_memory_is_not_written(files: BlockFiles, pool: Row) -> None:
+def test_a_block_that_changed_in_host_memory_is_not_written(files: BlockFiles, pool: Row) -> None:
     pool[3, 50] ^= 1
     files.write(NAMES[:2], [3, 4])
     files.flush(10)
@@ -69,7 +70,7 @@ def test_what_has_changed_in_host_memory_is_not_written(files: BlockFiles, pool:
 
 
 @pytest.mark.parametrize("change", ["flip", "head", "cut", "longer", "other", "gone"])
-def test_a_file_that_is_not_the_block_is_found(
+def test_a_file_with_another_block_is_detected(
     files: BlockFiles, tmp_path: Path, change: str
 ) -> None:
     files.write(NAMES[:2], [3, 4])
@@ -96,7 +97,7 @@ def test_a_file_that_is_not_the_block_is_found(
     assert (answer.missing, answer.corrupt) == (([0], []) if change == "gone" else ([], [0]))
 
 
-def test_other_contents_wait_for_the_end_of_a_write_and_replace_what_has_not_begun(
+def test_new_contents_wait_for_a_running_write_and_replace_a_queued_write(
     files: BlockFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest, has_begun, may_end = block_files._digest, Event(), Event()
@@ -138,9 +139,7 @@ def test_a_dropped_file_is_deleted_and_may_be_written_again(
     assert read(files, NAMES[:1], [1]).missing == [0]
 
 
-def test_another_start_finds_the_files_the_one_used_last_at_the_end(
-    tmp_path: Path, pool: Row
-) -> None:
+def test_a_restart_finds_the_files_in_order_of_use(tmp_path: Path, pool: Row) -> None:
     files = opened(tmp_path / "kv", pool)
     files.write(NAMES[:3], [0, 1, 2])
     files.close()
@@ -156,7 +155,7 @@ def test_another_start_finds_the_files_the_one_used_last_at_the_end(
     files.close()
 
 
-def test_a_close_that_deletes_leaves_no_block(tmp_path: Path, pool: Row) -> None:
+def test_close_with_deletes_removes_all_blocks(tmp_path: Path, pool: Row) -> None:
     files = opened(tmp_path / "kv", pool)
     files.write(NAMES[:3], [0, 1, 2])
     files.flush(10)
@@ -180,6 +179,28 @@ def test_a_full_disk_is_logged_once_and_the_block_is_missing(
 
     assert caplog.text.count("KV blocks are not written to") == 1
     assert read(files, NAMES[:2], [0, 1]).missing == [0, 1]
+
+
+def test_a_folder_that_was_removed_is_made_again_with_its_lock(
+    files: BlockFiles, tmp_path: Path, pool: Row
+) -> None:
+    before = pool.copy()
+    files.write(NAMES[:1], [3])
+    files.flush(10)
+    shutil.rmtree(tmp_path / "kv")
+
+    files.write(NAMES[1:2], [4])
+    files.flush(10)
+    files.write(NAMES[:1], [3])
+    files.flush(10)
+    pool[:] = 0
+
+    answer = read(files, NAMES[:2], [0, 1])
+    assert answer.missing == answer.corrupt == []
+    assert (pool[0] == before[3]).all() and (pool[1] == before[4]).all()
+    index, lock = acquire([tmp_path / "kv", tmp_path / "other"])
+    os.close(lock)
+    assert index == 1
 
 
 def test_folders_of_other_models_are_removed_unless_they_are_in_use(
@@ -208,7 +229,7 @@ def test_each_engine_takes_a_folder_that_is_free(tmp_path: Path, pool: Row) -> N
     os.close(again[1])
 
 
-def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "kv-0" / "0-rank-0"
     folder.mkdir(parents=True)
     folder.parent.chmod(0o777)
@@ -218,7 +239,7 @@ def test_a_folder_into_which_everybody_may_write_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "owner"])
-def test_a_file_that_is_no_own_regular_file_is_a_missing_block(
+def test_only_own_regular_files_are_read_as_blocks(
     files: BlockFiles, tmp_path: Path, kind: str
 ) -> None:
     files.write(NAMES[:1], [3])

@@ -1,4 +1,4 @@
-"""What a drafter keeps of a block leaves the device with it, and comes back with it."""
+"""A drafter's part of a KV block is offloaded and loaded together with the block."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ ROOMY = 200
 
 
 def speculating(method: str, parent: Path) -> tuple[Path, SpeculationConfig]:
-    """The folder of a target, and what drafts for it. A draft model is the target itself."""
+    """(folder of a target, settings of its drafter). A draft model is the target itself."""
     family = "deepseek_v3" if method == "mtp" else "llama"
     target = make_tiny(
         family, parent / "target", **({} if method == "mtp" else {"num_hidden_layers": 3})
@@ -47,9 +47,7 @@ def speculating(method: str, parent: Path) -> tuple[Path, SpeculationConfig]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_drafts_behind_blocks_that_came_back_are_those_of_a_large_cache(
-    method: str, tmp_path: Path
-) -> None:
+def test_drafts_after_loaded_blocks_equal_a_large_cache(method: str, tmp_path: Path) -> None:
     target, speculation = speculating(method, tmp_path)
     kept: dict[str, list[tuple[list[int], list[int]]]] = {"large": [], "small": []}
 
@@ -82,7 +80,7 @@ def test_drafts_behind_blocks_that_came_back_are_those_of_a_large_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_drafters_on_a_card_go_on_behind_blocks_that_came_back(method: str, tmp_path: Path) -> None:
+def test_drafters_on_a_card_continue_after_loaded_blocks(method: str, tmp_path: Path) -> None:
     target, speculation = speculating(method, tmp_path)
     settings: dict[str, Any] = {
         "device": "hpu-emulator",

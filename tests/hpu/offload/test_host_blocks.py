@@ -9,7 +9,7 @@ from hpu.offload.host_blocks import STRIDE, HostBlocks
 
 
 @pytest.mark.parametrize("size", [1, 100, STRIDE, 3 * STRIDE, 2 * STRIDE + 13])
-def test_each_flipped_bit_and_moved_byte_is_found(size: int) -> None:
+def test_each_flipped_bit_and_moved_byte_is_detected(size: int) -> None:
     rng = random.Random(size)
     blocks = HostBlocks(torch.randint(0, 256, (3, size), dtype=torch.uint8))
     blocks.seal([0, 1])
@@ -28,7 +28,7 @@ def test_each_flipped_bit_and_moved_byte_is_found(size: int) -> None:
             row[[place, other]] = row[[other, place]]
 
 
-def test_a_slot_that_was_not_sealed_is_not_whole() -> None:
+def test_an_unsealed_slot_counts_as_corrupt() -> None:
     blocks = HostBlocks(torch.zeros(2, 100, dtype=torch.uint8))
 
     assert blocks.corrupt([0, 1]) == [0, 1]

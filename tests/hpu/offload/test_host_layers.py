@@ -1,4 +1,4 @@
-"""Which layers are in host memory."""
+"""Choice of the layers that are kept in host memory."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_an_even_number_of_layers_is_spread_over_the_model() -> None:
     assert chosen(100, [1.0] * 9) == (0, 1, 2, 3, 4, 5, 6, 7)
 
 
-def test_no_layers_are_larger_than_what_was_allowed() -> None:
+def test_chosen_layers_fit_the_allowed_memory() -> None:
     sizes = [1.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     layers = chosen(12.5, sizes)
 
@@ -35,7 +35,7 @@ def test_too_few_layers_are_refused_with_their_sizes(gib: float, num_layers: int
         chosen(gib, [1.0] * num_layers)
 
 
-def test_two_sets_of_device_memory_stay() -> None:
+def test_two_layer_buffers_stay_on_the_device() -> None:
     assert freed_bytes([10] * 6, ()) == 0
     assert freed_bytes([10] * 6, (0, 1, 3, 4)) == 20
     assert freed_bytes([10, 30, 30, 10], (0, 1, 2, 3)) == 20

@@ -1,5 +1,5 @@
-"""A real engine and a real worker over a small cache: blocks that left the device come back as they
-were, on the CPU and on a strict emulated card."""
+"""A real engine and worker with a small cache: offloaded blocks are loaded back unchanged, on the
+CPU and on a strict emulated card."""
 
 import random
 from pathlib import Path
@@ -45,7 +45,7 @@ ALONE = BucketConfig(
     decode_batch=Range(3, 3, 3),
     decode_blocks=Range(48, 48, 48),
 )
-"""Few buckets, for requests that come one after the other."""
+"""Few buckets, for requests in sequence."""
 MAX_STEPS = 2000
 
 
@@ -61,7 +61,7 @@ MAX_STEPS = 2000
         ("gemma2", {}),
     ],
 )
-def test_blocks_come_back_in_the_format_of_the_cache(
+def test_blocks_are_loaded_in_the_format_of_the_cache(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)
@@ -80,7 +80,7 @@ def test_blocks_come_back_in_the_format_of_the_cache(
 
 
 def mixed(core: EngineCore, count: int) -> dict[int, list[int]]:
-    """Random requests with shared prefixes that come and go together, by key."""
+    """Tokens by key of random concurrent requests with shared prefixes."""
     rng, ledger = random.Random(6), Ledger()
     waiting = list(range(count))
     for _ in range(MAX_STEPS):
@@ -104,9 +104,9 @@ def mixed(core: EngineCore, count: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("place", ["memory", "files"])
-def test_random_requests_get_the_tokens_that_they_get_without(place: str, tmp_path: Path) -> None:
+def test_random_requests_get_the_same_tokens_with_offload(place: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model")
-    # In files nearly all blocks: host memory has room for a few.
+    # Host memory holds few blocks, so nearly all blocks go to files.
     few = {"kv_offloading_size": 0.0004, "kv_offloading_dir": str(tmp_path / "kv")}
     offload = IN_MEMORY if place == "memory" else OffloadConfig(**few)  # type: ignore[arg-type]
     with engine(folder, OffloadConfig()) as core:
@@ -147,7 +147,7 @@ def test_copies_on_a_warm_card_compile_nothing(kv_cache_dtype: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path) -> None:
+def test_host_memory_is_zeroed_when_it_is_freed(device: str, tmp_path: Path) -> None:
     card: dict[str, Any] = {
         "device": device,
         "buckets": ALONE,
@@ -167,7 +167,7 @@ def test_host_memory_is_wiped_when_it_is_given_back(device: str, tmp_path: Path)
     assert not any(part.any() for part in memory)
 
 
-def test_a_sleep_wipes_host_memory(tmp_path: Path) -> None:
+def test_a_sleep_zeroes_host_memory(tmp_path: Path) -> None:
     with engine(make_tiny("llama", tmp_path), IN_MEMORY) as core:
         converse(core, rounds=1)
         memory = offload_of(core)._memory.rows
@@ -181,11 +181,11 @@ def test_a_sleep_wipes_host_memory(tmp_path: Path) -> None:
 def offload_of(core: EngineCore) -> BlockOffload:
     executor = core._executor
     assert isinstance(executor, InprocExecutor)
-    return executor._worker._offload
+    return executor._worker.serving.components.offload
 
 
 def staged(offload: BlockOffload) -> list[Row]:
-    """Host memory that copies to a device pass, of the size that was used."""
+    """Staging buffers of copies to a device, up to the size that was used."""
     copies = offload._copies
     if not isinstance(copies, StagedCopies):
         return []
@@ -221,7 +221,7 @@ def test_a_restart_finds_the_blocks_in_files(tmp_path: Path) -> None:
     assert counts["fetched"] >= 6 and counts["corrupt"] == counts["missing"] == 0
 
 
-def test_a_flipped_byte_in_a_file_is_found_and_the_block_computed_again(tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_file_is_detected_and_the_block_recomputed(tmp_path: Path) -> None:
     folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
     with engine(folder, in_files(parent)) as core:
         first = converse(core, rounds=2)
@@ -241,12 +241,12 @@ def test_a_flipped_byte_in_a_file_is_found_and_the_block_computed_again(tmp_path
     assert tokens_of(again) == tokens_of(first[: len(TALKS)])
     assert [cached for _, cached in again[:2]] == [3 * BLOCK_SIZE, 2 * BLOCK_SIZE]
     assert counts["corrupt"] == 2
-    # It was evicted again, and written anew.
+    # The block was evicted again, and its file rewritten.
     assert flipped.read_bytes() != bytes(content)
 
 
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-def test_a_flipped_byte_in_host_memory_is_found_and_the_block_computed_again(
+def test_a_flipped_byte_in_host_memory_is_detected_and_the_block_recomputed(
     device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card: dict[str, Any] = {
@@ -273,7 +273,7 @@ def test_a_flipped_byte_in_host_memory_is_found_and_the_block_computed_again(
     assert "1 KV blocks in host memory have a wrong checksum" in caplog.text
 
 
-def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
+def test_another_model_in_the_same_folder_finds_no_blocks(tmp_path: Path) -> None:
     parent = tmp_path / "kv"
     with engine(make_tiny("llama", tmp_path / "a"), in_files(parent)) as core:
         converse(core, rounds=1)
@@ -288,7 +288,7 @@ def test_another_model_in_the_same_folder_finds_nothing(tmp_path: Path) -> None:
     assert len(old) == len(new) == 1 and old != new
 
 
-def test_files_that_are_not_kept_are_gone_when_the_engine_stops_and_sleeps(tmp_path: Path) -> None:
+def test_discarded_files_are_deleted_when_the_engine_stops_or_sleeps(tmp_path: Path) -> None:
     folder, parent = make_tiny("llama", tmp_path / "model"), tmp_path / "kv"
     offload = in_files(parent, kv_offloading_delete_files=True)
     with engine(folder, offload) as core:
@@ -319,7 +319,7 @@ def test_files_stay_within_their_size(tmp_path: Path) -> None:
     assert 0 < len(files(parent)) <= 5
 
 
-def test_a_folder_serves_one_server_at_a_time(
+def test_a_folder_is_used_by_one_server_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpu.offload.block_files.LOCK_TIMEOUT_S", 0.1)
@@ -335,12 +335,12 @@ def test_a_folder_serves_one_server_at_a_time(
 @pytest.mark.parametrize(
     ("family", "offload", "match"),
     [
-        ("granitemoehybrid", IN_MEMORY, "has layers with a state"),
-        ("llama", OffloadConfig(swap_space=1e-6), "hold 0 KV blocks of"),
+        ("granitemoehybrid", IN_MEMORY, "has recurrent layers"),
+        ("llama", OffloadConfig(swap_space=1e-6), "enough for 0 KV blocks of"),
         ("llama", OffloadConfig(swap_space=1e6), "GiB of host memory for each device"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused_at_the_start(
+def test_unsupported_offloading_is_refused_at_start(
     family: str, offload: OffloadConfig, match: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)
@@ -350,9 +350,7 @@ def test_what_cannot_be_offloaded_is_refused_at_the_start(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-def test_a_prompt_that_is_no_number_ends_again_when_its_blocks_come_back(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_nan_prompt_fails_again_after_its_blocks_are_loaded(device: str, tmp_path: Path) -> None:
     poison = TALKS[0][2]
     file = make_tiny("llama", tmp_path) / "model.safetensors"
     tensors = load_file(file)
@@ -365,15 +363,15 @@ def test_a_prompt_that_is_no_number_ends_again_when_its_blocks_come_back(
     }
     healthy = [[token for token in talk if token != poison][:LENGTH] for talk in TALKS[1:]]
     with engine(tmp_path, IN_MEMORY, **(card if device != "cpu" else {})) as core:
-        # Aborted between two chunks: the blocks of the first chunk stay, since the poison token was
-        # not computed yet.
+        # Abort between two chunks: the blocks of the first chunk stay cached, since the poison
+        # token was not computed yet.
         prompt = raw(TALKS[0][:230])
         request = AddRequest(0, prompt, SamplingParams(max_tokens=1))
         core.add_request(request, block_hashes(prompt, BLOCK_SIZE))
         for _ in range(3):
             core.step()
         core.abort([0])
-        # These take the cache, so that only host memory has the blocks.
+        # These requests fill the cache, so that only host memory has the blocks.
         expected = [ask(core, 1 + key, talk, max_tokens=1)[0] for key, talk in enumerate(healthy)]
         before = core.stats().kv_offload["loaded"]
         again, _ = ask(core, 8, TALKS[0][: LENGTH + 9])

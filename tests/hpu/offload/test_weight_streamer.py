@@ -1,5 +1,5 @@
-"""Layers whose weights are in host memory: the tokens of a model that is on the device as a whole,
-on a strict emulated card, with less of its memory."""
+"""Layers with weights in host memory: tokens equal a model that is entirely on the device, on a
+strict emulated card, with less device memory."""
 
 import time
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def engine(folder: Path, offload: OffloadConfig, **settings: Any) -> Iterator[En
 
 
 def ask(core: EngineCore, count: int = 6, first: int = 0) -> list[list[int]]:
-    """The greedy tokens of requests that run together."""
+    """Greedy tokens of concurrent requests."""
     ledger = Ledger()
     keys = range(first, first + count)
     for key in keys:
@@ -97,7 +97,7 @@ def ask(core: EngineCore, count: int = 6, first: int = 0) -> list[list[int]]:
 def loaded_of(core: EngineCore) -> LoadedModel:
     executor = core._executor
     assert isinstance(executor, InprocExecutor)
-    loaded = executor._worker._loaded
+    loaded = executor._worker.loaded
     assert loaded is not None
     return loaded
 
@@ -133,7 +133,8 @@ def test_a_warm_card_copies_layers_and_gives_the_same_tokens(family: str, tmp_pa
 
     assert found == again == expected
     assert after == before
-    # The largest even number of 5 layers, spread over the model; two at a time are on the card.
+    # The largest even number of the 5 allowed layers, spread over the model; two layers at a time
+    # are on the card.
     assert ring.indices == (0, 1, 3, 5)
     assert ring.host_bytes == 2 * ring.device_bytes
     assert whole - kept == ring.host_bytes - ring.device_bytes > 0
@@ -141,7 +142,7 @@ def test_a_warm_card_copies_layers_and_gives_the_same_tokens(family: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lazy", "eager", "torch-compile"])
-def test_modes_without_graphs_copy_layers_too(mode: str, tmp_path: Path) -> None:
+def test_layers_are_also_copied_in_modes_without_graphs(mode: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
     settings = {"execution": ExecutionConfig(mode=mode)}
     with engine(folder, OffloadConfig(), **settings) as core:
@@ -152,12 +153,12 @@ def test_modes_without_graphs_copy_layers_too(mode: str, tmp_path: Path) -> None
         assert ring_of(core).size == 4
 
 
-def test_the_freed_memory_is_what_was_planned(tmp_path: Path) -> None:
+def test_the_freed_memory_equals_the_plan(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=NUM_LAYERS, intermediate_size=4096)
     sizes = layer_bytes(read_model_config(folder), num_cards=1, width=4)
     freed = 4 * max(sizes)
 
-    # Graphs take memory, too, and a divided model has more graphs.
+    # Eager mode, because graphs take memory too, and a model with streamed layers has more graphs.
     with engine(folder, OffloadConfig(), enforce_eager=True) as core:
         whole = loaded_of(core).weight_bytes
         free = loaded_of(core).backend.memory()[0]
@@ -191,7 +192,7 @@ def test_a_sleep_reads_the_weights_again(tmp_path: Path) -> None:
         ("deepseek_v3", {}, "latent attention"),
     ],
 )
-def test_where_weights_cannot_leave_the_device_one_sentence_says_so(
+def test_unsupported_weight_offloading_is_refused_in_one_sentence(
     family: str, settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)

@@ -1,4 +1,4 @@
-"""Vision towers with packed products on a CPU: what transformers computes, but for rounding."""
+"""Vision towers with packed products on a CPU equal transformers up to rounding."""
 
 import itertools
 from pathlib import Path
@@ -42,13 +42,13 @@ def load(folder: Path, dtype: torch.dtype) -> VisionTower:
 @torch.inference_mode()
 @pytest.mark.parametrize("is_ours", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_embeddings_are_those_of_plain_modules(
+def test_embeddings_equal_plain_modules(
     name: str, is_ours: bool, tmp_path: Path, kernel_folder: Path
 ) -> None:
     if not is_ours and not can_pack(torch.bfloat16, CPU):
         pytest.skip("no products in bfloat16")
     whole = make_tiny_vision(name, tmp_path)
-    # A picture with several windows of several sizes.
+    # A picture with windows of several sizes.
     (picture,) = prepare(name, whole, [3])
     exact = load(tmp_path, torch.float32)(picture.tensors)
     tower = load(tmp_path, torch.bfloat16)
@@ -61,7 +61,8 @@ def test_embeddings_are_those_of_plain_modules(
             pytest.skip("no compiler")
         backend.prepare_tower(tower)
         ours = [isinstance(module.forward, PackedLinear) for module in tower.modules()]
-        # Torch's are used where they are as fast, and ours is not made for one tile.
+        # torch's products are used if they are as fast; this project's products do not support a
+        # single tile.
         assert any(ours) or can_pack(torch.bfloat16, CPU)
     else:
         assert use_cpu_kernels_in_tower(tower) >= num_linears > 0
@@ -74,7 +75,7 @@ def test_embeddings_are_those_of_plain_modules(
     assert error < 1.2 * (plain - exact).square().mean().sqrt() + 1e-3 * exact.std()
 
 
-def test_without_bfloat16_instructions_the_products_are_ours(
+def test_without_bfloat16_instructions_the_native_products_are_used(
     tmp_path: Path, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CpuBackend(1, kernels=kernel_folder)
@@ -110,7 +111,7 @@ def native(kernel_folder: Path) -> NativeTowerKernels:
 @pytest.mark.parametrize(
     "ends", [[0, 1], [0, 130], [0, 64, 128], [0, 5, 5, 38, 70, 199], [0, 300]], ids=str
 )
-def test_our_attention_of_patches_is_that_of_torch(
+def test_native_patch_attention_equals_torch(
     size: int, ends: list[int], native: NativeTowerKernels
 ) -> None:
     torch.manual_seed(0)
@@ -129,7 +130,7 @@ def test_our_attention_of_patches_is_that_of_torch(
 
 
 @torch.inference_mode()
-def test_our_attention_of_patches_is_the_same_with_more_threads(
+def test_native_patch_attention_is_the_same_with_more_threads(
     native: NativeTowerKernels,
 ) -> None:
     qkv, angles = torch.randn(200, 3, 1, 64).bfloat16(), torch.rand(200, 32)
@@ -145,10 +146,10 @@ def test_our_attention_of_patches_is_the_same_with_more_threads(
 @torch.inference_mode()
 @pytest.mark.parametrize("inner", [32, 44, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_our_gated_mlp_is_that_of_torch(
+def test_the_native_gated_mlp_equals_torch(
     inner: int, has_bias: bool, native: NativeTowerKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Everywhere, also where torch's products would be taken.
+    # Use this project's products, even where torch's products would be chosen.
     monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
     torch.manual_seed(0)
     gate, up, down = (
@@ -178,7 +179,7 @@ def _gated(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [48, 50])
-def test_our_rms_norm_is_that_of_transformers(size: int, native: NativeTowerKernels) -> None:
+def test_the_native_rms_norm_equals_transformers(size: int, native: NativeTowerKernels) -> None:
     x, weight = torch.randn(3, 7, size).bfloat16() * 5, torch.rand(size).bfloat16()
     exact = functional.rms_norm(x.float(), (size,), weight.float(), 1e-6)
 
@@ -188,7 +189,7 @@ def test_our_rms_norm_is_that_of_transformers(size: int, native: NativeTowerKern
     assert torch.allclose(found.float(), exact, rtol=2**-7, atol=1e-3)
 
 
-def test_a_tower_in_float32_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_float32_tower_is_not_packed(tmp_path: Path) -> None:
     make_tiny_vision("llava", tmp_path)
 
     assert use_cpu_kernels_in_tower(load(tmp_path, torch.float32)) == 0
@@ -196,7 +197,7 @@ def test_a_tower_in_float32_stays_as_it_is(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("ends", [[0, 12], [0, 4, 8, 12], [0, 3, 7, 11, 12], [0, 4, 4, 12]])
-def test_patches_see_those_of_their_part_only(ends: list[int]) -> None:
+def test_patches_attend_only_to_their_own_part(ends: list[int]) -> None:
     q, k, v = torch.randn(3, 12, 2, 8)
 
     found = _attend_within(q, k, v, torch.tensor(ends, dtype=torch.int32), 0.5)

@@ -1,5 +1,5 @@
-"""Attention of the Gaudi kernels against plain attention: in slices, over windows, in narrow types;
-and what a layer of a decode launches."""
+"""Attention of the Gaudi kernels compared with plain attention: in slices, over windows and in
+16-bit types; and the operators that a decode layer launches."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,16 +26,20 @@ from hpu.layers.metadata import (
     Visibility,
     build_metadata,
 )
-from hpu.ops.attention import AttentionPart, attend, merge_parts
-from hpu.ops.kernels import SliceSizes
+from hpu.ops.attention import AttentionPart, attend, attend_unfused, merge_parts
+from hpu.ops.block_softmax import REFERENCES, Blocks
+from hpu.ops.kernels import PLAIN_SCORES, ScoreOptions, SliceSizes
+from hpu.ops.torch_kernels import TorchKernels
 
 BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM = 4, 64, 8
+SCALE = 0.25
+"""A power of two: queries of float16 are multiplied with it exactly."""
 
 
 @pytest.fixture
 def card() -> Iterator[None]:
-    """The vendor's operations, which the emulator also runs on the CPU's tensors."""
-    with emulated(lazy=False), torch.inference_mode():
+    """The vendor's operators, also on CPU tensors."""
+    with emulated(lazy=False, runs_on_host=True), torch.inference_mode():
         yield
 
 
@@ -46,11 +50,12 @@ def gaudi(**settings: Any) -> Any:
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """Random numbers that float16 holds exactly."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).half().float()
 
 
 class LargestOutput(TorchDispatchMode):
-    """The largest number of elements of a new tensor, of all dtypes or of `dtype`."""
+    """Tracks the largest number of elements of a new tensor, for all dtypes or for `dtype`."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -68,16 +73,24 @@ class LargestOutput(TorchDispatchMode):
 
 
 def make_layer(
-    kernels: Any, *, heads: int, kv_heads: int, window: int | None, dtype: torch.dtype
+    kernels: Any,
+    *,
+    heads: int,
+    kv_heads: int,
+    window: int | None,
+    dtype: torch.dtype,
+    size: float = 1.0,
+    soft_cap: float | None = None,
 ) -> PagedAttention:
-    """A layer over caches of random keys and values; plain without `kernels`."""
-    kind = AttentionKind(visibility=Visibility(window))
-    layer = PagedAttention(HeadShape(heads, kv_heads, HEAD_DIM, HEAD_DIM**-0.5), dtype, kind)
+    """A layer over caches of random keys, of about `size`, and values; plain operations without
+    `kernels`."""
+    kind = AttentionKind(visibility=Visibility(window), soft_cap=soft_cap)
+    layer = PagedAttention(HeadShape(heads, kv_heads, HEAD_DIM, SCALE), dtype, kind)
     if kernels is not None:
         layer.impl = kernels.make_attention()
     slots = (NUM_BLOCKS + 1) * BLOCK_SIZE
     keys, values = (random(slots, kv_heads, HEAD_DIM, seed=seed).to(dtype) for seed in (1, 2))
-    layer.bind_caches(keys, values, BLOCK_SIZE)
+    layer.bind_caches(keys * size, values, BLOCK_SIZE)
     return layer
 
 
@@ -92,27 +105,43 @@ def prompt(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     watch: Any = None,
+    size: float = 1.0,
+    options: ScoreOptions = PLAIN_SCORES,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Outputs (tokens, heads, D) of the real tokens of all rows, in float32. Each row has a padding
-    token after them and `blocks` blocks of context. `watch` sees the operations of the launch."""
+    token at its end and `blocks` blocks of context. `watch` observes the operators of the
+    launch. `size`: factor of the queries and of the keys. `slopes`: slopes of ALiBi."""
     batch, length = len(query_lens), max(query_lens) + 1
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
     inputs = PrefillAttentionInputs(
         positions=torch.zeros(batch, length, dtype=torch.long),
-        # All are written to the pad block.
+        # All new tokens are written to the pad block.
         slot_mapping=torch.full((batch * length,), NUM_BLOCKS * BLOCK_SIZE),
         query_lens=torch.tensor(query_lens),
         context_lens=torch.tensor(context_lens),
         block_list=order[: batch * blocks],
     )
-    layer = make_layer(kernels, heads=heads, kv_heads=kv_heads, window=window, dtype=dtype)
-    form = None if kernels is None else kernels.attention_form(dtype)
-    query = random(batch, length, heads, HEAD_DIM, seed=4).to(dtype)
+    layer = make_layer(
+        kernels,
+        heads=heads,
+        kv_heads=kv_heads,
+        window=window,
+        dtype=dtype,
+        size=size,
+        soft_cap=options.soft_cap,
+    )
+    form = None
+    if kernels is not None:
+        form = kernels.attention_form(dtype, has_score_options=not options.are_plain)
+    query = random(batch, length, heads, HEAD_DIM, seed=4).to(dtype) * size
     key, value = (random(batch, length, kv_heads, HEAD_DIM, seed=seed) for seed in (5, 6))
-    key, value = key.to(dtype), value.to(dtype)
+    key, value = key.to(dtype) * size, value.to(dtype)
     with watch or nullcontext():
-        metadata = build_metadata(inputs, BLOCK_SIZE, (Visibility(window),), form)
-        out = layer(query, key, value, metadata)
+        metadata = build_metadata(
+            inputs, BLOCK_SIZE, (Visibility(window),), form, alibi_slopes=slopes
+        )
+        out = layer(query, key, value, metadata, options.sinks)
     return torch.cat([out[row, :count] for row, count in enumerate(query_lens)]).float()
 
 
@@ -127,7 +156,7 @@ SHAPES = {
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=["grouped", "equal", "one"])
 @pytest.mark.parametrize("size", [1, 8, 12, 64])
-def test_slices_give_plain_attention(
+def test_sliced_attention_equals_plain_attention(
     lengths: tuple[list[int], list[int]], heads: tuple[int, int], size: int, card: None
 ) -> None:
     form = {"heads": heads[0], "kv_heads": heads[1]}
@@ -140,9 +169,28 @@ def test_slices_give_plain_attention(
     torch.testing.assert_close(sliced, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=["grouped", "equal", "one"])
+@pytest.mark.parametrize("blocks", [0, 12], ids=["whole prompts", "with context"])
+def test_flex_attention_equals_plain_attention(
+    lengths: tuple[list[int], list[int]], heads: tuple[int, int], blocks: int, card: None
+) -> None:
+    from hpu.ops.gaudi_flex import FlexKernels
+
+    query_lens, context_lens = lengths
+    given = query_lens, context_lens if blocks else [0] * len(query_lens)
+    form = {"heads": heads[0], "kv_heads": heads[1], "blocks": blocks}
+    kernels = FlexKernels(gaudi(fused_sdpa=False))
+
+    found = prompt(kernels, *given, **form)
+
+    assert kernels.attention_form(torch.float32).knows_causality
+    torch.testing.assert_close(found, prompt(None, *given, **form), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["fast", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_slices_in_narrow_types_are_as_close_as_the_whole(
+def test_slices_in_16_bit_types_are_as_close_as_unsliced_attention(
     dtype: torch.dtype, mode: str, card: None
 ) -> None:
     lengths = SHAPES["rows of all lengths"]
@@ -153,10 +201,81 @@ def test_slices_in_narrow_types_are_as_close_as_the_whole(
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.03)
 
 
+LARGE = 128.0
+"""Factor of queries and keys whose scores differ by more than the largest number of float16."""
+SCORES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 9},
+    "soft cap": {"options": ScoreOptions(soft_cap=50.0)},
+    "sinks": {"options": ScoreOptions(sinks=torch.linspace(-1, 1, 6))},
+    "bias": {"slopes": torch.linspace(0.1, 0.6, 6)},
+}
+
+
+def kernels_in_float16(name: str) -> Any:
+    """Kernels as the back ends make them for float16; `fast`: with --softmax-mode fast."""
+    if name == "cuda":
+        return TorchKernels()
+    if name == "flex":
+        from hpu.ops.gaudi_flex import FlexKernels
+
+        return FlexKernels(gaudi(fused_sdpa=False, softmax_mode="fp32"))
+    slices = SliceSizes(1, 8) if name == "slices" else None
+    mode = "fast" if name == "fast" else "fp32"
+    return gaudi(fused_sdpa=name != "products", softmax_mode=mode, slices=slices)
+
+
+@pytest.mark.parametrize("blocks", [0, 12], ids=["whole prompts", "with context"])
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("name", ["fused", "fast", "slices", "products", "flex", "cuda"])
+def test_float16_prefills_with_large_scores_equal_plain_attention(
+    name: str, scores: dict[str, Any], blocks: int, card: None
+) -> None:
+    query_lens, context_lens = SHAPES["rows of all lengths"]
+    given = query_lens, context_lens if blocks else [0] * len(query_lens)
+    expected = prompt(None, *given, blocks=blocks, size=LARGE, **scores)
+
+    found = prompt(
+        kernels_in_float16(name),
+        *given,
+        blocks=blocks,
+        size=LARGE,
+        dtype=torch.float16,
+        **scores,
+    )
+
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+@pytest.mark.parametrize("name", ["fused", "fast", "products", "flex", "cuda"])
+def test_float16_decodes_with_large_scores_equal_plain_attention(
+    name: str, soft_cap: float | None, card: None
+) -> None:
+    expected = decode(None, torch.float32, size=LARGE, soft_cap=soft_cap)
+
+    found = decode(kernels_in_float16(name), torch.float16, size=LARGE, soft_cap=soft_cap)
+
+    torch.testing.assert_close(found[:3], expected[:3], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 50.0])
+def test_large_scores_of_unfused_attention_in_float16_are_finite(soft_cap: float | None) -> None:
+    query, key, value = (random(1, heads, 20, 8, seed=heads) for heads in (6, 2, 1))
+    query, key, value = query * LARGE, key * LARGE, value.expand(1, 2, 20, 8)
+    options: dict[str, Any] = {"scale": SCALE, "causal": True, "soft_cap": soft_cap}
+
+    found = attend_unfused(query.half(), key.half(), value.half(), **options)
+
+    expected = attend_unfused(query, key, value, **options)
+    torch.testing.assert_close(found[0].float(), expected[0], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(found[1], expected[1])
+
+
 @pytest.mark.parametrize("lengths", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [1, 2, 4, 9, 13, 40, 100])
 @pytest.mark.parametrize("fused_sdpa", [True, False], ids=["fused", "unfused"])
-def test_a_window_sees_its_last_blocks(
+def test_a_window_attends_to_its_last_blocks(
     lengths: tuple[list[int], list[int]], window: int, fused_sdpa: bool, card: None
 ) -> None:
     kernels = gaudi(fused_sdpa=fused_sdpa, slices=SliceSizes(1, 8))
@@ -165,7 +284,7 @@ def test_a_window_sees_its_last_blocks(
     found = prompt(kernels, *lengths, window=window)
 
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
-    # Row 0 by a mask over all of its context.
+    # Reference of row 0: a mask over its whole context.
     new, cached = lengths[0][0], lengths[1][0]
     order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3))
     layer = make_layer(None, heads=6, kv_heads=2, window=None, dtype=torch.float32)
@@ -183,7 +302,7 @@ def test_a_window_sees_its_last_blocks(
         query.transpose(1, 2),
         keys.transpose(0, 1).unsqueeze(0),
         values.transpose(0, 1).unsqueeze(0),
-        scale=8**-0.5,
+        scale=SCALE,
         mask=mask,
     )
     torch.testing.assert_close(plain[:new], expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
@@ -218,12 +337,13 @@ def test_no_mask_of_slices_grows_with_new_times_cached_tokens(card: None) -> Non
     )
 
 
-def test_nothing_of_slices_is_as_large_as_the_context(card: None) -> None:
+def test_no_tensor_of_slices_is_as_large_as_the_context(card: None) -> None:
     watch = LargestOutput()
 
     prompt(gaudi(slices=SliceSizes(1, 4)), [13], [200], blocks=60, watch=watch)
 
-    # The output; keys of the context would have 3840 elements, a mask of new x cached tokens 3360.
+    # The output is the largest tensor; keys of the context would have 3840 elements, a mask of new
+    # x cached tokens 3360.
     assert watch.most == 14 * 6 * HEAD_DIM == 672
 
 
@@ -247,9 +367,17 @@ def test_parts_without_a_visible_key_have_no_weight() -> None:
         torch.testing.assert_close(merged.out, part.out)
 
 
-def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
-    """Outputs of three sequences of 3, 1 and 2 blocks and of a row of padding, with two blocks of
-    padding; `watch` sees the operations of the layer."""
+def decode(
+    kernels: Any,
+    dtype: torch.dtype,
+    watch: Any = None,
+    value: float = 0.0,
+    size: float = 1.0,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Outputs of three sequences of 3, 1 and 2 blocks and of a padding row, with two padding
+    blocks; `watch` observes the operators of the layer. `value`: all values of the second sequence,
+    unless 0. `size`: factor of the queries and of the keys."""
     groups = torch.tensor([0, 0, 0, 1, 2, 2, -1, -1])
     inputs = DecodeAttentionInputs(
         positions=torch.zeros(4, 1, dtype=torch.long),
@@ -259,9 +387,13 @@ def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
         block_starts=torch.zeros(8, dtype=torch.long),
         block_usage=torch.tensor([4, 4, 1, 3, 4, 2, 1, 1]),
     )
-    layer = make_layer(kernels, heads=6, kv_heads=2, window=None, dtype=dtype)
+    layer = make_layer(
+        kernels, heads=6, kv_heads=2, window=None, dtype=dtype, size=size, soft_cap=soft_cap
+    )
+    if value:
+        layer.caches[1][7 * BLOCK_SIZE : 8 * BLOCK_SIZE] = value
     form = None if kernels is None else kernels.attention_form(dtype)
-    query = random(4, 1, 6, HEAD_DIM, seed=4).to(dtype) * 3
+    query = (random(4, 1, 6, HEAD_DIM, seed=4) * 3).half().to(dtype) * size
     new = torch.zeros(4, 1, 2, HEAD_DIM, dtype=dtype)
     metadata = build_metadata(inputs, BLOCK_SIZE, (FULL,), form)
     with watch or nullcontext():
@@ -269,8 +401,39 @@ def decode(kernels: Any, dtype: torch.dtype, watch: Any = None) -> Tensor:
     return out.float()
 
 
+def test_values_whose_sum_overflows_affect_no_other_sequence(card: None) -> None:
+    expected = decode(gaudi(), torch.float16)
+
+    found = decode(gaudi(), torch.float16, value=60_000.0)
+
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_blocks_of_another_sequence_outside_a_window_have_no_effect(is_finite: bool) -> None:
+    layer = make_layer(None, heads=6, kv_heads=2, window=4, dtype=torch.float32)
+    if not is_finite:
+        for cache in layer.caches:
+            cache[7 * BLOCK_SIZE : 8 * BLOCK_SIZE] = torch.nan
+    inputs = DecodeAttentionInputs(
+        positions=torch.tensor([[5 * BLOCK_SIZE - 1], [0]]),
+        slot_mapping=torch.tensor([8 * BLOCK_SIZE - 1, 7 * BLOCK_SIZE]),
+        block_list=torch.tensor([9, 3, 40, 2, 11, 7]),
+        block_groups=torch.tensor([0, 0, 0, 0, 0, 1]),
+        block_starts=torch.arange(6) % 5 * BLOCK_SIZE,
+        block_usage=torch.tensor([BLOCK_SIZE] * 5 + [1]),
+    )
+    new = torch.full((2, 1, 2, HEAD_DIM), 0.0 if is_finite else torch.nan)
+    metadata = build_metadata(inputs, BLOCK_SIZE, (Visibility(window=4),), None)
+
+    out = layer(random(2, 1, 6, HEAD_DIM, seed=4), new, new, metadata)
+
+    assert out[0].isfinite().all()
+    assert bool(out[1].isfinite().all()) == is_finite
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_scores_of_a_decode_in_the_models_dtype_give_plain_attention(
+def test_decode_scores_in_the_models_dtype_equal_plain_attention(
     dtype: torch.dtype, card: None
 ) -> None:
     found = decode(gaudi(), dtype)
@@ -280,12 +443,45 @@ def test_scores_of_a_decode_in_the_models_dtype_give_plain_attention(
     assert torch.equal(found[3], torch.zeros(6, HEAD_DIM))
 
 
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_softmax_reference_equals_plain_attention(
+    name: str, dtype: torch.dtype, card: None
+) -> None:
+    found = decode(gaudi(block_softmax=name), dtype)
+
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    torch.testing.assert_close(found, decode(None, torch.float32), **close)
+    assert torch.equal(found[3], torch.zeros(6, HEAD_DIM))
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        *((name, 0) for name in ("index_reduce", "scatter_reduce", "wsum", "wsum_head_amax")),
+        *((name, 1) for name in ("amax", "head_amax")),
+    ],
+)
+def test_a_softmax_reference_over_all_sequences_loses_a_sequence_with_low_scores(
+    name: str, lost: int, card: None
+) -> None:
+    # Two sequences with a block each, whose scores differ by 200: exp(-200) is 0 in float32.
+    blocks = Blocks(
+        torch.tensor([[200.0], [0.0]]), torch.tensor([0, 1]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    )
+    reference = REFERENCES[name]
+
+    totals = torch.exp(blocks.highest - reference.of(blocks))
+
+    assert int((totals < reference.least_total).sum()) == lost
+
+
 def test_only_statistics_of_a_decode_are_float32(card: None) -> None:
     watch = LargestOutput(torch.float32)
 
     decode(gaudi(), torch.bfloat16, watch)
 
-    # Blocks times heads.
+    # The limit is blocks times heads.
     assert watch.most == 8 * 6
 
 
@@ -313,8 +509,8 @@ def test_float32_scores_are_written_by_the_product(card: None) -> None:
 
 
 def launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Operations of a decode on the emulated card by name, without operations that only make
-    views."""
+    """Operators of a decode on the emulated card, counted by name, without operators that only
+    create views."""
     found: Counter[str] = Counter()
     original = Segment.add
 
@@ -338,7 +534,7 @@ def launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def test_what_layers_share_is_made_once_a_launch(
+def test_shared_inputs_of_layers_are_computed_once_per_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
@@ -348,9 +544,9 @@ def test_what_layers_share_is_made_once_a_launch(
 
     found = counts[1] - counts[0]
 
-    # It was 50 when each layer cast scores, masks and the mapping.
+    # The count was 50 when each layer cast scores, masks and the mapping.
     assert sum(found.values()) <= 45
-    # Casts of maxima, of sums (both per block), and of the blocks' weights back.
+    # Casts of maxima and of sums (both per block), and of the block weights back.
     assert found["aten::_to_copy"] == 3
     made_once = {"aten::eq", "aten::ge", "aten::arange", "aten::masked_fill_", "aten::zeros"}
     assert made_once & counts[0].keys() and not made_once & found.keys()

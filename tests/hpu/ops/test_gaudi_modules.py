@@ -1,5 +1,5 @@
-"""The operators of attention on Gaudi as the FP8 compressor sees them: by class name and path, and
-replaced by modules that take the arguments of its own."""
+"""Attention operators on Gaudi as the FP8 compressor sees them: by class name and path, and
+replaced by modules with the arguments of the compressor's modules."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from hpu.distributed.process_groups import ProcessGroup
 from hpu.model_loader.loader import load_weights
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
+from hpu.ops.block_softmax import REFERENCES
 
 PATCHED_CLASSES = {
     *("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"),
@@ -45,7 +46,7 @@ LAYER = {
 }
 
 Calls = dict[str, list[tuple[Any, ...]]]
-"""By the name of a module in its layer: what it was called with, tensors as their shapes."""
+"""Arguments of each call, with tensors shown as shapes, by the module's name in its layer."""
 
 
 def shown(argument: Any) -> Any:
@@ -53,7 +54,7 @@ def shown(argument: Any) -> Any:
 
 
 class Double(nn.Module):
-    """Takes over the attributes of the module that it replaces, as the compressor's classes do."""
+    """Copies the attributes of the module that it replaces, like the compressor's classes."""
 
     def __init__(self, original: nn.Module, calls: list[tuple[Any, ...]]) -> None:
         super().__init__()
@@ -99,14 +100,14 @@ class FusedDouble(Double):
 
 
 class CacheDouble(Double):
-    """Stores bfloat16 in the cache, and gives back float32."""
+    """Stores bfloat16 in the cache, and returns float32."""
 
     def forward(
         self, input: Tensor, cache: Tensor, slot_mapping: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         self.calls.append((*map(shown, (input, cache, slot_mapping)), self.is_v_cache))
         stored = self.original(input.to(cache.dtype), cache, slot_mapping, *args, **kwargs)
-        # The compressor returns the whole cache dequantized: what reads it must not matter.
+        # The compressor returns the whole cache dequantized; the caller must not use it.
         return torch.full_like(stored, torch.nan, dtype=torch.float32)
 
     def fetch_from_cache(self, cache: Tensor, blocks: Tensor, scales: Any = None) -> Tensor:
@@ -135,10 +136,12 @@ def swap(model: nn.Module) -> Calls:
     return calls
 
 
-def fuse(model: Decoder, **settings: bool) -> None:
+def fuse(model: Decoder, **settings: Any) -> None:
     from hpu.ops.gaudi import GaudiKernels
 
-    model.use_kernels(GaudiKernels(**{"fused_sdpa": True, "fused_adjustment": True, **settings}))
+    model.use_kernels(
+        GaudiKernels(**{"fused_sdpa": True, "block_softmax": "adjustment", **settings})
+    )
 
 
 def run(harness: PagedHarness) -> Tensor:
@@ -153,18 +156,18 @@ def run(harness: PagedHarness) -> Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of 4 heads on 2 key heads, 16 entries each."""
+    """A model with 4 heads and 2 KV heads of 16 entries."""
     return make_tiny("llama", tmp_path, num_hidden_layers=1)
 
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """The vendor's operations, which the emulator also runs on the CPU's tensors."""
-    with emulated(lazy=False, generation="gaudi3"), torch.inference_mode():
+    """The vendor's operators, also on CPU tensors."""
+    with emulated(lazy=False, generation="gaudi3", runs_on_host=True), torch.inference_mode():
         yield
 
 
-def test_every_operator_has_the_class_and_the_path_that_the_compressor_knows(
+def test_every_operator_has_the_class_and_path_that_the_compressor_expects(
     tmp_path: Path,
 ) -> None:
     model = load_decoder(make_tiny("llama", tmp_path, num_hidden_layers=2))
@@ -233,7 +236,7 @@ def test_experts_with_biases_run_on_the_kernel_of_their_activation_where_it_exis
     plain, model = load_decoder(folder), load_decoder(folder)
     hidden = 3 * torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
 
-    with emulated(release=release), torch.inference_mode():
+    with emulated(release=release, runs_on_host=True), torch.inference_mode():
         fuse(model)
         pairs = zip(plain.model.layers, model.model.layers, strict=True)
         outs = [(theirs.mlp(hidden), ours.mlp(hidden)) for theirs, ours in pairs]
@@ -245,7 +248,7 @@ def test_experts_with_biases_run_on_the_kernel_of_their_activation_where_it_exis
 
 
 @torch.inference_mode()
-def test_kernels_of_ranks_with_whole_experts_add_up_to_that_of_all(
+def test_kernels_of_expert_parallel_ranks_add_up_to_all_experts(
     tmp_path: Path, kernels: None
 ) -> None:
     folder = make_tiny("mixtral", tmp_path, num_hidden_layers=1)
@@ -271,14 +274,14 @@ def test_kernels_of_ranks_with_whole_experts_add_up_to_that_of_all(
     torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_rank_other_than_the_first_gives_the_kernel_no_second_bias(
+def test_only_the_first_rank_passes_the_second_bias_to_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_checkpoint.register(monkeypatch)
     random_checkpoint.write_config(tmp_path, "GptOssForCausalLM", swiglu_limit=7.0)
     config = read_model_config(str(tmp_path))
     options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    with emulated(release="1.24.0"):
+    with emulated(release="1.24.0", runs_on_host=True):
         for rank in (0, 1):
             model = build_model(config, **options, group=ProcessGroup(range(2), rank))
             experts = model.layers[0].mlp.experts
@@ -294,7 +297,7 @@ def test_without_a_gaudi_attention_has_no_modules(folder: Path) -> None:
     assert list(attention.children()) == []
 
 
-def test_swapped_modules_see_every_call(folder: Path, kernels: None) -> None:
+def test_swapped_modules_receive_every_call(folder: Path, kernels: None) -> None:
     model = load_decoder(folder)
     fuse(model)
     calls = swap(model)
@@ -304,7 +307,7 @@ def test_swapped_modules_see_every_call(folder: Path, kernels: None) -> None:
 
     new, all_slots, all_blocks = (12, 2, 16), (68, 2, 16), (17, 4, 2, 16)
     written = [(new, all_slots, (12,)), ((2, 2, 16), all_slots, (2,))]
-    # The prompt's 6 tokens take 2 blocks; the decode has 3 + 1 blocks and 1 of padding.
+    # The prompt's 6 tokens take 2 blocks; the decode has 3 + 1 blocks and a padding block.
     reads = [(all_blocks, (2,)), (all_blocks, (5,))]
     for name, is_value in (("k_cache", False), ("v_cache", True)):
         first, second = ((*shapes, is_value) for shapes in written)
@@ -334,12 +337,12 @@ def test_unfused_prompts_call_the_products_and_the_softmax(folder: Path, kernels
 
 
 @pytest.mark.parametrize("fused_sdpa", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("fused_adjustment", [False, True], ids=["by parts", "adjusted"])
+@pytest.mark.parametrize("block_softmax", [*REFERENCES, "adjustment"])
 def test_modules_give_the_logits_of_plain_operations(
-    folder: Path, kernels: None, fused_sdpa: bool, fused_adjustment: bool
+    folder: Path, kernels: None, fused_sdpa: bool, block_softmax: str
 ) -> None:
     model = load_decoder(folder)
-    fuse(model, fused_sdpa=fused_sdpa, fused_adjustment=fused_adjustment)
+    fuse(model, fused_sdpa=fused_sdpa, block_softmax=block_softmax)
 
     expected = run(PagedHarness(load_decoder(folder)))
     found = run(PagedHarness(model))

@@ -1,4 +1,4 @@
-"""RMS norms against the formula."""
+"""RMS norms compared with the formula."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hpu.ops.norm import mirrored_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 100.0])
-def test_both_forms_are_the_formula(spread: float) -> None:
+def test_both_implementations_equal_the_formula(spread: float) -> None:
     random = torch.Generator().manual_seed(0)
     hidden = (torch.randn(3, 2, 64, generator=random) + 0.5) * spread
     weight = torch.randn(64, generator=random)

@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers' frequencies."""
+"""Rotary frequencies compared with transformers."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ SCALINGS = {
     ),
 }
 
-# What older releases make of a scaling that they do not know as published.
+# Older releases treat scalings that they do not know differently from the published code.
 LATER = {
     "yarn, untruncated": pytest.mark.skipif(
         transformers_before("4.55"),
@@ -74,7 +74,8 @@ LATER = {
 
 
 def _reference(scaling: RopeScaling, length: int) -> tuple[torch.Tensor, float]:
-    """What transformers makes of the same scaling for a sequence of `length` tokens."""
+    """Frequencies and attention factor of transformers for the same scaling and a sequence of
+    `length` tokens."""
     names = {
         "rope_type": scaling.kind,
         "rope_theta": THETA,
@@ -111,7 +112,7 @@ def _reference(scaling: RopeScaling, length: int) -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=LATER.get(name, ())) for name in SCALINGS]
 )
-def test_frequencies_equal_those_of_transformers(name: str, length: int) -> None:
+def test_frequencies_equal_transformers(name: str, length: int) -> None:
     scaling = SCALINGS[name]
 
     frequencies, factor = frequencies_of(replace(ROPE, scaling=scaling), length)
@@ -132,14 +133,14 @@ def test_an_unknown_scaling_is_named() -> None:
         frequencies_of(rope, 10)
 
 
-def test_longrope_with_too_few_factors_says_both_numbers() -> None:
+def test_longrope_with_too_few_factors_is_refused_with_both_numbers() -> None:
     rope = replace(ROPE, scaling=RopeScaling("longrope", short_factor=(1.0, 2.0)))
 
-    with pytest.raises(ConfigError, match="2 factors, a head with 128 rotated entries needs 64"):
+    with pytest.raises(ConfigError, match="2 factors, it must have 64 for 128 rope dimensions"):
         frequencies_of(rope, 10)
 
 
-def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
+def test_products_of_rotated_heads_depend_only_on_the_distance() -> None:
     rotary = RotaryEmbedding(
         PLAIN, ROPE, length=200, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -154,7 +155,7 @@ def test_products_of_turned_heads_depend_on_the_distance_only() -> None:
     assert abs(product(17, 5) - product(18, 5)) > 1e-2
 
 
-def test_entries_beyond_the_rotated_part_pass_unchanged() -> None:
+def test_entries_beyond_the_rotated_part_are_unchanged() -> None:
     half = replace(ROPE, partial=0.5)
     rotary = RotaryEmbedding(
         PLAIN, half, length=200, dtype=torch.float32, device=torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The scans over chunks against their recurrences token by token."""
+"""Chunked scans compared with their recurrences token by token."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 7, 16, 33])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_mamba2_in_chunks_is_its_recurrence(groups: int, length: int) -> None:
+def test_mamba2_in_chunks_equals_its_recurrence(groups: int, length: int) -> None:
     batch, heads, dim, size = 3, 4, 5, 6
     x, dt = random(batch, length, heads, dim), random(batch, length, heads, seed=1).exp()
     b, c = (random(batch, length, groups, size, seed=seed) for seed in (2, 3))
@@ -36,7 +36,7 @@ def test_mamba2_in_chunks_is_its_recurrence(groups: int, length: int) -> None:
     torch.testing.assert_close(last, state, atol=1e-4, rtol=1e-4)
 
 
-def test_mamba2_step_is_the_formula() -> None:
+def test_a_mamba2_step_equals_the_formula() -> None:
     x, dt, a = random(1, 2, 3), random(1, 2, seed=1).exp(), -random(2, seed=2).exp()
     b, c, state = random(1, 1, 4, seed=3), random(1, 1, 4, seed=4), random(1, 2, 3, 4, seed=5)
 
@@ -49,8 +49,8 @@ def test_mamba2_step_is_the_formula() -> None:
         torch.testing.assert_close(found[0, head], expected @ c[0, 0])
 
 
-def test_mamba2_keeps_what_a_long_prompt_says_after_a_great_decay() -> None:
-    # In float32, differences of sums over all chunks would be off by several percent.
+def test_mamba2_is_precise_after_a_large_decay() -> None:
+    # In float32, differences of cumulative sums over all chunks would be off by several percent.
     length, heads = 64, 1
     dt, a = torch.full((1, length, heads), 1e-3), torch.tensor([-1.0])
     dt[:, :8] = 1e5
@@ -67,7 +67,7 @@ def test_mamba2_keeps_what_a_long_prompt_says_after_a_great_decay() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_gated_delta_rule_in_chunks_is_its_recurrence(length: int) -> None:
+def test_the_gated_delta_rule_in_chunks_equals_its_recurrence(length: int) -> None:
     batch, heads, key_dim, value_dim = 3, 4, 5, 6
     query, key = (l2_norm(random(batch, length, heads, key_dim, seed=seed)) for seed in (0, 1))
     value = random(batch, length, heads, value_dim, seed=2)
@@ -84,7 +84,7 @@ def test_gated_delta_rule_in_chunks_is_its_recurrence(length: int) -> None:
     torch.testing.assert_close(last, state, atol=1e-4, rtol=1e-4)
 
 
-def test_gated_delta_step_is_the_formula() -> None:
+def test_a_gated_delta_step_equals_the_formula() -> None:
     query, key = random(1, 1, 3), l2_norm(random(1, 1, 3, seed=1))
     value, state = random(1, 1, 2, seed=2), random(1, 1, 3, 2, seed=3)
     decay, beta = torch.tensor([[-0.3]]), torch.tensor([[0.7]])
@@ -98,8 +98,8 @@ def test_gated_delta_step_is_the_formula() -> None:
     torch.testing.assert_close(found[0, 0], expected.T @ query[0, 0])
 
 
-def test_equal_keys_do_not_ruin_the_gated_delta_rule() -> None:
-    # A repeated token without decay: the powers of this matrix exceed 10^17.
+def test_the_gated_delta_rule_is_precise_for_equal_keys() -> None:
+    # Repeated tokens without decay: powers of this matrix exceed 10^17.
     length, size = 64, 4
     key = l2_norm(torch.ones(1, length, 1, size))
     value, beta = random(1, length, 1, size), torch.ones(1, length, 1)
@@ -111,7 +111,7 @@ def test_equal_keys_do_not_ruin_the_gated_delta_rule() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 33])
-def test_inverse_of_a_unit_lower_triangular_matrix(length: int) -> None:
+def test_the_inverse_of_a_unit_lower_triangular_matrix_equals_torch(length: int) -> None:
     lower = random(3, length, length).tril(-1)
 
     inverse = unit_lower_inverse(lower)
@@ -138,14 +138,14 @@ def test_padding_changes_no_state() -> None:
     torch.testing.assert_close(mamba[:1], expected, atol=1e-4, rtol=1e-4)
 
 
-def test_convolution_in_parts_is_that_of_the_whole() -> None:
+def test_a_chunked_convolution_equals_the_whole_convolution() -> None:
     x, weight, bias = random(2, 9, 3), random(3, 1, 4, seed=1), random(3, seed=2)
     none = torch.zeros(2, 3, 3)
     padded = torch.nn.functional.pad(x.transpose(1, 2), (3, 0))
     expected = torch.nn.functional.conv1d(padded, weight, bias, groups=3).transpose(1, 2)
 
     first = causal_conv(x[:, :2], weight, bias, none)
-    # Two real tokens of five in a row.
+    # Only two of the five tokens in a row are real.
     state = next_conv_state(x[:, :5], none, torch.tensor([2, 2]))
     rest = causal_conv(x[:, 2:], weight, bias, state)
 

@@ -1,4 +1,4 @@
-"""CoreWait on counts of threads that a test writes: which steps are logged, and how often."""
+"""CoreWait with simulated thread counters: which steps are logged, and how often."""
 
 import itertools
 from pathlib import Path
@@ -10,7 +10,7 @@ from hpu.profiling.core_wait import CoreWait, run_delays
 
 
 class Threads:
-    """A folder with the kernel's files, and a clock."""
+    """Folder with simulated kernel files, and a clock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,7 +59,7 @@ def test_a_step_that_waited_for_a_core_is_logged_with_the_load(
 @pytest.mark.parametrize(
     ("step_s", "delay_s"), [(1.9, 1.9), (3.0, 1.4)], ids=["short", "mostly on a core"]
 )
-def test_a_step_that_is_short_or_computed_for_half_of_its_time_is_not_logged(
+def test_a_short_step_and_a_step_that_computed_for_half_of_its_time_are_not_logged(
     threads: Threads,
     waits: CoreWait,
     caplog: pytest.LogCaptureFixture,
@@ -81,7 +81,7 @@ def test_steps_that_wait_are_logged_once_a_minute(
     assert counts == ["1 such steps so far)", "21 such steps so far)"]
 
 
-def test_a_thread_that_starts_in_the_step_counts_from_its_start(
+def test_the_wait_of_a_thread_that_starts_within_the_step_is_counted(
     threads: Threads, waits: CoreWait, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads.step(waits, 4.0, t3=3.0)
@@ -89,7 +89,7 @@ def test_a_thread_that_starts_in_the_step_counts_from_its_start(
     assert "4.0 s, of which its threads waited 3.0 s" in caplog.text
 
 
-def test_the_counts_are_not_read_in_each_short_step(
+def test_wait_times_are_not_read_in_every_short_step(
     threads: Threads, waits: CoreWait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = itertools.count()
@@ -106,7 +106,7 @@ def test_the_counts_are_not_read_in_each_short_step(
     assert next(reads) == 3
 
 
-def test_a_kernel_without_the_counts_logs_nothing(
+def test_a_kernel_without_wait_times_logs_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [0.0]
@@ -119,5 +119,5 @@ def test_a_kernel_without_the_counts_logs_nothing(
     assert not caplog.messages
 
 
-def test_the_counts_of_this_process_are_read() -> None:
+def test_wait_times_of_this_process_are_read() -> None:
     assert all(delay >= 0 for delay in run_delays().values())

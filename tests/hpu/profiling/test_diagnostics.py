@@ -1,4 +1,4 @@
-"""hpu/profiling/diagnostics.py with a runtime whose totals a test moves."""
+"""hpu/profiling/diagnostics.py with a simulated runtime."""
 
 import logging
 
@@ -6,25 +6,29 @@ import pytest
 
 from config.execution import ExecutionConfig
 from hpu.backends.cpu import CpuBackend, CpuEvent
-from hpu.profiling.diagnostics import CountsWork, Diagnostics
+from hpu.profiling.diagnostics import CountsWork, RuntimeDiagnostics
 from hpu.protocol import DECODE, PREFILL, Launch
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 from hpu.runner.counters import Counters
 
 
 class Runtime:
-    """Totals that a test moves."""
+    """Simulated runtime whose counters a test changes."""
 
     def __init__(self) -> None:
         self.compiled = 40
         self.on_host = {"aten::nonzero": 3}
         self.recipes = (10, 40)
+        self.details = [("old", 5)]
 
     def compilations(self) -> int:
         return self.compiled
 
     def compile_seconds(self) -> float:
         return self.compiled / 2
+
+    def compiled_recipes(self) -> list[tuple[str, int]]:
+        return self.details
 
     def cpu_fallbacks(self) -> dict[str, int]:
         return self.on_host
@@ -34,8 +38,8 @@ class Runtime:
 
     def diagnostics(
         self, counters: Counters, *, counts_by_phase: bool = False, **config: bool
-    ) -> Diagnostics:
-        return Diagnostics(
+    ) -> RuntimeDiagnostics:
+        return RuntimeDiagnostics(
             self, ExecutionConfig(**config), counters, counts_by_phase=counts_by_phase
         )
 
@@ -46,7 +50,7 @@ def step(number: int) -> AsyncStepOutput:
     return AsyncStepOutput(number, 0.0, launches=[pending])
 
 
-def test_only_what_happens_after_warm_up_is_counted_but_recipes_count_from_the_start() -> None:
+def test_events_are_counted_after_warm_up_and_recipes_from_the_start() -> None:
     runtime, counters = Runtime(), Counters()
     diagnostics = runtime.diagnostics(counters)
 
@@ -86,7 +90,25 @@ def test_a_step_that_compiled_or_fell_back_is_logged_with_its_shapes(
     ]
 
 
-def test_every_step_is_logged_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_names_of_recipes_are_logged_if_the_runtime_records_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = Runtime()
+    diagnostics = runtime.diagnostics(Counters(), log_graph_compilation=True)
+
+    for number in (7, 8):
+        runtime.compiled += 1
+        runtime.details = [*runtime.details, (f"attention_{number}", 2_000_000)]
+        diagnostics.collected(step(number))
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Step {number} compiled 1 graphs (attention_{number} 2.0 s): "
+        "decode (8, 1, 64) with 3 requests"
+        for number in (7, 8)
+    ]
+
+
+def test_every_step_is_logged_on_request(caplog: pytest.LogCaptureFixture) -> None:
     diagnostics = Runtime().diagnostics(
         Counters(), log_graph_compilation_all=True, log_cpu_fallbacks_all=True
     )
@@ -100,13 +122,13 @@ def test_every_step_is_logged_when_asked(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_a_cpu_counts_nothing() -> None:
+def test_a_cpu_reports_no_counters() -> None:
     assert isinstance(Runtime(), CountsWork)
     assert not isinstance(CpuBackend(1), CountsWork)
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_where_no_graphs_are_captured_compilations_are_told_by_phase(captures: bool) -> None:
+def test_without_graphs_compilations_are_reported_by_phase(captures: bool) -> None:
     runtime, counters = Runtime(), Counters()
     diagnostics = runtime.diagnostics(counters, counts_by_phase=not captures)
 

@@ -1,4 +1,4 @@
-"""hpu/profiling/profiler.py: traces of real steps on a CPU, and of made-up device times."""
+"""hpu/profiling/profiler.py: traces of real steps on a CPU, and of simulated device times."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from worker_rig import WorkerRig
 from config.errors import ConfigError, UserError
 from config.execution import ExecutionConfig
 from hpu.backends.cpu import CpuBackend
-from hpu.profiling.profiler import DEVICE, HOST, STEPS, Moment, Profiler, Trace
+from hpu.profiling.profiler import DEVICE, HOST, NO_TRACE, STEPS, Moment, Profiler, Trace
 from hpu.protocol import DECODE, PREFILL, START_PROFILE, STOP_PROFILE, Launch
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput
 
@@ -44,7 +44,8 @@ def spans(events: list[dict[str, Any]], track: int) -> list[dict[str, Any]]:
 
 
 def step_at(number: int, begin_s: float, *launches: Launch) -> tuple[AsyncStepOutput, list[float]]:
-    """A step of launches of 2 ms each, 1 ms apart, that began at `begin_s` of the device."""
+    """A step whose launches take 2 ms each, 1 ms apart, starting at `begin_s` on the device's
+    clock."""
     pending = AsyncStepOutput(number, host_s=0.0005)
     for index, launch in enumerate(launches):
         start_s = begin_s + 0.003 * index
@@ -70,7 +71,7 @@ DECODES = Launch(DECODE, (8, 1, 64), [0, 1, 2, 3, 4, 5])
 PROMPTS = Launch(PREFILL, (2, 128, 0), [6, 7], [100, 20], [True, True])
 
 
-def test_launches_lie_where_the_device_ran_them_and_say_what_was_padding(tmp_path: Path) -> None:
+def test_launches_have_their_device_times_and_padding(tmp_path: Path) -> None:
     trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(7.0), 100.0))
 
     note(trace, *step_at(4, 7.010, PROMPTS, DECODES))
@@ -106,7 +107,7 @@ def test_launches_lie_where_the_device_ran_them_and_say_what_was_padding(tmp_pat
     assert first["args"]["padding"] == 138 and second["args"]["launches"] == 1
 
 
-def test_a_launch_that_waited_for_masks_has_a_gap_and_its_step_reaches_over_all(
+def test_a_launch_that_waited_for_masks_has_a_gap_within_its_step(
     tmp_path: Path,
 ) -> None:
     trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(7.0), 100.0))
@@ -134,7 +135,7 @@ def test_a_launch_that_waited_for_masks_has_a_gap_and_its_step_reaches_over_all(
     assert (step["ts"], step["dur"]) == (pytest.approx(13_000), pytest.approx(8000))
 
 
-def test_a_trace_ends_by_itself_when_it_is_full_and_the_file_is_whole(tmp_path: Path) -> None:
+def test_a_trace_stops_when_it_is_full_and_its_file_is_complete(tmp_path: Path) -> None:
     trace = Trace(str(tmp_path / "t.json"), "card", Moment(PlannedEvent(0.0), 100.0), max_events=12)
     empty = events_of(trace.path)
 
@@ -146,7 +147,7 @@ def test_a_trace_ends_by_itself_when_it_is_full_and_the_file_is_whole(tmp_path: 
     assert len(spans(events_of(trace.path), STEPS)) == 2
 
 
-def test_only_the_steps_that_were_asked_for_are_kept(tmp_path: Path) -> None:
+def test_only_the_requested_steps_are_kept(tmp_path: Path) -> None:
     asked = ExecutionConfig(profiler_steps="1,2").profiled_steps
     trace = Trace(
         str(tmp_path / "t.json"),
@@ -175,7 +176,7 @@ def traced(folder: Path, tmp_path: Path) -> Iterator[WorkerRig]:
     made.worker.close()
 
 
-def test_a_worker_told_to_stop_leaves_every_step_with_one_plan_ahead(
+def test_a_stopped_profile_has_every_step_with_a_plan_in_flight(
     traced: WorkerRig, tmp_path: Path
 ) -> None:
     traced.admit(0, list(range(20, 30)))
@@ -197,7 +198,7 @@ def test_a_worker_told_to_stop_leaves_every_step_with_one_plan_ahead(
     ]
     for track in (STEPS, DEVICE):
         times = [(span["ts"], span["ts"] + span["dur"]) for span in spans(events, track)]
-        # Times are written to a thousandth of a microsecond.
+        # Times are written with a resolution of a thousandth of a microsecond.
         assert all(end <= begin + 0.01 for (_, end), (begin, _) in pairwise(times))
     assert {span["name"] for span in spans(events, HOST)} >= {"submit", "collect"}
 
@@ -216,10 +217,10 @@ def test_profiles_begin_and_end_on_demand_one_at_a_time(tmp_path: Path) -> None:
 
     assert path == written and Path(path).parent == tmp_path / "traces"
     assert again != path and spans(events_of(again), STEPS) == []
-    assert profiler.trace is None
+    assert profiler.trace is NO_TRACE
 
 
-def test_a_file_that_cannot_be_written_is_told_at_start(tmp_path: Path) -> None:
+def test_an_unwritable_trace_file_is_reported_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = ExecutionConfig(profiler=str(tmp_path / "file" / "trace.json"))
 

@@ -1,5 +1,6 @@
-"""Quantized checkpoints that cannot be served: what only some formats can have, and configurations
-that do not fit. One sentence names file and tensor; test_damaged_formats.py has the rest."""
+"""Quantized checkpoints that cannot be served: damages that only some formats have, and mismatched
+configurations. The error is one sentence that names file and tensor; test_damaged_formats.py has
+the other damages."""
 
 import json
 import shutil
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.sources import load as load_settings
 from config.model.read_config import read_model_config
 from config.startup_checks import check_checkpoint, chosen_quantization
 
@@ -26,7 +28,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.3"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A checkpoint of a format, or of a family and a format."""
+    """Returns a function that makes the checkpoint of a format, or of a family with a format."""
     made: dict[str, Path] = {}
 
     def original(name: str) -> Path:
@@ -65,13 +67,18 @@ def one_group_beyond(tensor: Tensor) -> Tensor:
         ("fp8, static", f"{UP}.input_scale", with_first(-torch.inf), "NaN or infinite"),
         ("fp8, blocks", f"{UP}.weight", with_first(torch.nan), "has 1 weights that are NaN"),
         (f"{MOE}: fp8", f"{EXPERT}.w1.weight", with_first(torch.nan), "has 1 weights that are NaN"),
-        ("gptq, desc_act", f"{UP}.g_idx", one_group_beyond, "groups from 0 to 4, there are 4"),
-        ("awq", f"{UP}.qzeros", lambda tensor: None, "the files have no such tensor"),
+        (
+            "gptq, desc_act",
+            f"{UP}.g_idx",
+            one_group_beyond,
+            "groups from 0 to 4, it must have groups below 4",
+        ),
+        ("awq", f"{UP}.qzeros", lambda tensor: None, "the files do not have this tensor"),
         (
             "wna16",
             f"{UP}.weight_shape",
             lambda tensor: tensor.flip(0),
-            r"is \(128, 256\), the weight is \(256, 128\)",
+            r"is \(128, 256\), it must be the shape of the weight, \(256, 128\)",
         ),
     ],
 )
@@ -99,30 +106,42 @@ def test_a_wrong_tensor_is_named_with_its_file(
     [
         ("gptq", {"group_size": 32}, "a scale for 32 inputs.* the files have 2x16"),
         ("gptq", {"bits": 8}, "in 8 bits.* the files have 16x128"),
-        ("gptq", {"bits": 3}, "bits of quantization_config in .* is 3, served is 4 or 8"),
-        ("gptq", {"checkpoint_format": "marlin"}, "is 'marlin', served is one of gptq, gptq_v2"),
+        ("gptq", {"bits": 3}, "bits of quantization_config in .* is 3, it must be 4 or 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, "is 'marlin', it must be one of gptq, gptq_v2"),
         ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "in 8 bits.* the files have 16x256"),
-        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 3}}}, "bits of .* is 3, served is 4 or 8"),
-        ("gptq", {"dynamic": {"+:.*up_proj": 8}}, "dynamic of .* is 8, served is an object for"),
+        ("gptq", {"dynamic": {"+:.*up_proj": {"bits": 3}}}, "bits of .* is 3, it must be 4 or 8"),
+        ("gptq", {"dynamic": {"+:.*up_proj": 8}}, "dynamic of .* is 8, it must be an object for"),
         ("gptq", {"desc_act": "yes"}, "desc_act in .* is 'yes', it must be a bool"),
-        ("awq", {"version": "gemv"}, "version of .* is 'gemv', served is 'gemm'"),
-        ("awq", {"group_size": 0}, "is 0, served is -1, for all inputs"),
+        ("awq", {"version": "gemv"}, "version of .* is 'gemv', it must be 'gemm'"),
+        ("awq", {"group_size": 0}, "is 0, it must be -1 .all inputs."),
         ("wna16", {"format": "nvfp4-pack-quantized"}, "format of .* is 'nvfp4-pack-quantized'"),
-        ("wna16", {"ignore": ["re:("]}, r"ignore of .* has '\(', which is no regular expr"),
+        ("wna16", {"ignore": ["re:("]}, r"ignore of .* has '\(', which is not a valid regular"),
         ("wna16", {"ignore": ["re:(?!lm).*"]}, r"ignore of .* has '.*', which has a lookahead"),
-        ("gptq", {"dynamic": {"-:(": {}}}, r"dynamic of .* has '\(', which is no regular expr"),
+        ("gptq", {"dynamic": {"-:(": {}}}, r"dynamic of .* has '\(', which is not a valid regular"),
         ("gptq", {"dynamic": {r"-:(a)\1": {}}}, "dynamic of .* which has a backreference"),
-        ("wna16", {"config_groups": {}}, "config_groups of .* served is one group or several"),
-        ("fp8", {"weight_block_size": [128]}, r"weight_block_size of .* is \[128\], served is two"),
+        (
+            "wna16",
+            {"config_groups": {}},
+            "config_groups of .* it must be an object with at least 1 group",
+        ),
+        (
+            "fp8",
+            {"weight_block_size": [128]},
+            r"weight_block_size of .* is \[128\], it must be two",
+        ),
         ("awq", {"group_size": 32}, "a scale for 32 inputs.* the files have 2x16"),
-        ("wna16, 8 bits", {"quant_method": "gptq", "bits": 4}, "the files have no such tensor"),
+        ("wna16, 8 bits", {"quant_method": "gptq", "bits": 4}, "the files do not have this tensor"),
         (
             "fp8, blocks",
             {"weight_block_size": [64, 64]},
             "a scale for 64 inputs.* the files have 1x1",
         ),
-        ("fp8", {"quant_method": "hqq"}, r"are quantized \(hqq\): served are"),
-        ("awq", {"modules_to_not_convert": ["up_proj"]}, "up_proj.weight, the files have no such"),
+        ("fp8", {"quant_method": "hqq"}, r"an unsupported quantization \(hqq\): use one of"),
+        (
+            "awq",
+            {"modules_to_not_convert": ["up_proj"]},
+            "up_proj.weight, the files do not have this",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
@@ -145,12 +164,19 @@ def test_a_config_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("name", "requested", "message"),
     [
-        ("gptq", "awq", "quantization is awq, and .*config.json says .* quantized by gptq"),
-        ("fp8", "int8", "quantization is int8, and .*config.json says .* quantized by fp8"),
+        ("gptq", "compressed-tensors", "quantization is compressed-tensors, .* by gptq"),
+        ("fp8", "marlin", "quantization is marlin, and .*config.json has weights quantized by fp8"),
+        (
+            "nf4",
+            "fp8",
+            "quantization is fp8, and .*config.json has weights quantized by bitsandbytes",
+        ),
+        ("gptq", "awq", "quantization is awq, and .*config.json has weights quantized by gptq"),
+        ("fp8", "int8", "quantization is int8, and .*config.json has weights quantized by fp8"),
         ("", "gptq", "quantization is gptq, and .*config.json has no quantization_config"),
     ],
 )
-def test_a_contradiction_names_both(
+def test_contradictory_quantization_settings_are_refused_with_both_values(
     name: str,
     requested: str,
     message: str,
@@ -162,6 +188,34 @@ def test_a_contradiction_names_both(
 
     with pytest.raises(ConfigError, match=message):
         check_checkpoint(config, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "requested"),
+    [
+        ("gptq", "gptq"),
+        ("gptq", "gptq_marlin"),
+        ("gptq", "marlin"),
+        ("gptq", "moe_wna16"),
+        ("awq", "awq"),
+        ("awq", "awq_marlin"),
+        ("awq", "marlin"),
+        ("wna16", "compressed-tensors"),
+        ("fp8", "fp8"),
+        ("nf4", "bitsandbytes"),
+    ],
+)
+def test_vllms_names_of_the_checkpoint_format_are_accepted(
+    name: str, requested: str, originals: Callable[[str], Path]
+) -> None:
+    folder = str(originals(name))
+    words = [folder, f"--quantization={requested}", "--device=cpu"]
+    engine = load_settings(words, environ={}).engine
+    facts = read_model_config(folder)
+
+    check_checkpoint(engine, folder)
+    assert facts.quantization is not None
+    assert chosen_quantization(engine.quantization, facts) == facts.quantization.method
 
 
 def test_the_checkpoint_decides_if_the_flag_is_left_out(

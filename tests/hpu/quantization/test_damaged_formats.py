@@ -1,4 +1,4 @@
-"""Each format with each damage: one sentence that names file and tensor."""
+"""Each format with each damage: the error is one sentence that names file and tensor."""
 
 import contextlib
 import json
@@ -44,25 +44,26 @@ from hpu.backends.cpu import CpuBackend
 Make = Callable[[Path], Path]
 Change = Callable[[Tensor], Tensor | None]
 NO_FLOATS = ("scale of 0", "infinite scale")
-"""Damages that powers of two in bytes cannot have."""
+"""Kinds of damage that power-of-two scales in bytes cannot have."""
 UP = "model.layers.1.mlp.up_proj"
 EXPERT = "model.layers.1.block_sparse_moe.experts.3.w2"
 
 
 class Case(NamedTuple):
-    """A checkpoint, and what can be damaged in it."""
+    """A checkpoint, and its tensors that can be damaged."""
 
     make: Make
     values: str
-    """A tensor with quantized weights; none where only scales are stored."""
+    """A tensor with quantized weights; empty if only scales are stored."""
     scales: str
     regrouped: dict[str, Any] | None = None
-    """Another group size, or another granularity, in quantization_config; None: there is none."""
+    """A different group size or granularity for quantization_config; None if the format has
+    none."""
     unharmed: tuple[str, ...] = ()
-    """Changes that do no damage: the format has no such values, or the changed values are right."""
+    """Harmless changes: the format has no such values, or the changed values are valid."""
 
 
-def of_format(name: str, family: str = "llama", module: str = UP, **fields: Any) -> Case:
+def format_case(name: str, family: str = "llama", module: str = UP, **fields: Any) -> Case:
     form = FORMATS[name]
     values, scales, unharmed = "weight", "weight_scale", ()
     if isinstance(form, Integers) and form.version != INT8:
@@ -75,7 +76,7 @@ def of_format(name: str, family: str = "llama", module: str = UP, **fields: Any)
             unharmed = NO_FLOATS
     elif isinstance(form, Blocks):
         scales = "weight.nested_absmax" if form.nested else "weight.absmax"
-        # A block of zeros.
+        # A block of zeros has a scale of 0.
         unharmed = ("scale of 0",)
     elif isinstance(form, Vectors):
         scales = "SCB"
@@ -92,7 +93,7 @@ def regrouped(form: Integers | Floats | Blocks | Vectors) -> dict[str, Any] | No
     if isinstance(form, Blocks | Vectors) or form.name == STACKING:
         return None
     if isinstance(form, Floats) and form.block == (1, 32):
-        # Other blocks are refused before a file is read.
+        # Other block sizes are refused before a file is read.
         return None
     if form.name == "compressed-tensors":
         (group,) = config["config_groups"].values()
@@ -121,23 +122,23 @@ STACKED = "model.layers.1.feed_forward.experts.gate_up_proj"
 SHARED = "model.layers.1.mlp.experts.gate_up_proj"
 LLAMA4 = {"num_hidden_layers": 2, "intermediate_size": 128, "intermediate_size_mlp": 256}
 CASES = {
-    **{name: of_format(name) for name in FORMATS if name not in (STACKING, "gptq, head")},
+    **{name: format_case(name) for name in FORMATS if name not in (STACKING, "gptq, head")},
     **{
-        f"experts: {name}": of_format(name, "mixtral", EXPERT, num_local_experts=4)
+        f"experts: {name}": format_case(name, "mixtral", EXPERT, num_local_experts=4)
         for name in ("gptq", "awq", "wna16", "wna16, 8 bits", "fp8", "fp8, blocks", "mxfp8")
     },
-    STACKING: of_format(STACKING, "llama4_text", STACKED, **LLAMA4)._replace(
+    STACKING: format_case(STACKING, "llama4_text", STACKED, **LLAMA4)._replace(
         values=STACKED, scales=f"{STACKED}_scale"
     ),
-    # Its scales are powers of two in bytes; a single byte value is not a number.
+    # Scales are powers of two in bytes; only a single byte value is NaN.
     "mxfp4": Case(write_mxfp4, f"{SHARED}_blocks", f"{SHARED}_scales", unharmed=NO_FLOATS),
-    # A checkpoint need not have them.
+    # The scales are optional.
     "scales of the KV cache": Case(scaled_cache, "", KEYS, unharmed=("no scales", "no floats")),
 }
 
 
 def short(tensor: Tensor) -> Tensor:
-    """`tensor` with a wrong size: an entry less, or two entries in place of a scalar."""
+    """`tensor` with a wrong size: an entry removed, or two entries instead of a scalar."""
     return torch.cat([tensor.view(-1), tensor.view(-1)]) if not tensor.dim() else tensor[:-1]
 
 
@@ -145,13 +146,13 @@ SCALES: dict[str, tuple[Change, str]] = {
     "scale of 0": (with_first(0), r" has 1 of \d+ scales that are zero"),
     "NaN scale": (with_first(torch.nan), r" has 1 of \d+ scales that are NaN"),
     "infinite scale": (with_first(-torch.inf), r" has 1 of \d+ scales that are NaN or infinite"),
-    "no scales": (lambda tensor: None, "the files have no such tensor"),
+    "no scales": (lambda tensor: None, "the files do not have this tensor"),
     "another shape": (short, "the files have |the model needs "),
     "no floats": (lambda tensor: torch.ones(tensor.shape).long(), " is I64, "),
 }
 VALUES: dict[str, tuple[Change, str]] = {
     "other values": (lambda tensor: torch.ones(tensor.shape).double(), " is F64, "),
-    "no values": (lambda tensor: None, "the files have no such tensor"),
+    "no values": (lambda tensor: None, "the files do not have this tensor"),
     "fewer values": (lambda tensor: tensor[:-1], "the files have |the model needs "),
 }
 
@@ -164,11 +165,11 @@ COMMON = (
     *("float-quantized, channels", STACKING, "nf4", "bitsandbytes, 8 bits", "mxfp4"),
     *("experts: wna16", "experts: fp8", "scales of the KV cache"),
 )
-"""One of each kind; the others are slow tests."""
+"""Default cases, a case of each kind; the other cases are slow tests."""
 
 
-def of_each(*values: str) -> Any:
-    """A parameter, whose first value is the name of a case."""
+def marked(*values: str) -> Any:
+    """A pytest parameter whose first value is the name of a case."""
     return pytest.param(*values, marks=() if values[0] in COMMON else pytest.mark.slow)
 
 
@@ -177,7 +178,7 @@ def damages() -> list[Any]:
     found = []
     for name, case in CASES.items():
         own = [*SCALES, *(VALUES if case.values else ())]
-        found += [of_each(name, damage) for damage in own if damage not in case.unharmed]
+        found += [marked(name, damage) for damage in own if damage not in case.unharmed]
     return found
 
 
@@ -226,8 +227,8 @@ def test_a_damaged_tensor_is_named_with_its_file(
     assert tensor in text and re.search(message, text)
 
 
-@pytest.mark.parametrize("name", [of_each(name) for name in CASES])
-def test_what_is_no_damage_is_loaded(
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_checkpoints_with_harmless_changes_are_loaded(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder, case = copy(originals(name), tmp_path / "copy"), CASES[name]
@@ -239,7 +240,7 @@ def test_what_is_no_damage_is_loaded(
     load(folder)
 
 
-@pytest.mark.parametrize("name", [of_each(name) for name in CASES])
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_a_truncated_file_is_named(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -247,7 +248,7 @@ def test_a_truncated_file_is_named(
     file = folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1000])
 
-    assert f"{file} is not a whole safetensors file" in refusal(folder)
+    assert f"{file} is not a complete safetensors file" in refusal(folder)
 
 
 def set_quantization(folder: Path, config: dict[str, Any]) -> None:
@@ -255,7 +256,7 @@ def set_quantization(folder: Path, config: dict[str, Any]) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
 
 
-@pytest.mark.parametrize("name", [of_each(name) for name, case in CASES.items() if case.regrouped])
+@pytest.mark.parametrize("name", [marked(name) for name, case in CASES.items() if case.regrouped])
 def test_another_group_size_names_a_tensor_and_both_shapes(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -266,7 +267,9 @@ def test_another_group_size_names_a_tensor_and_both_shapes(
 
     text = refusal(folder)
 
-    assert re.search(r"config\.json says \d+x\d+ .*, the files have (\d+|one|no such)", text)
+    assert re.search(
+        r"config\.json specifies \d+x\d+ .*, the files (have (\d+|one)|do not have)", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_a_checkpoint_with_the_label_of_another_format_is_refused(
     folder = copy(originals(name), tmp_path / "damaged")
     set_quantization(folder, FORMATS[other].config)
 
-    assert re.search(r"the files have |, by the quantization_config", refusal(folder))
+    assert re.search(r"the files (have|do not have) |, by the quantization_config", refusal(folder))
 
 
 def gguf(path: Path, kind: str) -> Path:
@@ -314,7 +317,7 @@ def damage_gguf(file: Path, damage: str) -> None:
 
 
 def find_scale(file: Path) -> int:
-    """The offset of the first scale of a tensor."""
+    """File offset of a tensor's first scale."""
     tensor = open_gguf(file).tensors["blk.1.ffn_down.weight"]
     return file.read_bytes().index(tensor.data.tobytes())
 
@@ -341,7 +344,7 @@ def test_a_damaged_gguf_file_is_named(kind: str, damage: str, message: str, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*COMMON, "gguf"])
-def test_the_command_ends_with_one_sentence_and_status_1(
+def test_the_command_fails_with_one_sentence_and_status_1(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
     flags = ["--device=cpu", "--max-model-len=64", "--max-num-seqs=2", "--skip-tokenizer-init"]

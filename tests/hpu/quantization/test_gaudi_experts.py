@@ -31,6 +31,7 @@ from hpu.quantization.stored.fp8 import (
     Fp8BlockMoEMethod,
     Fp8LinearMethod,
     Fp8MoEMethod,
+    Fp8Range,
     can_multiply,
     has_blocks,
 )
@@ -62,7 +63,7 @@ def quantized_experts(name: str, folder: Path, **fields: Any) -> Quantized:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The checkpoint of each format, once."""
+    """Returns a function that makes the checkpoint of each format once."""
     made: dict[str, Quantized] = {}
 
     def make(name: str) -> Quantized:
@@ -76,27 +77,27 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def fp8(generation: str) -> MakeMoEMethod:
     def method(experts: StoredExperts | Mxfp4Experts) -> MoEMethod:
         assert isinstance(experts, StoredExperts) and can_multiply(experts)
-        return Fp8MoEMethod(experts, GENERATIONS[generation].fp8_max)
+        return Fp8MoEMethod(experts, Fp8Range(GENERATIONS[generation].fp8_max))
 
     return method
 
 
 def fp8_if_possible(experts: StoredExperts | Mxfp4Experts) -> MoEMethod | None:
     assert isinstance(experts, StoredExperts)
-    return Fp8MoEMethod(experts, 240.0) if can_multiply(experts) else None
+    return Fp8MoEMethod(experts, Fp8Range(240.0)) if can_multiply(experts) else None
 
 
 def fp8_blocks(generation: str) -> MakeMoEMethod:
     def method(experts: StoredExperts | Mxfp4Experts) -> MoEMethod:
         assert isinstance(experts, StoredExperts) and has_blocks(experts.w2)
-        return Fp8BlockMoEMethod(experts, GENERATIONS[generation].fp8_max)
+        return Fp8BlockMoEMethod(experts, Fp8Range(GENERATIONS[generation].fp8_max))
 
     return method
 
 
 def linear_method(weight: StoredWeight) -> LinearMethod:
     if weight.scheme.is_float:
-        return Fp8LinearMethod(weight, 240.0)
+        return Fp8LinearMethod(weight, Fp8Range(240.0))
     return Uint4LinearMethod(weight) if weight.scheme.bits == 4 else Int8LinearMethod(weight)
 
 
@@ -117,7 +118,7 @@ def loaded(
     group: ProcessGroup = SINGLE,
     expert_group: ProcessGroup = SINGLE,
 ) -> Decoder:
-    """With linear layers that are dequantized, or in FP8."""
+    """The decoder, with linear layers dequantized or in FP8."""
     model = build_model(
         read_model_config(str(folder)),
         dtype=torch.bfloat16,
@@ -147,15 +148,15 @@ def experts_of(model: Decoder) -> Experts:
 
 
 def traffic(rows: int = 9, hidden: int = 128, count: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts and the weights of those."""
+    """Random tokens, their experts and the routing weights."""
     torch.manual_seed(rows)
     weights, ids = torch.rand(rows, count).topk(TOP_K, dim=-1)
-    # Within the range of the scales of activations in checkpoints that have such.
+    # Within the range of the activation scales in checkpoints.
     return (0.5 * torch.randn(rows, hidden)).bfloat16(), ids, weights
 
 
 def on_card(experts: Experts) -> Tensor:
-    """What `experts` add up for `traffic`."""
+    """Output of `experts` for `traffic`."""
     return experts(*(request.to("hpu") for request in traffic())).cpu().float()  # type: ignore[no-any-return]
 
 
@@ -171,7 +172,7 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", FLOATS)
-def test_experts_in_fp8_are_close_to_the_dequantized_ones(
+def test_fp8_experts_are_close_to_dequantized_experts(
     name: str, generation: str, make: Make
 ) -> None:
     quantized = make(name)
@@ -192,7 +193,7 @@ def test_experts_in_fp8_are_close_to_the_dequantized_ones(
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", ["fp8, blocks", "fp8, small blocks", "mxfp8"])
-def test_experts_that_keep_their_blocks_are_the_dequantized_ones(
+def test_block_quantized_experts_equal_dequantized_experts(
     name: str, generation: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized = make(name)
@@ -213,7 +214,7 @@ def test_experts_that_keep_their_blocks_are_the_dequantized_ones(
 
 @pytest.mark.parametrize("at_once", [1, 3, 4])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_experts_in_4_bits_are_the_dequantized_ones(
+def test_4_bit_experts_equal_dequantized_experts(
     name: str, at_once: int, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized = make(name)
@@ -229,7 +230,7 @@ def test_experts_in_4_bits_are_the_dequantized_ones(
 
 
 @pytest.mark.parametrize("name", INT8)
-def test_experts_in_8_bits_are_the_dequantized_ones(
+def test_8_bit_experts_equal_dequantized_experts(
     name: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized = make(name)
@@ -247,10 +248,12 @@ def test_experts_in_8_bits_are_the_dequantized_ones(
 @pytest.mark.parametrize(
     "name", ["fp8, blocks", "fp8, static", "gptq, desc_act", "awq", "wna16, 8 bits"]
 )
-def test_the_experts_of_two_ranks_add_up(name: str, is_distributed: bool, make: Make) -> None:
+def test_the_outputs_of_experts_on_two_ranks_add_up(
+    name: str, is_distributed: bool, make: Make
+) -> None:
     quantized, parts = make(name), []
     for rank in range(2):
-        # A group of a single rank, for sums: the test wants each rank's own part.
+        # A single-rank group for sums, so that each rank returns its partial sum.
         group = ProcessGroup(range(2), rank)
         with emulated(strict=True):
             method = uint4 if name in INTEGERS else int8 if name in INT8 else fp8("gaudi2")
@@ -265,7 +268,7 @@ def test_the_experts_of_two_ranks_add_up(name: str, is_distributed: bool, make: 
 
 
 @pytest.mark.parametrize("name", ["fp8, blocks", "awq", "wna16, 8 bits"])
-def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
+def test_the_estimate_equals_the_memory_of_a_card(name: str, make: Make) -> None:
     folder = make(name).folder
 
     with emulated(strict=True) as card:
@@ -273,14 +276,14 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
         model = loaded(folder, methods.get(name) or fp8("gaudi2"))
         held = sum(parameter.nbytes for parameter in model.parameters())
         buffers = sum(buffer.nbytes for buffer in model.buffers())
-        # Loading takes the memory of the quantized weights: they are converted on the host.
+        # Loading needs only the memory of the quantized weights, which are converted on the host.
         assert card.memory.peak < 1.05 * (held + buffers)
 
     assert held == weight_bytes(read_model_config(str(folder)), num_cards=1, width=2, length=0)
 
 
 def one_by_one(folder: Path) -> None:
-    """Rewrite a MiniMax-M3 that stacks its experts."""
+    """Rewrite a MiniMax-M3 with stacked experts to separate experts."""
     tensors = load_file(folder / WEIGHTS)
     for name in [name for name in tensors if ".experts." in name]:
         block, _, product = name.rpartition(".")
@@ -291,8 +294,8 @@ def one_by_one(folder: Path) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
-def test_the_estimate_has_dequantized_experts_with_a_clamped_swiglu(tmp_path: Path) -> None:
-    """MiniMax-M3: its experts are dequantized while they are loaded."""
+def test_the_estimate_counts_clamped_swiglu_experts_dequantized(tmp_path: Path) -> None:
+    """The experts of MiniMax-M3 are dequantized while they are loaded."""
     sizes = {"intermediate_size": 64, "dense_intermediate_size": 96, "shared_intermediate_size": 32}
     plain = make_tiny("minimax_m3_vl_text", tmp_path / "plain", **sizes)
     one_by_one(plain)
@@ -307,7 +310,7 @@ def test_the_estimate_has_dequantized_experts_with_a_clamped_swiglu(tmp_path: Pa
     assert estimate == pytest.approx(held, rel=0.01)
 
 
-def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
+def test_the_estimate_of_a_launch_counts_the_expanded_experts(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"num_cards": 1, "width": 2, "num_tokens": 64, "num_logit_rows": 4}
@@ -341,7 +344,7 @@ def test_the_estimate_of_a_launch_has_the_experts_that_are_expanded_at_once(
         pytest.param("fp8", "gaudi2", True, marks=pytest.mark.slow),
     ],
 )
-def test_layers_of_experts_share_their_recipes_and_none_is_compiled_after_warm_up(
+def test_expert_layers_share_their_recipes_and_compile_nothing_after_warm_up(
     name: str, generation: str, by_outputs: bool, tmp_path: Path
 ) -> None:
     execution = ExecutionConfig(mode="hpu-graphs", force_channel_fp8=by_outputs)
@@ -354,10 +357,10 @@ def test_layers_of_experts_share_their_recipes_and_none_is_compiled_after_warm_u
     assert counts[0] == counts[1]
 
 
-def test_a_release_without_the_kernel_in_fp8_has_the_experts_dequantized(
+def test_a_release_without_the_fp8_kernel_dequantizes_experts(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The emulated card lacks it as well.
+    # The emulated card lacks the kernel as well.
     kernel = Kernel(BOTH, (9,))
     monkeypatch.setitem(KERNELS, "mixture_of_experts.fp8_fused_weights", kernel)
 

@@ -1,5 +1,5 @@
-"""Formats of the KV cache in a worker: on the CPU, and on the strict emulated card, which compiles
-nothing after warm-up."""
+"""KV cache formats in a worker: on the CPU, and on the strict emulated card, which compiles nothing
+after warm-up."""
 
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def on_card(
     execution: ExecutionConfig = GRAPHS,
     **settings: Any,
 ) -> tuple[list[list[int]], int, int]:
-    """(tokens, recipes that were compiled before the first, bytes of the cache)."""
+    """(tokens, recipes compiled before the first request, bytes of the cache)."""
     with working(
         folder,
         device="hpu-emulator",
@@ -63,18 +63,27 @@ def on_card(
     return found, before[0], num_bytes
 
 
+def test_a_float16_model_is_served_with_an_fp8_cache(tmp_path: Path) -> None:
+    folder = make_tiny("llama", tmp_path)
+
+    found, _, _ = on_card(folder, "fp8", dtype="float16")
+
+    assert found == on_cpu(folder, "fp8")
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "float16"])
 def test_a_card_gives_the_tokens_of_the_cpu(kv_cache_dtype: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
 
     found, _, num_bytes = on_card(folder, kv_cache_dtype)
 
-    # In float32, so that both round the same numbers.
+    # In float32, so that both devices round the same numbers.
     assert found == on_cpu(folder, kv_cache_dtype)
-    # Keys and values shrink, and the flag of each slot (hpu/layers/non_finite.py) does not.
+    # Keys and values shrink, but the flag of each slot (hpu/layers/non_finite.py) does not.
     factor = 4 if kv_cache_dtype == "fp8" else 2
     flags = (factor * num_bytes - on_card(folder, "auto")[2]) / (factor - 1)
-    # Two layers with keys and values of two heads of 16: 128 numbers and a flag of 4 bytes a slot.
+    # Two layers with keys and values of two heads of 16: 128 numbers and a flag of 4 bytes per
+    # slot.
     assert flags / num_bytes == 4 / (4 + 128 * 4 // factor)
 
 
@@ -108,7 +117,7 @@ def test_all_layers_share_their_recipes(
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
-def test_caches_of_windows_alone_give_the_tokens_of_whole_ones(
+def test_window_sized_caches_give_the_tokens_of_full_caches(
     kv_cache_dtype: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("gpt_oss", tmp_path)
@@ -127,7 +136,7 @@ def test_caches_of_windows_alone_give_the_tokens_of_whole_ones(
     assert rings[1] < whole[1]
 
 
-def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> None:
+def test_the_transformers_fallback_supports_the_same_cache_formats(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
 
     int8 = on_cpu(folder, "int8", model_impl="transformers")
@@ -138,7 +147,7 @@ def test_the_code_of_transformers_caches_in_the_same_formats(tmp_path: Path) -> 
 
 
 class _Layer:
-    """One layer of two heads of three numbers in a format."""
+    """A fake layer with two heads of three numbers in a format."""
 
     non_finite_guard = None
 
@@ -187,7 +196,7 @@ def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
         found = layer.keys.cpu().float() * (448 / 240)
         backend.close()
 
-    # Moved blocks leave nothing behind. In all other blocks only values that were not numbers have
+    # The old places of moved blocks are zero. In all other blocks only non-finite values have
     # changed.
     assert torch.allclose(found[:4], before[32:36].float(), rtol=2**-7)
     assert before[38, 1, 0].isnan() and found[6, 1, 0] == 0
@@ -195,26 +204,30 @@ def test_blocks_on_a_card_are_moved_and_scrubbed_in_fp8() -> None:
     assert torch.allclose(found[8:32], before[8:32].float(), rtol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_scale_stands_for_the_same_numbers_on_every_card(generation: str) -> None:
+def test_a_scale_represents_the_same_numbers_on_every_card(
+    generation: str, dtype: torch.dtype
+) -> None:
     largest = GENERATIONS[generation].fp8_max
     x = torch.tensor([[1000.0, 112.0, -56.0, 0.25, 0.0]])
     with emulated(generation=generation):
         scale = torch.tensor([0.25]).to("hpu")
-        codec = HpuFp8Format("fp8", largest).codec(torch.float32, scale)
+        codec = HpuFp8Format("fp8", largest).codec(dtype, scale)
 
-        rows = codec.encode(x.to("hpu"))
+        rows = codec.encode(x.to(dtype).to("hpu"))
         found = codec.decode(rows).cpu()
 
+        assert found.dtype == dtype
         assert rows.dtype == torch.float8_e4m3fn
         assert float(rows.cpu().float().abs().max()) == largest
-    # The largest number of a scale of 1/4 is 112.
+    # With a scale of 1/4, the largest number is 112.
     expected = x.clamp(-112.0, 112.0)
-    assert torch.allclose(found, expected, rtol=2**-4)
+    assert torch.allclose(found.float(), expected, rtol=2**-4)
 
 
 def with_large_values(folder: Path, **fields: Any) -> Path:
-    """A model whose values are all near 1.06, which is between two codes, 1 and 1.125."""
+    """A model whose values are all near 1.06, between the codes 1 and 1.125."""
     folder = make_tiny("qwen2", folder, **fields)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -226,9 +239,9 @@ def with_large_values(folder: Path, **fields: Any) -> Path:
 
 
 def calculated(folder: Path, **settings: Any) -> Tensor:
-    """(layers, 2): the scales of keys and values."""
+    """Scales (layers, 2) of keys and values."""
     with working(folder, kv_cache_dtype="fp8", calculate_kv_scales=True, **settings) as rig:
-        loaded = rig.worker._loaded
+        loaded = rig.worker.loaded
         assert loaded is not None
         (model,) = loaded.modules
         layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
@@ -246,7 +259,7 @@ def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> No
     harness.prefill({0: torch.randint(256, (100,)).tolist()})
     layers = [module for module in model.modules() if isinstance(module, PagedAttention)]
     for layer, own in zip(layers, scales, strict=True):
-        # The harness fills what is not written with large numbers.
+        # The harness fills unused blocks with large numbers.
         keys, values = (cach[cach.abs().amax((1, 2)) < 1000] for cach in layer.caches)
         assert len(keys) == len(values) == 100
         assert keys.abs().max() < 448 * own[0] and values.abs().max() < 448 * own[1]
@@ -278,7 +291,7 @@ def test_a_card_gives_the_tokens_of_the_cpu_with_calculated_scales(tmp_path: Pat
     assert found != on_cpu(folder, "fp8")
 
 
-def test_scales_are_calculated_for_fp8_alone() -> None:
+def test_scales_are_calculated_only_for_fp8() -> None:
     with pytest.raises(ConfigError, match="calculate_kv_scales is set and kv_cache_dtype is int8"):
         CacheConfig(kv_cache_dtype="int8", calculate_kv_scales=True)
 
@@ -289,7 +302,7 @@ def test_int8_is_refused_on_a_card(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype is int8 and device is hpu-emulator"):
         on_card(folder, "int8")
 
-    # --device auto may have found the card.
+    # With --device auto the config does not know the card yet, so the back end checks, too.
     with emulated():
         backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, "the test's"))
         with pytest.raises(ConfigError, match="--kv-cache-dtype is int8 and the device is hpu"):
@@ -319,7 +332,7 @@ def test_a_cached_prefix_and_a_sleep_change_no_token(
         rig.admit(0, prompt)
         rig.prefill({0: None})
         rig.step()
-        # It shares its first blocks with the other request.
+        # The second request shares its first blocks with the other request.
         rig.admit(1, prompt, shared_with=0)
         rig.prefill({1: None})
         rig.step()
@@ -328,7 +341,7 @@ def test_a_cached_prefix_and_a_sleep_change_no_token(
             rig.step()
         whole, shared = rig.free(0), rig.free(1)
         num_bytes = rig.ready.kv_bytes
-        # Tells the worker that they are gone.
+        # The step tells the worker that both requests are freed.
         rig.step()
         rig.worker.sleep(level)
         ready = rig.worker.wake_up(lambda progress: None)

@@ -25,6 +25,7 @@ from hpu.quantization.stored.checkpoint import CheckpointScheme, MakeMethod
 from hpu.quantization.stored.fp8 import (
     Fp8BlockLinearMethod,
     Fp8LinearMethod,
+    Fp8Range,
     has_blocks,
     is_weight_only,
 )
@@ -46,7 +47,7 @@ FLOATS = [name for name, form in FORMATS.items() if isinstance(form, Floats)]
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The checkpoint of each format, once."""
+    """Returns a function that makes the checkpoint of each format once."""
     made: dict[str, Quantized] = {}
 
     def make(name: str) -> Quantized:
@@ -83,7 +84,7 @@ def outputs_of(model: Decoder, rows: int = 5) -> dict[str, tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("name", INT4)
-def test_products_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+def test_products_equal_the_dequantized_weights(name: str, make: Make) -> None:
     quantized = make(name)
     expected = load_decoder(quantized.reference).state_dict()
 
@@ -101,7 +102,7 @@ def test_products_are_those_of_the_dequantized_weights(name: str, make: Make) ->
 
 
 @pytest.mark.parametrize("name", INT8)
-def test_products_of_8_bits_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+def test_8_bit_products_equal_the_dequantized_weights(name: str, make: Make) -> None:
     quantized = make(name)
     expected = load_decoder(quantized.reference).state_dict()
 
@@ -117,21 +118,21 @@ def test_products_of_8_bits_are_those_of_the_dequantized_weights(name: str, make
 
     assert {item.dtype for item in values} == {torch.int8}
     for layer, (x, out) in found.items():
-        # Weights are rounded once, like weights that are dequantized at load.
+        # Weights are rounded once, like weights dequantized at load.
         wanted = x.float() @ expected[f"{layer}.weight"].bfloat16().float().T
         assert torch.allclose(out.float(), wanted, rtol=0.01, atol=0.01 * float(wanted.std()))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", FLOATS)
-def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
+def test_fp8_products_are_close_to_the_dequantized_weights(
     name: str, generation: str, make: Make
 ) -> None:
     quantized, largest = make(name), GENERATIONS[generation].fp8_max
     expected = load_decoder(quantized.reference).state_dict()
 
     with emulated(generation=generation, strict=True):
-        model = loaded(quantized.folder, lambda weight: Fp8LinearMethod(weight, largest))
+        model = loaded(quantized.folder, lambda weight: Fp8LinearMethod(weight, Fp8Range(largest)))
         found = outputs_of(model)
         codes = [
             parameter.cpu()
@@ -144,18 +145,20 @@ def test_products_in_fp8_are_close_to_those_of_the_dequantized_weights(
     for layer, (x, out) in found.items():
         wanted = x.float() @ expected[f"{layer}.weight"].T
         error = (out.float() - wanted).square().mean().sqrt() / wanted.std()
-        # Activations have four significant bits, and weights of blocks are rounded twice.
+        # Activations have four significant bits, and block-quantized weights are rounded twice.
         assert error < 0.05, layer
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
+def test_fp8_products_with_block_scales_are_close_to_the_dequantized_weights(
+    generation: str, make: Make
+) -> None:
     quantized, largest = make("fp8, small blocks"), GENERATIONS[generation].fp8_max
     expected = load_decoder(quantized.reference).state_dict()
 
     def method(weight: StoredWeight) -> LinearMethod:
         assert has_blocks(weight)
-        return Fp8BlockLinearMethod(weight, largest)
+        return Fp8BlockLinearMethod(weight, Fp8Range(largest))
 
     with emulated(generation=generation, strict=True):
         found = outputs_of(loaded(quantized.folder, method))
@@ -173,7 +176,7 @@ def test_scales_of_blocks_may_stay(generation: str, make: Make) -> None:
         *("float-quantized, weights", "float-quantized, weights in blocks"),
     ],
 )
-def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
+def test_the_estimate_equals_the_memory_of_a_card(name: str, make: Make) -> None:
     folder = make(name).folder
     facts = read_model_config(str(folder))
 
@@ -182,7 +185,7 @@ def test_the_estimate_is_what_a_card_holds(name: str, make: Make) -> None:
         held = sum(parameter.nbytes for parameter in model.parameters())
 
     assert held == weight_bytes(facts, num_cards=1, width=2, length=0)
-    # A rank of two has half of the embedding, of the head and of the layers.
+    # Each of two ranks holds half of the embedding, the head and the layers.
     assert held / 2 < weight_bytes(facts, num_cards=2, width=2, length=0) < held * 0.6
 
 
@@ -195,7 +198,7 @@ def test_loading_takes_the_memory_of_the_quantized_weights(name: str, make: Make
         held = sum(parameter.nbytes for parameter in (*model.parameters(), *model.buffers()))
         largest = max(parameter.nbytes for parameter in model.parameters())
 
-    # They are converted on the host, so not even a whole layer is there twice.
+    # Weights are converted on the host, so not even a single layer is on the card twice.
     assert card.memory.peak < held + largest
     if name not in ("nf4", "nf4, nested"):
         linears = [module for module in model.modules() if isinstance(module, LinearBase)]
@@ -207,9 +210,9 @@ def method_of(weight: StoredWeight) -> LinearMethod | None:
     if weight.scheme.is_flat:
         return None
     if is_weight_only(weight):
-        return Fp8BlockLinearMethod(weight, 240.0)
+        return Fp8BlockLinearMethod(weight, Fp8Range(240.0))
     if weight.scheme.is_float:
-        return Fp8LinearMethod(weight, 240.0)
+        return Fp8LinearMethod(weight, Fp8Range(240.0))
     if weight.scheme.bits == 8:
         return Int8LinearMethod(weight)
     return Uint4LinearMethod(weight)
@@ -244,7 +247,7 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
         pytest.param("float-quantized, weights in blocks", "gaudi2", marks=pytest.mark.slow),
     ],
 )
-def test_activations_stay_where_the_checkpoint_has_weights_alone_in_fp8(
+def test_activations_stay_in_bfloat16_with_weight_only_fp8(
     name: str, generation: str, make: Make
 ) -> None:
     quantized = make(name)
@@ -275,7 +278,7 @@ def test_activations_stay_where_the_checkpoint_has_weights_alone_in_fp8(
         ),
     ],
 )
-def test_all_layers_share_their_recipes_and_none_is_compiled_after_warm_up(
+def test_all_layers_share_their_recipes_and_compile_nothing_after_warm_up(
     name: str, generation: str, tmp_path: Path
 ) -> None:
     counts = []

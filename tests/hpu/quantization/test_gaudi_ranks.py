@@ -21,7 +21,7 @@ from hpu.protocol import Ranks, RequestSampling
 
 PROMPT = [3, 5, 7, 9, 11] * 9
 FORCED = [8, 1, 2, 60]
-"""What is decoded behind it, so that all see the same tokens."""
+"""Tokens decoded after PROMPT, so that all ranks see the same tokens."""
 SAMPLING = RequestSampling(temperature=0.0, num_logprobs=0, num_prompt_logprobs=0, masked=True)
 COUNTERS = ("compilations", "captures", "fallbacks", "unmarked_collective")
 MOE = "experts: "
@@ -34,12 +34,12 @@ Array = npt.NDArray[np.float64]
 
 
 class Served(NamedTuple):
-    """By one rank."""
+    """Results of a single rank."""
 
     logprobs: list[float]
     """Log-probabilities of PROMPT without its first token, and of FORCED."""
     quantized_bytes: int
-    """On this card, of the values of quantized weights."""
+    """Bytes of quantized weight values on this card."""
 
 
 def serve(
@@ -50,8 +50,8 @@ def serve(
     expert_parallel: bool = False,
     calculates_scales: bool = False,
 ) -> Served:
-    """Serve it on a worker of `group.size`. `store`: where the ranks meet. `calculates_scales`: for
-    a KV cache in FP8."""
+    """Serve the prompt with a worker of `group.size` ranks. `store`: rendezvous file of the ranks.
+    `calculates_scales`: for a KV cache in FP8."""
     settings: dict[str, Any] = {}
     if calculates_scales:
         settings = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
@@ -82,7 +82,7 @@ def serve(
             results.append(rig.collect())
             rig.decode([0])
         after = [counts[name] for name in COUNTERS]
-        loaded = rig.worker._loaded
+        loaded = rig.worker.loaded
         assert loaded is not None and isinstance(loaded.model, torch.nn.Module)
         held = [
             parameter
@@ -110,13 +110,13 @@ def make(name: str, folder: Path) -> Path:
     fields: dict[str, Any] = {"num_hidden_layers": 1}
     if not name.startswith(MOE):
         return make_quantized(FORMATS[name], folder, **fields).folder
-    # All are chosen: rounding changes no choice.
+    # Each token uses all experts, so that rounding does not change the routing.
     fields |= {"num_experts": 4, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
     return make_quantized(FORMATS[name.removeprefix(MOE)], folder, "qwen3_moe", **fields).folder
 
 
 def error_of(found: Array, expected: Array) -> float:
-    """In standard deviations of what is expected."""
+    """Root mean square error, in standard deviations of `expected`."""
     return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
 
 
@@ -155,7 +155,7 @@ SLOW = [
     ("name", "generation", "expert_parallel"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_two_cards_give_the_log_probabilities_of_one(
+def test_two_cards_give_the_log_probabilities_of_a_single_card(
     name: str, generation: str, expert_parallel: bool, pool: RankPool, tmp_path: Path
 ) -> None:
     folder = make(name, tmp_path / "checkpoint")
@@ -168,15 +168,15 @@ def test_two_cards_give_the_log_probabilities_of_one(
     largest = FP8_ROUNDING if "fp8" in name or "float" in name else ROUNDING
     assert error_of(found, expected) < largest
     assert not second.logprobs or second.logprobs == first.logprobs
-    # Dequantized while they are loaded.
+    # These formats are dequantized while they are loaded.
     assert (single.quantized_bytes == 0) == (name in (MXFP4, "nf4"))
     for rank in (first, second):
-        # Groups in any order have tables that each rank has as a whole.
+        # Limit above a half: act-order group tables are replicated on each rank.
         assert rank.quantized_bytes <= 0.6 * single.quantized_bytes
 
 
 @pytest.mark.slow
-def test_two_cards_calculate_the_scales_of_one(pool: RankPool, tmp_path: Path) -> None:
+def test_two_cards_calculate_the_scales_of_a_single_card(pool: RankPool, tmp_path: Path) -> None:
     folder, store = make("gptq", tmp_path / "checkpoint"), tmp_path / "store"
     (single,) = pool.run(1, serve, folder, store, "gaudi2", False, True)
     (plain,) = pool.run(1, serve, folder, store, "gaudi2")

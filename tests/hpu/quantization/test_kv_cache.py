@@ -1,4 +1,4 @@
-"""Formats of the KV cache: what is stored, and attention over it, on torch's operators and on the
+"""KV cache formats: stored values, and attention over them, with torch's operators and with the
 compiled kernels."""
 
 import json
@@ -28,7 +28,7 @@ PROMPTS = {0: list(range(10, 60)), 1: list(range(70, 77)), 2: [9]}
 NEXT = [{0: 5, 1: 6, 2: 7}, {0: 8, 1: 9, 2: 10}]
 HEADS: dict[str, Any] = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}
 LARGEST_ERROR = {"float16": 2**-11, "bfloat16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
-"""Relative: to each number, for int8 to the largest one of a row."""
+"""Relative error of each number; for int8, relative to the largest number of a row."""
 
 
 def format_of(name: str, dtype: torch.dtype = torch.bfloat16) -> KVCacheFormat:
@@ -39,7 +39,7 @@ def format_of(name: str, dtype: torch.dtype = torch.bfloat16) -> KVCacheFormat:
 
 def set_scales(model: Decoder, scale: float) -> None:
     """Set the scales of all layers: keys are stored as multiples of `scale`, values as multiples of
-    its half."""
+    half of it."""
     for name, parameter in model.named_parameters():
         if name.endswith("k_scale"):
             parameter.fill_(scale)
@@ -62,8 +62,8 @@ def on_kernels(model: Decoder, library: Library) -> CompiledDecoder:
 
 
 def decoded(model: CausalLM, dtype: torch.dtype | None = None) -> Tensor:
-    """Logits of two decodes of three rows, behind prompts of the same model, the longest in two
-    chunks. `dtype`: of the caches."""
+    """Logits of two decodes of three rows, after prompts of the same model, the longest in two
+    chunks. `dtype`: dtype of the caches."""
     harness = PagedHarness(model, cache_dtype=dtype)
     harness.prefill({0: PROMPTS[0][:30]})
     harness.prefill({**PROMPTS, 0: PROMPTS[0][30:]})
@@ -96,7 +96,7 @@ def test_a_stored_row_is_read_within_the_precision_of_its_format(
     if name == "int8":
         scale = scale.amax(-1, keepdim=True).expand_as(scale)
     rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
-    # Small numbers of FP8 have a fixed distance.
+    # Small FP8 numbers have an absolute spacing.
     assert (error <= scale * (LARGEST_ERROR[name] + rounding) + 2**-11).all()
     assert torch.equal(codec.decode(rows)[2], x[2])
 
@@ -112,7 +112,7 @@ def test_numbers_above_the_range_are_stored_as_the_largest() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_that_are_not_finite_are_cleaned_and_no_others(name: str) -> None:
+def test_only_non_finite_rows_are_zeroed(name: str) -> None:
     format = format_of(name)
     codec = format.codec(torch.bfloat16, torch.ones(1) if format.has_layer_scales else None)
     x = torch.randn(4, 2, 16).bfloat16()
@@ -127,7 +127,7 @@ def test_rows_that_are_not_finite_are_cleaned_and_no_others(name: str) -> None:
     assert torch.equal(cleaned[others], rows[others]) and torch.equal(cleaned[1, 1], rows[1, 1])
 
 
-def test_a_format_halves_the_blocks(tmp_path: Path) -> None:
+def test_block_bytes_follow_the_cache_format(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     sizes = {}
 
@@ -136,7 +136,7 @@ def test_a_format_halves_the_blocks(tmp_path: Path) -> None:
         sizes[name] = block_bytes(model, 16, format_of(name).dtype)
 
     plain = block_bytes(load_decoder(folder, dtype=torch.bfloat16), 16, torch.bfloat16)
-    # A scale of four bytes for each 32 numbers.
+    # A four-byte scale for each 32 numbers.
     assert sizes == {"float16": plain, "fp8": plain // 2, "int8": plain * 36 // 64}
 
 
@@ -152,7 +152,7 @@ def test_a_format_halves_the_blocks(tmp_path: Path) -> None:
         ("qwen3", {**HEADS, "head_dim": 128, "num_key_value_heads": 4}),
     ],
 )
-def test_the_kernels_are_as_accurate_as_torchs_operators(
+def test_the_kernels_are_as_accurate_as_torch(
     name: str, family: str, overrides: dict[str, Any], library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path, **overrides)
@@ -166,14 +166,14 @@ def test_the_kernels_are_as_accurate_as_torchs_operators(
     found = decoded(model, format.dtype)
 
     assert error_of(found, exact) < 1.5 * error_of(own, exact) + 1e-3
-    # Random weights amplify the rounding of FP8, which falls differently in bfloat16.
+    # Random weights amplify the rounding of FP8, which differs in bfloat16.
     assert error_of(found, exact) < (0.25 if name == "fp8" else 0.1) * float(exact.std())
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("scale", [0.001, 1.0, 100.0])
-def test_the_kernels_store_what_torchs_operators_store(
+def test_the_kernels_store_the_same_values_as_torch(
     name: str, scale: float, library: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
@@ -185,7 +185,7 @@ def test_the_kernels_store_what_torchs_operators_store(
     for harness in (plain, encoded):
         harness.prefill(PROMPTS)
 
-    # The first layer's keys and values depend on no cache.
+    # Compare the first layer only: its keys and values do not depend on a cache.
     for index, factor in enumerate((1.0, 0.5)):
         scales = torch.tensor([scale * factor]) if format.has_layer_scales else None
         slots = torch.tensor([plain.slot(0, position) for position in range(50)])
@@ -196,7 +196,7 @@ def test_the_kernels_store_what_torchs_operators_store(
 @torch.inference_mode()
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_cached_prefix_gives_the_logits_of_one_launch(
+def test_a_cached_prefix_gives_the_logits_of_a_single_launch(
     name: str, is_compiled: bool, built: Library, tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
@@ -212,7 +212,7 @@ def test_a_cached_prefix_gives_the_logits_of_one_launch(
     harness.prefill({1: PROMPTS[0][:32]})
     behind = harness.prefill({1: PROMPTS[0][32:]})[1][-1]
 
-    # bfloat16 sums in another order differ.
+    # bfloat16 sums depend on their order.
     assert torch.allclose(behind, whole, atol=0.05 if is_compiled else 1e-4)
 
 
@@ -232,7 +232,7 @@ def test_latents_windows_and_sinks_are_cached_in_the_format(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_other_devices_refuse_a_format_and_name_both(
+def test_other_devices_refuse_a_format_with_device_and_format(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaBackend, "__init__", lambda self: None)
@@ -273,7 +273,7 @@ def test_scales_of_a_checkpoint_are_read(key: str, value: str, tmp_path: Path) -
     assert [[float(scale) for scale in pair] for pair in found[:2]] == [[1, 1], [0.25, 0.5]]
 
 
-def test_a_format_without_such_scales_reads_none(tmp_path: Path) -> None:
+def test_an_int8_cache_reads_no_scales_of_the_checkpoint(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     config = json.loads((folder / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
@@ -298,7 +298,7 @@ def test_a_format_without_such_scales_reads_none(tmp_path: Path) -> None:
         (torch.tensor(0.0), "has 1 of 1 scales that are zero"),
         (torch.tensor(float("nan")), "has 1 of 1 scales that are NaN or infinite"),
         (torch.tensor([float("inf")]), "has 1 of 1 scales that are NaN or infinite"),
-        (torch.tensor(-1.0), "is -1: a scale is above 0"),
+        (torch.tensor(-1.0), "is -1, it must be above 0"),
         (torch.ones(2), "k_scale in model.safetensors is 2, the model needs 1"),
     ],
 )
@@ -315,7 +315,7 @@ def test_an_impossible_scale_is_an_error_that_names_file_and_tensor(
     assert told in str(caught.value)
 
 
-def test_two_names_of_one_scale_are_an_error(tmp_path: Path) -> None:
+def test_two_names_of_the_same_scale_are_an_error(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, **HEADS)
     scale = torch.tensor(1.0)
     write_scales(

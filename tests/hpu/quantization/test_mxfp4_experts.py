@@ -1,4 +1,4 @@
-"""Experts in MXFP4 on the CPU, against the same weights in bfloat16."""
+"""MXFP4 experts on the CPU, compared with the same weights in bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hpu.native.library import Library, PackedExperts, Stacks
 from hpu.quantization.quantized_weight import Mxfp4Weight
 
 MXFP4: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
-# All experts are chosen: rounding changes no choice.
+# Each token uses all experts, so that rounding does not change the routing.
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 4}
 SWIGLU = ClampedSwiGLU(1.702, 7.0)
 PROMPTS = {0: list(range(10, 31)), 1: [40, 41]}
@@ -46,7 +46,7 @@ def weights_of(experts: Experts) -> list[torch.Tensor]:
     ]
 
 
-def test_a_checkpoint_is_kept_as_it_is(folder: Path) -> None:
+def test_mxfp4_weights_stay_packed(folder: Path) -> None:
     expected = experts_of(load_decoder(folder, dtype=torch.bfloat16))
 
     model = load_packed(str(folder))
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_kept_as_it_is(folder: Path) -> None:
         assert {name for name, _ in experts.named_parameters()} == {"w13_bias", "w2_bias"}
         assert all(map(torch.equal, weights_of(experts), weights_of(plain)))
         numbers = sum(item.numel() for item in weights_of(plain))
-        # 4 bits, and 8 for 32 numbers.
+        # 4 bits per number, plus 8 bits of scale for 32 numbers.
         assert experts.quantized_weights.num_bytes == numbers * 17 // 32
 
 
@@ -73,7 +73,7 @@ def test_ranks_keep_whole_blocks(inner: int, is_distributed: bool, tmp_path: Pat
         found = experts_of(load_packed(str(folder), group, group if is_distributed else SINGLE))
 
         for experts, plain in zip(found, expected, strict=True):
-            # A rank of two would have one and a half blocks of 32.
+            # Each of two ranks would have one and a half blocks of 32.
             is_kept = is_distributed or inner == 128
             assert (experts.quantized_weights is not None) == is_kept
             own = weights_of(plain)
@@ -83,7 +83,7 @@ def test_ranks_keep_whole_blocks(inner: int, is_distributed: bool, tmp_path: Pat
 
 
 def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
-    """With the limit of the checkpoint."""
+    """Activation with the checkpoint's limit."""
     gate, up = x[:, ::2].clamp(max=0.6), x[:, 1::2].clamp(-0.6, 0.6)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -121,14 +121,16 @@ def test_kernels_multiply_by_the_codes(
         return
     scale = float(on_torch.float().std())
     assert torch.allclose(found.float(), on_torch.float(), rtol=0.03, atol=0.03 * scale)
-    # The codes and their powers of two are exact in bfloat16: only the order of sums differs.
+    # Codes times powers of two are exact in bfloat16, so only the order of sums differs.
     assert torch.allclose(found.float(), wide.float(), rtol=0.02, atol=0.01 * scale)
     if rows == 40 and rounds_weights:
         assert torch.equal(found, wide)
 
 
 @torch.inference_mode()
-def test_gates_before_ups_are_those_of_interleaved_rows(quantizing: Library) -> None:
+def test_concatenated_and_interleaved_gate_and_up_rows_give_the_same_output(
+    quantizing: Library,
+) -> None:
     w13, w2 = torch.randn(4, 128, 64).bfloat16() / 8, torch.randn(4, 64, 64).bfloat16() / 8
     in_halves = torch.cat((w13[:, ::2], w13[:, 1::2]), dim=1)
     x, ids = torch.randn(5, 64).bfloat16(), torch.rand(5, 4).argsort(-1)[:, :2]
@@ -142,7 +144,9 @@ def test_gates_before_ups_are_those_of_interleaved_rows(quantizing: Library) -> 
 
 
 @torch.inference_mode()
-def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> None:
+def test_every_mxfp4_code_and_scale_is_multiplied_exactly(
+    quantizing: Library, folder: Path
+) -> None:
     experts = experts_of(load_packed(str(folder)))[0]
     assert experts.quantized_weights is not None
     assert experts.w13_bias is not None and experts.w2_bias is not None
@@ -150,7 +154,7 @@ def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> Non
         assert isinstance(weight, Mxfp4Weight)
         codes = torch.arange(weight.blocks.numel()) % 256
         weight.blocks.copy_(codes.view(weight.blocks.shape).to(torch.uint8))
-        # Up to 2^123, whose products are finite; 0 is 2^-127, no normal number.
+        # Powers up to 2^123, whose products are finite; 0 means 2^-127, a subnormal number.
         powers = torch.arange(weight.scales.numel()) % 251
         weight.scales.copy_(powers.view(weight.scales.shape).to(torch.uint8))
     (w13, w2), biases = weights_of(experts), (experts.w13_bias, experts.w2_bias)
@@ -161,7 +165,7 @@ def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> Non
         x = torch.zeros(count, 64).bfloat16()
         args = (x, ids[:count], weights[:count], True, "swigluoai")
         biases[0].copy_(torch.zeros_like(biases[0]))
-        # A single input of the second product, at every place in a block.
+        # Exactly one non-zero input of the second product, at different places of a block.
         for inner in range(0, 128, 5):
             biases[0].zero_()
             biases[0][0, 2 * inner] = 1.0
@@ -171,7 +175,9 @@ def test_every_code_and_power_is_exact(quantizing: Library, folder: Path) -> Non
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_the_expanded_experts(folder: Path, quantizing: Library) -> None:
+def test_logits_are_nearly_as_accurate_as_with_expanded_bfloat16_experts(
+    folder: Path, quantizing: Library
+) -> None:
     exact = PagedHarness(load_decoder(folder)).prefill(PROMPTS)
     plain = PagedHarness(load_decoder(folder, dtype=torch.bfloat16)).prefill(PROMPTS)
 
@@ -182,8 +188,8 @@ def test_logits_are_those_of_the_expanded_experts(folder: Path, quantizing: Libr
         torch.cat([(item[row].float() - logits).flatten() for row, logits in exact.items()])
         for item in (found, plain)
     ]
-    # No worse than torch's bfloat16, whose rounding is most of what differs. Inputs in 8 bits add
-    # as much.
+    # At most as bad as torch's bfloat16, whose rounding causes most of the difference. 8-bit inputs
+    # add a similar error.
     own, torchs = (error.square().mean().sqrt() for error in errors)
     assert own < (1.7 if quantizing.rounds_inputs else 1.2) * torchs
     assert 1.2 * torchs < 0.1 * torch.cat([*exact.values()]).std()

@@ -46,7 +46,7 @@ def weight_of(kind: str) -> QuantizedWeight:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_those_of_the_dequantized_weight(
+def test_products_equal_the_dequantized_weight(
     kind: str, quantizing: Library, rounds_weights: bool
 ) -> None:
     weight = weight_of(kind)
@@ -73,7 +73,7 @@ def test_products_are_those_of_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("kind", ["int4", "Q8_0"])
-def test_products_of_many_rows_equal_those_of_the_bfloat16_weight(
+def test_products_of_many_rows_equal_products_of_the_bfloat16_weight(
     kind: str, quantizing: Library, rounds_weights: bool
 ) -> None:
     if not rounds_weights:
@@ -100,21 +100,22 @@ def test_an_outlier_among_the_inputs_costs_no_precision_elsewhere(
 
     most, largest = x.double().abs().amax(1, keepdim=True), exact.abs().amax(1)
     if quantizing.rounds_inputs:
-        # Half a step of each block: 1/127 of its largest input, and of the outlier's 1/254 of that.
+        # Half a step of each block: 1/127 of its largest input; the outlier's own block has 1/254
+        # of that.
         steps = x.double().unflatten(1, (-1, BLOCK)).abs().amax(-1) / 127
         steps[:, 40 // BLOCK] /= 254
         bound = 0.501 * steps @ exact.abs().unflatten(1, (-1, BLOCK)).sum(-1).T
     elif rounds_weights:
         bound = 2**-8 * sizes
     elif rows > MOST_PACKED and kind != "int8":
-        # 2^-13 of the outlier, for the inputs that share its power of two; and weights, like their
-        # scales and minima, are rounded to multiples of at most 2^-11 of the largest number that
-        # the groups of the output can hold.
+        # 2^-13 of the outlier, for the inputs that share its power of two. In addition, weights,
+        # like their scales and minima, are rounded to multiples of at most 2^-11 of the largest
+        # number that the output's groups can hold.
         held = largest if kind == "int4" else largest * 128 / 127
         bound = 2**-13 * most * exact[:, :64].abs().sum(1)
         bound += 1.5 * 2**-11 * held * x.double().abs().sum(1, keepdim=True)
     else:
-        # 2^-15 of the outlier.
+        # 2^-15 of the outlier, for inputs in 8 bits.
         bound = 2**-15 * most * exact[:, 32:64].abs().sum(1)
     assert ((sums - expected).abs() <= bound + 2**-20 * sizes).all()
 
@@ -141,7 +142,7 @@ def test_inputs_in_8_bits_give_a_row_the_same_sums_in_every_batch(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_spoils_no_other(
+def test_a_non_finite_row_affects_no_other_row(
     kind: str, value: float, quantizing: Library
 ) -> None:
     weight, x = weight_of(kind), torch.randn(9, SIZE).bfloat16()
@@ -157,7 +158,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(
 
 
 @pytest.mark.parametrize("size", [2.0**-113, 2.0**110])
-def test_tiny_and_huge_inputs(size: float, quantizing: Library) -> None:
+def test_outputs_scale_with_tiny_and_huge_inputs(size: float, quantizing: Library) -> None:
     weight, x = weight_of("int8"), torch.rand(8, SIZE).bfloat16()
     product = PackedLinear(quantizing, weight, None)
     expected = product.multiply_float32(x).double() * size
@@ -179,7 +180,7 @@ def test_a_bias_is_added(quantizing: Library) -> None:
     assert torch.allclose(torchs, expected, rtol=0.02, atol=0.2)
 
 
-def test_rounding_errs_by_half_a_step_at_most() -> None:
+def test_the_rounding_error_is_at_most_half_a_step() -> None:
     weight = torch.randn(OUT, SIZE)
     weight[0] = 0
     weight[1, :GROUP_SIZE] = 3
@@ -188,7 +189,7 @@ def test_rounding_errs_by_half_a_step_at_most() -> None:
 
     step = eight.scales * 0.501
     assert ((eight.dequantize(torch.float32) - weight).abs() <= step).all()
-    # Scale and least value are rounded to float16.
+    # Scale and minimum are rounded to float16.
     step = four.scales.float().repeat_interleave(GROUP_SIZE, 1) * 0.51 + 0.01
     assert ((four.dequantize(torch.float32) - weight).abs() <= step).all()
     assert eight.num_bytes == OUT * (SIZE + 4)
@@ -206,7 +207,7 @@ def test_a_shape_without_whole_panels_has_no_kernel() -> None:
 
 
 def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = SINGLE) -> Decoder:
-    """With weights that are not quantized yet."""
+    """The model before its weights are quantized."""
     dtype, device = torch.bfloat16, torch.device("cpu")
     scheme = None if quantization is None else SCHEMES[quantization](EngineConfig(folder))
     facts = read_model_config(folder)
@@ -217,7 +218,8 @@ def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = S
 
 @pytest.fixture
 def gguf(tmp_path: Path) -> str:
-    """A folder made of a GGUF file with all kinds that stay packed, and a kind that does not."""
+    """A folder converted from a GGUF file with all types that stay packed, and a type that does
+    not."""
     weights = family_weights("llama", tied=False)
     kinds = [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q5_0]
     stems = {"attn_q": 0, "attn_k": 0, "attn_v": 0, "attn_output": 1, "ffn_gate": 2, "ffn_up": 2}
@@ -229,7 +231,7 @@ def gguf(tmp_path: Path) -> str:
     return resolve(str(source), cache_dir=str(tmp_path), progress=False, keep_blocks=True)
 
 
-def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
+def test_gguf_blocks_are_used_as_quantized_weights(gguf: str) -> None:
     model = loaded(gguf, "gguf")
     linears = [module for module in model.modules() if isinstance(module, LinearBase)]
     weights = {linear: linear.weight for linear in linears}
@@ -237,8 +239,8 @@ def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
     num_bytes = process_weights(model, "gguf")
 
     quantized = [linear for linear in linears if linear.quantized_weight is not None]
-    # qkv, output, and gate with up of both layers, and the head; `down` has five bits and is left
-    # out.
+    # qkv, output, and gate with up of both layers, and the head; `down` has five bits and is not
+    # packed.
     assert len(quantized) == 2 * 3 + 1
     assert {linear.quantized_weight.bits for linear in quantized} == {4, 8}
     assert num_bytes == sum(linear.quantized_weight.num_bytes for linear in quantized)
@@ -247,9 +249,7 @@ def test_the_blocks_of_a_gguf_file_are_the_weight(gguf: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "has_output"), [(2, True), (4, False)])
-def test_the_blocks_of_a_rank_are_its_shard_of_the_weight(
-    size: int, has_output: bool, gguf: str
-) -> None:
+def test_the_blocks_of_a_rank_equal_its_shard(size: int, has_output: bool, gguf: str) -> None:
     for rank in range(size):
         model = loaded(gguf, "gguf", ProcessGroup(range(size), rank))
         linears = [module for module in model.modules() if isinstance(module, LinearBase)]
@@ -258,7 +258,7 @@ def test_the_blocks_of_a_rank_are_its_shard_of_the_weight(
         process_weights(model, "gguf")
 
         quantized = [linear for linear in linears if linear.quantized_weight is not None]
-        # Each of four ranks has 16 of the output's inputs, half a block.
+        # Each of four ranks has 16 of the output projection's inputs, half a block.
         assert len(quantized) == 2 * (2 + has_output) + 1
         for linear in quantized:
             assert torch.equal(linear.quantized_weight.dequantize(torch.bfloat16), weights[linear])
@@ -281,7 +281,7 @@ def test_a_decoder_runs_on_quantized_weights(
     found, expected = (PagedHarness(model).prefill(prompt) for model in (model, exact))
     for row in prompt:
         error = (found[row].float() - expected[row].float()).square().mean().sqrt()
-        # Random weights are the hardest to round: 4 bits lose a tenth in each product.
+        # Random weights are the worst case for rounding: 4 bits lose a tenth in each product.
         assert 0 < error < {"int8": 0.06, "int4": 0.5}[bits] * expected[row].float().std()
 
 
@@ -301,13 +301,13 @@ def test_conflicting_settings_are_refused(settings: dict[str, str], message: str
         EngineConfig("model", **settings)  # type: ignore[arg-type]
 
 
-def test_a_folder_without_a_files_blocks_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_gguf_blocks_is_refused(tmp_path: Path) -> None:
     folder = str(make_tiny("llama", tmp_path))
 
-    with pytest.raises(ConfigError, match="made from no GGUF file"):
+    with pytest.raises(ConfigError, match="not made from a GGUF file"):
         check_checkpoint(EngineConfig(folder, quantization="gguf"), folder)
 
 
 def test_four_bits_need_whole_groups() -> None:
-    with pytest.raises(ValueError, match="in is 33, it must be a multiple of 32"):
+    with pytest.raises(ValueError, match="in_features is 33, it must be a multiple of 32"):
         quantize_int4(torch.from_numpy(np.ones((16, 33), np.float32)))

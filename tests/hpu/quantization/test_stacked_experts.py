@@ -1,5 +1,4 @@
-"""Quantized experts of Llama 4: a tensor for all experts of a layer, or a tensor for each
-expert."""
+"""Quantized experts of Llama 4: a stacked tensor per layer, or a tensor per expert."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.registry import process_weights
 from hpu.quantization.stored.checkpoint import CheckpointScheme
-from hpu.quantization.stored.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from hpu.quantization.stored.fp8 import Fp8LinearMethod, Fp8MoEMethod, Fp8Range
 
 Make = Callable[[str], Quantized]
 PROMPT = {0: list(range(10, 40)), 1: [5, 6, 7]}
@@ -55,7 +54,7 @@ def experts_of(model: Decoder) -> Experts:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", [STACKING, "wna16"])
-def test_logits_are_those_of_transformers(name: str, make: Make) -> None:
+def test_logits_equal_transformers(name: str, make: Make) -> None:
     quantized = make(name)
     reference = AutoModelForCausalLM.from_pretrained(quantized.reference, dtype=torch.float32)
 
@@ -67,7 +66,7 @@ def test_logits_are_those_of_transformers(name: str, make: Make) -> None:
 
 
 def read(folder: Path, group: ProcessGroup, expert_group: ProcessGroup) -> dict[str, Tensor]:
-    """The weights of a rank, dequantized, in float32."""
+    """Dequantized weights of a rank, in float32."""
     facts, cpu = read_model_config(str(folder)), torch.device("cpu")
     groups = {"group": group, "expert_group": expert_group}
     model = build_model(facts, dtype=torch.float32, device=cpu, max_model_len=64, **groups)
@@ -117,8 +116,8 @@ def test_a_card_multiplies_in_fp8(generation: str, is_distributed: bool, make: M
                 device=torch.device("hpu", 0),
                 max_model_len=64,
                 quantization=CheckpointScheme(
-                    lambda weight: Fp8LinearMethod(weight, largest),
-                    lambda experts: Fp8MoEMethod(experts, largest),  # type: ignore[arg-type]
+                    lambda weight: Fp8LinearMethod(weight, Fp8Range(largest)),
+                    lambda experts: Fp8MoEMethod(experts, Fp8Range(largest)),  # type: ignore[arg-type]
                 ),
                 **groups,
             )

@@ -1,4 +1,4 @@
-"""Experts of quantized checkpoints on the CPU, against the same weights dequantized."""
+"""Experts of quantized checkpoints on the CPU, compared with the same weights dequantized."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The checkpoint of each format, once."""
+    """Returns a function that makes the checkpoint of each format once."""
     made: dict[str, Quantized] = {}
 
     def make(name: str) -> Quantized:
@@ -61,7 +61,7 @@ def experts_of(model: Decoder) -> Experts:
 
 
 def stacked(experts: Experts, dtype: torch.dtype) -> list[Tensor]:
-    """w13 and w2 of the quantized weights."""
+    """Dequantized w13 and w2."""
     assert experts.quantized_weights is not None and experts.w13_weight is None
     return [
         torch.stack([weight.dequantize(dtype) for weight in stack])
@@ -70,7 +70,7 @@ def stacked(experts: Experts, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_packed_experts_are_those_of_the_tool_exactly(name: str, make: Make) -> None:
+def test_packed_experts_equal_the_tools_packing_exactly(name: str, make: Make) -> None:
     quantized = make(name)
     expected = experts_of(load_decoder(quantized.reference))
 
@@ -94,8 +94,8 @@ def test_kernels_multiply_by_packed_experts(
     w13, w2 = stacked(experts, torch.bfloat16)
     plain = PackedExperts(quantizing, Stacks(w13, w2), "silu")
     torch.manual_seed(0)
-    # Expert 2 is chosen by few tokens, expert 3 by none: others have more rows than are multiplied
-    # by the integers directly.
+    # Few tokens use expert 2 and no token uses expert 3; the other experts have more rows than
+    # direct integer products support.
     ids = torch.tensor([0, 1]).expand(97, 2).clone()
     ids[::20, 1] = 2
     x, weights = torch.randn(97, 128).bfloat16(), torch.rand(97, 2).bfloat16()
@@ -112,13 +112,14 @@ def test_kernels_multiply_by_packed_experts(
     if quantizing.rounds_inputs:
         exact = exact_experts(quantizing, stacks, silu_and_mul, x, ids, weights)
         assert (found.float() - exact).norm() < 0.004 * exact.norm()
-        # What rounding of the inputs changes.
+        # The tolerance covers rounding of the inputs.
         assert (found.float() - expected.float()).norm() < 0.02 * exact.norm()
         assert torch.equal(alone, found[:3].float())
         return
     many = ids[:, 1] == 1
     if not rounds_weights or "8 bits of all" in name or name == "int-quantized" or "act" in name:
-        # The weights are not rounded; or the sums are scaled, not these; or inputs are reordered.
+        # Rounding differs from the reference: weights are not rounded, sums are scaled instead of
+        # weights, or inputs are reordered.
         scale = float(expected.float().std())
         assert torch.allclose(
             found[many].float(), expected[many].float(), rtol=0.03, atol=0.03 * scale
@@ -127,7 +128,7 @@ def test_kernels_multiply_by_packed_experts(
         assert torch.equal(found[many], expected[many])
     few = found[~many].float(), expected[~many].float()
     assert torch.allclose(*few, rtol=0.03, atol=0.03 * float(expected.float().std()))
-    # Without kernels the experts that are chosen are dequantized.
+    # Without kernels, the chosen experts are dequantized.
     assert torch.allclose(on_torch.float(), alone, rtol=0.03, atol=0.03 * float(alone.std()))
 
 
@@ -142,7 +143,7 @@ def test_kernels_multiply_by_packed_experts(
         ("qwen3_moe", "fp8, blocks"),
     ],
 )
-def test_logits_are_those_of_transformers(
+def test_logits_equal_transformers(
     family: str, name: str, make: Make, built: Library, tmp_path: Path
 ) -> None:
     if family not in FAMILIES:
@@ -165,14 +166,14 @@ def test_logits_are_those_of_transformers(
     assert packed.is_compiled == (family != "deepseek_v3")
     for row, logits in expected.items():
         assert torch.allclose(exact[row], logits, rtol=1e-4, atol=1e-4)
-        # A token whose router has two logits that are close may choose another expert.
+        # A token with two close router logits may choose another expert.
         errors = (rounded[row].float() - logits).square().mean(-1).sqrt()
         assert errors.median() < 0.05 * logits.std()
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq, desc_act", "awq", "wna16", "wna16, 8 bits"])
 @pytest.mark.parametrize("is_distributed", [False, True])
-def test_the_shards_of_ranks_are_those_of_the_dequantized_experts(
+def test_the_shards_of_ranks_equal_shards_of_the_dequantized_experts(
     name: str, is_distributed: bool, make: Make
 ) -> None:
     quantized = make(name)

@@ -1,6 +1,7 @@
-"""Quantized checkpoints against the same weights dequantized, which transformers runs in float32.
+"""Quantized checkpoints compared with the same weights dequantized, which transformers runs in
+float32.
 
-Their tensors are packed by tests/support/quantized_checkpoints.py, from the formats' definitions.
+tests/support/quantized_checkpoints.py packs their tensors from the formats' definitions.
 """
 
 import json
@@ -18,10 +19,13 @@ from quantized_checkpoints import (
     FORMATS,
     SIZES,
     WEIGHTS,
+    Change,
     Integers,
     Quantized,
+    as_auto_round,
     make_quantized,
     quantize,
+    write_settings,
 )
 from safetensors.torch import load_file, save_file
 from stored_ranks import load_packed
@@ -39,14 +43,13 @@ from hpu.quantization.stored.packed import group_width, order_of_groups
 from hpu.quantization.stored.weights import StoredWeight
 
 Make = Callable[[str], Quantized]
-Change = Callable[[Path, dict[str, Any]], None]
 PROMPT = {0: list(range(10, 40)), 1: [5, 6, 7]}
 INTEGERS = [name for name, form in FORMATS.items() if isinstance(form, Integers)]
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """The checkpoint of each format, once."""
+    """Returns a function that makes the checkpoint of each format once."""
     made: dict[str, Quantized] = {}
 
     def make(name: str) -> Quantized:
@@ -76,8 +79,30 @@ def test_weights_are_dequantized_exactly(name: str, make: Make) -> None:
         assert torch.equal(tensor, expected[path]), path
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        Integers("awq", group_size=-1),
+        Integers("gptq", group_size=-1, desc_act=True),
+        Integers("gptq", bits=8, group_size=-1),
+        Integers("gptq", symmetric=True, desc_act=True),
+    ],
+    ids=lambda form: f"{form.name}, {form.bits} bits, {form.group_size}, {form.desc_act}",
+)
+def test_further_quantization_settings_are_dequantized_exactly(
+    form: Integers, tmp_path: Path
+) -> None:
+    quantized = make_quantized(form, tmp_path)
+
+    found = load_decoder(quantized.folder).state_dict()
+
+    expected = load_decoder(quantized.reference).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
+
+
 def in_file(folder: Path, config: dict[str, Any]) -> None:
-    """Write the settings as AutoGPTQ did before config.json had them."""
+    """Write the settings to the file that AutoGPTQ used before config.json had them."""
     own = ("bits", "group_size", "desc_act", "sym")
     settings = {name: config[name] for name in own if name in config}
     base = f"gptq_model-4bit-{config['group_size']}g"
@@ -87,20 +112,10 @@ def in_file(folder: Path, config: dict[str, Any]) -> None:
     (folder / WEIGHTS).rename(folder / f"{base}.safetensors")
 
 
-def in_file_of_awq(folder: Path, config: dict[str, Any]) -> None:
-    """Write the settings as AutoAWQ did before config.json had them."""
+def in_awq_file(folder: Path, config: dict[str, Any]) -> None:
+    """Write the settings to the file that AutoAWQ used before config.json had them."""
     settings = {"zero_point": True, "q_group_size": config["group_size"], "w_bit": 4}
     (folder / "quant_config.json").write_text(json.dumps({**settings, "version": "GEMM"}))
-
-
-def of_auto_round(packing: str) -> Change:
-    """Write the settings as AutoRound does for a packing."""
-
-    def change(folder: Path, config: dict[str, Any]) -> None:
-        own = {"quant_method": "auto-round", "packing_format": packing, "sym": False}
-        write_settings(folder, quantization_config={**config, **own, "data_type": "int"})
-
-    return change
 
 
 def by_older_name(folder: Path, config: dict[str, Any]) -> None:
@@ -108,24 +123,19 @@ def by_older_name(folder: Path, config: dict[str, Any]) -> None:
     write_settings(folder, compression_config=config)
 
 
-def write_settings(folder: Path, **settings: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         ("gptq", in_file),
         ("gptq, desc_act", in_file),
-        ("awq", in_file_of_awq),
-        ("gptq", of_auto_round("auto_round:auto_gptq")),
-        ("gptq, version 2", of_auto_round("auto_round")),
-        ("awq", of_auto_round("auto_round:auto_awq")),
+        ("awq", in_awq_file),
+        ("gptq", as_auto_round("auto_round:auto_gptq")),
+        ("gptq, version 2", as_auto_round("auto_round")),
+        ("awq", as_auto_round("auto_round:auto_awq")),
         ("wna16", by_older_name),
     ],
 )
-def test_tools_write_the_settings_in_other_places(
+def test_quantization_settings_in_other_files_and_fields_are_read(
     name: str, change: Change, make: Make, tmp_path: Path
 ) -> None:
     quantized = make(name)
@@ -142,7 +152,7 @@ def test_tools_write_the_settings_in_other_places(
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
-# Names of transformers 4 and 5, and vLLM's names for merged layers.
+# Names from transformers 4 and 5, and vLLM's names for merged layers.
 _UNSLOTH_SKIPS = [
     *("lm_head", "multi_modal_projector", "merger", "model.visual", "visual"),
     *("model.layers.1.mlp", "language_model.model.layers.0.self_attn.q_proj"),
@@ -182,7 +192,7 @@ def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_pa
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
-def test_bitsandbytes_quantizes_a_head_that_a_list_does_not_name(tmp_path: Path) -> None:
+def test_a_bitsandbytes_head_outside_the_skip_list_is_quantized(tmp_path: Path) -> None:
     form = replace(FORMATS["nf4"], has_head=True)
     reference = make_tiny("llama", tmp_path / "reference", **SIZES)
     folder = quantize(form, reference, tmp_path / "quantized").folder
@@ -217,17 +227,17 @@ def test_modules_of_gptq_with_other_bits_are_dequantized_exactly(tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "name", "fields"),
     [
-        # Queries, keys and values in one tensor, and gate and up.
+        # Fused qkv tensors, and fused gate and up.
         ("phi3", "gptq, desc_act", {}),
         ("phi3", "fp8, blocks", {}),
         ("mixtral", "gptq", {"num_local_experts": 2, "num_experts_per_tok": 1}),
         ("qwen3_moe", "wna16", {"num_experts": 2, "moe_intermediate_size": 128}),
-        # Rows that are put in another order, and the matrices that decodes absorb.
+        # Reordered rows, and matrices that decodes absorb.
         ("deepseek_v3", "fp8, small blocks", {"head_dim": 8, "n_routed_experts": 4, "n_group": 1}),
     ],
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_so_are_those_of_other_families(
+def test_weights_of_other_families_are_dequantized_exactly(
     family: str, name: str, fields: dict[str, Any], num_ranks: int, tmp_path: Path
 ) -> None:
     if family not in FAMILIES:
@@ -247,7 +257,7 @@ def test_so_are_those_of_other_families(
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_packed_weights_are_those_of_the_tool_exactly(name: str, make: Make) -> None:
+def test_packed_weights_equal_the_tools_packing_exactly(name: str, make: Make) -> None:
     quantized = make(name)
     expected = load_decoder(quantized.reference).state_dict()
 
@@ -291,7 +301,7 @@ def test_kernels_multiply_by_the_packed_weights(
         order = slice(None) if weight.order is None else weight.order.long()
         wide = PackedLinear(quantizing, plain[:, order], None)
         if weight.is_per_output:
-            # The sums are scaled, not the weights.
+            # The sums are scaled instead of the weights.
             expected = many.float() @ weight.dequantize(torch.float32).T
             assert torch.allclose(kernel(many).float(), expected, rtol=0.01, atol=0.02)
         else:
@@ -300,7 +310,7 @@ def test_kernels_multiply_by_the_packed_weights(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gptq", "gptq, desc_act", "awq", "wna16", "fp8, blocks"])
-def test_logits_are_those_of_transformers(name: str, make: Make, built: Library) -> None:
+def test_logits_equal_transformers(name: str, make: Make, built: Library) -> None:
     quantized = make(name)
     reference = AutoModelForCausalLM.from_pretrained(quantized.reference, dtype=torch.float32)
     expected = {row: reference(torch.tensor([ids])).logits[0] for row, ids in PROMPT.items()}
@@ -316,7 +326,7 @@ def test_logits_are_those_of_transformers(name: str, make: Make, built: Library)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_shards_of_ranks_are_those_of_the_dequantized_weights(name: str, make: Make) -> None:
+def test_the_shards_of_ranks_equal_shards_of_the_dequantized_weights(name: str, make: Make) -> None:
     quantized = make(name)
     for rank in range(2):
         group = ProcessGroup(range(2), rank)
@@ -340,7 +350,7 @@ def test_the_shards_of_ranks_are_those_of_the_dequantized_weights(name: str, mak
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gptq, desc_act", "wna16, actorder"])
-def test_kernels_multiply_by_shards_of_groups_that_are_filled_up(
+def test_kernels_multiply_by_shards_of_padded_groups(
     name: str, make: Make, quantizing: Library
 ) -> None:
     linears = linears_of(load_packed(str(make(name).folder), ProcessGroup(range(2), 1)))
@@ -357,15 +367,16 @@ def test_kernels_multiply_by_shards_of_groups_that_are_filled_up(
             for found, expected in (on_torch, ours):
                 scale = float(expected.std())
                 assert torch.allclose(found, expected, rtol=0.02, atol=0.02 * scale)
-    # Outputs of attention and of the MLP, in two layers.
+    # The output projections of attention and MLP in two layers.
     assert filled == 4
 
 
-def test_groups_are_filled_up_to_the_size_of_the_largest(make: Make) -> None:
+def test_groups_are_padded_to_the_size_of_the_largest(make: Make) -> None:
     facts = read_model_config(str(make("gptq, desc_act").folder))
     assert facts.quantization is not None
     scheme = facts.quantization.rules[0].scheme
-    # Four groups of 32 inputs; this rank has 34 inputs of the second group and some of the others.
+    # Four groups of 32 inputs; this rank has 34 inputs of the second group and some inputs of the
+    # others.
     part = StoredWeight(scheme, 64, 16, total_inputs=128, output_sizes=(16,))
     groups = torch.tensor([1] * 30 + [0, 3] + [1] * 4 + [2] * 28)
 
@@ -376,6 +387,6 @@ def test_groups_are_filled_up_to_the_size_of_the_largest(make: Make) -> None:
     assert order[0].tolist() == [30] + [-1] * 63
     assert order[1].tolist() == [*range(30), *range(32, 36)] + [-1] * 30
     assert order[2].tolist() == [*range(36, 64)] + [-1] * 36
-    # With fewer inputs the zeros would take more memory than a weight in bfloat16.
+    # With fewer inputs, padding would take more memory than a bfloat16 weight.
     few = replace(part, in_features=48)
     assert group_width(few, {"groups": groups[:48].int().unsqueeze(0)}) is None

@@ -29,7 +29,7 @@ TABLE = BucketConfig(
     decode_blocks=Range(96, 96, 96),
 )
 LIMITS = {"max_num_seqs": 4, "max_model_len": 128}
-"""Few buckets are added for the largest launches, and no width of the sampler."""
+"""Limits with which few buckets are added for the largest launches, and no sampler width."""
 
 
 @contextmanager
@@ -42,9 +42,9 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 
 def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
-    """Prompts whole and in chunks; requests that decode in changing company; a request that leaves,
-    and comes back into other blocks with its tokens; a request that takes over the blocks of
-    another. With `packs`, blocks are moved down in between, also while a step is in flight."""
+    """Tokens of whole and chunked prompts: requests decode in changing batches, a request leaves
+    and returns with its tokens in other blocks, and another request reuses freed blocks. With
+    `packs`, blocks are moved down in between, also while a step is in flight."""
     gone = []
     rig.admit(0, PROMPTS[0])
     rig.admit(1, PROMPTS[1])
@@ -79,7 +79,7 @@ def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
 
 
 LATENT = [name for name in ("deepseek_v3",) if name in FAMILIES]
-"""Not of every transformers."""
+"""Empty for releases of transformers without deepseek_v3."""
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", *LATENT])
@@ -140,7 +140,7 @@ def test_a_card_without_prefix_caching_reads_slices_and_gives_the_tokens_of_the_
     ],
     ids=["cpu", "card"],
 )
-def test_a_request_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_lie_in(
+def test_nan_blocks_within_a_slice_affect_no_other_request(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = make_tiny("llama", tmp_path)
@@ -180,7 +180,7 @@ def test_a_request_whose_numbers_are_broken_harms_nobody_whose_slice_its_blocks_
         (True, None, True, False),
     ],
 )
-def test_slices_are_read_where_they_help_and_no_prefix_is_shared(
+def test_contiguous_attention_is_used_if_it_helps_and_prefixes_are_not_shared(
     prefix_caching: bool, asked: bool | None, gains: bool, expected: bool
 ) -> None:
     backend = CpuBackend(1)

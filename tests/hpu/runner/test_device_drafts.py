@@ -1,5 +1,5 @@
-"""Drafts on a device with its own memory: what the host learns late is counted for the request that
-it is of."""
+"""Drafts on a device with its own memory: results that reach the host late are counted for their
+own request."""
 
 from collections.abc import Iterator
 
@@ -33,12 +33,12 @@ NGRAM = SpeculationConfig(
     speculative_config='{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 )
 LOOP = RequestSampling(temperature=0.0, logit_bias=((7, 100.0),))
-"""One token again and again, so that its drafts are accepted."""
+"""The same token repeated, so that its drafts are accepted."""
 DRAWN = RequestSampling(temperature=0.9, seed=11)
 FIRST = [7] * 9
 SECOND = [30, 31, 32, 30, 31, 32, 30]
 NUM_BLOCKS = 8
-"""Blocks of each request: enough for the decodes here."""
+"""Blocks per request: enough for the decodes of these tests."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 def start(
     step: int, tokens: list[int], sampling: RequestSampling, blocks: range, freed: list[int]
 ) -> StepPlan:
-    """A plan that frees requests, and computes a prompt at index 0."""
+    """A plan that frees requests and prefills a prompt at index 0."""
     new = NewRequest(
         0, memoryview(np.array(tokens, "<u4").tobytes()), len(tokens), 0, list(blocks), sampling
     )
@@ -79,9 +79,9 @@ def run(worker: Worker, plan: StepPlan) -> StepResult:
 
 
 def second_answer(worker: Worker, *, is_behind: bool) -> tuple[list[int], int]:
-    """The tokens of a request that follows a first request at its index, and the number of drafts
-    that the first request's last decode accepted. Its result is collected before the index changes
-    hands, or, with `is_behind`, afterwards."""
+    """Tokens of a request that reuses the index of a first request, and the number of drafts that
+    the first request's last decode accepted. Its result is collected before the index is reused or,
+    with `is_behind`, afterwards."""
     run(worker, start(0, FIRST, LOOP, range(NUM_BLOCKS), []))
     for step in range(1, 4):
         run(worker, decode(step))
@@ -98,7 +98,7 @@ def second_answer(worker: Worker, *, is_behind: bool) -> tuple[list[int], int]:
     return tokens, len(last.tokens)
 
 
-def test_a_rank_that_is_behind_counts_nothing_for_the_next_request_of_an_index(
+def test_late_results_of_a_rank_are_not_counted_for_the_next_request_of_an_index(
     worker: Worker,
 ) -> None:
     expected, num_accepted = second_answer(worker, is_behind=False)

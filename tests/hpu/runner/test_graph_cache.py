@@ -1,4 +1,4 @@
-"""Captured forward passes: when they are made, when they are replayed, what they count."""
+"""Captured forward passes: when they are captured and replayed, and their counters."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _inputs(
     return InputBuffers(bucket, card, is_static=static)
 
 
-def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
+def test_a_captured_bucket_is_replayed_on_later_uploads() -> None:
     card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000)
     inputs = _inputs(card, LARGE)
@@ -48,7 +48,7 @@ def test_a_captured_bucket_is_replayed_on_what_is_uploaded_later() -> None:
     assert changed == {"compilations.prefill.warmup": 1, "graphs": 1, "graph_bytes": GRAPH_BYTES}
 
 
-def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one() -> None:
+def test_a_bucket_runs_without_a_graph_after_an_out_of_memory_capture() -> None:
     card, counters = CapturedCard(capacity=0), Counters()
     graphs = _graphs(card, counters, budget=5000)
     inputs = _inputs(card, SMALL)
@@ -60,7 +60,7 @@ def test_a_capture_that_finds_memory_full_leaves_the_bucket_to_run_without_one()
     assert counters.total("graphs") == 0
 
 
-def test_an_error_that_is_not_about_memory_is_none_of_a_captures_business() -> None:
+def test_a_capture_raises_errors_other_than_out_of_memory() -> None:
     def broken(tokens: Tensor, context: AttentionInputs) -> Tensor:
         raise RuntimeError("something else")
 
@@ -84,7 +84,7 @@ def test_without_a_warm_up_a_bucket_is_captured_when_it_runs_while_the_budget_la
     assert counters.total("compilations.prefill.serving") == 1
 
 
-def test_a_shape_that_runs_first_while_serving_counts_once_and_names_its_requests(
+def test_a_shape_first_run_while_serving_is_counted_once_with_its_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     card, counters = CapturedCard(), Counters()
@@ -112,7 +112,7 @@ def test_inputs_that_will_be_dropped_are_never_captured() -> None:
     assert card.captured == []
 
 
-def test_where_shapes_cost_nothing_nothing_is_counted() -> None:
+def test_eager_devices_count_no_shapes() -> None:
     card, counters = CapturedCard(), Counters()
     graphs = _graphs(card, counters, budget=5000, captures=False)
     graphs.stage = "serving"
@@ -123,7 +123,7 @@ def test_where_shapes_cost_nothing_nothing_is_counted() -> None:
     assert (card.captured, counters.take_changed()) == ([], {})
 
 
-def test_counters_tell_only_what_changed_since_they_were_read() -> None:
+def test_counters_report_only_changes_since_the_last_read() -> None:
     counters = Counters()
     counters.add("one", 1)
     counters.add("two", 2)

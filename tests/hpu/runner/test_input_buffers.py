@@ -17,7 +17,7 @@ from hpu.runner.input_buffers import (
 
 
 class Card(CpuBackend):
-    """With memory of its own, as it says."""
+    """A back end that reports its own device memory."""
 
     shares_host_memory = False
 
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 
 
 @BOTH
-def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+def test_prefill_inputs_are_in_the_attention_context(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
     inputs = InputBuffers(
         *((PREFILL, 2, 3, 4), backend),
@@ -69,7 +69,7 @@ def test_what_is_written_for_a_prefill_is_what_its_context_holds(kind: type[CpuB
 
 
 @BOTH
-def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBackend]) -> None:
+def test_decode_inputs_are_in_the_attention_context(kind: type[CpuBackend]) -> None:
     backend = kind(num_threads=1)
     inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, names_requests=True)
     arrays = inputs.host_arrays()
@@ -91,7 +91,7 @@ def test_what_is_written_for_a_decode_is_what_its_context_holds(kind: type[CpuBa
     assert inputs.tokens.shape == (2, 1)
 
 
-def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
+def test_the_next_write_uses_another_set_than_a_running_launch() -> None:
     inputs = InputBuffers((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
     first = inputs.host_arrays()
     inputs.upload()
@@ -104,12 +104,12 @@ def test_the_set_a_launch_may_still_read_is_not_the_one_written_next() -> None:
 
 
 class RebindingCard(Card):
-    """A card whose graphs may read other tensors than the tensors of their capture."""
+    """A card whose replays may read tensors that their capture did not read."""
 
     rebinds_inputs = True
 
 
-def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_others() -> None:
+def test_device_tensors_of_a_running_launch_are_not_overwritten_with_rebinding_graphs() -> None:
     inputs = InputBuffers((DECODE, 1, 1, 2), RebindingCard(num_threads=1), is_static=True)
     flats, contexts = [], []
 
@@ -124,7 +124,7 @@ def test_a_running_launchs_device_tensors_are_not_written_where_graphs_can_read_
     assert flats[0] is flats[2] is not flats[1] and flats[1] is flats[3]
     assert [flat.unique().tolist() for flat in flats[2:]] == [[2], [3]]
     assert contexts[3] is contexts[1] and contexts[3].positions.tolist() == [[3]]
-    # Tensors that are written on the device are the same in each launch.
+    # Tensors written on the device are the same in each launch.
     assert all(inputs.tokens is inputs.graph_inputs[1] for _ in range(2))
 
 
@@ -146,7 +146,7 @@ def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -
     assert len(set(prefills)) == 2 and prefills[:2] == prefills[2:4]
 
 
-def test_a_graph_is_captured_on_a_copy_only_where_it_can_read_others() -> None:
+def test_only_rebinding_graphs_are_captured_on_copies() -> None:
     bucket = (PREFILL, 1, 4, 2)
     moving = InputBuffers(bucket, RebindingCard(num_threads=1), is_static=True)
     fixed = InputBuffers(bucket, Card(num_threads=1), is_static=True)
@@ -173,7 +173,7 @@ def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBa
     assert pool.get((PREFILL, 1, 4, 2)).is_static
 
 
-def test_inputs_of_passing_shapes_are_dropped_and_prepared_ones_are_kept() -> None:
+def test_inputs_of_unprepared_shapes_are_dropped_and_prepared_inputs_are_kept() -> None:
     pool = InputBufferPool(CpuBackend(num_threads=1), InputBuffers)
     pool.prepare((PREFILL, 1, 4, 2))
     kept = pool.get((PREFILL, 1, 4, 2))

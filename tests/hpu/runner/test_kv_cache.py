@@ -1,4 +1,4 @@
-"""The tensors behind the block numbers."""
+"""Tensors of the KV cache, addressed by block number."""
 
 import torch
 from emulated import emulated
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class _Layers:
-    """Two layers of two heads of three numbers."""
+    """Two fake layers with two heads of three numbers."""
 
     dtype = torch.float32
     non_finite_guard: NonFiniteGuard | None = None
@@ -23,7 +23,7 @@ class _Layers:
     def __init__(self, *windows: int | None) -> None:
         self.windows = list(windows) or [None, None]
         self.caches: list[tuple[Tensor, Tensor]] = []
-        """By block."""
+        """Key and value tensors of each layer."""
 
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
@@ -45,7 +45,7 @@ def _cache(model: _Layers) -> KVCache:
     return KVCache(model, CpuBackend(1), num_blocks=3, block_size=4, dtype=torch.float32)
 
 
-def test_a_pad_block_lies_behind_the_usable_blocks_and_is_counted() -> None:
+def test_the_pad_block_follows_the_usable_blocks_and_is_counted() -> None:
     model = _Layers()
 
     cache = _cache(model)
@@ -67,7 +67,7 @@ def test_flags_of_tokens_are_counted() -> None:
     assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
 
 
-def test_flags_leave_a_model_without_full_attention_without_full_blocks() -> None:
+def test_a_model_without_full_attention_has_no_full_blocks() -> None:
     model = _Layers(8, 8)
     model.non_finite_guard = NonFiniteGuard(torch.tensor(float("nan")))
 
@@ -76,7 +76,7 @@ def test_flags_leave_a_model_without_full_attention_without_full_blocks() -> Non
     assert (sizes.block, sizes.full_block) == (block_bytes(model, 4, torch.float32), 0)
 
 
-def test_scrubbing_replaces_what_is_not_a_number_in_these_blocks_alone() -> None:
+def test_scrubbing_replaces_nan_only_in_the_given_blocks() -> None:
     model = _Layers()
     cache = _cache(model)
     keys, values = model.caches[1]
@@ -115,7 +115,7 @@ def test_scrubbing_any_number_of_blocks_compiles_nothing_and_waits_for_nothing()
     assert card.counters.misuses == []
 
 
-def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None:
+def test_blocks_are_moved_with_their_contents_and_the_old_places_are_zeroed() -> None:
     model = _Layers()
     cache = KVCache(model, CpuBackend(1), num_blocks=20, block_size=4, dtype=torch.float32)
     cache.warm_moves()
@@ -135,7 +135,7 @@ def test_blocks_are_moved_with_their_contents_and_leave_nothing_behind() -> None
 
 
 class _Narrow(CpuBackend):
-    """Has no memory for more than eight pairs of numbers."""
+    """Fails to allocate more than eight pairs of numbers."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         if source.numel() > 16:
@@ -143,7 +143,7 @@ class _Narrow(CpuBackend):
         super().upload(target, source)
 
 
-def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> None:
+def test_large_moves_are_split_if_memory_is_short() -> None:
     model = _Layers()
     cache = KVCache(model, _Narrow(1), num_blocks=40, block_size=4, dtype=torch.float32)
     cache.warm_moves()
@@ -158,7 +158,7 @@ def test_where_memory_is_short_more_small_moves_do_the_work_of_a_large_one() -> 
     assert not keys[28:].any()
 
 
-def test_flags_of_tokens_move_with_their_block_and_are_not_scrubbed_away() -> None:
+def test_flags_of_tokens_move_with_their_block_and_survive_scrubbing() -> None:
     model = _Layers()
     model.non_finite_guard = NonFiniteGuard(torch.tensor(torch.nan))
     cache = _cache(model)

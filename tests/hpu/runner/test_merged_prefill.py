@@ -1,4 +1,4 @@
-"""Prompts behind each other in one row: the same tokens as in rows of their own."""
+"""Prompts merged into one row: the same tokens as in separate rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from hpu.protocol import PREFILL, RequestSampling
 
 TABLE = BucketConfig(
     strategy="linear",
-    # A batch of 2 is no bucket where a row has several prompts.
+    # With merged prefill, the only batch size is 1.
     prompt_batch=Range(1, 1, 2),
     prompt_query=Range(64, 64, 128),
     prompt_context=Range(0, 32, 32),
@@ -44,7 +44,7 @@ def working(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
 
 
 def outcome(rig: WorkerRig) -> tuple[list[list[int]], list[tuple[int, bytes]]]:
-    """Tokens of three prompts, two of them in chunks behind different contexts, and the ids of the
+    """Tokens of three prompts, two of them in chunks with different contexts, and the ids of the
     prompt log-probabilities of the last two launches."""
     for req_index, prompt in enumerate(PROMPTS):
         rig.admit(req_index, prompt, sampling=WITH_LOGPROBS)
@@ -71,7 +71,7 @@ def outcome(rig: WorkerRig) -> tuple[list[list[int]], list[tuple[int, bytes]]]:
     ids=["graphs", "unfused", "compile"],
 )
 @pytest.mark.parametrize("window", [None, 12])
-def test_prompts_in_one_row_give_what_they_give_alone(
+def test_prompts_in_one_row_give_the_tokens_of_separate_rows(
     window: int | None, execution: ExecutionConfig, tmp_path: Path
 ) -> None:
     folder = make_tiny("mistral", tmp_path, sliding_window=window)
@@ -86,7 +86,7 @@ def test_prompts_in_one_row_give_what_they_give_alone(
     assert found == expected
 
 
-def test_a_prompt_whose_numbers_are_broken_harms_nobody_in_its_row(tmp_path: Path) -> None:
+def test_a_nan_prompt_affects_no_other_prompt_in_its_row(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     with working(folder) as alone:
         alone.admit(0, PROMPTS[2])
@@ -108,7 +108,7 @@ def test_a_prompt_whose_numbers_are_broken_harms_nobody_in_its_row(tmp_path: Pat
     assert rig.requests[0].sampled == alone.requests[0].sampled
 
 
-def test_a_device_that_pads_nothing_ignores_the_flag(tmp_path: Path) -> None:
+def test_a_device_that_pads_nothing_ignores_merged_prefill(tmp_path: Path) -> None:
     with working(make_tiny("llama", tmp_path), merged_prefill=True) as rig:
         pass
 

@@ -1,4 +1,4 @@
-"""Launches against plain transformers, on a tiny model in float32."""
+"""Launches compared with transformers, on a tiny model in float32."""
 
 import shutil
 import time
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """What plain transformers says after each prompt, greedily."""
+    """Greedy continuation of each prompt by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     return [_continue(model, prompt, COUNT) for prompt in PROMPTS]
 
@@ -54,7 +54,7 @@ def rig(folder: Path, request: pytest.FixtureRequest) -> Iterator[WorkerRig]:
     made.worker.close()
 
 
-def test_a_batch_of_mixed_lengths_says_what_each_prompt_says_alone(
+def test_a_batch_of_mixed_lengths_gives_the_tokens_of_single_prompts(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     for req_index, prompt in enumerate(PROMPTS):
@@ -67,7 +67,7 @@ def test_a_batch_of_mixed_lengths_says_what_each_prompt_says_alone(
     assert [rig.requests[req_index].sampled for req_index in range(4)] == expected
 
 
-def test_a_prompt_in_chunks_says_what_it_says_whole(
+def test_a_prompt_in_chunks_gives_the_tokens_of_a_whole_prompt(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(3, PROMPTS[3])
@@ -80,7 +80,7 @@ def test_a_prompt_in_chunks_says_what_it_says_whole(
     assert rig.requests[3].sampled == expected[3]
 
 
-def test_chunks_beside_decodes_in_one_plan_disturb_nobody(
+def test_chunks_and_decodes_in_one_plan_do_not_affect_each_other(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[0])
@@ -102,7 +102,7 @@ def test_chunks_beside_decodes_in_one_plan_disturb_nobody(
     assert rig.requests[6].sampled == expected[2][: COUNT - 3]
 
 
-def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(
+def test_a_prefix_cached_by_another_request_is_not_recomputed(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -119,7 +119,7 @@ def test_a_prefix_whose_blocks_another_request_filled_is_not_computed_again(
     assert rig.requests[0].sampled == rig.requests[1].sampled == expected[3]
 
 
-def test_an_index_is_used_again_without_a_trace_of_the_one_before(
+def test_a_reused_index_has_no_trace_of_the_previous_request(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -137,9 +137,7 @@ def test_an_index_is_used_again_without_a_trace_of_the_one_before(
     assert rig.requests[0].sampled == expected[1]
 
 
-def test_prompt_logprobs_are_those_of_the_plain_model_for_each_following_token(
-    rig: WorkerRig, folder: Path
-) -> None:
+def test_prompt_logprobs_equal_transformers(rig: WorkerRig, folder: Path) -> None:
     prompt = PROMPTS[2]
     rig.admit(0, prompt, sampling=RequestSampling(temperature=0.0, num_prompt_logprobs=2))
     rig.admit(1, PROMPTS[0])
@@ -162,7 +160,7 @@ def test_prompt_logprobs_are_those_of_the_plain_model_for_each_following_token(
     assert ranks.tolist() == ((plain > chosen).sum(1) + 1).tolist()
 
 
-def test_prompt_logprobs_in_slices_are_those_in_one_piece(
+def test_prompt_logprobs_in_slices_equal_unsliced_logprobs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -180,7 +178,7 @@ def test_prompt_logprobs_in_slices_are_those_in_one_piece(
     assert len(found[0][1]) == 4 * (len(PROMPTS[3]) - 1)
 
 
-def test_each_request_gets_as_many_logprobs_as_it_asked_for(rig: WorkerRig, folder: Path) -> None:
+def test_each_request_gets_the_requested_number_of_logprobs(rig: WorkerRig, folder: Path) -> None:
     for req_index, k in enumerate((-1, 0, 3)):
         rig.admit(req_index, PROMPTS[2], sampling=RequestSampling(temperature=0.0, num_logprobs=k))
     rig.prefill(dict.fromkeys(range(3)))
@@ -199,7 +197,8 @@ MASKED = RequestSampling(temperature=0.0, masked=True, num_logprobs=1)
 
 
 def _masked_step(rig: WorkerRig, *, is_late: bool) -> StepResult:
-    """One plan of two decodes of masked requests, a free one between them, and two prompts."""
+    """One plan with two decodes of masked requests, an unmasked request between them, and two
+    prompts."""
     samplings = (MASKED, RequestSampling(temperature=0.0), MASKED)
     for req_index, sampling in enumerate(samplings):
         rig.admit(req_index, PROMPTS[req_index], sampling=sampling)
@@ -224,7 +223,7 @@ def _masked_step(rig: WorkerRig, *, is_late: bool) -> StepResult:
 
 
 @pytest.mark.parametrize("steps", [(1, 1, 1), COARSE], ids=["exact", "coarse"])
-def test_masks_behind_a_plan_do_what_masks_with_it_do(
+def test_masks_sent_after_a_plan_equal_masks_sent_with_it(
     folder: Path, steps: tuple[int, int, int]
 ) -> None:
     results = []
@@ -241,7 +240,7 @@ def test_masks_behind_a_plan_do_what_masks_with_it_do(
     assert len(late.seconds) == 5 and all(seconds > 0 for seconds in late.seconds)
 
 
-def test_the_wait_for_masks_is_no_time_of_the_device(folder: Path) -> None:
+def test_the_wait_for_masks_is_not_counted_as_device_time(folder: Path) -> None:
     rig = WorkerRig(folder)
     rig.admit(0, PROMPTS[0], sampling=MASKED)
     rig.prefill({0: None})
@@ -268,7 +267,7 @@ def test_masks_of_another_step_are_a_bug_of_the_engine(rig: WorkerRig) -> None:
         rig.mask({0: [7]})
 
 
-def test_a_request_that_samples_nothing_costs_no_place_among_the_tokens(
+def test_a_request_without_sampling_has_no_entry_in_the_sampled_tokens(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[3])
@@ -280,7 +279,7 @@ def test_a_request_that_samples_nothing_costs_no_place_among_the_tokens(
     assert tokens == expected[0][:1]
 
 
-def test_a_broken_sequence_is_told_and_leaves_nothing_behind_in_its_blocks(
+def test_a_nan_sequence_is_reported_and_its_blocks_are_cleaned(
     folder: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     broken = _with_a_poisoned_token(folder, tmp_path, token=9)
@@ -302,7 +301,7 @@ def test_a_broken_sequence_is_told_and_leaves_nothing_behind_in_its_blocks(
 
 
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-def test_a_broken_sequence_spoils_nobody_who_decodes_beside_it(
+def test_a_nan_sequence_affects_no_other_decode(
     device: str, folder: Path, expected: list[list[int]], tmp_path: Path
 ) -> None:
     broken = _with_a_poisoned_token(folder, tmp_path, token=9)
@@ -318,11 +317,11 @@ def test_a_broken_sequence_spoils_nobody_who_decodes_beside_it(
     first, poisoned, last = (rig.requests[req_index].sampled for req_index in (0, 1, 2))
     rig.worker.close()
     assert (first, last) == (expected[0][:6], expected[1][:6])
-    # What follows does not count: a request ends with its first -1.
+    # Only the first -1 matters, because it ends the request.
     assert poisoned[0] == -1
 
 
-def test_a_preempted_request_comes_back_with_its_tokens_and_goes_on(
+def test_a_preempted_request_returns_with_its_tokens_and_continues(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[2])
@@ -342,7 +341,7 @@ def test_a_preempted_request_comes_back_with_its_tokens_and_goes_on(
     assert said + rig.requests[1].sampled == expected[2]
 
 
-def test_the_next_plan_leaves_before_the_tokens_of_this_one_are_read(
+def test_the_next_plan_is_launched_before_the_previous_tokens_are_read(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[0])
@@ -358,7 +357,7 @@ def test_the_next_plan_leaves_before_the_tokens_of_this_one_are_read(
     assert rig.requests[0].sampled == expected[0]
 
 
-def test_a_decode_after_the_last_chunk_needs_nothing_read_back(
+def test_a_decode_may_be_submitted_before_the_tokens_of_the_last_chunk_are_read(
     rig: WorkerRig, expected: list[list[int]]
 ) -> None:
     rig.admit(0, PROMPTS[1])
@@ -406,7 +405,8 @@ def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> Non
 
 
 def _plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
-    """(len(tokens) - 1, VOCAB) log-probabilities of what follows each token but the last."""
+    """(len(tokens) - 1, VOCAB) log-probabilities of the next token after each token except the
+    last."""
     model = AutoModelForCausalLM.from_pretrained(folder).float()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens])).logits[0, :-1]
@@ -415,7 +415,7 @@ def _plain_logprobs(folder: Path, tokens: list[int]) -> np.ndarray:
 
 
 def _with_a_poisoned_token(folder: Path, target: Path, *, token: int) -> Path:
-    """A copy of a checkpoint in which one token's embedding is not a number."""
+    """A copy of a checkpoint in which the embedding of `token` is NaN."""
     shutil.copytree(folder, target, dirs_exist_ok=True)
     file = target / "model.safetensors"
     tensors = load_file(file)

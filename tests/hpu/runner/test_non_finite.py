@@ -1,5 +1,5 @@
-"""Requests behind a request whose K and V are not numbers, and that get its blocks: each gives what
-it gives on a fresh worker."""
+"""Requests after a request with non-finite keys and values, and requests that reuse its blocks:
+each gets the tokens of a fresh worker."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from hpu.layers.metadata import TextAttentionInputs
 from hpu.models.base import CausalLM
 
 POISON = 200
-"""Token whose embedding is not a number."""
+"""Token whose embedding is NaN."""
 NUM_BLOCKS = 24
 PROMPTS = [
     [(7 * number + index * index) % 190 + 4 for index in range(1 + 5 * number % 26)]
@@ -31,7 +31,7 @@ PROMPTS = [
 
 
 def poisoned(family: str, folder: Path) -> Path:
-    """A checkpoint of `family` with the poison."""
+    """A checkpoint of `family` in which the embedding of POISON is NaN."""
     file = make_tiny(family, folder) / "model.safetensors"
     tensors = load_file(file)
     (name,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
@@ -40,9 +40,26 @@ def poisoned(family: str, folder: Path) -> Path:
     return folder
 
 
+def overflowing(family: str, folder: Path, size: float) -> Path:
+    """A checkpoint of `family` in which the poison token, and token 0, which replaces a NaN token,
+    have queries and keys of about `size` in the first layer."""
+    file = make_tiny(family, folder) / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    embeddings = tensors[name]
+    embeddings[:, 0] = 0
+    embeddings[[0, POISON], 0] = 50 * embeddings.abs().max()
+    for name, tensor in tensors.items():
+        if "layers.0." in name and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor[:, 0] = size / tensor.shape[1] ** 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 @contextmanager
-def working(folder: Path, device: str) -> Iterator[WorkerRig]:
+def working(folder: Path, device: str, **more: Any) -> Iterator[WorkerRig]:
     settings: dict[str, Any] = {"device": device, "prefix_caching": False, "max_model_len": 192}
+    settings |= more
     if device != "cpu":
         settings |= {"buckets": BucketConfig(strategy="exact"), "enforce_eager": True}
     rig = WorkerRig(folder, num_blocks=NUM_BLOCKS, **settings)
@@ -52,9 +69,9 @@ def working(folder: Path, device: str) -> Iterator[WorkerRig]:
         rig.worker.close()
 
 
-def answers(rig: WorkerRig, poison: tuple[int, ...] = ()) -> list[list[int]]:
-    """Six tokens for each prompt, four requests at a time. With `poison`, another request is in
-    the middle of all launches, whose prompt is `poison`: its first token is -1."""
+def answers(rig: WorkerRig, poison: tuple[int, ...] = (), *, ends: bool = True) -> list[list[int]]:
+    """Six tokens for each prompt, four requests at a time. With `poison`, a request with this
+    prompt is in the middle of all launches; if it `ends`, its first token is -1."""
     found = []
     for first in range(0, len(PROMPTS), 4):
         indices = list(range(4))
@@ -68,15 +85,16 @@ def answers(rig: WorkerRig, poison: tuple[int, ...] = ()) -> list[list[int]]:
         rig.step()
         rig.run(launched, 5)
         if poison:
-            # The engine ends the request with its first token, and drops the next ones.
-            assert rig.free(4)[0] == -1
+            # The engine ends a request at its first -1, and drops later tokens.
+            assert (rig.free(4)[0] == -1) >= ends
         found += [rig.free(index) for index in indices]
     return found
 
 
 def poison_all_blocks(rig: WorkerRig, *, samples: bool) -> list[int]:
-    """Run requests with the poison that take all blocks. With `samples` their logits are computed;
-    without, they end between two chunks of their prompts. Gives what they sampled."""
+    """Run requests with the poison token that take all blocks, and return their sampled tokens.
+    With `samples`, their logits are computed; otherwise, they end between two chunks of their
+    prompts."""
     length = NUM_BLOCKS // 2 * BLOCK_SIZE
     for index in range(2):
         rig.admit(index, [5, POISON, *[9] * (length - 2)])
@@ -102,15 +120,38 @@ def poison_all_blocks(rig: WorkerRig, *, samples: bool) -> list[int]:
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str, list[list[int]]]:
-    """The folder, the device, and the answers of a fresh worker."""
+    """The folder, the device, and the tokens of a fresh worker."""
     family, device = request.param
     folder = poisoned(family, tmp_path_factory.mktemp(family))
     with working(folder, device) as rig:
         return folder, device, answers(rig)
 
 
+def test_the_padding_of_a_nan_prompt_does_not_affect_prompts_with_less_context(
+    model: tuple[Path, str, list[list[int]]],
+) -> None:
+    folder, device, _ = model
+    found = []
+    with working(folder, device) as rig:
+        for second in (POISON - 1, POISON):
+            rig.admit(0, [(7 * place) % 190 + 4 for place in range(3 * BLOCK_SIZE)])
+            rig.prefill({0: 2 * BLOCK_SIZE})
+            rig.step()
+            # Padding of the second row, and a third row that has no context.
+            rig.admit(1, [5, second])
+            rig.admit(2, PROMPTS[1])
+            rig.prefill({0: None, 1: None, 2: None})
+            rig.step()
+            bad = rig.free(1)
+            assert (bad[0] == -1) == (second == POISON)
+            rig.run([0, 2], 3)
+            found.append([rig.free(index) for index in (0, 2)])
+
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("samples", [True, False], ids=["sampled", "ended in its prompt"])
-def test_later_requests_do_not_see_the_blocks_of_a_request_that_is_not_a_number(
+def test_later_requests_are_not_affected_by_blocks_of_a_nan_request(
     model: tuple[Path, str, list[list[int]]], samples: bool
 ) -> None:
     folder, device, expected = model
@@ -125,12 +166,28 @@ def test_later_requests_do_not_see_the_blocks_of_a_request_that_is_not_a_number(
 @pytest.mark.parametrize(
     "prompt", [(POISON,), (5, POISON, 9, 9, 9)], ids=["last token", "earlier token"]
 )
-def test_requests_of_the_same_launches_do_not_see_a_request_that_is_not_a_number(
+def test_requests_in_the_same_launches_are_not_affected_by_a_nan_request(
     model: tuple[Path, str, list[list[int]]], prompt: tuple[int, ...]
 ) -> None:
     folder, device, expected = model
     with working(folder, device) as rig:
         assert answers(rig, prompt) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
+@pytest.mark.parametrize("size", [2.4e3, 2.4e4])
+def test_overflowing_products_affect_no_other_request(
+    device: str, size: float, tmp_path: Path
+) -> None:
+    """Queries and keys are finite, and their scores are not in float16."""
+    folder = overflowing("llama", tmp_path, size)
+    with working(folder, device, dtype="float16") as rig:
+        expected = answers(rig)
+        found = [answers(rig, prompt, ends=False) for prompt in ((POISON,), (5, POISON, 9))]
+        later = answers(rig)
+
+    assert found == [expected, expected]
+    assert later == expected
 
 
 TABLE = BucketConfig(
@@ -175,19 +232,17 @@ def on_card(folder: Path, **settings: Any) -> Iterator[WorkerRig]:
     ],
     ids=["eager", "graphs", "contiguous", "merged", "compile"],
 )
-def test_a_token_that_is_no_number_ends_its_request_on_a_card(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_nan_token_fails_its_request_on_a_card(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = poisoned("llama", tmp_path)
     with on_card(folder, **settings) as rig:
-        # The last token is a number, and is in the second chunk.
+        # The last token is finite, and is in the second chunk.
         rig.admit(0, [5, POISON, *[9] * 30])
         rig.prefill({0: 20})
         rig.step()
         rig.prefill({0: None})
         found = list(rig.step().tokens)
         if settings.get("prefix_caching", True):
-            # The tokens that it computes are numbers.
+            # The tokens that this request computes are finite.
             rig.admit(1, [5, POISON, *[9] * 24], shared_with=0)
             rig.prefill({1: None})
             found += rig.step().tokens
@@ -212,7 +267,7 @@ def test_a_token_that_is_no_number_ends_its_request_on_a_card(
     ],
     ids=["merged projection", "gate", "latents", "transformers"],
 )
-def test_keys_that_are_no_numbers_end_a_text_whose_hidden_states_are_numbers(
+def test_nan_keys_make_the_hidden_state_of_every_token_nan(
     family: str, load: Callable[..., CausalLM], tmp_path: Path
 ) -> None:
     file = make_tiny(family, tmp_path) / "model.safetensors"
@@ -247,7 +302,7 @@ def test_keys_that_are_no_numbers_end_a_text_whose_hidden_states_are_numbers(
     ],
     ids=["cpu", "card"],
 )
-def test_a_text_with_a_token_that_is_no_number_gets_no_vector(
+def test_a_text_with_a_nan_token_gets_no_vector(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     file = make_pooling("llama", tmp_path) / "model.safetensors"

@@ -1,5 +1,5 @@
 """Decodes sampled by captured graphs on the emulated card, and results copied to the host in one
-piece: the same as on the CPU."""
+tensor: equal to the CPU."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ TABLE = BucketConfig(
 )
 PROMPTS = (list(range(20, 45)), [8, 1, 2])
 NUM_LOGITS = 5 * 320
-"""Slices of the prompts' logits: five slices of the longer prompt."""
+"""Slice size of the prompts' logits: the longer prompt has five slices."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def counts() -> Counter[str]:
 
 
 def said(rig: WorkerRig, settings: tuple[RequestSampling, ...], num_steps: int) -> list[list[int]]:
-    """What two requests say, with two steps in flight."""
+    """Tokens of two requests, with two steps in flight."""
     for req_index, sampling in enumerate(settings):
         rig.admit(req_index, PROMPTS[req_index], sampling=sampling)
     rig.prefill(dict.fromkeys(range(len(settings))))
@@ -78,7 +78,7 @@ SETTINGS = {
 }
 
 
-def test_each_sampling_by_a_graph_gives_the_tokens_of_the_cpu(folder: Path) -> None:
+def test_sampler_graphs_give_the_tokens_of_the_cpu(folder: Path) -> None:
     pairs = [(setting, other) for setting in SETTINGS.values() for other in SETTINGS.values()]
     with working(folder, "cpu") as rig:
         expected = [said(rig, pair, 5) for pair in pairs]
@@ -89,12 +89,12 @@ def test_each_sampling_by_a_graph_gives_the_tokens_of_the_cpu(folder: Path) -> N
         spent = counts() - before
 
     assert found == expected
-    # A prefill is one replay, a decode two: the model's and the sampler's.
+    # A prefill is a single replay; a decode is two: the model and the sampler.
     assert spent["replays"] == len(pairs) * (1 + 2 * 5)
     assert spent["captures"] == spent["compilations"] == 0
 
 
-def test_sampling_that_has_no_graph_runs_beside_sampling_that_has(folder: Path) -> None:
+def test_requests_sampled_with_and_without_a_graph_share_a_batch(folder: Path) -> None:
     penalized = RequestSampling(temperature=0.0, repetition_penalty=1.3, num_logprobs=2)
     pairs = [(SETTINGS["drawn"], penalized), (SETTINGS["drawn"], SETTINGS["greedy"])]
     with working(folder, "cpu") as rig:
@@ -117,7 +117,7 @@ def test_sampling_that_has_no_graph_runs_beside_sampling_that_has(folder: Path) 
         ("Workspace Allocation of size ::1 failed!", "No memory is left for graphs of sampling"),
     ],
 )
-def test_a_sampler_that_cannot_be_captured_runs_by_recipes(
+def test_a_sampler_that_cannot_be_captured_runs_without_a_graph(
     folder: Path,
     error: str,
     said_once: str,
@@ -150,7 +150,7 @@ def test_a_sampler_that_cannot_be_captured_runs_by_recipes(
 
     assert found == expected
     assert len(tries) == num_tries == caplog.text.count(said_once)
-    # Full memory ends all tries; a refused graph is one of several.
+    # Full memory ends all attempts; a refused graph only its own.
     assert num_tries == (1 if "Workspace" in error else len(widths) * len(WHOLE_SETTINGS))
     assert spent["replays"] == 1 + 5 and spent["compilations"] == 0
 
@@ -161,7 +161,7 @@ def _columns(logprobs: Logprobs) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("num_logprobs", [-1, 3])
-def test_a_launch_copies_one_tensor_to_the_host(
+def test_a_launch_copies_a_single_tensor_to_the_host(
     folder: Path, num_logprobs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpu.runner.model_runner.PROMPT_LOGITS", NUM_LOGITS)
@@ -207,7 +207,7 @@ def test_a_launch_copies_one_tensor_to_the_host(
     assert sum(len(result.prompt_logprobs) for result in found) == 3
 
 
-def test_host_memory_needs_no_packing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_cpu_are_not_packed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
     monkeypatch.setattr(ModelRunner, "_results", lambda *given: packed.append(given))
     asked = RequestSampling(temperature=0.0, num_prompt_logprobs=2, num_logprobs=2)

@@ -1,4 +1,4 @@
-"""Rows after drafts get the samples that the same tokens get step by step."""
+"""Rows after drafts get the same samples as the same tokens sampled step by step."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def make_sampler() -> Sampler:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -> None:
+def test_rows_after_drafts_equal_sequential_sampling(ahead: int) -> None:
     generator = torch.Generator().manual_seed(5)
     requests = list(range(len(SETTINGS)))
     logits = 3 * torch.randn(ahead + 2 * (1 + DRAFTS), BATCH, VOCAB, generator=generator)
@@ -40,7 +40,7 @@ def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -
     for step in logits[:ahead]:
         sampler.sample(step, requests)
     for index in requests:
-        # The host does not know the last sampled tokens yet.
+        # The host does not know the last sampled tokens yet, so its count is behind.
         sampler.advance(index, -ahead)
 
     known = sampler.num_generated(requests)
@@ -59,7 +59,7 @@ def test_rows_behind_drafts_are_those_of_one_token_after_the_other(ahead: int) -
         assert torch.equal(found, tokens[:, : len(requests)])
 
 
-def test_tokens_behind_the_accepted_ones_leave_no_trace() -> None:
+def test_rejected_tokens_leave_no_trace() -> None:
     generator = torch.Generator().manual_seed(6)
     requests = list(range(len(SETTINGS)))
     logits = 3 * torch.randn(3, BATCH, VOCAB, generator=generator)
@@ -83,7 +83,7 @@ def test_tokens_behind_the_accepted_ones_leave_no_trace() -> None:
     assert torch.equal(sampler.sample(logits[2], requests).tokens[:count], third[:count])
 
 
-def test_each_row_has_the_bitmask_behind_its_drafts() -> None:
+def test_each_row_uses_the_bitmask_after_its_drafts() -> None:
     sampler = Sampler(BATCH, VOCAB, CpuBackend(torch.get_num_threads()), static_shapes=True)
     sampler.expect_drafts(DRAFTS, max_inflight_steps=2)
     sampler.add_request(0, RequestSampling(temperature=0.0, masked=True), PROMPT, 3)

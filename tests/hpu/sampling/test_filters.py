@@ -1,4 +1,4 @@
-"""The best score of a row, found by its bits: the same place that `max` finds."""
+"""argmax by comparing bits: the same position as `max`."""
 
 import pytest
 import torch
@@ -10,11 +10,9 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [49152, 1280, 1000, 7])
-def test_bits_find_the_place_that_max_finds_ties_included(
-    dtype: torch.dtype, vocab_size: int
-) -> None:
+def test_argmax_by_bits_equals_max_with_ties(dtype: torch.dtype, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
-    # With 18 values every row has its largest value many times.
+    # With 18 values, every row has its maximum many times.
     scores = torch.randint(-9, 9, (33, vocab_size), generator=generator).to(dtype)
 
     best = filters.argmax(scores)
@@ -26,7 +24,7 @@ def test_bits_find_the_place_that_max_finds_ties_included(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("odd", [NAN, -NAN, INF, -INF, 0.0, -0.0, -1.0])
-def test_bits_find_what_max_finds_among_odd_numbers(odd: float, dtype: torch.dtype) -> None:
+def test_argmax_by_bits_equals_max_with_special_values(odd: float, dtype: torch.dtype) -> None:
     scores = torch.full((6, 1024), -3.0, dtype=dtype)
     scores[0, 700] = odd
     scores[1] = odd
@@ -47,7 +45,7 @@ def test_bits_find_what_max_finds_among_odd_numbers(odd: float, dtype: torch.dty
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_the_largest_values_are_those_that_topk_finds(size: int) -> None:
+def test_the_largest_values_equal_topk(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     weights = torch.randint(0, 99, (5, 1000), generator=generator) / 98
     weights[3, 5:] = 0.0

@@ -1,4 +1,5 @@
-"""Log-probabilities: of the raw logits, or in the mode asked for; in the order clients rely on."""
+"""Log-probabilities: of the raw logits or in the requested mode, in the order that clients rely
+on."""
 
 import random
 
@@ -22,7 +23,7 @@ def _logits(rows: int, vocab_size: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def test_values_ids_and_ranks_are_those_of_a_sorted_log_softmax() -> None:
+def test_values_ids_and_ranks_equal_a_sorted_log_softmax() -> None:
     logits, chosen = _logits(5, 60), torch.tensor([3, 59, 0, 17, 8])
 
     found = top_logprobs(logits, chosen, 7)
@@ -38,21 +39,21 @@ def test_values_ids_and_ranks_are_those_of_a_sorted_log_softmax() -> None:
     assert torch.equal(found.ranks.long(), ranks)
 
 
-def test_with_k_0_only_the_chosen_token_is_told() -> None:
+def test_with_k_0_only_the_chosen_token_is_reported() -> None:
     found = top_logprobs(_logits(3, 20), torch.tensor([1, 2, 3]), 0)
 
     assert found.ids.tolist() == [[1], [2], [3]] and found.values.shape == (3, 1)
 
 
-def test_more_than_the_vocabulary_gives_the_whole_vocabulary() -> None:
+def test_more_logprobs_than_the_vocabulary_return_the_whole_vocabulary() -> None:
     found = top_logprobs(_logits(2, 4), torch.tensor([0, 1]), 20)
 
     assert found.k == 4
     assert [sorted(ids) for ids in found.ids[:, 1:].tolist()] == [[0, 1, 2, 3]] * 2
 
 
-def test_of_equals_the_greedy_one_comes_first() -> None:
-    # More equals than are asked for, in many places: any could be left out.
+def test_the_greedy_token_comes_first_among_ties() -> None:
+    # More ties than requested entries, in many positions: any of them could be left out.
     for vocab_size in (30, 1000, 49_152):
         logits = torch.zeros(3, vocab_size)
         logits[1, 5] = -1
@@ -67,7 +68,7 @@ def test_of_equals_the_greedy_one_comes_first() -> None:
             assert found.ranks.tolist() == [1, 1, 1]
 
 
-def test_a_smaller_k_gives_the_beginning_of_a_larger_one() -> None:
+def test_a_smaller_k_gives_a_prefix_of_a_larger_k() -> None:
     logits = (_logits(4, 500) * 2).round().bfloat16()
 
     large = top_logprobs(logits, torch.arange(4), 12)
@@ -95,7 +96,7 @@ def test_the_samplers_logprobs_come_from_before_masks_penalties_and_temperature(
 
 
 @pytest.mark.parametrize("name", ["raw_logits", "processed_logprobs", "processed_logits"])
-def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
+def test_processed_modes_report_the_sampled_distribution(name: str) -> None:
     rng, mode = random.Random(5), LogprobsMode.named(name)
     num_cut = 0
     for seed in range(60):
@@ -116,7 +117,7 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
                 kept = slow_sampler.probabilities(row, asked) > 0
                 wanted = np.where(kept, row / asked.temperature, -np.inf)
                 if asked.temperature < 1e-3:
-                    continue  # what is kept is a matter of rounding
+                    continue  # Rounding decides which tokens are kept.
         if not mode.is_logits:
             wanted = wanted - wanted.max() - np.log(np.exp(wanted - wanted.max()).sum())
         assert found is not None
@@ -128,7 +129,7 @@ def test_another_mode_reports_what_a_token_was_chosen_from(name: str) -> None:
     assert (num_cut > 100) == mode.is_processed
 
 
-def test_no_request_asking_gives_none() -> None:
+def test_without_requested_logprobs_none_are_returned() -> None:
     sampler = Sampler(1, 40, CPU, static_shapes=False)
     sampler.add_request(0, RequestSampling(), np.array([1], dtype=np.uint32), 1)
 
@@ -136,7 +137,7 @@ def test_no_request_asking_gives_none() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3, 7])
-def test_what_is_packed_is_unpacked_in_full(k: int) -> None:
+def test_packed_logprobs_are_unpacked_completely(k: int) -> None:
     logits = _logits(4, MAX_PACKED // 64)
     logits[2] = float("nan")
     tokens = torch.tensor([0, MAX_PACKED // 64 - 1, -1, 7], dtype=torch.int32)

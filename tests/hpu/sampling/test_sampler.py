@@ -1,4 +1,5 @@
-"""The batched sampler gives each row what a slow, obvious one gives it alone."""
+"""The batched sampler gives each row the same result as a slow, simple sampler gives the row
+alone."""
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ _samplings = st.builds(
     st.lists(_token, min_size=1, max_size=6),
     st.integers(0, 2**31),
 )
-def test_every_combination_gives_what_the_slow_sampler_gives(
+def test_every_combination_equals_the_slow_sampler(
     asked: list[RequestSampling], prompt: list[int], seed: int
 ) -> None:
     sampler = _sampler(VOCAB, asked, prompt)
@@ -91,7 +92,7 @@ def test_every_combination_gives_what_the_slow_sampler_gives(
 
 @settings(max_examples=60)
 @given(st.lists(_samplings, min_size=2, max_size=4), st.integers(0, 2**31))
-def test_no_neighbour_changes_a_bit_of_a_requests_result(
+def test_other_requests_change_no_bit_of_a_requests_result(
     asked: list[RequestSampling], seed: int
 ) -> None:
     together = _sampler(VOCAB, asked)
@@ -133,7 +134,7 @@ ALL = RequestSampling(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_request_is_the_same_beside_requests_that_ask_for_everything(
+def test_a_plain_request_is_not_changed_by_requests_with_all_settings(
     dtype: torch.dtype,
 ) -> None:
     vocab_size = 49_152
@@ -151,7 +152,7 @@ def test_a_plain_request_is_the_same_beside_requests_that_ask_for_everything(
         ]
 
 
-def test_threads_and_batch_sizes_change_nothing() -> None:
+def test_threads_and_batch_sizes_change_no_result() -> None:
     vocab_size, rows = 49_152, [RequestSampling(seed=s, top_p=0.9) for s in range(6)]
     logits = _logits(6, vocab_size)
     threads = torch.get_num_threads()
@@ -169,7 +170,7 @@ def test_threads_and_batch_sizes_change_nothing() -> None:
     assert [tokens[0] for tokens in single] == wanted
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
     greedy = [
         GREEDY,
@@ -191,7 +192,7 @@ def test_a_tiny_temperature_gives_the_greedy_token_and_no_failure() -> None:
     assert tokens == [int(_logits(1, 50).argmax())] * 3
 
 
-def test_logits_that_are_no_numbers_are_told_for_their_request_alone() -> None:
+def test_nan_logits_are_reported_only_for_their_request() -> None:
     logits = _logits(6, 30)
     logits[0, 7] = float("nan")
     logits[2, 3] = float("nan")
@@ -206,7 +207,7 @@ def test_logits_that_are_no_numbers_are_told_for_their_request_alone() -> None:
     assert [token == -1 for token in tokens] == [True, False] * 3
 
 
-def test_a_request_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> None:
+def test_a_request_without_allowed_tokens_fails() -> None:
     barred = RequestSampling(allowed_token_ids=(3,), min_tokens=2, end_token_ids=(3,))
 
     tokens = _tokens(_sampler(8, [barred, GREEDY]), _logits(2, 8), [0, 1])
@@ -214,7 +215,7 @@ def test_a_request_that_may_take_nothing_fails_instead_of_breaking_a_rule() -> N
     assert tokens[0] == -1 and tokens[1] >= 0
 
 
-def test_end_tokens_come_free_when_min_tokens_is_reached() -> None:
+def test_end_tokens_are_allowed_when_min_tokens_is_reached() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0]])
     sampler = _sampler(3, [RequestSampling(temperature=0.0, min_tokens=2, end_token_ids=(1,))])
 
@@ -223,17 +224,17 @@ def test_end_tokens_come_free_when_min_tokens_is_reached() -> None:
     assert tokens == [2, 2, 1, 1]
 
 
-def test_a_bad_word_of_several_tokens_bars_only_its_last_after_the_others() -> None:
+def test_a_bad_word_of_several_tokens_forbids_its_last_token_after_its_first_tokens() -> None:
     sampler = _sampler(4, [RequestSampling(temperature=0.0, bad_words=((1, 2), (1, 3, 3)))])
     best = [1, 2, 2, 1, 3, 3]
 
     tokens = [_tokens(sampler, torch.eye(4)[[token]], [0])[0] for token in best]
 
-    # After 1, 2 is barred and 0 comes instead; after 1 3, a second 3.
+    # After 1, token 2 is forbidden and 0 is sampled instead; after 1 3, a second 3.
     assert tokens == [1, 0, 2, 1, 3, 0]
 
 
-def test_a_longer_bad_word_that_comes_later_keeps_what_others_remember() -> None:
+def test_a_longer_bad_word_keeps_the_history_of_other_requests() -> None:
     sampler = Sampler(2, 4, CPU, static_shapes=False)
     prompt = np.array([0], dtype=np.uint32)
     sampler.add_request(0, RequestSampling(temperature=0.0, bad_words=((1, 2),)), prompt, 1)
@@ -244,7 +245,7 @@ def test_a_longer_bad_word_that_comes_later_keeps_what_others_remember() -> None
     assert _tokens(sampler, torch.eye(4)[[2, 3]], [0, 1]) == [0, 3]
 
 
-def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
+def test_a_preempted_request_samples_as_without_preemption() -> None:
     asked = replace(ALL, allowed_token_ids=None, top_p=0.95)
     steady = _sampler(40, [asked], prompt=[3, 4])
     tokens = [3, 4]
@@ -258,7 +259,7 @@ def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() 
         tokens.append(wanted)
 
 
-def test_a_request_taken_over_by_another_sequence_forgets_the_first() -> None:
+def test_a_reused_index_forgets_the_previous_sequence() -> None:
     penalised = RequestSampling(temperature=0.0, frequency_penalty=2.0)
     sampler = _sampler(3, [penalised])
     logits = torch.tensor([[1.0, 0.0, 0.5]])
@@ -270,7 +271,7 @@ def test_a_request_taken_over_by_another_sequence_forgets_the_first() -> None:
     assert _tokens(sampler, logits, [0]) == [0]
 
 
-def test_requests_may_come_in_any_order_and_padding_changes_nothing() -> None:
+def test_order_of_requests_and_padding_change_no_result() -> None:
     rows = [RequestSampling(seed=s, frequency_penalty=1.0, top_k=3) for s in range(4)]
     logits = _logits(4, 20)
     wanted = _tokens(_sampler(20, rows), logits, [0, 1, 2, 3])
@@ -282,7 +283,7 @@ def test_requests_may_come_in_any_order_and_padding_changes_nothing() -> None:
     assert tokens == [wanted[3], wanted[0], wanted[2]]
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_not_modified() -> None:
     logits = _logits(2, 49_152)
     before = logits.clone()
 
@@ -291,7 +292,7 @@ def test_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def test_tokens_come_in_the_index_type() -> None:
+def test_tokens_have_the_index_dtype() -> None:
     narrow = CpuBackend(1)
     narrow.index_dtype = torch.int32
     sampler = Sampler(1, 300, narrow, static_shapes=False)
@@ -329,7 +330,7 @@ def test_draws_follow_the_probabilities(asked: RequestSampling) -> None:
     assert not counts[wanted == 0].any()
     kept = wanted > 0
     chi_square = float((((counts - wanted) ** 2)[kept] / wanted[kept]).sum())
-    # The 0.9999 quantile for 11 degrees of freedom; fewer have a lower one.
+    # The 0.9999 quantile for 11 degrees of freedom; fewer degrees have a lower quantile.
     assert chi_square < 37.4
 
 
@@ -341,13 +342,13 @@ def test_random_numbers_are_even_and_never_reach_the_ends() -> None:
         numbers = np.stack([uniforms(seeds, np.full(2000, step), dtype) for step in steps])
         assert numbers.min() > 0 and numbers.max() < 1
         counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
-        assert ((counts - 1000) ** 2 / 1000).sum() < 161  # 99 degrees of freedom, 0.9999
+        assert ((counts - 1000) ** 2 / 1000).sum() < 161  # 99 degrees of freedom, 0.9999 quantile.
         for shifted in (numbers[1:, :], numbers[:, 1:]):
             both = np.corrcoef(shifted.ravel(), numbers[: len(shifted), : shifted.shape[1]].ravel())
             assert abs(both[0, 1]) < 0.02
 
 
-def test_the_same_seed_and_count_give_the_same_number_for_ever() -> None:
+def test_the_random_number_of_a_seed_and_count_is_fixed() -> None:
     number = uniforms(np.array([42], dtype=np.uint64), np.array([7]))
 
     assert number.tolist() == [0.734720458462364]
@@ -355,7 +356,7 @@ def test_the_same_seed_and_count_give_the_same_number_for_ever() -> None:
 
 @settings(max_examples=80)
 @given(st.integers(0, 2**31), st.floats(1e-6, 1 - 1e-9), st.sampled_from([5, 300, 5000]))
-def test_both_ways_to_find_the_nucleus_agree(seed: int, top_p: float, vocab_size: int) -> None:
+def test_both_nucleus_implementations_agree(seed: int, top_p: float, vocab_size: int) -> None:
     weights = torch.softmax(_logits(2, vocab_size, seed, spread=0.5).bfloat16().float(), dim=-1)
     mass = filters.totals(weights, torch.float64) * top_p
 
@@ -380,7 +381,7 @@ def test_a_nucleus_of_a_flat_row_is_found_beyond_the_first_few_thousand() -> Non
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**31), st.sampled_from([3, 256, 257, 1000]), st.floats(1e-12, 1 - 1e-12))
-def test_a_token_of_no_weight_is_never_drawn(seed: int, vocab_size: int, number: float) -> None:
+def test_a_token_of_zero_weight_is_never_drawn(seed: int, vocab_size: int, number: float) -> None:
     weights = torch.rand(3, vocab_size, generator=torch.Generator().manual_seed(seed))
     weights = torch.where(weights > 0.7, weights * 1e-20, 0.0)
     weights[:, seed % vocab_size] = 1e-3
@@ -401,7 +402,7 @@ def test_the_rarest_of_150000_tokens_is_still_reached() -> None:
     assert tokens.tolist() == [0, vocab_size - 1]
 
 
-def test_the_all_greedy_batch_does_nothing_but_look_for_the_best() -> None:
+def test_an_all_greedy_batch_computes_only_argmax() -> None:
     sampler = _sampler(1000, [GREEDY, GREEDY])
     logits = _logits(2, 1000).bfloat16()
     _tokens(sampler, logits, [0, 1])

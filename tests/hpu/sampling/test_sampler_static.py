@@ -1,4 +1,4 @@
-"""With static shapes the sampler gives the same tokens as without, whatever requests ask for."""
+"""The sampler gives the same tokens with and without static shapes, for all settings."""
 
 import random
 from typing import Any, cast
@@ -61,7 +61,7 @@ def _same(wanted: SamplerOutput, found: SamplerOutput, count: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "name"), list(enumerate(LOGPROBS_MODES)))
-def test_every_mix_gives_the_same_through_padding_and_requests_taken_over(
+def test_every_mix_gives_the_same_tokens_with_padding_and_reused_indices(
     seed: int, name: str
 ) -> None:
     rng, mode = random.Random(seed), LogprobsMode.named(name)
@@ -80,7 +80,7 @@ def test_every_mix_gives_the_same_through_padding_and_requests_taken_over(
                 sampler.add_request(row, sampling, tokens, num_prompt)
             masked[row] = sampling.masked
         for row in rows:
-            # Now and then none, as in a warm-up.
+            # Sometimes without a mask, as in a warm-up.
             if masked[row] and rng.random() < 0.9:
                 words = random_mask(rng, VOCAB)
                 plain.set_bitmasks([row], words)
@@ -96,7 +96,7 @@ def test_every_mix_gives_the_same_through_padding_and_requests_taken_over(
     assert broken > 0
 
 
-def test_a_mask_holds_for_its_request_alone_and_ends_with_it() -> None:
+def test_a_mask_applies_only_to_its_request() -> None:
     sampler, asked = _static(2, 40), RequestSampling(temperature=0.0, masked=True)
     logits = torch.arange(40.0).expand(2, 40)
     only = np.zeros((1, 2), dtype="<i4")
@@ -113,7 +113,7 @@ def test_a_mask_holds_for_its_request_alone_and_ends_with_it() -> None:
     assert found == [[31, 39], [39, 39]]
 
 
-def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
+def test_bad_words_at_the_limits_of_length_and_number_are_enforced() -> None:
     most = tuple((1,) * (MAX_BAD_WORD_TOKENS - 1) + (end,) for end in (2, 3)) * (MAX_BAD_WORDS // 2)
     asked = [RequestSampling(temperature=0.0, bad_words=words) for words in (most, ((1, 2),), ())]
     history = np.array([0] + [1] * (MAX_BAD_WORD_TOKENS - 2), dtype=np.uint32)
@@ -128,7 +128,7 @@ def test_the_longest_and_most_bad_words_hold_beside_short_ones() -> None:
     assert (first[:3], second[:3]) == ([1, 1, 1], [4, 3, 2])
 
 
-def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() -> None:
+def test_a_preempted_request_samples_as_without_preemption() -> None:
     asked = RequestSampling(
         temperature=0.8,
         seed=5,
@@ -151,7 +151,7 @@ def test_a_request_that_comes_back_after_preemption_goes_on_as_if_nothing_was() 
         tokens.append(wanted)
 
 
-def test_host_tensors_of_uploads_go_with_the_launch_that_needs_them() -> None:
+def test_host_tensors_of_uploads_are_kept_until_their_launch() -> None:
     backend = CpuBackend(1)
     backend.shares_host_memory = False
     sampler = Sampler(2, 8, backend, static_shapes=True)
@@ -162,7 +162,8 @@ def test_host_tensors_of_uploads_go_with_the_launch_that_needs_them() -> None:
     sampler.add_request(1, drawn, PROMPT, 1)
     kept = [len(sampler.sample(torch.zeros(2, 8), [0, 1]).pinned) for _ in range(2)]
 
-    # A row of the bias table and its place once; numbers and places in each step.
+    # The first step uploads a row of the bias table and its position; each step uploads numbers and
+    # positions.
     assert (without, kept) == ((), [4, 2])
 
 
@@ -191,9 +192,9 @@ def test_the_kth_of_the_largest_weights_is_the_threshold_of_top_k(vocab_size: in
 
 @pytest.mark.parametrize("top_k", [1, 2, FEW_TOP_K])
 @pytest.mark.parametrize("top_p", [0.02, 0.3, 0.9, 1.0])
-def test_a_draw_from_the_largest_weights_is_the_one_from_all(top_k: int, top_p: float) -> None:
+def test_a_draw_from_the_largest_weights_equals_a_draw_from_all(top_k: int, top_p: float) -> None:
     generator = torch.Generator().manual_seed(top_k)
-    # Tokens often tie in bfloat16, also with the last of the largest tokens.
+    # Scores in bfloat16 often tie, also at the k-th place.
     scores = (torch.randn(40, 2000, generator=generator) * 2).bfloat16().float()
     params = torch.tensor(Params(greedy=0.0, top_k=float(top_k), top_p=top_p))
     params = params.unsqueeze(1).repeat(1, 40)
@@ -209,14 +210,14 @@ def test_a_draw_from_the_largest_weights_is_the_one_from_all(top_k: int, top_p: 
 
 
 class TracingBackend(CpuBackend):
-    """Traces a function as torch.compile does before the device's back end gets it."""
+    """CpuBackend that traces functions with torch.compile and generates no code."""
 
     def compiled(self, function: Function) -> Function:
         options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
         return cast(Function, torch.compile(function, **options))
 
 
-# A back end in a lazy mode switches tracing off.
+# Without this, a back end in a lazy mode would switch tracing off.
 @torch._dynamo.config.patch(disable=False)
 def test_every_stage_is_traced_without_a_graph_break() -> None:
     mode, generator = LogprobsMode.named("processed_logprobs"), torch.Generator().manual_seed(0)

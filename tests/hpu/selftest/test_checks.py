@@ -1,4 +1,4 @@
-"""Checks of the self-test on the emulated card: they hold, and a fault of the card breaks only the
+"""Checks of the self-test on the emulated card: all hold, and a fault of the card fails only the
 check of its assumption."""
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ RELEASE = "1.24.1"
 
 @pytest.fixture(autouse=True)
 def newest_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each release has the MXFP4 operator here: the first release with it is not documented."""
+    """Give each release the MXFP4 operator: the first release with it is not documented."""
     monkeypatch.setitem(KERNELS, MXFP4, Kernel(BOTH, ()))
 
 
@@ -50,11 +50,11 @@ def card(mode: str, folder: Path, shape: ModelShape | None = None, **config: Any
 
 
 def outcomes(mode: str, folder: Path, **config: Any) -> list[Ended]:
-    """The results of all checks of a mode, without checks that need a check that does not hold."""
+    """Results of all checks of a mode, without checks that need a failed check."""
     found: dict[str, Ended] = {}
     pending = [check for check in CHECKS if check.mode == mode]
     while pending:
-        # After a check that fails the others run in another process: here on another card.
+        # After a failed check, the other checks run in another process; here on another card.
         with card(mode, folder, **config) as opened:
             for check in list(pending):
                 pending.remove(check)
@@ -66,7 +66,7 @@ def outcomes(mode: str, folder: Path, **config: Any) -> list[Ended]:
 
 
 @pytest.mark.parametrize("mode", ["lazy", "compile"])
-def test_all_checks_hold_and_leave_nothing_on_the_card(mode: str, tmp_path: Path) -> None:
+def test_all_checks_hold_and_free_the_card(mode: str, tmp_path: Path) -> None:
     found = outcomes(mode, tmp_path)
 
     assert {ended.name: ended.detail for ended in found if ended.status != HOLDS} == {}
@@ -74,12 +74,12 @@ def test_all_checks_hold_and_leave_nothing_on_the_card(mode: str, tmp_path: Path
     assert len(found) == sum(check.mode == mode for check in CHECKS)
 
 
-def test_each_check_has_a_fault_of_the_emulated_card() -> None:
+def test_each_check_has_an_emulated_fault() -> None:
     assert set(all_checks()) <= set(FAULTS)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_fault_of_the_card_breaks_its_check(check: Check, tmp_path: Path) -> None:
+def test_a_fault_of_the_card_fails_its_check(check: Check, tmp_path: Path) -> None:
     with card(check.mode, tmp_path, faults=frozenset([check.name])) as opened:
         found = run_check(check, opened)
 
@@ -103,25 +103,25 @@ def test_kernels_are_checked_with_the_sizes_of_a_model(shape: ModelShape, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_fault_of_the_card_breaks_no_other_check(check: Check, tmp_path: Path) -> None:
+def test_a_fault_of_the_card_fails_no_other_check(check: Check, tmp_path: Path) -> None:
     found = outcomes(check.mode, tmp_path, faults=frozenset([check.name]))
 
     assert {ended.name for ended in found if ended.status == FAILS} == {check.name}
-    # A failed check leaves what its error holds; others leave nothing.
+    # A failed check keeps the tensors that its error refers to; other checks keep none.
     assert [
         ended.name for ended in found if ended.left_allocations > 0 and ended.status == HOLDS
     ] == []
 
 
-def test_a_crash_and_a_hang_are_faults_of_a_card_too() -> None:
+def test_crash_and_hang_are_faults_only_of_checks_with_an_operator() -> None:
     EmulatorConfig(faults=frozenset(["fused-sdpa:crash", "experts:hang"]))
 
-    with pytest.raises(ConfigError, match="emulated fault 'experts:burn' is not one of"):
+    with pytest.raises(ConfigError, match="--emulator-faults has 'experts:burn', it must be"):
         EmulatorConfig(faults=frozenset(["experts:burn"]))
-    # The fault of no operator.
-    with pytest.raises(ConfigError, match="emulated fault 'uploads:crash' is not one of"):
+    # A fault without an operator does not crash.
+    with pytest.raises(ConfigError, match="--emulator-faults has 'uploads:crash', it must be"):
         EmulatorConfig(faults=frozenset(["uploads:crash"]))
-    with pytest.raises(ConfigError, match="emulated fault 'nothing' is not one of"):
+    with pytest.raises(ConfigError, match="--emulator-faults has 'nothing', it must be"):
         EmulatorConfig(faults=frozenset(["nothing"]))
 
 

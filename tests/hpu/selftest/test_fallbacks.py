@@ -1,5 +1,5 @@
 """A model on an emulated card that breaks an assumption: with the settings that the failed check
-selects, its tokens equal the CPU's; without them they are wrong, or it does not start."""
+selects, its tokens equal the CPU's; without them, they are wrong, or the model does not start."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from hpu.selftest.base import FAILS, all_checks
 
 
 class Case(NamedTuple):
-    """A fault, and a model that its assumption concerns."""
+    """A fault, and a model that depends on its assumption."""
 
     fault: str
     family: str = "llama"
@@ -29,10 +29,10 @@ class Case(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()
     """Fields of the model's config."""
     breaks: bool = True
-    """Whether greedy tokens are wrong without the fallback; else only speed, drawn tokens or memory
-    suffer."""
+    """Whether greedy tokens are wrong without the fallback; otherwise only speed, sampled tokens or
+    memory suffer."""
     dtype: str = "float32"
-    """In other dtypes the tokens must equal a card's without the fault, not the CPU's."""
+    """In other dtypes, the tokens must equal a card's without the fault, not the CPU's."""
 
 
 WIDE: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -49,7 +49,7 @@ CASES = (
     Case("graph-sampler", breaks=False),
     Case("graph-failures", breaks=False),
     Case("fused-sdpa", is_slow=False),
-    # Float32 names no mode of this softmax, and has no softmax by block.
+    # bfloat16, because float32 has no mode of this softmax and no block softmax.
     Case("fused-sdpa-float32", "qwen2", dtype="bfloat16"),
     Case("fused-sdpa-mask"),
     Case("fused-sdpa-statistics", "gpt_oss"),
@@ -104,14 +104,14 @@ def tokens(folder: Path, loaded: Loaded, dtype: str = "float32") -> list[list[in
         execution=engine.execution,
         emulator=engine.emulator,
         prefix_caching=caches_prefixes,
-        # Without prefix caching, the largest decode bucket has all blocks.
+        # Without prefix caching, the largest decode bucket contains all blocks.
         **({} if caches_prefixes else SLICE),
     ) as rig:
         return greedy(rig)
 
 
 def selected(loaded: Loaded, fault: str, monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """`loaded` with the settings that a self-test selects whose check `fault` fails."""
+    """`loaded` with the settings that a self-test with a failed check `fault` selects."""
     identity = identity_of(loaded.engine, Machine(environment={}))
     found = SelfTest(identity, False, (result_of(all_checks()[fault], FAILS, ""),))
     choices = choices_for(loaded, loaded, found)
@@ -125,7 +125,7 @@ def selected(loaded: Loaded, fault: str, monkeypatch: pytest.MonkeyPatch) -> Loa
 
 
 def without_fault(loaded: Loaded) -> Loaded:
-    """The same settings on a card without a fault."""
+    """The same settings for a card without a fault."""
     words = list(loaded.words)
     start = words.index("--emulator-faults")
     return load(words[:start] + words[start + 2 :], environ={})
@@ -139,7 +139,7 @@ def without_fault(loaded: Loaded) -> Loaded:
         for case in CASES
     ],
 )
-def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
+def test_a_server_with_the_fallback_of_a_failed_check_gives_correct_tokens(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = 2 if case.family == "qwen3_next" else 1
@@ -147,7 +147,7 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_the_right_tokens(
     words = ["m", "--device", "hpu-emulator", "--emulator-late-copy", "0", *case.words]
     loaded = load([*words, "--emulator-faults", case.fault], environ={})
     if all_checks()[case.fault].mode == "compile":
-        # The mode of a machine whose torch is a stock build.
+        # The mode of a machine with a stock build of torch.
         monkeypatch.setattr("config.loading.env.choose_mode", compiling)
     avoided = selected(loaded, case.fault, monkeypatch)
     if case.dtype == "float32":
@@ -194,7 +194,7 @@ def test_quantized_weights_are_converted_where_their_operators_are_wrong(
 
 
 def compiling(requested: str, **facts: Any) -> Any:
-    """choose_mode of a machine where auto takes torch-compile."""
+    """choose_mode on a machine where auto selects torch-compile."""
     from config.execution import ModeChoice, choose_mode
 
     if requested == "auto":

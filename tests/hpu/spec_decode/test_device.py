@@ -1,4 +1,4 @@
-"""Drafts by tensor operations equal the drafts of the host's search."""
+"""Drafts by tensor operations equal the drafts of the host's n-gram search."""
 
 import random
 
@@ -15,7 +15,7 @@ LENGTH = 40
 
 @pytest.mark.parametrize("shortest", [1, 2])
 @pytest.mark.parametrize("vocab_size", [2, 4])
-def test_the_device_drafts_what_the_host_does(shortest: int, vocab_size: int) -> None:
+def test_device_drafts_equal_host_drafts(shortest: int, vocab_size: int) -> None:
     rng = random.Random(5)
     method = SpeculationMethod("ngram", 5, 3, shortest)
     histories = [
@@ -24,7 +24,7 @@ def test_the_device_drafts_what_the_host_does(shortest: int, vocab_size: int) ->
     known = torch.zeros(len(histories), LENGTH, dtype=torch.int32)
     for row, history in zip(known, histories, strict=True):
         row[: len(history)] = torch.tensor(history)
-        # What lies behind the known tokens is of another request.
+        # Tokens after the known tokens belong to another request.
         row[len(history) :] = rng.randrange(vocab_size)
     last = torch.tensor([len(history) - 1 for history in histories], dtype=torch.int32)
 

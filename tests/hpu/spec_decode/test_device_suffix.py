@@ -1,5 +1,5 @@
-"""Suffix drafts by tensor operations equal the drafts of the host's search, with outputs of earlier
-requests."""
+"""Suffix drafts by tensor operations equal the drafts of the host's search, including outputs of
+earlier requests."""
 
 import random
 
@@ -19,7 +19,7 @@ LENGTH, REQUESTS, DRAFTS = 24, 6, 5
 
 
 class Device:
-    """Known tokens of REQUESTS requests, and the search in them."""
+    """Known tokens of REQUESTS requests, and the device search over them."""
 
     def __init__(self, limits: SuffixLimits) -> None:
         method = SpeculationMethod("suffix", DRAFTS, suffix=limits)
@@ -30,7 +30,7 @@ class Device:
         self._num_tokens = torch.zeros(REQUESTS + 1, dtype=self.dtype)
 
     def set(self, index: int, tokens: list[int]) -> None:
-        # What lies behind the known tokens is of another request.
+        # Tokens after the known tokens belong to another request.
         self._history[index] = 1
         self._history[index, : len(tokens)] = torch.tensor(tokens, dtype=self.dtype)
         self._num_tokens[index] = len(tokens)
@@ -66,7 +66,7 @@ LIMITS = {
 
 @pytest.mark.parametrize("name", LIMITS)
 @pytest.mark.parametrize("vocab_size", [2, 3, 6])
-def test_the_device_drafts_what_the_host_does(name: str, vocab_size: int) -> None:
+def test_device_drafts_equal_host_drafts(name: str, vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     host, device = SuffixProposer(**LIMITS[name]._asdict()), Device(LIMITS[name])
     texts: list[list[int]] = [[]] * REQUESTS
@@ -90,7 +90,7 @@ def test_the_device_drafts_what_the_host_does(name: str, vocab_size: int) -> Non
             text = texts[index] = texts[index][:LENGTH]
             device.set(index, text)
             if len(text) == LENGTH:
-                # The host knows what was drafted behind.
+                # The host also indexes the tokens before the request is removed.
                 host.propose([index], [np.array(text, np.uint32)], [0])
                 host.remove_request(index)
                 device.remove(index)
@@ -106,7 +106,7 @@ def test_announced_drafts_stay_until_the_request_has_more_tokens() -> None:
     device.set(0, [20, 5, 6, 7, 8, 5, 6])
     next_drafts = device.draft()[0]
     device.keep(0, next_drafts)
-    # What ends now is a longer match.
+    # The output that ends now contains a longer match.
     device.set(1, [21, 7, 8, 5, 6, 9, 9])
     device.remove(1)
 

@@ -1,4 +1,5 @@
-"""What a drafter computes: nothing twice, and nothing that another text has left in a block."""
+"""Tokens that a draft model computes: no token twice, and no reuse of blocks with other
+contents."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ SIZE = 4
 
 
 class Launcher:
-    """Drafts 100 + the number of the decode, and keeps what was computed."""
+    """Drafts 100 + the number of the decode, and records the computed tokens."""
 
     block_size = SIZE
     max_model_len = 64
@@ -20,7 +21,7 @@ class Launcher:
         self.blocks = blocks
         self.computed: dict[int, int] = {}
         self.prefills: list[tuple[int, int, int]] = []
-        """Request, first token, number of tokens."""
+        """(request, first token, number of tokens) of each prefill."""
         self.decodes: list[list[tuple[int, int, int]]] = []
 
     def block_table(self, req_index: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
@@ -115,7 +116,7 @@ def test_a_block_that_was_overwritten_in_part_is_not_used() -> None:
     assert launcher.prefills == [(0, 0, 13), (0, 4, 9)]
 
 
-def test_nothing_is_drafted_behind_the_drafters_context() -> None:
+def test_nothing_is_drafted_beyond_the_drafters_context() -> None:
     launcher = Launcher({0: list(range(20)), 1: [30]})
     proposer = DraftModelProposer(launcher)
     long = tokens(*range(63))

@@ -1,4 +1,4 @@
-"""Drafts by n-grams: the continuation of what the last tokens agree with."""
+"""Drafts by n-grams: the continuation of earlier tokens that equal the last tokens."""
 
 import numpy as np
 from hypothesis import given
@@ -16,11 +16,11 @@ def test_drafts_follow_the_last_occurrence() -> None:
     assert draft([1, 2, 3, 4, 9, 1, 2, 5, 6, 7, 1, 2], limit=3) == Proposal([5, 6, 7], 2)
 
 
-def test_the_longest_agreement_wins_over_the_most_recent() -> None:
+def test_the_longest_match_takes_precedence_over_the_most_recent() -> None:
     assert draft([7, 8, 1, 2, 3, 4, 0, 1, 2, 5, 5, 7, 8, 1, 2], limit=2) == Proposal([3, 4], 4)
 
 
-def test_nothing_is_drafted_behind_an_ngram_that_is_too_short_or_new() -> None:
+def test_nothing_is_drafted_after_a_short_or_new_ngram() -> None:
     assert draft([1, 2, 3, 9, 2]) == NOTHING
     assert draft([1, 2, 3, 9, 2], shortest=1, limit=2) == Proposal([3, 9], 1)
     assert draft([1, 2, 3, 4]) == NOTHING
@@ -28,7 +28,7 @@ def test_nothing_is_drafted_behind_an_ngram_that_is_too_short_or_new() -> None:
     assert draft([1, 2, 1, 2], limit=0) == NOTHING
 
 
-def test_a_loop_goes_on_beyond_the_end() -> None:
+def test_a_repeating_match_is_drafted_beyond_the_end_of_the_text() -> None:
     assert draft([9, 1, 2, 3, 1, 2, 3], limit=7).tokens == [1, 2, 3, 1, 2, 3, 1]
     assert draft([4, 4, 4], limit=3).tokens == [4, 4, 4]
 
@@ -39,7 +39,7 @@ def test_a_loop_goes_on_beyond_the_end() -> None:
     st.integers(1, 6),
     st.integers(1, 5),
 )
-def test_it_finds_what_a_slow_search_finds(
+def test_drafts_equal_a_slow_search(
     history: list[int], shortest: int, longest: int, limit: int
 ) -> None:
     longest = max(shortest, longest)

@@ -1,4 +1,4 @@
-"""Drafts that the target rejects leave nothing behind in the prefix cache."""
+"""Drafts that the target rejects leave no wrong blocks in the prefix cache."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +20,12 @@ NGRAM = SpeculationConfig(
 
 
 class HalfWrong:
-    """Two drafts that the target accepts, and wrong ones behind them."""
+    """Two drafts that the target accepts, followed by wrong drafts."""
 
     def __init__(self, truth: list[int]) -> None:
         self._truth = truth
         self.rejected: list[list[int]] = []
-        """Each with all tokens before it."""
+        """Each rejected draft, with all tokens before it."""
         self.drafts = True
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
@@ -65,7 +65,7 @@ def test_blocks_of_rejected_drafts_are_not_found_by_later_prompts(tmp_path: Path
         drafted, _ = ask(core, 0, prompt, max_tokens=120)
         counts = dict(core.stats().spec_decode)
         proposer.drafts = False
-        # Prompts that go on as the drafts did, where these reached into another block.
+        # Prompts that continue as the drafts did, where the drafts reached into another block.
         traps = [
             tokens
             for tokens in proposer.rejected
@@ -78,6 +78,6 @@ def test_blocks_of_rejected_drafts_are_not_found_by_later_prompts(tmp_path: Path
     assert counts["num_draft_tokens"] > counts["num_accepted_tokens"] > 20
     assert len(traps) >= 3
     assert found == [(len(tokens) - NUM_DRAFTS + 2) // BLOCK_SIZE * BLOCK_SIZE for tokens in traps]
-    # Blocks that held rejected drafts have the keys and values of what replaced these.
+    # Blocks that held rejected drafts contain the keys and values of the accepted tokens.
     assert again == answer[100:106]
     assert num_cached == 120 // BLOCK_SIZE * BLOCK_SIZE

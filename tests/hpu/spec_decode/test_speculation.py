@@ -1,4 +1,4 @@
-"""Verification gives the distribution of the target, whatever is drafted."""
+"""Verification keeps the distribution of the target for any drafts."""
 
 from collections.abc import Callable
 
@@ -22,13 +22,13 @@ PROMPT = [2, 3, 2, 1, 2, 4, 0, 5, 1, 1, 2]
 START, END = PROMPT[-1], len(PROMPT) + 2
 NUM_REQUESTS, NUM_ROUNDS = 400, 50
 MAX_CHI_SQUARE = 75.0
-"""Limit for 35 degrees of freedom: chance exceeds it once in ten thousand runs."""
+"""Limit for 35 degrees of freedom: one run in ten thousand exceeds it by chance."""
 LOGITS = 0.6 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4))
-"""Logits of the next token, by the token before."""
+"""Logits of the next token, by previous token."""
 
 
 class Chains:
-    """Requests whose histories are their tokens; all start with PROMPT."""
+    """Fake requests whose histories are their tokens; all start with PROMPT."""
 
     def __init__(self, num_requests: int) -> None:
         self.chains = [[*PROMPT] for _ in range(num_requests)]
@@ -41,7 +41,7 @@ class Chains:
 
 
 class FixedProposer:
-    """The same drafts behind each history, some likely and some not."""
+    """Proposes the same drafts for each history, some likely and some unlikely."""
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         return
@@ -78,7 +78,7 @@ def suffixes() -> SuffixProposer:
     ],
     ids=["fixed", "fixed, 0.7", "fixed, 2.0", "ngram", "suffix"],
 )
-def test_pairs_of_tokens_are_drawn_by_the_target(
+def test_token_pairs_follow_the_target_distribution(
     settings: dict[str, float], scale: float, make_proposer: Callable[[], Proposer]
 ) -> None:
     proposer = make_proposer()

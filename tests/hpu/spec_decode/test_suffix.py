@@ -32,7 +32,7 @@ def draft(proposer: SuffixProposer, history: Tokens, limit: int = 9, index: int 
     return found.tokens
 
 
-def test_what_followed_in_the_request_is_drafted() -> None:
+def test_the_continuation_within_the_request_is_drafted() -> None:
     text = tokens(1, 2, 3, 4, 5, 6, 1, 2)
 
     assert draft(make_with(text, factor=2.0), text) == [3, 4, 5, 6]
@@ -49,7 +49,7 @@ def test_new_tokens_are_indexed() -> None:
     assert draft(proposer, tokens(1, 2, 7, 1, 2)) == [7, 1]
 
 
-def test_outputs_of_private_requests_are_no_drafts_for_others() -> None:
+def test_outputs_of_private_requests_are_not_drafted_for_other_requests() -> None:
     proposer = make()
     proposer.add_request(0, tokens(10), is_private=True)
     draft(proposer, tokens(10, 11, 12))
@@ -93,7 +93,7 @@ def test_the_likeliest_continuation_is_followed_while_it_is_likely() -> None:
     unsure = make(factor=2.0, least=0.5)
     unsure.add_request(0, text)
 
-    # 9 follows in 2 of 3 cases, and 1 follows that in 1 of 2.
+    # 9 follows in 2 of 3 cases, and then 1 in 1 of 2.
     assert draft(make_with(text, factor=2.0), text)[:2] == [9, 1]
     assert draft(unsure, text) == [9]
 
@@ -108,7 +108,7 @@ def test_the_oldest_outputs_are_dropped_when_there_are_too_many_tokens() -> None
     assert found == [*range(970, 975), *range(980, 985), *range(990, 995)]
 
 
-def test_an_output_is_not_followed_into_the_next_one() -> None:
+def test_drafts_do_not_continue_into_the_next_output() -> None:
     proposer = make()
     for first in (10, 20):
         proposer.add_request(0, tokens(first))

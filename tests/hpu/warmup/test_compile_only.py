@@ -11,13 +11,16 @@ from captured_card import REFUSED, CapturedCard
 from emulated import emulated
 from tiny_models import make_tiny
 from torch import nn
+from two_prompts import greedy, working
 
 from config.buckets import BucketConfig, Range
 from config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from config.errors import ConfigError
 from config.execution import EAGER, HPU_GRAPHS, ExecutionConfig, ModeChoice, WarmupConfig
 from config.model.read_config import read_model_config
 from hpu.backends.gaudi import GaudiBackend
 from hpu.models.decoder import Decoder
+from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, Bucket, WarmupProgress
 from hpu.runner.counters import Counters
 from hpu.runner.input_buffers import InputBufferPool
@@ -36,7 +39,7 @@ BUCKETS = BucketConfig(
 
 
 class CompilingCard(CapturedCard):
-    """A card that notes the shapes of the tokens of each forward pass, and whether it was only
+    """A card that records the token shapes of each forward pass, and whether the pass was only
     compiled."""
 
     compiles = True
@@ -54,7 +57,7 @@ class CompilingCard(CapturedCard):
         self.only_compiles = False
 
     def note(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A hook before the forward pass."""
+        """Hook before the forward pass."""
         if self.only_compiles and inputs[0].numel() == self._refused:
             raise RuntimeError(REFUSED)
         self.passes.append((self.only_compiles, tuple(inputs[0].shape)))
@@ -83,7 +86,7 @@ def warmed(
             loaded, sampler, Counters(), num_blocks=16, captures=captures, graph_bytes=1 << 20
         )
         pools = parts.runner, parts.graphs, parts.input_buffers
-        ready = Warmup(*pools, card, config.warmup, 16).start(table, progress.append)
+        ready = Warmup(*pools, card, config.warmup, 16, Diagnostics()).start(table, progress.append)
     return ready, progress, parts.input_buffers
 
 
@@ -106,7 +109,61 @@ def test_every_bucket_is_compiled_after_the_largest_have_run_and_then_runs(folde
     assert [stage.done for stage in progress] == list(range(progress[0].total + 1))
 
 
-def test_nothing_is_only_compiled_where_it_is_turned_off(folder: Path) -> None:
+def test_buckets_are_compiled_without_a_forward_pass_on_request(folder: Path) -> None:
+    card = CompilingCard()
+
+    ready, progress, _ = warmed(folder, card, captures=False, mode="compile")
+
+    ran = {shape for only, shape in card.passes if not only}
+    assert sorted(shape for only, shape in card.passes if only) == sorted(b[1:3] for b in ready)
+    # The largest bucket of each phase, and the smallest launch of each sampler width.
+    assert ran == {(1, 64), (2, 1), (1, 1)}
+    assert len({bucket[1:3] for bucket in ready}) > len(ran)
+    assert [stage.done for stage in progress] == list(range(progress[0].total + 1))
+
+
+def test_a_device_that_compiles_only_what_it_runs_runs_each_bucket(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = CompilingCard(refused=64)
+
+    ready, _, _ = warmed(folder, card, mode="compile")
+
+    assert not {bucket[1:3] for bucket in ready} - {s for only, s in card.passes if not only}
+    assert any("--warmup is compile, and this device" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("mode", [HPU_GRAPHS, "torch-compile"])
+def test_requests_after_a_warm_up_without_a_forward_pass_get_the_same_tokens(
+    mode: str, folder: Path
+) -> None:
+    with working(folder) as on_cpu:
+        expected = greedy(on_cpu)
+    late: dict[str, tuple[int, int]] = {}
+
+    for kind in ("full", "compile"):
+        with working(
+            folder,
+            device="hpu-emulator",
+            execution=ExecutionConfig(mode=mode),
+            warmup=WarmupConfig(mode=kind),
+        ) as rig:
+            counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+            before = counts["compilations"], counts["captures"]
+            found = greedy(rig)
+            late[kind] = counts["compilations"] - before[0], counts["captures"] - before[1]
+        assert found == expected
+
+    # A bucket that was only compiled counts as ready.
+    assert late["compile"] == late["full"]
+
+
+def test_warmup_compile_is_refused_without_compile_only_warmup() -> None:
+    with pytest.raises(ConfigError, match="--warmup is compile and --compile-only-warmup is off"):
+        WarmupConfig(mode="compile", compile_only=False)
+
+
+def test_compile_only_can_be_disabled(folder: Path) -> None:
     card = CompilingCard()
 
     ready, _, _ = warmed(folder, card, compile_only=False)
@@ -114,7 +171,7 @@ def test_nothing_is_only_compiled_where_it_is_turned_off(folder: Path) -> None:
     assert ready and not any(only for only, _ in card.passes)
 
 
-def test_an_error_of_the_compiler_ends_the_pass_and_the_next_pass_names_the_bucket(
+def test_after_a_compiler_error_buckets_are_compiled_one_by_one(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     card = CompilingCard(refused=64)
@@ -128,7 +185,7 @@ def test_an_error_of_the_compiler_ends_the_pass_and_the_next_pass_names_the_buck
 
 @pytest.mark.parametrize("mode", ["full", "skip"])
 @pytest.mark.parametrize("captures", [True, False])
-def test_input_buffers_of_all_buckets_are_there_before_the_first_request(
+def test_input_buffers_of_all_buckets_exist_before_the_first_request(
     folder: Path, captures: bool, mode: str
 ) -> None:
     ready, _, input_buffers = warmed(folder, CompilingCard(), captures=captures, mode=mode)
@@ -139,7 +196,7 @@ def test_input_buffers_of_all_buckets_are_there_before_the_first_request(
     assert all(buffers.is_static for buffers in kept)
 
 
-def test_the_mode_of_the_vendor_compiles_and_leaves_tensors_as_they_were() -> None:
+def test_compile_only_mode_compiles_and_does_not_change_tensors() -> None:
     with emulated(strict=True) as emulator:
         backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, ""))
         x = torch.zeros(3, device="hpu")
@@ -162,7 +219,7 @@ def test_the_mode_of_the_vendor_compiles_and_leaves_tensors_as_they_were() -> No
 @pytest.mark.parametrize(
     ("mode", "unknown"), [(HPU_GRAPHS, {"PT_COMPILE_ONLY_MODE"}), (EAGER, set[str]())]
 )
-def test_without_the_mode_launches_are_executed(
+def test_without_compile_only_mode_launches_are_executed(
     mode: str, unknown: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     lazy = mode == HPU_GRAPHS

@@ -1,4 +1,4 @@
-"""Order of warm-up and captures; captures against published orders."""
+"""Order of warm-up and captures; captures compared with published orders."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ def table() -> BucketTable:
     return BucketTable.make(BucketConfig(strategy="exponential"), LIMITS)
 
 
-def test_prompts_come_before_decodes_and_each_phase_begins_with_its_largest() -> None:
+def test_prompts_precede_decodes_and_each_phase_begins_with_its_largest_bucket() -> None:
     buckets = [(DECODE, 4, 1, 8), (PREFILL, 1, 128, 0), (DECODE, 4, 1, 64), (PREFILL, 1, 512, 0)]
 
     order = largest_first(buckets, 128)
@@ -52,7 +52,7 @@ def test_prompts_come_before_decodes_and_each_phase_begins_with_its_largest() ->
 
 
 @pytest.mark.parametrize("traffic", [None, [Lengths(100, 20)] * 50])
-def test_what_is_ready_first_holds_every_prompt_and_every_decode(
+def test_the_first_ready_buckets_fit_every_prompt_and_decode(
     table: BucketTable, traffic: list[Lengths] | None
 ) -> None:
     first, rest = split_buckets(table, table.buckets, traffic)
@@ -77,7 +77,7 @@ def test_the_most_used_buckets_of_the_traffic_come_first(table: BucketTable) -> 
     assert sum(shares[bucket] for bucket in rest) < 0.03
 
 
-def test_without_a_traffic_the_most_used_by_a_general_traffic_come_first(
+def test_without_a_traffic_buckets_are_ordered_by_their_use_in_general_traffic(
     table: BucketTable,
 ) -> None:
     launches = general_launches(LIMITS)
@@ -98,16 +98,15 @@ def test_without_a_traffic_the_most_used_by_a_general_traffic_come_first(
 def test_buckets_are_ordered_by_their_share_of_the_launches_of_a_traffic(
     table: BucketTable,
 ) -> None:
-    # A single sequence decodes after each prompt of 100 tokens: nothing else is launched.
+    # Each prompt of 100 tokens is followed by decodes of a single sequence, and no other launch
+    # occurs.
     order = by_use(table, table.buckets, [Lengths(100, 300)])
 
     assert order[0] == (DECODE, *table.find(DECODE, 1, 1, 1).bucket)
     assert order[1] == (PREFILL, *table.find(PREFILL, 1, 100, 0).bucket)
 
 
-def test_without_the_buckets_that_no_requests_can_fill_every_launch_finds_the_bucket_it_had() -> (
-    None
-):
+def test_dropping_unreachable_buckets_changes_no_lookup() -> None:
     limits = replace(LIMITS, num_blocks=4000)
     full = BucketTable.make(BucketConfig(strategy="exponential"), limits)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
@@ -123,7 +122,7 @@ def test_without_the_buckets_that_no_requests_can_fill_every_launch_finds_the_bu
             assert table.find(PREFILL, 1, query, blocks) == full.find(PREFILL, 1, query, blocks)
 
 
-def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> None:
+def test_all_buckets_are_reachable_without_prefix_caching() -> None:
     limits = replace(LIMITS, prefix_caching=False)
     table = BucketTable.make(BucketConfig(strategy="exponential"), limits)
 
@@ -135,7 +134,7 @@ def test_where_a_decode_reads_a_slice_of_the_cache_every_length_is_needed() -> N
     [v for v in VECTORS if v["func"].startswith("capture_order")],
     ids=lambda v: v["name"],
 )
-def test_the_order_equals_the_published_one(vector: dict[str, Any]) -> None:
+def test_the_order_equals_the_published_order(vector: dict[str, Any]) -> None:
     given = vector["params"]
     buckets = [(DECODE, batch, 1, length) for batch, length in given["cells"]]
 
@@ -144,13 +143,13 @@ def test_the_order_equals_the_published_one(vector: dict[str, Any]) -> None:
     assert [[batch, n] for _, batch, _, n in order[: given.get("head")]] == vector["expected"]
 
 
-def test_an_unknown_order_names_those_there_are() -> None:
+def test_an_unknown_order_is_refused_with_the_known_orders() -> None:
     with pytest.raises(ConfigError, match="min_tokens, max_bs"):
         order_buckets([(DECODE, 1, 1, 1)], "largest", block_size=1)
 
 
 @pytest.mark.parametrize("vector", [v for v in VECTORS if v["func"] == "graph_split"])
-def test_graphs_are_split_as_published(vector: dict[str, Any]) -> None:
+def test_graph_memory_is_split_as_published(vector: dict[str, Any]) -> None:
     given = vector["params"]
 
     parts = split_graphs(given["pool"], given["prompt_ratio"])
@@ -158,7 +157,7 @@ def test_graphs_are_split_as_published(vector: dict[str, Any]) -> None:
     assert [round(part, given["digits"]) for part in parts] == vector["expected"]
 
 
-def test_a_bucket_expected_to_be_too_large_is_left_out_and_a_smaller_one_still_tried() -> None:
+def test_a_bucket_expected_to_be_too_large_is_skipped_and_smaller_buckets_are_tried() -> None:
     budget = CaptureBudget(1000, block_size=1)
 
     tried = [budget.fits((DECODE, 1, 1, 100))]
@@ -176,7 +175,7 @@ def test_nothing_is_captured_beyond_the_budget() -> None:
     assert not budget.fits((DECODE, 1, 1, 1))
 
 
-def test_cached_context_counts_as_tokens_and_buckets_of_one_size_go_by_shape() -> None:
+def test_cached_context_counts_as_tokens_and_equal_buckets_are_ordered_by_shape() -> None:
     buckets = [(PREFILL, 1, 128, 2), (PREFILL, 1, 384, 0), (PREFILL, 1, 256, 0)]
 
     ordered = order_buckets(buckets, "min_tokens", block_size=128)
@@ -184,7 +183,7 @@ def test_cached_context_counts_as_tokens_and_buckets_of_one_size_go_by_shape() -
     assert ordered == [(PREFILL, 1, 256, 0), (PREFILL, 1, 128, 2), (PREFILL, 1, 384, 0)]
 
 
-def test_decodes_go_by_batch_then_blocks() -> None:
+def test_decodes_are_ordered_by_batch_then_blocks() -> None:
     buckets = [(DECODE, 2, 1, 9), (DECODE, 4, 1, 8), (DECODE, 4, 1, 4)]
 
     assert order_buckets(buckets, "max_bs", 128) == [buckets[2], buckets[1], buckets[0]]

@@ -1,4 +1,4 @@
-"""What is prepared, in which order, and the message when memory does not suffice."""
+"""Prepared buckets, their order, and the message when memory does not suffice."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from config.model.read_config import read_model_config
 from config.traffic import read_traffic
 from hpu.bucketing.bucket_table import BucketTable
 from hpu.models.decoder import Decoder
+from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, PREFILL, WarmupProgress
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
@@ -37,7 +38,7 @@ BUCKETS = BucketConfig(
 
 
 class Rig(NamedTuple):
-    """A warm-up that has run, and what it worked on."""
+    """A completed warm-up and the objects that it used."""
 
     warmup: Warmup
     graphs: GraphCache
@@ -46,7 +47,7 @@ class Rig(NamedTuple):
     counters: Counters
     table: BucketTable
     buckets: list[tuple[int, int, int, int]]
-    """The buckets that a launch can use."""
+    """Buckets that a launch can use."""
     ready: list[tuple[int, int, int, int]]
     progress: list[WarmupProgress]
 
@@ -78,7 +79,7 @@ def warmed(folder: Path, card: CapturedCard, *, graph_bytes: int = 1 << 20, **se
         )
         runner, graphs = parts.runner, parts.graphs
         assert isinstance(runner, ModelRunner)
-        warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, 8)
+        warmup = Warmup(runner, graphs, parts.input_buffers, card, config.warmup, 8, Diagnostics())
         ready = warmup.start(table, progress.append)
     return Rig(warmup, graphs, runner, card, counters, table, table.reachable, ready, progress)
 
@@ -109,7 +110,7 @@ def test_every_bucket_is_captured_in_the_order_of_its_use_and_replayed(
     assert rig.counters.total("graphs") == len(rig.buckets)
 
 
-def test_graphs_are_captured_in_the_orders_of_the_vendor_if_asked_for(folder: Path) -> None:
+def test_graphs_are_captured_in_the_vendors_orders_on_request(folder: Path) -> None:
     rig = warmed(folder, CapturedCard(), prompt_order="min_tokens", decode_order="max_bs")
 
     prompts = order_buckets(phase_of(rig, PREFILL), "min_tokens", 8)
@@ -117,7 +118,7 @@ def test_graphs_are_captured_in_the_orders_of_the_vendor_if_asked_for(folder: Pa
     assert rig.card.captured == [tokens_of(bucket) for bucket in prompts + decodes]
 
 
-def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Path) -> None:
+def test_progress_counts_every_step_of_the_warm_up_up_to_the_total(folder: Path) -> None:
     rig = warmed(folder, CapturedCard())
 
     done = [progress.done for progress in rig.progress]
@@ -126,7 +127,7 @@ def test_progress_goes_through_runs_samplings_and_captures_to_its_end(folder: Pa
     assert rig.progress[1].left_s > 0 and rig.progress[-1].left_s == 0
 
 
-def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_graph(
+def test_buckets_beyond_the_graph_budget_are_logged_and_run_without_a_graph(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = warmed(
@@ -147,11 +148,11 @@ def test_what_the_budget_leaves_out_is_named_with_the_flags_and_runs_without_a_g
     caplog.clear()
     with torch.inference_mode():
         rig.runner.warm_up(left_out[0], GREEDY)
-    assert not caplog.messages  # nothing is compiled: it has run before
+    assert not caplog.messages  # The bucket has run before, so nothing is compiled.
     assert rig.counters.total("compilations.prefill.serving") == 0
 
 
-def test_what_prompts_do_not_need_goes_to_decodes_and_the_other_way(folder: Path) -> None:
+def test_unused_graph_memory_of_a_phase_is_given_to_the_other_phase(folder: Path) -> None:
     for ratio in (0.95, 0.05):
         rig = warmed(folder, CapturedCard(), graph_bytes=60 * GRAPH_BYTES, graph_prompt_ratio=ratio)
 
@@ -159,7 +160,7 @@ def test_what_prompts_do_not_need_goes_to_decodes_and_the_other_way(folder: Path
         assert rig.counters.total("graphs") == len(rig.buckets)
 
 
-def test_a_card_that_is_full_ends_the_captures_and_serves_on(
+def test_a_full_card_ends_the_captures_and_keeps_all_buckets(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = warmed(folder, CapturedCard(capacity=3))
@@ -182,7 +183,7 @@ def test_a_bucket_that_cannot_run_is_not_used(
     assert any("does not fit" in text for text in caplog.messages)
 
 
-def test_a_bucket_that_the_compiler_refuses_is_told_and_left_out(
+def test_a_bucket_that_the_compiler_refuses_is_logged_and_dropped(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = warmed(folder, CapturedCard(uncompilable=64))
@@ -213,7 +214,7 @@ def test_a_phase_without_any_bucket_is_an_error_that_names_the_flag(folder: Path
         warmed(folder, CapturedCard(most_tokens=10))
 
 
-def test_a_background_warm_up_prepares_the_rest_one_by_one(folder: Path) -> None:
+def test_a_background_warm_up_prepares_the_rest_in_sequence(folder: Path) -> None:
     rig = warmed(folder, CapturedCard(), mode="background")
     num_deferred = rig.warmup.num_deferred
 
@@ -229,7 +230,7 @@ def test_a_background_warm_up_prepares_the_rest_one_by_one(folder: Path) -> None
     assert rig.counters.total("compilations.prefill.serving") == 0
 
 
-def test_traffic_says_which_buckets_come_first(folder: Path, tmp_path: Path) -> None:
+def test_traffic_decides_which_buckets_come_first(folder: Path, tmp_path: Path) -> None:
     traffic = tmp_path / "traffic.jsonl"
     traffic.write_text('{"prompt_tokens": 20, "output_tokens": 3}\n' * 20)
 
@@ -239,7 +240,7 @@ def test_traffic_says_which_buckets_come_first(folder: Path, tmp_path: Path) -> 
     assert rig.warmup.num_deferred > 0
 
 
-def test_without_a_warm_up_nothing_runs_and_the_operator_is_told(
+def test_without_a_warm_up_nothing_runs_and_a_warning_is_logged(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = warmed(folder, CapturedCard(), mode="skip")
@@ -249,7 +250,7 @@ def test_without_a_warm_up_nothing_runs_and_the_operator_is_told(
     assert rig.graphs.on_demand
 
 
-def test_lines_tell_buckets_steps_graphs_and_the_total(
+def test_log_lines_have_buckets_steps_graphs_and_the_total(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

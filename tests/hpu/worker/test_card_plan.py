@@ -1,4 +1,4 @@
-"""A model in a card's memory: the guide's example, and what is advised when it does not fit."""
+"""A model in a card's memory: the guide's example, and suggestions when it does not fit."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ LARGE = replace(
     SMALL, path="70b", hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
 )
 FLAGS = 2 * 128
-"""Bytes of a block's flags of tokens that are not finite."""
+"""Bytes per block of the flags for non-finite tokens."""
 
 
 def demand(**changed: Any) -> CardDemand:
@@ -46,7 +46,7 @@ def demand(**changed: Any) -> CardDemand:
     return CardDemand(**{**given, **changed})
 
 
-def test_the_guides_example_is_split_as_published() -> None:
+def test_the_example_of_the_guide_is_split_as_published() -> None:
     guide = demand(utilization=0.5, graph_reserved=0.4, max_model_len=2048)
     taken = plan_card(SMALL, guide)
     card_bytes = taken.weight_bytes + taken.activation_bytes + int(79.16 * GIB)
@@ -57,12 +57,13 @@ def test_the_guides_example_is_split_as_published() -> None:
     assert [round(part / GIB, 2) for part in parts] == [79.16, 39.58, 15.83, 23.75]
     assert plan.block_bytes == (16 << 20) + FLAGS
     assert plan.fits
-    # The guide's log prints the blocks of what it rounds to 23.75, for keys and values alone.
+    # The guide's log prints the blocks of the memory that it rounds to 23.75 GiB, for keys and
+    # values alone.
     kv_bytes = int(23.75 * GIB) + 1520 * FLAGS
     assert plan_card(SMALL, replace(guide, kv_bytes=kv_bytes)).num_blocks == 1519
 
 
-def test_a_long_context_over_many_new_tokens_takes_no_mask_of_both() -> None:
+def test_a_long_context_with_many_new_tokens_needs_no_full_mask() -> None:
     long = demand(max_model_len=131072, max_num_seqs=4, max_num_batched_tokens=8192)
 
     joined = plan_card(SMALL, long).activation_bytes
@@ -72,7 +73,7 @@ def test_a_long_context_over_many_new_tokens_takes_no_mask_of_both() -> None:
     assert joined - sliced > 8192 * 131072 * 2
 
 
-def test_the_guides_card_leaves_about_what_its_log_says() -> None:
+def test_the_plan_leaves_about_the_free_memory_that_the_guide_logs() -> None:
     plan = plan_card(SMALL, demand(max_model_len=2048))
 
     assert round(plan.card_bytes / GIB, 2) == 94.62
@@ -80,7 +81,7 @@ def test_the_guides_card_leaves_about_what_its_log_says() -> None:
     assert abs(plan.free_bytes / GIB - 79.16) < 0.25
 
 
-def test_each_card_holds_its_share() -> None:
+def test_each_card_holds_its_share_of_weights_and_blocks() -> None:
     alone, shared = plan_card(SMALL, demand()), plan_card(SMALL, demand(num_cards=8))
 
     assert 8 * (shared.block_bytes - FLAGS) == alone.block_bytes - FLAGS
@@ -91,7 +92,7 @@ def test_each_card_holds_its_share() -> None:
 def test_the_flags_of_tokens_are_counted_for_a_model_and_its_draft_model(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     model = load_decoder(folder)
-    # Attention on a card zeroes numbers that are not finite.
+    # Attention on a card zeroes non-finite numbers, which needs the flags.
     model.read_contiguously()
     block = block_bytes(model, 16, torch.float32)
     method = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
@@ -105,13 +106,13 @@ def test_the_flags_of_tokens_are_counted_for_a_model_and_its_draft_model(tmp_pat
     assert plan_card(facts, both).block_bytes == 2 * block
 
 
-def test_sequences_at_once_are_counted_in_whole_blocks() -> None:
+def test_concurrent_sequences_are_counted_in_whole_blocks() -> None:
     plan = plan_card(SMALL, demand(num_blocks=100))
 
     assert [plan.sequences(tokens) for tokens in (128, 129, 8192)] == [100, 50, 1]
 
 
-def test_weights_beyond_a_card_ask_for_more_cards() -> None:
+def test_weights_larger_than_a_card_suggest_more_cards() -> None:
     plan = plan_card(LARGE, demand())
 
     advice = changes(LARGE, plan)
@@ -120,7 +121,7 @@ def test_weights_beyond_a_card_ask_for_more_cards() -> None:
     assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card"]
 
 
-def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None:
+def test_a_context_beyond_the_cache_suggests_a_shorter_context_or_more_memory() -> None:
     tight = demand(card_bytes=int(20.93 * GIB), max_model_len=32768, utilization=0.85)
     plan = plan_card(SMALL, tight)
 
@@ -140,7 +141,7 @@ def test_a_context_beyond_the_cache_asks_for_less_of_it_or_more_memory() -> None
     assert plan_card(SMALL, replace(tight, max_model_len=holds)).fits
 
 
-def test_a_larger_generation_is_offered() -> None:
+def test_a_plan_that_does_not_fit_suggests_a_larger_generation() -> None:
     plan = plan_card(LARGE, demand(num_cards=2, max_model_len=131072, utilization=0.75))
 
     advice = changes(LARGE, plan)
@@ -149,7 +150,7 @@ def test_a_larger_generation_is_offered() -> None:
     assert any(line.startswith("--device gaudi3: ") for line in advice)
 
 
-def test_blocks_that_were_told_must_fit_into_what_is_free() -> None:
+def test_a_given_number_of_blocks_must_fit_into_free_memory() -> None:
     plan = plan_card(SMALL, demand(num_blocks=6000))
 
     (first, *_) = changes(SMALL, plan)
@@ -161,11 +162,11 @@ def test_blocks_that_were_told_must_fit_into_what_is_free() -> None:
     assert not plan_card(SMALL, demand(num_blocks=most + 1)).fits
 
 
-def test_nothing_helps_a_model_that_no_box_holds() -> None:
+def test_a_model_too_large_for_eight_cards_gets_no_suggestion() -> None:
     huge = replace(LARGE, num_layers=4000)
 
     assert changes(huge, plan_card(huge, demand())) == [
-        "no setting here makes it fit: a smaller model would"
+        "no setting makes it fit: use a smaller model"
     ]
 
 

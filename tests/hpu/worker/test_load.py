@@ -1,4 +1,4 @@
-"""check_memory: weights and contexts that no memory holds are refused before they are allocated."""
+"""check_memory: weights and contexts that exceed memory are refused before they are allocated."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Restarts: the number of KV blocks of an earlier start, and what it is worth."""
+"""Restarts: when the number of KV blocks of an earlier start is reused."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the recipe cache."""
+    """Folder of the recipe cache."""
     folder = tmp_path / "recipes"
     monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,1024")
     return folder
@@ -44,7 +44,7 @@ class FirstStart(NamedTuple):
     ready: WorkerReady
     misses: int
     left: Path
-    """A folder with what it left: the recipe cache and the file beside it."""
+    """Copy of the recipe cache and of the file beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def first_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstS
 
 @pytest.fixture
 def first(first_start: FirstStart, recipes: Path) -> FirstStart:
-    """The first start, as if it had just ended, with `recipes`."""
+    """The first start's results, with its recipe cache and file restored to `recipes`."""
     shutil.copytree(first_start.left, recipes.parent, dirs_exist_ok=True)
     return first_start
 
@@ -85,7 +85,7 @@ def config_of(model: Path, memory_bytes: int = MEMORY, **settings: Any) -> Engin
 
 
 def start(config: EngineConfig) -> tuple[WorkerReady, tuple[int, int]]:
-    """A worker's report, and (hits, misses) of its recipe cache."""
+    """The worker's report, and (hits, misses) of its recipe cache."""
     worker = Worker(config)
     try:
         ready = worker.start(lambda progress: None)
@@ -100,7 +100,7 @@ def restarts(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("change", [-(1 << 18), 1 << 18])
-def test_a_restart_with_a_little_other_memory_compiles_nothing(
+def test_a_restart_with_slightly_different_memory_compiles_nothing(
     change: int, model: Path, first: FirstStart, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -120,7 +120,7 @@ def test_a_restart_with_a_little_other_memory_compiles_nothing(
 def test_the_profile_run_of_a_restart_has_the_same_shapes(
     recipes: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With 3,000 sequences the free memory bounds its largest decode."""
+    """With 3,000 sequences, free memory limits the largest decode."""
     folder = tmp_path_factory.mktemp("long")
     model = make_tiny("llama", folder, num_hidden_layers=8, max_position_embeddings=4096)
     settings: dict[str, Any] = {
@@ -137,7 +137,7 @@ def test_the_profile_run_of_a_restart_has_the_same_shapes(
 
 
 @pytest.mark.parametrize("memory_bytes", [MEMORY * 3 // 4, MEMORY * 3 // 2])
-def test_a_restart_with_much_other_memory_takes_what_fits_and_remembers_that(
+def test_a_restart_with_very_different_memory_stores_a_new_number(
     memory_bytes: int, model: Path, first: FirstStart, caplog: pytest.LogCaptureFixture
 ) -> None:
     second, _ = start(config_of(model, memory_bytes))
@@ -150,7 +150,7 @@ def test_a_restart_with_much_other_memory_takes_what_fits_and_remembers_that(
     assert (third.num_blocks, misses) == (second.num_blocks, 0)
 
 
-def test_a_configured_number_wins_and_other_settings_remember_their_own(
+def test_a_configured_number_takes_precedence_and_other_settings_have_separate_records(
     model: Path, first: FirstStart, recipes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     num_blocks = first.ready.num_blocks
@@ -170,7 +170,7 @@ def test_a_configured_number_wins_and_other_settings_remember_their_own(
     assert len(json.loads(file.read_text())["entries"]) == 3
 
 
-def test_without_a_recipe_cache_nothing_is_remembered(
+def test_without_a_recipe_cache_no_record_is_stored(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
@@ -197,8 +197,9 @@ def test_without_a_recipe_cache_nothing_is_remembered(
         b'"profile_blocks": 3}}}',
         b'{"format": 1, "entries": ["a"]}',
         b" " * (2 << 20),
+        b"[" * 100_000,
     ],
-    ids=["empty", "bytes", "list", "format", "field", "negative", "entries", "size"],
+    ids=["empty", "bytes", "list", "format", "field", "negative", "entries", "size", "depth"],
 )
 def test_a_file_of_another_kind_is_ignored_with_one_line_and_replaced(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -230,7 +231,7 @@ def test_each_description_has_its_own_entry_and_the_oldest_are_dropped(tmp_path:
     assert record(3).read() == replace(SPLIT, num_blocks=3)
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_one_line(
+def test_an_unwritable_folder_is_logged_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -259,7 +260,5 @@ def test_a_record_of_another_user_is_ignored(
 @pytest.mark.parametrize(
     ("fitting", "is_taken"), [(989, False), (990, True), (1000, True), (1050, True), (1051, False)]
 )
-def test_the_earlier_number_is_taken_if_a_little_less_or_somewhat_more_fits(
-    fitting: int, is_taken: bool
-) -> None:
+def test_the_earlier_number_is_reused_within_a_tolerance(fitting: int, is_taken: bool) -> None:
     assert is_near(1000, fitting) == is_taken

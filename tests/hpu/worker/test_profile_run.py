@@ -47,7 +47,7 @@ def config_of(folder: Path, memory_bytes: int, **settings: Any) -> EngineConfig:
     )
 
 
-def test_the_largest_launch_is_measured_and_what_it_needs_stays_free(
+def test_the_largest_launch_is_measured_and_its_memory_stays_free(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -64,14 +64,14 @@ def test_the_largest_launch_is_measured_and_what_it_needs_stays_free(
     assert "(gpu_memory_utilization=0.9)" in memory.getMessage()
     fields = memory.fields  # type: ignore[attr-defined]  # of the JSON log
     assert fields["is_measured"] and fields["largest_launch_bytes"] > 0
-    # A block: keys and values of two layers, two heads of 16 in float32, 16 tokens.
-    # A flag in float32 for each slot beside them (hpu/layers/non_finite.py).
+    # Per block: keys and values of two layers with two heads of 16 in float32 for 16 tokens, plus a
+    # float32 flag per slot (hpu/layers/non_finite.py).
     assert ready.kv_bytes == (ready.num_blocks + 1) * 16 * 4 * (2 * 2 * 2 * 16 + 1)
     assert 0.75 * 128 * MIB < ready.kv_bytes < 0.81 * 128 * MIB
     assert ready.graph_bytes > 0 and free > 0
 
 
-def test_a_pinned_number_of_blocks_is_kept_whatever_is_free(folder: Path) -> None:
+def test_a_pinned_number_of_blocks_does_not_depend_on_free_memory(folder: Path) -> None:
     found = []
     for megabytes in (64, 128):
         worker = Worker(config_of(folder, megabytes * MIB, num_blocks=200))
@@ -84,11 +84,14 @@ def test_a_pinned_number_of_blocks_is_kept_whatever_is_free(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("memory_bytes", "words"),
     [
-        (2 * MIB, r"memory is full before the model is ready \(.*Allocation failed.*\)"),
+        (
+            2 * MIB,
+            r"the device ran out of memory before the model was ready \(.*Allocation failed.*\)",
+        ),
         (3 * MIB, r"largest launch .* MiB are free; lower --max-num"),
     ],
 )
-def test_a_card_that_is_too_small_says_what_did_not_fit(
+def test_a_card_that_is_too_small_is_reported_with_the_sizes(
     folder: Path, memory_bytes: int, words: str
 ) -> None:
     worker = Worker(config_of(folder, memory_bytes))

@@ -1,4 +1,4 @@
-"""A worker sleeps and wakes up: its memory is free in between, and it says what it said before."""
+"""A worker sleeps and wakes up: its memory is free in between, and its tokens do not change."""
 
 import gc
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def card_rig(folder: Path) -> Iterator[WorkerRig]:
         emulator=CARD,
         buckets=BUCKETS,
         steps=(2, 64, 16),
-        # No more launches than BUCKETS has: each wake-up captures them all.
+        # Limits that fit BUCKETS: each wake-up captures all launches.
         max_num_seqs=2,
         max_num_batched_tokens=128,
         max_model_len=64,
@@ -54,7 +54,7 @@ def card_memory() -> Any:
 
 
 def said(rig: WorkerRig) -> list[list[int]]:
-    """The tokens of two requests, which leave nothing behind."""
+    """Tokens of two requests, which are freed afterwards."""
     rig.admit(0, list(range(20, 50)))
     rig.admit(1, [44, 45, 46])
     rig.prefill({0: None, 1: None})
@@ -81,9 +81,7 @@ def live_bytes() -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_on_a_cpu_the_cache_is_given_back_and_at_level_two_the_weights_too(
-    folder: Path, level: int
-) -> None:
+def test_a_cpu_sleep_frees_the_cache_and_at_level_two_the_weights(folder: Path, level: int) -> None:
     rig = WorkerRig(folder)
     before, awake = said(rig), live_bytes()
 
@@ -124,7 +122,7 @@ def test_a_card_is_empty_while_its_worker_sleeps_and_every_graph_is_captured_aga
     assert progress[-1].done == progress[-1].total > 0
 
 
-def test_a_worker_that_finds_no_memory_sleeps_on_and_can_be_woken_later(
+def test_a_worker_without_memory_stays_asleep_and_can_wake_up_later(
     card_rig: WorkerRig,
 ) -> None:
     rig, memory = card_rig, card_memory()
@@ -133,7 +131,7 @@ def test_a_worker_that_finds_no_memory_sleeps_on_and_can_be_woken_later(
     others = memory.allocate(memory.limit - memory.in_use - rig.ready.weight_bytes - 1000)
     taken = memory.in_use
 
-    with pytest.raises(RequestFailed, match="cannot wake up, and sleeps on"):
+    with pytest.raises(RequestFailed, match="cannot wake up and stays asleep"):
         rig.worker.wake_up(lambda progress: None)
 
     left = memory.in_use

@@ -1,4 +1,4 @@
-"""What a back end does at its start is progress of the worker's start."""
+"""Steps of a back end's start are reported as progress of the worker's start."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from hpu.worker.worker import Worker
 
 
 class Selected(Exception):
-    """Raised instead of a whole start."""
+    """Raised to end the start early."""
 
 
 def test_steps_of_the_back_end_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""States of requests through a worker: reuse of an index with steps in flight, memory, settings."""
+"""Recurrent states of requests in a worker: reuse of an index with steps in flight, memory,
+settings."""
 
 import re
 from pathlib import Path
@@ -39,11 +40,11 @@ def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path)
 
         found = rig.free(0)
 
-    # The decode in flight belonged to the request before.
+    # The decode in flight belonged to the previous request at this index.
     assert found[-13:] == expected
 
 
-def test_indices_do_not_matter(folder: Path) -> None:
+def test_tokens_do_not_depend_on_request_indices(folder: Path) -> None:
     with working_wide(folder) as rig:
         expected = greedy(rig)
         for req_index, prompt in ((6, PROMPTS[0]), (3, PROMPTS[1])):
@@ -59,43 +60,38 @@ def test_indices_do_not_matter(folder: Path) -> None:
     assert found == expected
 
 
-def test_prefix_caching_and_merged_prefill_are_off_with_one_line_each(
+def test_disabled_prefix_caching_and_merged_prefill_are_logged_once_each(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"), working_wide(folder, merged_prefill=True) as rig:
         limits = rig.ready.bucket_limits
 
     assert not limits.prefix_caching and not limits.merged_prefill
-    assert caplog.text.count("Prefix caching is off: the model has layers with a state") == 1
-    assert caplog.text.count("Merged prefill is off: the model has layers with a state") == 1
+    assert caplog.text.count("Prefix caching is off: the model has recurrent layers") == 1
+    assert caplog.text.count("Merged prefill is off: the model has recurrent layers") == 1
     assert re.search(r"States: \d+\.\d\d [KM]iB for 8 requests", caplog.text)
 
 
-def test_states_are_freed_asleep_and_counted(folder: Path) -> None:
+def test_states_are_counted_and_freed_during_sleep(folder: Path) -> None:
     with working_wide(folder) as rig:
         expected = greedy(rig)
-        states = [tensor for layer in rig.worker._loaded.model.state_layers  # type: ignore[union-attr]
+        states = [tensor for layer in rig.worker.loaded.model.state_layers
                   for tensor in layer.state._tensors]  # fmt: skip
-        # States of 8 requests, of the runner itself and of padding.
+        # States of 8 requests, the runner and padding.
         assert {len(state) for state in states} == {10}
         num_bytes = sum(state.numel() * state.element_size() for state in states)
-        keys = rig.worker._components.cache.bytes  # type: ignore[union-attr]
+        keys = rig.worker.serving.components.cache.bytes  # type: ignore[union-attr]
         assert rig.ready.kv_bytes == keys + num_bytes
 
         rig.sleep(1)
-        assert not any(
-            layer.state._tensors
-            for layer in rig.worker._loaded.model.state_layers  # type: ignore[union-attr]
-        )
+        assert not any(layer.state._tensors for layer in rig.worker.loaded.model.state_layers)
         rig.worker.wake_up(lambda progress: None)
 
         assert greedy(rig) == expected
 
 
 @pytest.mark.parametrize("mode", ["full", "skip"])
-def test_a_launch_runs_once_also_where_its_bucket_was_not_warmed_up(
-    mode: str, folder: Path
-) -> None:
+def test_a_launch_in_an_unprepared_bucket_runs_once(mode: str, folder: Path) -> None:
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 

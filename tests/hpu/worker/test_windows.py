@@ -1,5 +1,5 @@
-"""Layers with a window that cache no more than it, through a worker: memory, reuse of an index with
-steps in flight, sleep, and the lines that say which form is used."""
+"""Sliding-window layers with window-sized caches in a worker: memory, reuse of an index with steps
+in flight, sleep, and the log lines that name the cache form."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from two_prompts import PROMPTS, greedy, working_wide
 from worker_rig import BLOCK_SIZE, WorkerRig
 
 RINGS = 10
-"""Rings of 8 requests, of the runner itself and of padding."""
+"""Rings of 8 requests, the runner and padding."""
 
 
 @pytest.fixture(scope="module", params=["gpt_oss", "llama4_text"])
@@ -20,8 +20,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def caches(rig: WorkerRig) -> list[int]:
-    """Slots of the keys of each layer."""
-    model = rig.worker._loaded.model  # type: ignore[union-attr]
+    """Number of key slots of each layer."""
+    model = rig.worker.loaded.model
     return [len(layer.attn.caches[0]) for layer in model.attention_layers]  # type: ignore[union-attr]
 
 
@@ -34,7 +34,7 @@ def test_the_cache_of_a_window_is_as_large_as_the_window(
 
     with caplog.at_level("INFO"), working_wide(folder, prefix_caching=False) as rig:
         assert greedy(rig) == expected
-        # A window of 9 or a chunk of 7 lies in two blocks.
+        # A window of 9 or a chunk of 7 takes two blocks.
         assert caches(rig) == [RINGS * 2 * BLOCK_SIZE, 97 * BLOCK_SIZE]
         assert rig.ready.kv_bytes == whole // 2 * (97 + RINGS * 2) // 97
         rig.sleep(1)
@@ -68,14 +68,14 @@ def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path)
 
 
 @torch.inference_mode()
-def test_what_was_not_finite_is_gone_before_the_index_is_used_again(folder: Path) -> None:
+def test_non_finite_values_are_cleared_before_an_index_is_reused(folder: Path) -> None:
     with working_wide(folder, prefix_caching=False) as rig:
         expected = greedy(rig)
-        model = rig.worker._loaded.model  # type: ignore[union-attr]
+        model = rig.worker.loaded.model
         for layer in model.attention_layers:  # type: ignore[union-attr]
             for cache in layer.attn.caches:
                 cache[: 2 * BLOCK_SIZE] = torch.nan
-        cache = rig.worker._components.cache  # type: ignore[union-attr]
+        cache = rig.worker.serving.components.cache
         cache.scrub([0, 1])
         cache.scrub_rings(0)
 
@@ -91,7 +91,7 @@ def test_what_was_not_finite_is_gone_before_the_index_is_used_again(folder: Path
         ({"num_blocks": 19}, "windows for 8 requests (max-num-seqs) leave no room"),
     ],
 )
-def test_one_line_says_why_whole_contexts_are_cached(
+def test_the_log_has_the_reason_why_full_contexts_are_cached(
     settings: dict[str, int], why: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"prefix_caching": False, "max_model_len": 128, **settings}
@@ -101,7 +101,7 @@ def test_one_line_says_why_whole_contexts_are_cached(
     assert caplog.text.count("cache the whole context, because " + why) == 1
 
 
-def test_a_model_without_other_layers_keeps_blocks(
+def test_a_model_with_only_windowed_layers_keeps_full_caches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny("mistral", tmp_path, sliding_window=9)

@@ -1,4 +1,4 @@
-"""A worker's life: what it finds out at start, what it refuses, what it leaves."""
+"""A worker's life cycle: its report at start, refusals, and clean-up."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def test_an_exact_worker_is_ready_after_one_prefill_and_one_decode(folder: Path) -> None:
+def test_a_worker_with_exact_buckets_is_ready_after_a_prefill_and_a_decode(folder: Path) -> None:
     rig = WorkerRig(folder)
 
     ready = rig.ready
@@ -42,7 +42,7 @@ def test_an_exact_worker_is_ready_after_one_prefill_and_one_decode(folder: Path)
     assert (ready.num_blocks, ready.block_size, ready.max_model_len) == (96, BLOCK_SIZE, 512)
     assert (ready.vocab_size, ready.device, ready.dtype) == (320, "cpu", "float32")
     assert ready.buckets == []
-    # Keys and values of two layers, two heads of 16 in float32, and the pad block.
+    # Keys and values of two layers with two heads of 16 in float32, including the pad block.
     assert ready.kv_bytes == 97 * BLOCK_SIZE * 2 * 2 * 2 * 16 * 4
     assert ready.weight_bytes > 0 and ready.load_s > 0 and ready.warmup_s > 0
     assert ready.total_bytes > ready.kv_bytes
@@ -66,7 +66,7 @@ def test_every_prepared_bucket_runs_before_the_first_plan(
     assert len(lines) == 1 and f"{len(rig.ready.buckets)} buckets" in lines[0]
 
 
-def test_a_prepared_table_says_the_same_as_an_exact_one(folder: Path) -> None:
+def test_a_prepared_table_gives_the_tokens_of_an_exact_table(folder: Path) -> None:
     said = []
     for steps, buckets in (((1, 1, 1), None), ((3, 128, 96), LINEAR)):
         rig = WorkerRig(folder, steps=steps, buckets=buckets)
@@ -81,7 +81,7 @@ def test_a_prepared_table_says_the_same_as_an_exact_one(folder: Path) -> None:
     assert said[0] == said[1]
 
 
-def test_a_step_says_how_long_each_launch_and_the_host_took(folder: Path) -> None:
+def test_a_step_reports_the_times_of_launches_and_host(folder: Path) -> None:
     rig = WorkerRig(folder)
     rig.admit(0, [30, 31, 32])
     rig.admit(1, [33])
@@ -97,7 +97,7 @@ def test_a_step_says_how_long_each_launch_and_the_host_took(folder: Path) -> Non
     assert result.counters == {}
 
 
-def test_a_plan_without_launches_gets_its_result_too(folder: Path) -> None:
+def test_a_plan_without_launches_gets_a_result(folder: Path) -> None:
     rig = WorkerRig(folder)
     rig.admit(0, [30, 31, 32])
 
@@ -107,7 +107,7 @@ def test_a_plan_without_launches_gets_its_result_too(folder: Path) -> None:
     assert (result.step, result.tokens, result.seconds) == (0, [], [])
 
 
-def test_a_result_can_be_asked_for_before_it_is_waited_for(folder: Path) -> None:
+def test_a_result_can_be_polled_before_it_is_awaited(folder: Path) -> None:
     rig = WorkerRig(folder)
     rig.admit(0, [30, 31, 32])
     rig.prefill({0: None})
@@ -156,7 +156,7 @@ def test_a_context_longer_than_the_checkpoints_is_served_with_one_warning(
     assert "context of 600 tokens is longer than the 512 that the checkpoint" in warning
 
 
-def test_a_checkpoint_keeps_its_type_only_where_it_runs_well() -> None:
+def test_a_checkpoint_keeps_its_dtype_only_if_the_device_is_fast_with_it() -> None:
     backend = CpuBackend(num_threads=1)
     backend.fast_dtypes = (torch.float32,)
     backend.default_dtype = torch.float32
@@ -183,7 +183,7 @@ def test_a_worker_that_pads_nothing_leaves_no_bucket_for_later(folder: Path) -> 
     assert (rig.ready.num_deferred, warmed) == (0, None)
 
 
-def test_a_worker_that_is_not_warmed_up_serves_as_well(folder: Path) -> None:
+def test_a_worker_without_warm_up_serves_requests(folder: Path) -> None:
     said = []
     for mode in ("full", "skip"):
         rig = WorkerRig(folder, warmup=WarmupConfig(mode=mode))

@@ -1,4 +1,4 @@
-"""Sleep, settings and prefix cache over HTTP: calls to the engine, and hidden settings."""
+"""Sleep, settings and prefix cache over HTTP: calls to the engine, and settings that are hidden."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 class Sleeper(TalkingClient):
-    """An engine that falls asleep the second time that it is asked for its state."""
+    """An engine that is asleep from the second query of its state on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,9 +32,7 @@ class Sleeper(TalkingClient):
         return self.stats.sleep
 
 
-async def test_a_server_that_sleeps_says_so_everywhere_and_takes_requests_when_it_is_woken() -> (
-    None
-):
+async def test_a_sleeping_server_reports_it_and_serves_after_wake_up() -> None:
     engine = Sleeper()
     async with in_memory(engine, **ASKED) as rig:
         rig.http.headers.update(KEY)
@@ -51,7 +49,7 @@ async def test_a_server_that_sleeps_says_so_everywhere_and_takes_requests_when_i
         assert (slept.status_code, woken.status_code, models.status_code) == (200, 200, 200)
         assert (refused.status_code, ready.status_code) == (503, 503)
         assert refused.headers["retry-after"] == ready.headers["retry-after"] == "10"
-        assert "The model sleeps" in refused.json()["error"]["message"]
+        assert "The model is asleep" in refused.json()["error"]["message"]
         assert asleep == {"is_sleeping": True}
         assert 'engine="0",model_name="demo",sleep_state="weights_offloaded"} 1.0' in page
         assert 'sleep_state="awake"} 0.0' in page
@@ -72,7 +70,9 @@ async def test_a_server_that_sleeps_says_so_everywhere_and_takes_requests_when_i
         ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests"),
     ],
 )
-async def test_a_wrong_word_is_refused_before_the_engine_hears_of_it(path: str, param: str) -> None:
+async def test_an_invalid_argument_is_refused_before_the_engine_is_called(
+    path: str, param: str
+) -> None:
     engine = Sleeper()
     async with in_memory(engine, **ASKED) as rig:
         answer = await rig.http.post(path, headers=KEY)
@@ -81,7 +81,7 @@ async def test_a_wrong_word_is_refused_before_the_engine_hears_of_it(path: str, 
         assert engine.calls == []
 
 
-async def test_the_settings_are_told_without_keys_paths_or_names() -> None:
+async def test_settings_are_shown_without_keys_paths_or_names() -> None:
     async with in_memory(Sleeper(), **ASKED, chat_template="/etc/secret.jinja") as rig:
         rig.state.engine_config = EngineConfig(
             "/models/secret",
@@ -100,9 +100,7 @@ async def test_the_settings_are_told_without_keys_paths_or_names() -> None:
         assert "secret" not in text + whole.text
 
 
-async def test_without_the_flag_there_are_no_such_routes_and_the_load_is_told_all_the_same() -> (
-    None
-):
+async def test_without_the_flag_load_is_the_only_development_route() -> None:
     engine = TalkingClient()
     engine.stats = EngineStats(running=2, waiting=1)
     async with in_memory(engine) as rig:

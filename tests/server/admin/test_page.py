@@ -1,8 +1,12 @@
-"""The page: public files that are whole, data only with a key, and no request texts in it."""
+"""The page: complete public files, data only with a key, and no request texts in the data."""
 
+import asyncio
+import contextlib
 import hashlib
 import json
+import os
 import re
+import socket
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from http_rig import TalkingClient, in_memory, on_port
 
 from config.lora.info import LoRAInfo
+from engine.client.state import Failure
 from server.http.auth import PAGE_FILES
 
 KEY = {"authorization": "Bearer k"}
@@ -21,7 +26,7 @@ RECORD = json.loads((VENDOR / "packages.json").read_text())
 OWN = sorted(path for path in FOLDER.iterdir() if path.is_file())
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 MAX_LINES = 250
-"""A file of the page is one idea."""
+"""Each file of the page should have a single purpose."""
 
 
 async def test_the_page_answers_head_without_a_body() -> None:
@@ -41,7 +46,7 @@ async def test_every_file_that_the_page_names_is_served_without_a_key() -> None:
             named |= {f"page/files/{name}" for name in imported}
 
         assert page.headers["content-type"] == "text/html; charset=utf-8"
-        # A file that nothing names would be dead code.
+        # A file that no other file names would be dead code.
         served = {f"page/files/{path.name}" for path in OWN if path.suffix != ".html"}
         assert served | {f"page/files/{path.name}" for path in VENDOR.glob("*.js")} == named
         for path in named:
@@ -70,6 +75,27 @@ async def test_a_file_that_has_not_changed_is_not_sent_again() -> None:
         assert first.headers["cache-control"] == "no-cache"
 
 
+def open_files() -> list[str]:
+    return [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+
+
+async def test_clients_that_do_not_read_a_file_of_the_docs_hold_no_open_file() -> None:
+    request = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: a\r\n\r\n"
+    async with on_port() as rig, contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            sock = stack.enter_context(socket.socket())
+            # Less than the file, even with the buffer of the server's kernel.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", rig.port))
+            await asyncio.get_running_loop().sock_sendall(sock, request)
+            await asyncio.get_running_loop().sock_recv(sock, 100)
+
+        assert not [path for path in open_files() if path.endswith("swagger-ui-bundle.js")]
+        answer = await rig.http.get("/docs/swagger-ui-bundle.js")
+        assert len(answer.content) == int(answer.headers["content-length"]) > 2**20
+
+
 async def test_the_policy_of_the_page_allows_no_markup_from_strings() -> None:
     async with in_memory() as rig:
         policy = (await rig.http.get("/")).headers["content-security-policy"]
@@ -79,7 +105,7 @@ async def test_the_policy_of_the_page_allows_no_markup_from_strings() -> None:
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
-def test_a_file_of_the_page_makes_no_markup_and_takes_nothing_from_elsewhere(path: Path) -> None:
+def test_a_file_of_the_page_makes_no_markup_and_loads_nothing_external(path: Path) -> None:
     text = path.read_text()
 
     assert not re.search(r"https?://", text)
@@ -113,12 +139,12 @@ def test_the_limits_of_the_page_are_documented() -> None:
 
     assert f"the last {numbers['MAX_CONVERSATIONS']}, and each" in docs
     assert f"up to {numbers['MAX_CHARACTERS']} characters" in docs
-    assert f"its last {numbers['MIN_CHARACTERS']} characters or more" in docs
+    assert f"over at least {numbers['MIN_CHARACTERS']} characters" in docs
     assert f"the same text of at most {numbers['MAX_PERIOD']} characters" in docs
     assert numbers["MIN_REPEATS"] == "4"
 
 
-async def test_the_figures_need_the_key_and_hold_no_text() -> None:
+async def test_the_page_state_requires_the_key_and_contains_no_text() -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=("k",)) as rig:
         asked = await rig.http.post("/v1/chat/completions", json=ASKED, headers=KEY)
 
@@ -136,7 +162,7 @@ async def test_the_figures_need_the_key_and_hold_no_text() -> None:
         assert recent["output_tokens"] == asked.json()["usage"]["completion_tokens"]
 
 
-async def test_the_page_offers_pictures_and_documentation_only_if_they_are_there() -> None:
+async def test_the_page_hides_images_and_documentation_if_they_are_unavailable() -> None:
     async with in_memory(enable_docs=False) as rig:
         state = (await rig.http.get("/page/state")).json()
         page = (await rig.http.get("/")).text
@@ -145,12 +171,25 @@ async def test_the_page_offers_pictures_and_documentation_only_if_they_are_there
         assert 'aria-label="Add pictures" hidden>' in page
 
 
-async def test_the_page_knows_the_adapters() -> None:
+async def test_the_page_state_lists_the_adapters() -> None:
     async with in_memory() as rig:
         rig.client.adapters["chess"] = LoRAInfo("chess", "/adapters/chess", "digest", 8, 1024)
 
         state = (await rig.http.get("/page/state")).json()
         assert state["models"][state["num_names"] :] == ["chess"]
+
+
+async def test_the_page_state_has_the_reason_of_an_engine_restart_or_failure() -> None:
+    async with in_memory(TalkingClient("a")) as rig:
+        rig.client.lost = Failure("the engine process was killed by SIGKILL")
+        restarting = (await rig.http.get("/page/state")).json()
+        rig.client.lost = None
+        rig.client.failure = "out of memory"
+        failed = (await rig.http.get("/page/state")).json()
+
+        assert restarting["status"] == "restarting"
+        assert restarting["reason"] == "the engine process was killed by SIGKILL"
+        assert (failed["status"], failed["reason"]) == ("failed", "out of memory")
 
 
 async def test_recent_requests_are_bounded() -> None:
@@ -173,7 +212,7 @@ async def test_a_server_without_the_page_has_none_of_its_routes() -> None:
         assert statuses == [404] * 4
 
 
-async def test_the_page_has_a_notice_for_an_emulated_card_that_is_hidden_until_it_knows() -> None:
+async def test_the_notice_of_an_emulated_card_is_hidden_on_other_devices() -> None:
     async with in_memory() as rig:
         ready = rig.client.ready
         assert ready is not None

@@ -10,7 +10,7 @@ KEY = {"authorization": "Bearer k"}
 
 
 class Profiled(TalkingClient):
-    """An engine that takes a single profile at a time."""
+    """An engine that runs only one profile at a time."""
 
     is_running = False
 
@@ -23,7 +23,7 @@ class Profiled(TalkingClient):
         return "/cache/traces/trace-1.json"
 
 
-async def test_without_the_flag_there_is_no_such_route() -> None:
+async def test_without_the_flag_there_is_no_profile_route() -> None:
     async with in_memory(Profiled()) as rig:
         answer = await rig.http.post("/start_profile")
         described = (await rig.http.get("/openapi.json")).json()["paths"]
@@ -32,14 +32,14 @@ async def test_without_the_flag_there_is_no_such_route() -> None:
         assert "/start_profile" not in described
 
 
-async def test_a_profile_names_its_file_and_a_second_one_is_refused() -> None:
+async def test_a_profile_names_its_file_and_a_second_profile_is_refused() -> None:
     async with in_memory(Profiled(), enable_dev_endpoints=True, api_keys=("k",)) as rig:
-        stranger = await rig.http.post("/start_profile")
+        keyless = await rig.http.post("/start_profile")
         begun = await rig.http.post("/start_profile", headers=KEY)
         again = await rig.http.post("/start_profile", headers=KEY)
         ended = await rig.http.post("/stop_profile", headers=KEY)
 
-        assert stranger.status_code == 401
+        assert keyless.status_code == 401
         assert begun.json() == ended.json() == {"file": "/cache/traces/trace-1.json"}
         assert again.status_code == 400
         assert again.json()["error"] == {

@@ -1,4 +1,4 @@
-"""The Messages API over HTTP: the request to the model, whole answers, streams, and errors."""
+"""The Messages API over HTTP: requests to the model, whole answers, streams, and errors."""
 
 import json
 import time
@@ -38,7 +38,7 @@ async def ask(rig: Rig, **fields: Any) -> Any:
 
 
 def asked(rig: Rig, place: int = -1) -> str:
-    """The text that the engine was sent."""
+    """The prompt that the engine received, as text."""
     return TOKENIZER.decode(rig.client.queues[place].prompt, skip_special_tokens=False)
 
 
@@ -53,7 +53,7 @@ def read_stream(stream: bytes) -> list[tuple[str, Any]]:
 
 
 def joined(events: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The message that a stream's events make, as a client puts it together."""
+    """The message that a client assembles from a stream's events."""
     kind, first = events[0]
     assert kind == "message_start"
     message, is_open, written = first["message"], False, ""
@@ -80,7 +80,7 @@ def joined(events: list[tuple[str, Any]]) -> dict[str, Any]:
     return {**message, **end["delta"], "usage": {**message["usage"], **end["usage"]}}
 
 
-async def test_a_message_has_blocks_an_end_and_its_tokens() -> None:
+async def test_a_message_has_content_blocks_a_stop_reason_and_usage() -> None:
     async with talking("Hello world") as rig:
         response = await ask(rig, system="Be kind.", temperature=0.0, top_k=5)
 
@@ -145,7 +145,7 @@ THINKS = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
         (CALL, {"tools": [WEATHER], "tool_choice": {"type": "none"}}, ["text"], "end_turn"),
     ],
 )
-async def test_a_stream_makes_the_message_that_is_sent_whole(
+async def test_a_streamed_message_equals_the_whole_message(
     reply: str, fields: Any, kinds: list[str], stop_reason: str
 ) -> None:
     async with talking(reply) as rig:
@@ -163,14 +163,14 @@ async def test_a_stream_makes_the_message_that_is_sent_whole(
         assert whole["stop_reason"] == stop_reason
 
 
-async def test_the_matched_stop_sequence_is_told() -> None:
+async def test_the_matched_stop_sequence_is_reported() -> None:
     async with talking("Well END on") as rig:
         answer = (await ask(rig, stop_sequences=["END"])).json()
 
         assert (answer["stop_sequence"], answer["content"][0]["text"]) == ("END", "Well ")
 
 
-async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the_answer() -> None:
+async def test_thinking_is_off_by_default_and_can_be_hidden() -> None:
     async with talking(THOUGHT + "Yes.") as rig:
         await ask(rig)
         await ask(rig, thinking={"type": "adaptive"})
@@ -194,7 +194,7 @@ async def test_thinking_is_off_unless_it_is_asked_for_and_may_be_left_out_of_the
 HIDES = {"thinking": {"type": "adaptive", "display": "omitted"}}
 
 
-async def test_reasoning_that_is_not_shown_comes_back_with_its_signature() -> None:
+async def test_hidden_reasoning_is_restored_from_its_signature() -> None:
     template = "{{ messages | tojson }}<think>{{ enable_thinking }}"
     async with talking(THOUGHT + "Yes.", chat_template=template, reasoning_parser="qwen3") as rig:
         whole = (await ask(rig, **HIDES)).json()["content"]
@@ -246,9 +246,7 @@ async def test_chat_template_variables_and_a_cache_salt_may_be_sent() -> None:
         ('{"x": 1e999, ', "{}"),
     ],
 )
-async def test_the_input_of_a_call_is_what_the_model_wrote_as_far_as_it_came(
-    arguments: str, given: str
-) -> None:
+async def test_the_input_of_a_truncated_call_is_the_models_text(arguments: str, given: str) -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": ' + arguments
     async with talking(call) as rig:
         answer = await ask(rig, tools=[WEATHER], max_tokens=len(ids(call)))
@@ -322,7 +320,7 @@ async def test_blocks_become_the_messages_that_a_template_reads() -> None:
         }
 
 
-async def test_an_answer_goes_on_with_the_last_message_if_it_is_the_assistants() -> None:
+async def test_a_final_assistant_message_is_continued() -> None:
     async with talking(" blue") as rig:
         begun = [*HI, {"role": "assistant", "content": "The sky is"}]
         answer = (await ask(rig, messages=begun)).json()
@@ -333,7 +331,7 @@ async def test_an_answer_goes_on_with_the_last_message_if_it_is_the_assistants()
         assert "assistant\n<think>" in asked(rig, 1)
 
 
-async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
+async def test_counted_tokens_equal_the_answers_usage() -> None:
     tools = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
     async with talking("[]") as rig:
         rig.client.num_cached = 3  # type: ignore[attr-defined]
@@ -347,7 +345,7 @@ async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
             assert count.json() == {"input_tokens": usage["input_tokens"] + 3}
 
 
-async def test_input_tokens_are_those_that_were_not_cached() -> None:
+async def test_input_tokens_exclude_cached_tokens() -> None:
     async with talking() as rig:
         rig.client.num_cached = 5  # type: ignore[attr-defined]
         usage = (await ask(rig)).json()["usage"]
@@ -363,7 +361,7 @@ async def test_input_tokens_are_those_that_were_not_cached() -> None:
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.a1b; cc_entrypoint=cli; cch="
 
 
-async def test_the_billing_header_of_a_client_is_no_part_of_the_prompt() -> None:
+async def test_the_billing_header_of_a_client_is_removed_from_the_prompt() -> None:
     def header(value: str) -> dict[str, str]:
         return {"type": "text", "text": f"{BILLING}{value};"}
 
@@ -396,7 +394,7 @@ async def test_the_billing_header_of_a_client_is_no_part_of_the_prompt() -> None
         assert BILLING in asked(rig)
 
 
-async def test_an_output_format_holds_the_answer_to_a_schema() -> None:
+async def test_an_output_format_enforces_a_schema() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with talking('{"a":1}') as rig:
         form = {"type": "json_schema", "schema": schema}
@@ -483,9 +481,9 @@ def says(*blocks: Any) -> dict[str, Any]:
         (says({"type": "text"}), ".text is missing, it must be"),
         (
             says({"type": "image", "source": {}}),
-            "and this model takes no images; serve a vision model",
+            "and this server does not accept images; serve a model that reads them",
         ),
-        (says({"type": "document"}), "has type 'document', this model takes content of type text"),
+        (says({"type": "document"}), "has type 'document', it must be text"),
         (says({"type": "search_result"}), "'search_result'"),
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
         ({"messages": result()[:2]}, "a tool_result must follow"),
@@ -500,7 +498,7 @@ def says(*blocks: Any) -> dict[str, Any]:
             {"tools": [SEARCH, WEATHER], "tool_choice": {"type": "tool", "name": "web_search"}},
             "tool_choice names 'web_search', it must name one of tools",
         ),
-        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "no tools to call"),
         ({"tools": [{"type": 5, "name": "f", "input_schema": {}}]}, "tools[0].type is "),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         (
@@ -513,7 +511,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ),
         (
             {"tool_choice": {"type": "any"}},
-            "tool_choice is 'required' and there are no tools",
+            "tool_choice is 'required' and there are no tools to call",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
@@ -530,7 +528,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of them"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
+async def test_unsupported_message_fields_are_refused_by_name(
     fields: dict[str, Any], words: str
 ) -> None:
     async with talking() as rig:
@@ -546,7 +544,7 @@ async def test_what_cannot_be_honoured_is_refused_in_its_own_words(
         assert not rig.client.queues
 
 
-async def test_strict_tools_that_the_models_calls_cannot_keep_to_are_refused_in_its_words() -> None:
+async def test_strict_tools_that_cannot_be_enforced_are_refused_by_name() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}}
     async with talking(tool_call_parser="qwen3_coder") as rig:
         response = await ask(rig, tools=[{**WEATHER, "strict": True, "input_schema": schema}])
@@ -555,7 +553,7 @@ async def test_strict_tools_that_the_models_calls_cannot_keep_to_are_refused_in_
         assert "set strict to false, or tool_choice to any" in response.json()["error"]["message"]
 
 
-async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
+async def test_unknown_fields_nulls_and_hints_are_accepted() -> None:
     taken = {
         **{"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None},
         **{"system": None, "tools": [], "tool_choice": {"type": "auto"}, "stop_sequences": []},
@@ -597,7 +595,7 @@ async def test_unknown_fields_nulls_and_hints_are_taken() -> None:
         ),
     ],
 )
-async def test_every_error_of_these_routes_has_their_form(
+async def test_every_error_of_the_messages_routes_has_the_anthropic_form(
     method: str, path: str, body: bytes, headers: Any, status: int, kind: str
 ) -> None:
     async with talking(api_keys=("key",), max_body_bytes=2_000) as rig:
@@ -611,7 +609,7 @@ async def test_every_error_of_these_routes_has_their_form(
         assert response.headers["request-id"]
 
 
-async def test_a_full_or_closing_server_is_overloaded_and_a_broken_request_an_api_error() -> None:
+async def test_overload_and_failed_requests_have_the_anthropic_error_types() -> None:
     async with in_memory(TalkingClient(), chat_template=TOOLS_TEMPLATE) as rig:
         rig.state.is_draining = True
         draining = await ask(rig)
@@ -637,6 +635,6 @@ def test_many_messages_with_reasoning_are_joined_once() -> None:
 
     chat = to_chat_body(body, has_reasoning=True)
 
-    # One text for each message took minutes.
+    # Building a text for each message took minutes.
     assert time.monotonic() - start_s < 20
     assert chat.messages[1]["reasoning"] == "r" * 1500 * 20_000

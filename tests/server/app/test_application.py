@@ -1,4 +1,4 @@
-"""The other routes, the OpenAPI schema, and modules that an API server must never import."""
+"""Other routes, the OpenAPI schema, and modules that an API server must never import."""
 
 import asyncio
 import re
@@ -43,6 +43,9 @@ ROUTES = {
     "/v1/models/{id}": {"get"},
     "/tokenize": {"post"},
     "/detokenize": {"post"},
+    "/inference/v1/generate": {"post"},
+    "/v1/chat/completions/render": {"post"},
+    "/v1/completions/render": {"post"},
     "/tokenizer_info": {"get"},
     "/health": {"get"},
     "/live": {"get"},
@@ -55,7 +58,7 @@ ROUTES = {
 }
 
 
-async def test_models_are_listed_by_every_name_with_one_time() -> None:
+async def test_models_are_listed_by_every_name_with_the_same_creation_time() -> None:
     async with in_memory() as rig:
         listed = (await rig.http.get("/v1/models")).json()
         answer = (await rig.http.get("/v1/models/org/demo")).json()
@@ -77,7 +80,7 @@ async def test_models_are_listed_by_every_name_with_one_time() -> None:
         )
 
 
-async def test_probes_and_facts() -> None:
+async def test_probes_answer_and_draining_fails_readiness() -> None:
     async with in_memory() as rig:
         answers = {
             path: (await rig.http.get(path)).json()
@@ -93,7 +96,7 @@ async def test_probes_and_facts() -> None:
         assert (await rig.chat()).status_code == 503
 
 
-async def test_the_description_names_the_path_prefix() -> None:
+async def test_the_openapi_schema_names_the_path_prefix() -> None:
     async with in_memory(root_path="/llm/") as rig:
         specs = [(await rig.http.get(f"{path}/openapi.json")).json() for path in ("", "/llm")]
 
@@ -102,7 +105,7 @@ async def test_the_description_names_the_path_prefix() -> None:
         assert "servers" not in (await rig.http.get("/openapi.json")).json()
 
 
-async def test_tokens_of_a_text() -> None:
+async def test_tokenize_returns_the_tokens_of_a_text() -> None:
     async with in_memory() as rig:
         plain = (await rig.post("/tokenize", {"prompt": "hé"})).json()
         named = (await rig.post("/tokenize", {"prompt": "hé", "return_token_strs": True})).json()
@@ -115,7 +118,7 @@ async def test_tokens_of_a_text() -> None:
         assert empty["count"] == 0
 
 
-async def test_tokens_of_a_conversation_are_those_that_a_chat_is_billed() -> None:
+async def test_tokens_of_a_conversation_equal_the_usage_of_a_chat() -> None:
     messages = [{"role": "user", "content": "hello"}]
     async with in_memory() as rig:
         counted = (await rig.post("/tokenize", {"messages": messages})).json()
@@ -141,10 +144,10 @@ async def test_tokens_outside_the_vocabulary_are_refused(tokens: Any) -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
-# To make a server takes longer than to ask it.
+# Share the server between examples: creating it takes longer than a request.
 @settings(max_examples=8)
 @given(st.lists(TEXT, min_size=8, max_size=16))
-async def test_any_text_comes_back_from_its_tokens(texts: list[str]) -> None:
+async def test_any_text_survives_tokenization(texts: list[str]) -> None:
     async with in_memory() as rig:
         for text in texts:
             tokens = (await rig.post("/tokenize", {"prompt": text})).json()["tokens"]
@@ -153,7 +156,7 @@ async def test_any_text_comes_back_from_its_tokens(texts: list[str]) -> None:
             assert back == {"prompt": text}
 
 
-async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
+async def test_tokenizer_info_has_the_tokenizer_config() -> None:
     async with in_memory() as rig:
         told = (await rig.http.get("/tokenizer_info")).json()
 
@@ -166,7 +169,7 @@ async def test_what_a_client_needs_to_tokenize_here_is_told() -> None:
         }
 
 
-async def test_the_description_is_valid_and_lists_every_route() -> None:
+async def test_the_openapi_schema_is_valid_and_lists_every_route() -> None:
     async with in_memory() as rig:
         spec = (await rig.http.get("/openapi.json")).json()
         docs = await rig.http.get("/docs")
@@ -239,7 +242,7 @@ async def test_health_answers_while_a_long_text_is_tokenized() -> None:
             slowest_s = max(slowest_s, time.process_time() - begun_s)
 
         assert (await long).json()["count"] > 100_000
-        # A wait that is a part of the work beside it, and not the whole of it.
+        # The wait is only a fraction of the concurrent work.
         assert slowest_s < 0.4 * (time.process_time() - asked_s)
 
 
@@ -259,7 +262,8 @@ async def test_health_answers_while_a_huge_prompt_is_refused(kind: str) -> None:
         huge = asyncio.ensure_future(rig.http.post(path, content=BIG_BODIES[kind], headers=headers))
         slowest_s = 0.0
         while not huge.done():
-            # What this process computes meanwhile: the clock of a busy machine tells nothing.
+            # Measure this process's CPU time, because wall time on a busy machine is not
+            # meaningful.
             begun_s = time.process_time()
             await rig.http.get("/health")
             slowest_s = max(slowest_s, time.process_time() - begun_s)
@@ -283,7 +287,7 @@ async def test_health_answers_while_millions_of_tokens_are_detokenized() -> None
             slowest_s = max(slowest_s, time.process_time() - begun_s)
 
         assert len((await huge).json()["prompt"]) > 3_000_000
-        # A share of it all: on a slow machine both take longer.
+        # Compare with the total: on a slow machine both take longer.
         assert slowest_s < 0.5 * (time.process_time() - asked_s)
 
 

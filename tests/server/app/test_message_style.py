@@ -1,4 +1,5 @@
-"""Messages of 400 responses: what was sent, what is allowed, and no words of the libraries."""
+"""Error messages of 400 responses: the sent value, the allowed values, and no words of the
+libraries."""
 
 import json
 import re
@@ -41,7 +42,7 @@ WRONG = [
     .read_text(encoding="utf-8")
     .splitlines()
 ]
-"""Wrong fields of a route, and the whole message."""
+"""Invalid fields of a route, and the complete message."""
 BODIES: dict[type[Body], dict[str, Any]] = {
     ChatBody: VALID[CHAT],
     CompletionBody: VALID[TEXT],
@@ -56,9 +57,9 @@ POOLING = {EMBEDDINGS, SCORE, RERANK, POOL}
 
 ALLOWED = re.compile(
     r"\bmust\b|\bat most\b|\bmay have\b|\bmay be\b|; leave it out|; use |; send |; start |"
-    r"here it is|this model takes"
+    r"here it is|this model (accepts|supports)"
 )
-"""What every message says beside the value: the values that are allowed, or what to do."""
+"""Texts that name allowed values or a remedy; each message has at least one text."""
 LIBRARY_WORDS = re.compile(
     r"Input should|Value error|valid (dictionary|list|string|number)|pydantic|Unimplemented|"
     r"NoneType|Traceback|\b(dict|str|int|bool|None|True|False)\b"
@@ -67,7 +68,7 @@ WRONG_PLURAL = re.compile(r"(?<![\d.])1 (?!(is|has|was)\b)[a-z]+s\b")
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong["message"])[:60])
-async def test_a_refusal_says_what_was_sent_and_what_is_allowed(wrong: dict[str, Any]) -> None:
+async def test_a_refusal_has_the_sent_and_the_allowed_values(wrong: dict[str, Any]) -> None:
     path = wrong["path"]
     client = PoolingClient() if path in POOLING else TalkingClient()
     async with in_memory(client, chat_template=TOOLS_TEMPLATE) as rig:
@@ -80,7 +81,9 @@ async def test_a_refusal_says_what_was_sent_and_what_is_allowed(wrong: dict[str,
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
-def test_every_field_refuses_values_of_the_wrong_type_in_this_style(kind: type[Body]) -> None:
+def test_every_field_refuses_values_of_the_wrong_type_in_the_message_style(
+    kind: type[Body],
+) -> None:
     messages = {
         refusal(kind, {**BODIES[kind], name: value})
         for name in kind.model_fields
@@ -108,5 +111,5 @@ def check_style(message: str) -> None:
     assert message == message.strip() and len(message) <= MAX_CHARACTERS
 
 
-def test_the_table_is_long() -> None:
+def test_the_table_of_refusals_has_at_least_80_rows() -> None:
     assert len(WRONG) >= 80

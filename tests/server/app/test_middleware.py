@@ -9,14 +9,14 @@ from http_rig import TalkingClient, in_memory, on_port
 from starlette.types import Receive, Scope, Send
 
 from server.app.middleware import FastRouter
-from server.http.access_log import RequestRecord
+from server.http.access_log import MAX_PROMPT_CHARACTERS, RequestRecord, log_prompt
 from server.http.pacing import MAX_PER_ITERATION
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 PAGE = {"origin": "https://page.example"}
 
 
-async def test_a_key_opens_every_route_and_its_lack_closes_all_but_the_probes() -> None:
+async def test_routes_other_than_probes_metrics_docs_and_the_page_require_a_key() -> None:
     guarded = ["/v1/models", "/v1/models/demo", "/tokenize", "/nothing"]
     async with in_memory(api_keys=("secret", "other")) as rig:
         probes = ("/live", "/health", "/ready", "/ping", "/version", "/metrics")
@@ -45,7 +45,7 @@ async def test_a_key_opens_every_route_and_its_lack_closes_all_but_the_probes() 
             assert (await rig.http.get("/v1/models", headers=headers)).status_code == 401
 
 
-async def test_the_key_is_looked_at_before_the_body() -> None:
+async def test_the_key_is_checked_before_the_body_is_read() -> None:
     async with in_memory(api_keys=("secret",), max_body_bytes=10) as rig:
         response = await rig.http.post("/v1/chat/completions", content=b"{" * 1000)
 
@@ -88,22 +88,22 @@ async def test_an_allowed_origin_reads_answers_errors_and_streams() -> None:
             assert exposed == "x-request-id, x-gaudiserve-ignored-fields"
 
 
-async def test_preflights_pass_without_a_key_and_unknown_origins_get_our_error() -> None:
+async def test_preflights_pass_without_a_key_and_unknown_origins_get_an_openai_error() -> None:
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
     async with in_memory(allowed_origins=("https://page.example",), api_keys=("k",)) as rig:
         allowed = await rig.http.options("/v1/chat/completions", headers={**PAGE, **asks})
-        stranger = await rig.http.options(
+        refused = await rig.http.options(
             "/v1/chat/completions", headers={"origin": "https://evil.example", **asks}
         )
 
         assert allowed.status_code == 200
         assert "POST" in allowed.headers["access-control-allow-methods"]
-        assert stranger.status_code == 400
-        assert list(stranger.json()["error"]) == ["message", "type", "param", "code"]
-        assert "access-control-allow-origin" not in stranger.headers
+        assert refused.status_code == 400
+        assert list(refused.json()["error"]) == ["message", "type", "param", "code"]
+        assert "access-control-allow-origin" not in refused.headers
 
 
-async def test_a_wildcard_goes_out_as_a_wildcard() -> None:
+async def test_a_wildcard_origin_is_allowed_without_credentials() -> None:
     async with in_memory(allowed_origins=("*",)) as rig:
         answer = await rig.http.get("/v1/models", headers={**PAGE, "cookie": "a=b"})
 
@@ -111,7 +111,7 @@ async def test_a_wildcard_goes_out_as_a_wildcard() -> None:
         assert "access-control-allow-credentials" not in answer.headers
 
 
-async def test_a_request_id_is_kept_if_it_can_be_and_made_if_not() -> None:
+async def test_a_valid_request_id_is_kept_and_a_missing_id_is_generated() -> None:
     async with in_memory() as rig:
 
         async def answered(asked: str | None, path: str = "/v1/models") -> str:
@@ -129,14 +129,14 @@ async def test_a_request_id_is_kept_if_it_can_be_and_made_if_not() -> None:
         assert stream.headers["x-request-id"] == "s1"
 
 
-async def test_whole_answers_say_how_long_they_took() -> None:
+async def test_non_streamed_answers_have_a_processing_time_header() -> None:
     async with in_memory(TalkingClient(pace_s=0.01)) as rig:
         response = await rig.post("/v1/chat/completions", BODY)
 
         assert float(response.headers["openai-processing-ms"]) >= 50
 
 
-async def test_a_generating_request_has_one_line_with_its_numbers(
+async def test_a_generating_request_is_logged_in_one_line_with_its_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -159,7 +159,7 @@ async def test_a_generating_request_has_one_line_with_its_numbers(
         assert "hi" not in line.split()
 
 
-async def test_the_line_of_a_refused_request_says_why_without_its_values(
+async def test_the_log_line_of_a_refused_request_has_the_reason_without_values(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -202,7 +202,7 @@ def test_an_error_in_the_log_is_short_and_quotes_no_request(
     assert record.error == kept
 
 
-async def test_the_access_log_has_a_line_but_for_the_probes(
+async def test_the_access_log_has_a_line_for_every_request_except_probes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -214,7 +214,7 @@ async def test_the_access_log_has_a_line_but_for_the_probes(
         assert line.startswith("GET /v1/models") and "status=200" in line
 
 
-async def test_the_access_log_has_no_line_of_the_endpoints_that_are_named(
+async def test_the_access_log_omits_the_endpoints_named_by_the_flag(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -228,6 +228,26 @@ async def test_the_access_log_has_no_line_of_the_endpoints_that_are_named(
         assert line.startswith("GET /version")
 
 
+def test_only_the_beginning_of_logged_token_ids_becomes_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    examined = 0
+
+    class TokenId(int):
+        def __repr__(self) -> str:
+            nonlocal examined
+            examined += 1
+            return "7"
+
+    async def send(message: object) -> None: ...
+
+    with caplog.at_level(logging.INFO):
+        log_prompt(RequestRecord("id", "POST", "/", "-", send=send), [TokenId(7)] * 100_000)
+
+    assert examined == MAX_PROMPT_CHARACTERS
+    assert "prompt: '[7, 7," in caplog.text and len(caplog.text) < 3000
+
+
 async def test_prompts_are_logged_only_with_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
     async with in_memory(enable_log_requests=True) as rig:
@@ -236,7 +256,7 @@ async def test_prompts_are_logged_only_with_the_flag(caplog: pytest.LogCaptureFi
     assert any("a very private text" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_broken_body_upload_does_no_harm() -> None:
+async def test_a_broken_body_upload_affects_no_other_request() -> None:
     async with on_port() as rig:
 
         async def broken():  # type: ignore[no-untyped-def]  # a generator for httpx

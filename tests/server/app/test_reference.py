@@ -1,4 +1,4 @@
-"""docs/api.md and docs/tools.md are what the code says."""
+"""docs/api.md and docs/tools.md agree with the code."""
 
 import re
 from typing import Any
@@ -20,19 +20,19 @@ from server.pooling.schema import (
 
 PAGE = PATH.read_text(encoding="utf-8")
 HIDDEN = {"GET /docs", "GET /openapi.json"}
-"""In the page alone: no description lists itself."""
+"""Routes that are only on the page: the OpenAPI schema does not list itself."""
 LIKE_OTHERS = (CountBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody)
 """Bodies whose difference from a body with a table is described in words on the page."""
 
 
-def test_the_tables_of_all_bodies_are_what_the_code_says() -> None:
+def test_the_tables_of_all_bodies_are_current() -> None:
     named = [name for _, name, *_ in TABLES.findall(PAGE)]
 
     assert set(named) == {body.__name__ for body in BODIES if body not in LIKE_OTHERS}
     assert with_tables(PAGE) == PAGE, "run `python -m server.app.reference`"
 
 
-def test_the_tables_of_parsers_are_those_of_the_code() -> None:
+def test_the_tables_of_parsers_are_current() -> None:
     page = TOOLS.read_text(encoding="utf-8")
 
     assert "`xlam`" in page
@@ -40,7 +40,7 @@ def test_the_tables_of_parsers_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("body", [body for body in BODIES if body not in LIKE_OTHERS])
-def test_a_section_names_every_field_of_its_body(body: type[Body]) -> None:
+def test_each_section_documents_every_field_of_its_body(body: type[Body]) -> None:
     (section,) = (found[0] for found in TABLES.finditer(PAGE) if found[2] == body.__name__)
 
     first_table = section.split("\n`")[0]
@@ -53,7 +53,7 @@ def test_a_section_names_every_field_of_its_body(body: type[Body]) -> None:
     assert set(own).isdisjoint(listed)
 
 
-async def test_every_route_is_in_the_page() -> None:
+async def test_every_route_is_documented() -> None:
     flags = {"enable_dev_endpoints": True, "allow_runtime_lora_updating": True, "lora_dir": "/"}
     async with in_memory(**flags, api_keys=("key",)) as rig:
         answer = await rig.http.get("/openapi.json", headers={"x-api-key": "key"})
@@ -63,7 +63,7 @@ async def test_every_route_is_in_the_page() -> None:
         rows = re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \| (.*) \|$", PAGE, re.MULTILINE)
         told = dict(rows)
         assert {*told} == served | HIDDEN
-        # The page at /docs and the table say the same.
+        # The page at /docs and the table agree.
         for path, of in paths.items():
             for method, operation in of.items():
                 row = told[f"{method.upper()} {path}"].lower()
@@ -81,5 +81,5 @@ async def test_every_route_is_in_the_page() -> None:
         ({}, "any"),
     ],
 )
-def test_types_are_told_in_words(schema: dict[str, Any], words: str) -> None:
+def test_types_are_described_in_words(schema: dict[str, Any], words: str) -> None:
     assert type_of(schema) == words

@@ -9,9 +9,9 @@ import pytest
 from config.errors import ConfigError
 from server.cli import batch_files
 from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
-from server.cli.http_client import Answer
+from server.cli.http_client import HttpResponse
 
-OK = Answer(200, {"x-request-id": "abc"}, b'{"choices": []}')
+OK = HttpResponse(200, {"x-request-id": "abc"}, b'{"choices": []}')
 
 
 def request(custom_id: str = "a", **changes: object) -> str:
@@ -42,16 +42,16 @@ def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
         ('{"custom_id": "a"', "JSON: a comma or a closing bracket is missing, at column 18"),
         ("[1]", "it is a list, it must be an object"),
         ("3", "it is 3, it must be an object"),
-        (request(custom_id=""), "custom_id is '', it must be a text"),
+        (request(custom_id=""), "custom_id is '', it must be a string"),
         (request(method="GET"), "method is 'GET', it must be POST"),
         (request(url="https://x/v1/chat"), "url is 'https://x/v1/chat', it must be a path"),
-        (request(url="/v1/x HTTP/1.1"), "it must be without blanks"),
+        (request(url="/v1/x HTTP/1.1"), "it must have no whitespace"),
         (request(url="/v1/x\r\nHost: y"), "it must be a path"),
         (request(body="hi"), "body is 'hi', it must be an object"),
         (request(body={"stream": True}), "stream is true"),
     ],
 )
-def test_a_line_that_is_no_request_says_why(line: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_line_has_a_reason(line: str, message: str, tmp_path: Path) -> None:
     (found,) = lines_of(tmp_path / "in", line)
 
     assert isinstance(found, InvalidLine)
@@ -65,7 +65,7 @@ def test_a_line_that_is_no_request_says_why(line: str, message: str, tmp_path: P
         *("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/pooling"),
     ],
 )
-def test_the_pooling_paths_are_taken(url: str, tmp_path: Path) -> None:
+def test_the_pooling_paths_are_accepted(url: str, tmp_path: Path) -> None:
     (found,) = lines_of(tmp_path / "in", request(url=url))
 
     assert isinstance(found, BatchLine) and found.url == url
@@ -79,14 +79,14 @@ def test_other_paths_outside_of_v1_are_refused(url: str, tmp_path: Path) -> None
     assert found.error.endswith("or /score, /rerank, /v2/rerank, /v2/embed, /classify, /pooling")
 
 
-def test_a_custom_id_is_there_once(tmp_path: Path) -> None:
+def test_duplicate_custom_ids_are_refused(tmp_path: Path) -> None:
     first, second = lines_of(tmp_path / "in", request("a"), request("a"))
 
     assert isinstance(first, BatchLine)
     assert isinstance(second, InvalidLine) and "was used before" in second.error
 
 
-def test_what_was_answered_is_known_to_the_next_one_and_a_half_line_is_removed(
+def test_a_restart_skips_answered_requests_and_removes_a_partial_line(
     tmp_path: Path,
 ) -> None:
     first, second, third = lines_of(tmp_path / "in", request("a"), "{", request("c"))
@@ -115,15 +115,17 @@ def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path)
     assert isinstance(first, BatchLine)
     with BatchOutput(tmp_path / "out") as output:
         output.write(first, OK)
-        with pytest.raises(ConfigError, match="another batch writes to it"):
+        with pytest.raises(ConfigError, match="another batch is writing to this file"):
             BatchOutput(tmp_path / "out")
 
     with BatchOutput(tmp_path / "out") as output:
         (other,) = lines_of(tmp_path / "in", request("b"))
-        with pytest.raises(ConfigError, match="has the answer of 'a' for line 1, which is 'b'"):
+        with pytest.raises(ConfigError, match="has the answer to 'a' for line 1, which is 'b'"):
             output.has(other)
     (tmp_path / "text").write_text("a letter\n")
-    with pytest.raises(ConfigError, match="holds a line that is no answer of a batch: b'a letter"):
+    with pytest.raises(
+        ConfigError, match="has a line that is not an answer of a batch: b'a letter"
+    ):
         BatchOutput(tmp_path / "text")
     assert (tmp_path / "text").read_text() == "a letter\n"
     with pytest.raises(ConfigError, match="in0: No such file"):
@@ -140,17 +142,17 @@ def test_an_answer_without_the_whole_id_of_a_line_is_refused(
     text = json.dumps(record) + "\n"
     (tmp_path / "out").write_text(text)
 
-    with pytest.raises(ConfigError, match="holds a line that is no answer of a batch"):
+    with pytest.raises(ConfigError, match="has a line that is not an answer of a batch"):
         BatchOutput(tmp_path / "out")
     assert (tmp_path / "out").read_text() == text
 
 
-def test_a_full_disk_ends_the_batch_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_batch_and_the_next_start_continues(tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path / "in", request())
     assert isinstance(line, BatchLine)
 
     with (
-        pytest.raises(ConfigError, match="No space left on device; the same command goes on"),
+        pytest.raises(ConfigError, match="No space left on device; run the same command"),
         BatchOutput(tmp_path / "out") as output,
     ):
         full = open("/dev/full", "wb")  # noqa: SIM115  # closed by the output
@@ -162,21 +164,23 @@ def test_a_full_disk_ends_the_batch_and_the_next_start_goes_on(tmp_path: Path) -
         assert output.num_answered == 0
 
 
-def test_an_output_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+def test_an_output_other_than_a_regular_file_is_refused(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
 
     for path in (fifo, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=f"{path}: it is no regular file"):
+        with pytest.raises(ConfigError, match=f"{path}: it must be a regular file"):
             BatchOutput(path)
 
 
 @pytest.mark.parametrize("content", [b'{"precious": 1}', b"notes", b'{"id":"other'])
-def test_a_file_of_the_user_without_a_line_break_is_not_cut(content: bytes, tmp_path: Path) -> None:
+def test_a_file_of_the_user_without_a_trailing_line_break_is_not_truncated(
+    content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match="no answer of a batch"):
+    with pytest.raises(ConfigError, match="not an answer of a batch"):
         BatchOutput(path)
 
     assert path.read_bytes() == content
@@ -190,7 +194,7 @@ def test_a_file_of_the_user_without_a_line_break_is_not_cut(content: bytes, tmp_
         '{"custom_id": "a", "url": "\\ud800", "body": {}}',
     ],
 )
-def test_half_of_a_surrogate_pair_is_an_invalid_line(line: str, tmp_path: Path) -> None:
+def test_a_line_with_a_lone_surrogate_is_invalid(line: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line + "\n")
 
     (read,) = read_lines(tmp_path / "in")
@@ -198,7 +202,7 @@ def test_half_of_a_surrogate_pair_is_an_invalid_line(line: str, tmp_path: Path) 
     assert isinstance(read, InvalidLine)
     with BatchOutput(tmp_path / "out") as output:
         output.write_error(read)
-    assert "half of a surrogate pair" in (tmp_path / "out").read_text()
+    assert "a lone surrogate" in (tmp_path / "out").read_text()
 
 
 def test_a_line_that_is_too_long_does_not_end_the_batch(
@@ -218,7 +222,7 @@ def test_a_deep_answer_is_written(depth: int, tmp_path: Path) -> None:
     assert isinstance(line, BatchLine)
 
     with BatchOutput(tmp_path / "out") as output:
-        output.write(line, Answer(200, {}, b"[" * depth + b"]" * depth))
+        output.write(line, HttpResponse(200, {}, b"[" * depth + b"]" * depth))
 
     with BatchOutput(tmp_path / "out") as output:
         assert output.num_answered == 1

@@ -28,7 +28,7 @@ from server.cli.http_client import HttpClient, HttpFailure
 
 
 def run(url: str, *flags: str) -> tuple[int, dict[str, Any]]:
-    """The command in a thread of its own (it owns an event loop), and its JSON."""
+    """Run the command in its own thread (it owns an event loop); returns its status and JSON."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         status = main(["--base-url", url, "--quiet", "--json", str(file), *flags])
@@ -59,13 +59,13 @@ async def test_a_closed_loop_keeps_its_concurrency_and_counts_every_token() -> N
     assert all(body["ignore_eos"] and body["model"] == "double" for body in server.bodies)
 
 
-async def test_times_are_those_the_server_took() -> None:
+async def test_measured_times_equal_the_servers_times() -> None:
     async with EventServer(first_s=0.05, gap_s=0.01).listening() as server:
         _, found = await bench(
             server, "--num-prompts=4", "--max-concurrency=1", "--random-output-len=6"
         )
 
-    # Sleeps are never shorter than asked; a busy machine may make them much longer.
+    # Sleeps are never shorter than requested; a busy machine may make them much longer.
     assert 50 <= found["ttft_ms"]["p50"] < 500
     assert 9 <= found["itl_ms"]["p50"] < 100
     assert 9 <= found["tpot_ms"]["p50"] < 100
@@ -93,7 +93,7 @@ async def test_an_open_loop_sends_without_waiting_for_answers() -> None:
     assert found["duration_s"] < 10 * 0.2
 
 
-async def test_chat_sends_text_of_the_wanted_length_as_the_template_counts_it() -> None:
+async def test_chat_texts_have_the_requested_length_including_the_template() -> None:
     async with EventServer(tokens_a_word=2).listening() as server:
         await bench(
             server,
@@ -117,7 +117,7 @@ async def test_a_server_without_tokenize_gets_plain_words() -> None:
     assert all(len(body["prompt"].split()) == 9 for body in server.bodies)
 
 
-async def test_failures_are_told_apart_and_the_status_says_so() -> None:
+async def test_failures_are_counted_by_kind_and_set_the_exit_status() -> None:
     async with EventServer(fail_every=3).listening() as server:
         status, found = await bench(
             server, "--num-prompts=6", "--num-warmups=0", "--random-output-len=2"
@@ -143,7 +143,7 @@ async def test_a_stream_that_breaks_is_a_failure() -> None:
     assert len(outcome.arrivals) == 2
 
 
-async def test_a_request_that_hangs_ends_at_its_timeout() -> None:
+async def test_a_request_that_hangs_fails_at_its_timeout() -> None:
     async with EventServer(first_s=30).listening() as server:
         client = HttpClient(server.url)
 
@@ -153,7 +153,7 @@ async def test_a_request_that_hangs_ends_at_its_timeout() -> None:
     assert outcome.failure == "no end after 0.1 s"
 
 
-async def test_the_key_travels_as_a_bearer_token() -> None:
+async def test_the_key_is_sent_as_a_bearer_token() -> None:
     async with EventServer().listening() as server:
         client = HttpClient(f"{server.url}/v1", api_key="secret")
 
@@ -165,7 +165,7 @@ async def test_the_key_travels_as_a_bearer_token() -> None:
     assert server.authorizations[0] == "Bearer secret"
 
 
-def test_lengths_lie_in_their_range_and_repeat_with_the_seed() -> None:
+def test_lengths_are_in_range_and_reproducible_by_seed() -> None:
     shape = Shape(200, 100, 10, range_ratio=0.5, seed=1)
 
     found = list(lengths(shape))
@@ -185,7 +185,7 @@ def test_a_shared_prefix_is_shared_and_the_rest_is_not() -> None:
     assert {len(prompt) for prompt in prompts} == {50}
 
 
-async def test_text_of_uneven_words_is_off_by_one_at_most_and_keeps_its_prefix() -> None:
+async def test_text_of_uneven_words_is_off_by_at_most_a_token_and_keeps_its_prefix() -> None:
     async def count(text: str) -> int:
         return sum(1 + len(word) // 5 for word in text.split())
 
@@ -196,20 +196,20 @@ async def test_text_of_uneven_words_is_off_by_one_at_most_and_keeps_its_prefix()
     assert len({" ".join(str(request.prompt).split()[:6]) for request in requests}) == 1
 
 
-def test_arrivals_have_the_wanted_rate() -> None:
+def test_arrivals_have_the_requested_rate() -> None:
     waits = list(arrival_gaps(50.0, 4000, seed=3))
 
     assert statistics.mean(waits) == pytest.approx(1 / 50, rel=0.1)
     assert set(itertools.islice(arrival_gaps(float("inf"), 5, 0), 5)) == {0.0}
 
 
-def test_percentiles_lie_between_the_two_nearest() -> None:
+def test_percentiles_are_interpolated_between_the_two_nearest_values() -> None:
     found = distribution([0.004, 0.001, 0.003, 0.002])
 
     assert found == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
 
 
-def test_a_report_of_known_outcomes() -> None:
+def test_a_report_has_means_rates_and_failures() -> None:
     outcomes = [
         Outcome(0.0, 2.0, [1.0, 1.5, 2.0], prompt_tokens=10, output_tokens=3),
         Outcome(0.0, 4.0, [2.0, 3.0, 4.0], prompt_tokens=10, output_tokens=3),
@@ -227,14 +227,14 @@ def test_a_report_of_known_outcomes() -> None:
     assert "failed 1 x 503" in as_text(report)
 
 
-def test_nothing_done_is_a_report_too() -> None:
+def test_a_run_without_answers_has_a_report() -> None:
     report = summarise([Outcome(0.0, 1.0, failure="gone")])
 
     assert report.ttft_ms is None
     assert report.output_tokens_per_s == 0
 
 
-async def test_flags_of_vllm_bench_serve_are_taken() -> None:
+async def test_flags_of_vllm_bench_serve_are_accepted() -> None:
     async with EventServer().listening() as server:
         host, port = server.url.removeprefix("http://").split(":")
         line = (
@@ -255,7 +255,7 @@ async def test_flags_of_vllm_bench_serve_are_taken() -> None:
     assert "header" not in found["settings"]
 
 
-async def test_the_address_is_that_of_host_and_port() -> None:
+async def test_the_address_is_built_from_host_and_port() -> None:
     async with EventServer().listening() as server:
         port = server.url.rpartition(":")[2]
         argv = ["--host", "127.0.0.1", "--port", port, "--num-prompts=1", "--quiet"]
@@ -288,7 +288,7 @@ def conversation(*turns: str) -> dict[str, Any]:
 
 @pytest.fixture
 def sharegpt(tmp_path: Path) -> Path:
-    """Two usable conversations, and three unusable: too short, too long, and of a single turn."""
+    """Two usable conversations, and three unusable: too short, too long, and with a single turn."""
     file = tmp_path / "sharegpt.json"
     usable = [conversation("a " * 9, "b " * 6), conversation("c " * 20, "d " * 11, "e")]
     others = [conversation("a b", "c"), conversation("a " * 2000, "b " * 9), conversation("a " * 9)]
@@ -311,7 +311,7 @@ async def test_sharegpt_sends_first_turns_with_the_lengths_of_the_answers(shareg
     assert found["settings"]["prompt_kind"] == "text"
 
 
-async def test_sharegpt_takes_an_output_length_and_a_server_without_tokenize(
+async def test_sharegpt_supports_an_output_length_and_servers_without_tokenize(
     sharegpt: Path,
 ) -> None:
     async with EventServer(has_tokenize=False).listening() as server:
@@ -351,12 +351,13 @@ def test_bursty_arrivals_have_the_same_rate_and_a_larger_spread() -> None:
 
     assert statistics.mean(bursty) == pytest.approx(1 / 50, rel=0.1)
     assert statistics.mean(even) == pytest.approx(1 / 50, rel=0.1)
-    # The spread of a gamma distribution is its mean by the root of its shape.
+    # The standard deviation of a gamma distribution is its mean divided by the square root of its
+    # shape.
     assert statistics.stdev(bursty) == pytest.approx(2 / 50, rel=0.15)
     assert statistics.stdev(even) == pytest.approx(0.25 / 50, rel=0.15)
 
 
-def test_the_table_has_the_asked_rows_and_columns() -> None:
+def test_the_table_has_the_requested_rows_and_columns() -> None:
     outcomes = [Outcome(0.0, 2.0, [1.0, 1.5, 2.0], prompt_tokens=10, output_tokens=3)]
 
     text = as_text(summarise(outcomes, [25, 75]), ["ttft", "e2el"])
@@ -380,7 +381,7 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--extra-body", "{x"], "not JSON: a name in double quotes is missing, at column 2"),
-        (["--json", "/no/such/folder/x.json"], "there is no such folder"),
+        (["--json", "/no/such/folder/x.json"], "whose folder does not exist"),
         (["--base-url", "http://localhost:port"], "must look like http://host:port"),
         (["--temperature", "-1"], "must be at least 0"),
         (["--backend", "tgi"], "^--backend is 'tgi', it must be one of "),
@@ -394,11 +395,11 @@ def test_the_table_has_the_asked_rows_and_columns() -> None:
         (["--burstiness", "0"], "burstiness is 0, it must be above 0"),
         (
             ["--save-result", "--goodput", "ttft:100", "--no-oversample", "--frob"],
-            r"4 settings cannot be used:\n"
-            r"  --save-result is not in this version: --json FILE writes.*\n"
-            r"  --goodput is not in this version: .*\n"
-            r"  --no-oversample is not in this version: the data sets are random and sharegpt\n"
-            r"  --frob is no flag of gaudiserve bench serve$",
+            r"4 settings are invalid:\n"
+            r"  --save-result is not supported: --json FILE writes.*\n"
+            r"  --goodput is not supported: .*\n"
+            r"  --no-oversample is not supported: the data sets are random and sharegpt\n"
+            r"  --frob is not a flag of gaudiserve bench serve$",
         ),
     ],
 )
@@ -416,7 +417,7 @@ def test_a_port_without_a_server_is_named() -> None:
             main(["--base-url", url])
 
 
-async def test_a_stream_without_done_counts_when_it_told_how_it_finished() -> None:
+async def test_a_stream_without_done_is_counted_if_it_has_a_finish_reason() -> None:
     async with EventServer(says_done=False).listening() as server:
         status, found = await bench(
             server, "--num-prompts=2", "--random-output-len=3", "--no-stream-usage"

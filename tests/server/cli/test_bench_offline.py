@@ -1,4 +1,4 @@
-"""`gaudiserve bench throughput` and `bench latency`: what they print and write."""
+"""`gaudiserve bench throughput` and `bench latency`: printed and written results."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def test_throughput_counts_the_tokens_of_all_requests(
     assert lines[1:] == ["Total num prompt tokens:  54", "Total num output tokens:  60"]
 
 
-def test_throughput_takes_conversations(
+def test_throughput_accepts_conversations(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "conversations.json"
@@ -51,6 +51,15 @@ def test_throughput_takes_conversations(
 
     assert status == 0
     assert "Total num output tokens:  12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("end", ["input", "output"])
+def test_latency_suggests_its_own_name_for_a_flag_of_the_other_commands(
+    end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", f"--random-{end}-len=8"]) == 2
+
+    assert capsys.readouterr().err.endswith(f"; did you mean --{end}-len?\n")
 
 
 def test_latency_measures_batches(

@@ -1,4 +1,4 @@
-"""`gaudiserve calibrate`, as far as it goes without the compressor."""
+"""`gaudiserve calibrate` without the compressor."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from server.cli import main as command
 from server.cli.samples import read_samples
 
 
-def test_samples_are_texts_and_conversations(tmp_path: Path) -> None:
+def test_samples_may_be_texts_or_conversations(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     messages = [{"role": "user", "content": "hi"}]
     path.write_text(
@@ -20,7 +20,7 @@ def test_samples_are_texts_and_conversations(tmp_path: Path) -> None:
     assert read_samples(path, 4) == ["plain", "p", "t", messages]
 
 
-def test_lines_of_other_files_are_texts(tmp_path: Path) -> None:
+def test_lines_of_files_other_than_jsonl_are_plain_texts(tmp_path: Path) -> None:
     path = tmp_path / "data.txt"
     path.write_text('{"prompt": "p"}\n\n one \n')
 
@@ -30,21 +30,21 @@ def test_lines_of_other_files_are_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON: a name in double quotes is missing, at column 2"),
-        ("3", "a string, or an object with prompt, text or messages"),
-        ('{"a": 1}', "a string, or an object with prompt, text or messages"),
-        ('{"messages": []}', "a string, or an object with prompt, text or messages"),
+        ("{", "is not JSON: a name in double quotes is missing, at column 2"),
+        ("3", "must be a string, or an object with prompt, text or messages"),
+        ('{"a": 1}', "must be a string, or an object with prompt, text or messages"),
+        ('{"messages": []}', "must be a string, or an object with prompt, text or messages"),
     ],
 )
-def test_what_is_no_sample_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_an_invalid_sample_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f'"good"\n{line}\n')
 
-    with pytest.raises(ConfigError, match=rf"data\.jsonl, line 2: {message}"):
+    with pytest.raises(ConfigError, match=rf"data\.jsonl, line 2 {message}"):
         read_samples(path, 10)
 
 
-def test_a_file_that_is_missing_or_empty_ends_the_command(
+def test_a_missing_or_empty_sample_file_fails_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.txt"

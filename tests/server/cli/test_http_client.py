@@ -1,4 +1,4 @@
-"""What the client of the commands says if a server cannot be reached, or refuses a call."""
+"""Messages of the commands' HTTP client if a server cannot be reached or refuses a call."""
 
 import asyncio
 import contextlib
@@ -85,7 +85,7 @@ async def test_http_to_a_server_with_tls_names_the_other_scheme() -> None:
     )
 
 
-async def test_a_server_that_is_not_http_is_shown() -> None:
+async def test_the_greeting_of_a_server_without_http_is_shown() -> None:
     async with listening(b"220 mail\r\n\r\n") as address:
         said = await failure(f"http://{address}")
 
@@ -103,7 +103,7 @@ async def test_a_wrong_key_names_the_flag() -> None:
     )
 
 
-async def test_a_path_that_is_not_there_is_a_wrong_url() -> None:
+async def test_a_missing_path_is_reported_as_a_wrong_url() -> None:
     body = b'{"error": {"message": "There is no route /x/v1/models."}}'
     async with listening(refusal(404, body)) as address:
         said = await failure(f"http://{address}/x")
@@ -114,7 +114,7 @@ async def test_a_path_that_is_not_there_is_a_wrong_url() -> None:
     )
 
 
-async def test_a_page_in_place_of_json_is_a_wrong_url() -> None:
+async def test_a_page_instead_of_json_is_reported_as_a_wrong_url() -> None:
     async with listening(refusal(200, b"<html>")) as address:
         said = await failure(f"http://{address}")
 
@@ -129,7 +129,7 @@ async def test_a_page_in_place_of_json_is_a_wrong_url() -> None:
         (OSError(113, "No route to host"), "http://a:1 cannot be reached: no route to host"),
     ],
 )
-def test_other_problems_have_a_sentence_without_a_number_of_an_error(
+def test_other_connection_problems_are_described_without_an_errno(
     error: Exception, words: str
 ) -> None:
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -158,7 +158,7 @@ WRONG_ANSWERS = {
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
-async def test_an_answer_that_is_not_http_is_told(content: bytes, message: str) -> None:
+async def test_an_answer_that_is_not_http_is_reported(content: bytes, message: str) -> None:
     async with listening(content) as address:
         assert message in await failure(f"http://{address}")
 
@@ -166,4 +166,4 @@ async def test_an_answer_that_is_not_http_is_told(content: bytes, message: str) 
 async def test_an_endless_answer_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 100)
     async with listening(OK + b"\r\n" + b"x" * 1000) as address:
-        assert "at most 100 are read" in await failure(f"http://{address}")
+        assert "at most 100 are allowed" in await failure(f"http://{address}")

@@ -1,4 +1,4 @@
-"""server/cli/main.py: output, exit statuses, and that no heavy module is imported."""
+"""server/cli/main.py: output, exit statuses, and the absence of heavy imports."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("word", ["--version", "-V", "-v"])
-def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """vLLM's short form is -v."""
     status = main([word])
 
@@ -38,13 +38,16 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["sevre"], "'sevre' is no command; did you mean serve?"),
+        (["sevre"], "'sevre' is not a command; did you mean serve?"),
         (["frobnicate"], "there are serve, bench, fetch-demo, config"),
-        (["fetch-demo", "--force"], "--force is no flag of gaudiserve fetch-demo"),
-        (["serve", "--prot", "1"], "--prot is no flag of gaudiserve serve; did you mean --port?"),
+        (["fetch-demo", "--force"], "--force is not a flag of gaudiserve fetch-demo"),
+        (
+            ["serve", "--prot", "1"],
+            "--prot is not a flag of gaudiserve serve; did you mean --port?",
+        ),
         (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
-        (["bench"], "`gaudiserve bench` is no command; serve, throughput and latency are"),
-        (["buckets", "draw"], "`gaudiserve buckets draw` is no command; show and fit are"),
+        (["bench"], "`gaudiserve bench` is not a command: use serve, throughput or latency"),
+        (["buckets", "draw"], "`gaudiserve buckets draw` is not a command: use show or fit"),
         (["buckets", "show", "m"], "gaudiserve buckets show takes no argument 'm'"),
         (["buckets", "fit", "m", "--traffic", "x"], "gaudiserve buckets fit takes no argument 'm'"),
         (["doctor", "m"], "gaudiserve doctor takes no argument 'm'"),
@@ -54,21 +57,21 @@ def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["fetch-demo", "m"], "gaudiserve fetch-demo takes no argument 'm'"),
         (["bench", "serve", "m"], "gaudiserve bench serve takes no argument 'm'"),
         (["version", "m"], "`gaudiserve version` takes no argument 'm'"),
-        (["buckets", "fit"], "needs a traffic: --traffic FILE"),
+        (["buckets", "fit"], "`gaudiserve buckets fit` needs --traffic FILE"),
         (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
         (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
         (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
         (
             ["serve", "--device", "hpu", "--port", "0"],
-            "habana_frameworks, the runtime of Gaudi, is not installed",
+            "habana_frameworks, the Gaudi runtime, is not installed",
         ),
         (["selftest", "--device", "cpu"], "the self-test needs a Gaudi card"),
         (["selftest", "--device", "hpu"], "this Python has no habana_frameworks"),
-        (["selftest", "--fast"], "--fast is no flag of gaudiserve selftest"),
+        (["selftest", "--fast"], "--fast is not a flag of gaudiserve selftest"),
         (["bench", "serve", "--num-prompts", "0"], "num-prompts is 0, it must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_status_2(
+def test_a_usage_error_is_one_line_on_stderr_with_status_2(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(argv)
@@ -100,7 +103,7 @@ NOWHERE = ("--base-url", "http://127.0.0.1:1")
         ),
     ],
 )
-def test_a_command_that_cannot_do_its_work_ends_with_status_1(
+def test_a_command_that_cannot_do_its_work_exits_with_status_1(
     argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}
@@ -114,7 +117,7 @@ def test_a_command_that_cannot_do_its_work_ends_with_status_1(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--cache-dir", "{folder}"]])
-def test_the_demo_model_is_fetched_into_the_folder_that_is_named(
+def test_the_demo_model_is_downloaded_into_the_given_folder(
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -135,7 +138,7 @@ BENCHES = ["bench serve", "bench throughput", "bench latency"]
 
 
 @pytest.mark.parametrize("command", [*sorted({*COMMANDS} - {"buckets", "bench"}), *BENCHES])
-def test_help_of_every_command_has_one_form(
+def test_help_of_every_command_has_the_same_form(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -180,7 +183,7 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_config_says_how_an_abbreviation_was_read(
+def test_config_shows_how_an_abbreviation_was_expanded(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["config", "--max-num-seq", "8"])
@@ -189,7 +192,15 @@ def test_config_says_how_an_abbreviation_was_read(
     assert "max-num-seqs" in capsys.readouterr().out
 
 
-def test_help_about_an_unknown_word_lists_the_groups_of_settings() -> None:
+def test_help_shows_no_empty_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+
+    text = capsys.readouterr().out
+    assert "--root-path" in text and "[]" not in text
+
+
+def test_help_for_an_unknown_word_lists_the_groups_of_settings() -> None:
     with pytest.raises(ConfigError, match=r"groups: Files, Model, ") as refused:
         chat_parser().format_help_about("zzz")
 
@@ -211,7 +222,7 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["model"]["value"] == "demo"
 
 
-def test_buckets_that_were_fitted_are_shown_again_from_their_file(
+def test_fitted_buckets_are_shown_from_their_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     traffic, file = tmp_path / "traffic.jsonl", tmp_path / "buckets.txt"
@@ -267,7 +278,7 @@ def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) 
     assert ended.value.code == 0
     for group in ("Model:", "KV cache:", "Scheduling:", "Buckets:", "HTTP:", "Logs:"):
         assert f"\n{group}\n" in text
-    assert "Port to listen on; 0 takes a free one [8000]" in text
+    assert "Port to listen on; 0: a free port [8000]" in text
 
 
 def test_the_command_line_never_loads_torch_or_a_web_framework() -> None:
@@ -284,7 +295,7 @@ def test_the_command_line_never_loads_torch_or_a_web_framework() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_model_that_is_not_there_is_one_line_before_slow_imports() -> None:
+def test_a_missing_model_is_refused_before_slow_imports() -> None:
     code = (
         "import sys; from server.cli.main import main;"
         "status = main(['serve', '/no/such/model.gguf', '--port=0']);"
@@ -298,7 +309,8 @@ def test_a_model_that_is_not_there_is_one_line_before_slow_imports() -> None:
 
     assert done.stdout == "1 []\n", done.stderr
     said = (
-        "gaudiserve: no such file or folder: /no/such/model.gguf; in a container, mount it by -v\n"
+        "gaudiserve: no such file or folder: /no/such/model.gguf; in a container, mount it with "
+        "-v\n"
     )
     assert done.stderr == said
 
@@ -320,7 +332,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
         ("KV cache", "--block-size", "--port"),
     ],
 )
-def test_help_about_a_word_shows_a_group_or_flags(
+def test_help_for_a_word_shows_a_group_or_flags(
     word: str, shown: str, hidden: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -331,7 +343,7 @@ def test_help_about_a_word_shows_a_group_or_flags(
     assert shown in text and hidden not in text
 
 
-def test_help_about_an_unknown_word_lists_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_for_an_unknown_word_lists_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["serve", "--help=frobnicate"])
 
     assert status == 2

@@ -24,7 +24,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("as_folder", [False, True])
-def test_a_plan_needs_a_config_alone(
+def test_a_plan_needs_only_a_config(
     as_folder: bool, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(config_file.parent if as_folder else config_file)
@@ -47,7 +47,7 @@ def test_a_number_of_cards_is_the_tensor_parallel_size(
     assert " 2 cards;" in told and " million parameters" in told
 
 
-def test_a_mixture_of_experts_is_planned_from_a_config_alone(
+def test_a_mixture_of_experts_is_planned_from_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
@@ -64,7 +64,7 @@ def test_a_mixture_of_experts_is_planned_from_a_config_alone(
 
 
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
-def test_a_model_that_is_not_built_in_is_planned_from_a_config_alone(
+def test_a_model_that_is_not_built_in_is_planned_from_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_tiny("gpt_neox", tmp_path / "whole")
@@ -92,7 +92,7 @@ def test_a_gguf_file_is_planned_by_its_metadata(
     assert "LlamaForCausalLM" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_ends_with_status_1(
+def test_a_plan_that_does_not_fit_exits_with_status_1(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(["plan", str(config_file), "--card-gib", "0.0005"])
@@ -105,14 +105,14 @@ def test_what_does_not_fit_ends_with_status_1(
     ("flags", "words"),
     [
         (["--tensor-parallel-size", "8"], "4 query heads, and 8 (--tensor-parallel-size)"),
-        (["--lengths", "2000;8000"], "must be numbers with commas between"),
+        (["--lengths", "2000;8000"], "must be comma-separated numbers"),
         (["--lengths", "513"], "between 1 and --max-model-len, 512"),
         (["--card-gib", "0"], "card-gib is 0, it must be above 0"),
         (["--device", "gaudi1"], "--device is 'gaudi1', it must be one of gaudi2, gaudi3"),
         (["--max-model-len", "1K"], "--max-model-len is 1024, the checkpoint was made for 512"),
     ],
 )
-def test_a_wrong_option_is_one_line_and_status_2(
+def test_a_wrong_option_is_refused_in_one_line_with_status_2(
     flags: list[str], words: str, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(["plan", str(config_file), *flags])
@@ -126,13 +126,13 @@ def test_a_wrong_option_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nowhere", "no such file or folder: nowhere; a model of the Hugging Face hub"),
+        ("nowhere", "no such file or folder: nowhere; a Hugging Face id"),
         ("./nowhere", "no such file or folder: ./nowhere"),
         ("file.txt", "neither a folder nor a config.json nor a .gguf file"),
         ("none.gguf", "no such file or folder"),
     ],
 )
-def test_a_model_that_is_not_there_is_named(
+def test_a_missing_model_is_named(
     name: str,
     words: str,
     tmp_path: Path,
@@ -148,7 +148,9 @@ def test_a_model_that_is_not_there_is_named(
     assert words in capsys.readouterr().err
 
 
-def test_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_reports_the_capabilities_of_this_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cpu = main(["doctor", "--device", "cpu", "--json"])
 
     told = json.loads(capsys.readouterr().out)
@@ -157,7 +159,7 @@ def test_the_doctor_says_what_this_machine_can_do(capsys: pytest.CaptureFixture[
     assert told["packages"]["torch"]
 
 
-def test_neither_command_loads_torch() -> None:
+def test_plan_and_doctor_load_no_torch() -> None:
     code = (
         "import sys; from server.cli.main import main; main(['doctor']);"
         "import server.cli.plan;"

@@ -1,4 +1,4 @@
-"""`gaudiserve presets`, and the preset that `serve` takes on a Gaudi by itself."""
+"""`gaudiserve presets`, and the preset that `serve` applies by default on a Gaudi."""
 
 import json
 import logging
@@ -9,11 +9,17 @@ import pytest
 import yaml
 from gaudi_machine import GaudiMachine
 
+from config.checkpoint.weight_maps.base import WeightMap
+from config.checkpoint.weight_maps.decoder import decoder_weight_map
 from config.loading.sources import load
+from config.model.decoder_spec import DecoderSpec
+from config.model.model_config import ModelConfig
 from engine.reports.presets import KEYS, free_cards
+from hpu.model_loader import size_estimate
 from server.cli.main import main
 from server.cli.presets import with_preset
 
+PUBLISHED = Path(__file__).parents[2] / "config/model/published_configs.jsonl"
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -53,7 +59,8 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
     text = capsys.readouterr().out
     (tmp_path / "preset.yaml").write_text(text)
     loaded = load(["--config", str(tmp_path / "preset.yaml")], environ={})
-    # The plan of those settings agrees: they fit, and hold the sequences that they allow.
+    # The plan of the preset's settings agrees: they fit, with the number of sequences that they
+    # allow.
     status = main(
         ["plan", "--config", str(tmp_path / "preset.yaml"), "--device", device, "--json"]
     )  # fmt: skip
@@ -79,10 +86,10 @@ def test_more_weights_take_more_cards(model: Any, capsys: pytest.CaptureFixture[
     assert small["max-model-len"] == large["max-model-len"] == 131072
 
 
-def test_a_context_that_does_not_fit_is_halved_unless_it_was_asked_for(
+def test_a_context_that_does_not_fit_is_halved_unless_requested(
     model: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # 96 layers whose keys and values take 1.5 MiB a token.
+    # 96 layers whose keys and values take 1.5 MiB per token.
     deep = {**LLAMA_8B, "num_hidden_layers": 96, "num_key_value_heads": 32}
     folder = model("deep", deep)
 
@@ -94,7 +101,7 @@ def test_a_context_that_does_not_fit_is_halved_unless_it_was_asked_for(
     assert "does not fit into 1 gaudi2 card" in capsys.readouterr().err
 
 
-def test_serve_on_a_gaudi_takes_the_preset_and_says_so(
+def test_serve_on_a_gaudi_applies_the_preset_and_logs_it(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     argv = [model("8b", LLAMA_8B), "--device", "hpu"]
@@ -122,7 +129,7 @@ def test_a_setting_or_another_device_turns_the_preset_off(model: Any, more: list
     assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
 
 
-def test_a_model_that_does_not_fit_is_left_to_the_start(
+def test_a_model_that_does_not_fit_is_refused_by_the_start(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     argv = [model("70b", LLAMA_70B), "--device", "hpu"]
@@ -135,7 +142,7 @@ def test_a_model_that_does_not_fit_is_left_to_the_start(
     assert with_preset(loaded, argv, (None, 1)) is loaded
 
 
-def test_free_cards_are_those_of_one_generation_without_a_process(tmp_path: Path) -> None:
+def test_free_cards_are_cards_of_one_generation_without_a_process(tmp_path: Path) -> None:
     machine = GaudiMachine(tmp_path, cards=4)
 
     assert free_cards(machine.seen()) == ("gaudi3", 4)
@@ -145,3 +152,22 @@ def test_a_wrong_number_of_cards_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert main(["presets", "--cards", "0"]) == 2
 
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_the_plans_of_a_preset_share_a_weight_map(
+    model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = map(json.loads, PUBLISHED.read_text().splitlines())
+    deepseek_r1 = next(entry["config"] for entry in listed if entry["name"] == "DeepSeek-R1")
+    maps: list[str] = []
+
+    def counted(config: ModelConfig, spec: DecoderSpec) -> WeightMap:
+        maps.append(config.path)
+        return decoder_weight_map(config, spec)
+
+    monkeypatch.setattr(size_estimate, "decoder_weight_map", counted)
+    preset = preset_of(capsys, model("r1", deepseek_r1), "--cards", "8")
+
+    assert preset["tensor-parallel-size"] == 8
+    # A map of its 90,000 tensors takes a second or two.
+    assert len(maps) == 1

@@ -1,5 +1,5 @@
 """`gaudiserve quantize` without the library: its flags, the texts, and the table. tests/quantizers
-has the rest."""
+has the other tests."""
 
 import math
 import os
@@ -31,8 +31,12 @@ def data(tmp_path: Path) -> Path:
         ("--to awq", "--to awq needs --data, a file with texts"),
         ("--to fp8 --group-size 32", "--group-size is 32, and --to fp8 has a scale per output"),
         ("--to awq --all-layers --data {folder}/data.txt", "--to awq quantizes all layers anyway"),
-        ("--to int4 --data {folder}/none.txt", "{folder}/none.txt is no file"),
-        ("--to int4 -o {folder}", "--output {folder} exists and is no empty folder"),
+        ("--to int4 --data {folder}/none.txt", "{folder}/none.txt is not a file"),
+        ("--to int4 -o {folder}", "--output {folder} exists and is not an empty folder"),
+        (
+            "--to fp8-gaudi2 --all-layers",
+            "--all-layers is set, and --to fp8-gaudi2 converts a quantized checkpoint as it is",
+        ),
         ("--to int3", "--to is 'int3', it must be one of "),
         (
             "--to int4",
@@ -40,7 +44,7 @@ def data(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_a_wrong_flag_is_one_line_and_status_2(
+def test_a_wrong_flag_is_refused_in_one_line_with_status_2(
     flags: str,
     error: str,
     data: Path,
@@ -69,7 +73,7 @@ def test_the_table_compares_size_and_perplexity(tmp_path: Path) -> None:
     assert third.split()[2:] == ["3.000", "1.5000", "75.0%"]
 
 
-def test_its_process_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+def test_the_quantization_process_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     code = (
         "import os\n"
         "from server.cli.quantize import _in_own_process\n"

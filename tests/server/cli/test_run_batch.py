@@ -1,4 +1,4 @@
-"""The wait before a request of a batch is sent again, and the lines that are sent at a time."""
+"""The wait before a batch request is retried, and the number of lines in flight."""
 
 import asyncio
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import pytest
 
 from server.cli import run_batch
 from server.cli.batch_files import BatchLine, BatchOutput
-from server.cli.http_client import Answer, HttpClient
+from server.cli.http_client import HttpClient, HttpResponse
 from server.cli.run_batch import MAX_RETRY_S, MIN_RETRY_S, RETRY_S, retry_s
 
 
@@ -26,26 +26,26 @@ from server.cli.run_batch import MAX_RETRY_S, MIN_RETRY_S, RETRY_S, retry_s
         ("9" * 400, MAX_RETRY_S),
     ],
 )
-def test_only_a_number_of_seconds_is_waited_for_and_never_long(header: str, seconds: float) -> None:
+def test_retry_after_must_be_a_number_and_the_wait_is_limited(header: str, seconds: float) -> None:
     assert retry_s(header) == seconds
 
 
 class SlowClient:
-    """Answers each request after a while, and counts the requests that wait."""
+    """Answers each request after a delay, and counts the waiting requests."""
 
     def __init__(self) -> None:
         self.num_open = self.most_open = 0
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any]) -> Answer:
+    async def ask(self, method: str, path: str, body: Mapping[str, Any]) -> HttpResponse:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(0.01)
         self.num_open -= 1
-        return Answer(200, {}, b"{}")
+        return HttpResponse(200, {}, b"{}")
 
 
 @pytest.mark.parametrize(("num_bytes", "most"), [(10, 8), (100, 2)])
-async def test_long_lines_are_sent_a_few_at_a_time(
+async def test_the_number_of_long_lines_in_flight_is_limited(
     num_bytes: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_batch, "MAX_SENT_BYTES", 100)

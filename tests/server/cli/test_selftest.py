@@ -1,4 +1,4 @@
-"""`gaudiserve selftest`: its lines; and the settings that `serve` takes from a stored result."""
+"""`gaudiserve selftest`: its output; and the settings that `serve` takes from a stored result."""
 
 import json
 import logging
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from config.errors import ConfigError
 from config.loading import env
-from config.loading.parser import Parser
+from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from engine.reports.doctor import this_machine
 from engine.selftest import start
@@ -18,6 +19,7 @@ from engine.selftest.runner import Runner
 from engine.selftest.start import identity_of
 from hpu.selftest.base import FAILS, HANGS, HOLDS, UNKNOWN, Check, all_checks
 from server.cli.chat import chat_parser
+from server.cli.flags import server_parser
 from server.cli.main import main as command
 from server.cli.run_batch import batch_parser
 from server.cli.selftest import row, served
@@ -39,12 +41,12 @@ def store(loaded: Loaded, *results: CheckResult) -> None:
 @pytest.fixture(autouse=True)
 def without_variables_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CACHE, "PT_HPU_LAZY_MODE", "PT_HPU_RECIPE_CACHE_CONFIG"):
-        # monkeypatch then removes a variable that the test sets.
+        # monkeypatch then removes the variable at the end, also if the test sets it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
-def test_a_stored_result_changes_settings_and_variables_with_a_line_each(
+def test_a_stored_result_changes_settings_and_variables_and_logs_each_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = emulated(tmp_path, "--max-num-seqs=3")
@@ -68,7 +70,7 @@ def test_a_stored_result_changes_settings_and_variables_with_a_line_each(
     ]
 
 
-def test_a_setting_of_the_user_stays_and_a_preset_is_no_setting_of_the_user(
+def test_a_setting_of_the_user_is_kept_and_a_setting_of_a_preset_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = emulated(tmp_path)
@@ -81,8 +83,8 @@ def test_a_setting_of_the_user_stays_and_a_preset_is_no_setting_of_the_user(
     assert of_preset.engine.cache.gpu_memory_utilization == 0.8
     assert of_user is preset
     assert caplog.messages[1] == (
-        "Self-test: memory-stats fails, and --gpu-memory-utilization=0.85 is your setting, and "
-        "stays"
+        "Self-test: memory-stats fails, and --gpu-memory-utilization=0.85 is your setting and is "
+        "kept"
     )
 
 
@@ -94,8 +96,8 @@ def test_a_setting_of_the_user_stays_and_a_preset_is_no_setting_of_the_user(
     ],
     ids=["chat", "run-batch"],
 )
-def test_a_command_that_serves_for_itself_takes_the_settings_too(
-    parser: Callable[[], Parser], words: tuple[str, ...], tmp_path: Path
+def test_chat_and_run_batch_apply_the_settings_of_a_stored_result(
+    parser: Callable[[], FlagParser], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     own = ["m", "--device=hpu-emulator", f"--cache-dir={tmp_path}", *words]
     loaded = load(own, environ={}, parser=parser())
@@ -107,13 +109,24 @@ def test_a_command_that_serves_for_itself_takes_the_settings_too(
     assert changed.engine.cache_dir == str(tmp_path)
 
 
-def test_nothing_changes_where_everything_holds_or_no_gaudi_is_used(tmp_path: Path) -> None:
+def test_no_setting_changes_if_all_checks_hold_or_without_a_gaudi(tmp_path: Path) -> None:
     loaded = emulated(tmp_path)
     store(loaded, result_of(CHECKS["fused-sdpa"], HOLDS, ""))
     on_cpu = load(["m", "--device=cpu"], environ={})
 
     assert served(loaded, loaded) is loaded
     assert served(on_cpu, on_cpu) is on_cpu
+
+
+def test_an_unknown_fault_is_refused_with_the_flag_before_anything_runs() -> None:
+    def emulator_faults(word: str) -> tuple[str, ...]:
+        words = ["m", "--device=hpu-emulator", f"--emulator-faults={word}"]
+        return load(words, environ={}, parser=server_parser("serve", "")).engine.emulator.faults
+
+    assert emulator_faults("rotary:hang,uploads") == ("rotary:hang", "uploads")
+    with pytest.raises(ConfigError, match=r"^--emulator-faults is 'rotari', .*mean rotary"):
+        emulator_faults("uploads,rotari")
+    assert "rotary:hang" not in server_parser("serve", "").format_help()
 
 
 def test_the_line_of_a_check_names_its_fallback() -> None:
@@ -125,10 +138,12 @@ def test_the_line_of_a_check_names_its_fallback() -> None:
         "           fallback: --no-prompt-use-fusedsdpa",
     ]
     assert without.splitlines()[1] == "           fallback: no setting avoids it"
-    assert "fallback" not in row(result_of(CHECKS["experts"], UNKNOWN, "no time was left"))
+    assert "fallback" not in row(
+        result_of(CHECKS["experts"], UNKNOWN, "the time budget was used up")
+    )
 
 
-def test_the_command_prints_stores_and_writes_what_the_checks_found(
+def test_the_command_prints_stores_and_writes_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[str] = []
@@ -157,7 +172,7 @@ def test_the_command_prints_stores_and_writes_what_the_checks_found(
     assert not served(loaded, loaded).engine.execution.fused_experts
 
 
-def test_without_a_card_the_command_ends_with_2_as_its_page_says(
+def test_without_a_card_the_exit_status_is_the_documented_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status = command(["selftest"])
@@ -178,3 +193,22 @@ def test_a_report_that_cannot_be_written_is_an_error(
 
     assert status == 2
     assert "--json /no/such/file cannot be written: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_status"),
+    [
+        ((HOLDS, UNKNOWN), 0),
+        ((HOLDS, FAILS), 1),
+        ((UNKNOWN, HANGS), 1),
+        ((UNKNOWN, UNKNOWN), 2),
+    ],
+)
+def test_the_exit_status_tells_a_script_whether_checks_ran(
+    statuses: tuple[str, ...], exit_status: int, tmp_path: Path
+) -> None:
+    loaded = emulated(tmp_path)
+    identity = identity_of(loaded.engine, this_machine(env.environment()))
+    results = [result_of(CHECKS["experts"], status, "") for status in statuses]
+
+    assert SelfTest(identity, True, tuple(results)).status == exit_status

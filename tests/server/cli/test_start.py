@@ -1,4 +1,4 @@
-"""server/cli/start.py: where a start keeps what it converts."""
+"""server/cli/start.py: where a start stores converted files."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from config.server import ServerConfig
 from server.cli import start
 
 
-def test_a_converted_tokenizer_goes_to_the_cache_folder_of_the_flag(
+def test_a_converted_tokenizer_is_written_to_the_cache_folder_of_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start, "resolve", lambda *_, **__: "folder")
@@ -43,10 +43,10 @@ def test_a_missing_adapter_is_named_with_its_flag_before_anything_starts(tmp_pat
         start.resolve_checkpoint(engine, ServerConfig(), unreported)
 
 
-def test_a_flag_that_the_model_does_not_allow_is_no_fault_of_the_model(
+def test_a_flag_that_the_model_does_not_allow_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Exit status 2: another value of the flag helps."""
+    """Exit status 2, because another value of the flag helps."""
 
     def refuse(_: EngineConfig, folder: str) -> None:
         raise SettingError(f"--max-model-len is 5000, {folder} takes 512")
@@ -58,7 +58,9 @@ def test_a_flag_that_the_model_does_not_allow_is_no_fault_of_the_model(
         start._checked(EngineConfig(model="demo"), ServerConfig(), unreported)
 
 
-def test_a_converted_model_is_named_as_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_converted_model_show_the_name_that_the_user_gave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = "/cache/converted/SmolLM2-bfloat16"
 
     def refuse(_: EngineConfig, found: str) -> None:
@@ -73,7 +75,7 @@ def test_a_converted_model_is_named_as_the_user_did(monkeypatch: pytest.MonkeyPa
     assert str(caught.value) == f"demo has 9 heads, {folder}/config.json says so: demo"
 
 
-def test_a_path_has_its_last_part_as_a_second_name(
+def test_a_local_model_has_its_folder_name_as_a_second_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "llama"

@@ -1,4 +1,4 @@
-"""server/cli/vllm_command.py: the command vllm that is gaudiserve, and never hides vLLM."""
+"""server/cli/vllm_command.py: the `vllm` command that runs gaudiserve, and never hides vLLM."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder of commands, which is first in PATH."""
+    """An empty folder for commands that is first in PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     paths = {"scripts": str(folder), "purelib": str(tmp_path)}
@@ -36,7 +36,7 @@ def write_command(path: Path, text: str = "#!/bin/sh\necho the real one $*\n") -
 
 @pytest.fixture
 def other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The Python of an environment in which `gaudiserve vllm-command` was called."""
+    """Python of another environment in which `gaudiserve vllm-command` was called."""
     folder = tmp_path / "environment"
     venv.create(folder)
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -48,7 +48,7 @@ def other_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_package(folder: Path, module: str) -> None:
-    """A package vllm with one module, which prints its name."""
+    """Write a package vllm with one module that prints its name."""
     file = folder / f"{module.replace('.', '/')}.py"
     file.parent.mkdir(parents=True)
     file.write_text("print(__spec__.name)\n")
@@ -57,7 +57,11 @@ def write_package(folder: Path, module: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "command"),
-    [("openai.api_server", "serve"), ("openai.run_batch", "run-batch")],
+    [
+        ("openai.api_server", "serve"),
+        ("openai.mm_api_server", "serve"),
+        ("openai.run_batch", "run-batch"),
+    ],
 )
 def test_a_module_of_vllm_runs_the_command_of_gaudiserve(
     module: str, command: str, other_python: Path, tmp_path: Path
@@ -74,7 +78,7 @@ def test_other_programs_find_no_module_vllm(other_python: Path, tmp_path: Path) 
     assert "No module named 'vllm'" in done.stderr
 
 
-def test_a_package_vllm_that_is_installed_later_is_run(
+def test_a_vllm_package_that_is_installed_later_is_run(
     other_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "vllm.entrypoints.openai.api_server"
@@ -92,7 +96,9 @@ def call(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
 
 
-def test_the_command_vllm_is_gaudiserve_and_says_so(scripts: Path, tmp_path: Path) -> None:
+def test_the_vllm_command_runs_gaudiserve_and_prints_a_notice(
+    scripts: Path, tmp_path: Path
+) -> None:
     assert main(["vllm-command"]) == 0
     assert main(["vllm-command"]) == 0
 
@@ -102,11 +108,11 @@ def test_the_command_vllm_is_gaudiserve_and_says_so(scripts: Path, tmp_path: Pat
     line = f"vllm: this is gaudiserve {VERSION}, which takes the command line of vLLM\n"
     assert (version.returncode, version.stdout, version.stderr) == (0, f"{VERSION}\n", line)
     assert refused.returncode == 2
-    assert refused.stderr.startswith(line) and "--frobnicate is no flag" in refused.stderr
+    assert refused.stderr.startswith(line) and "--frobnicate is not a flag" in refused.stderr
 
 
 @pytest.mark.parametrize("place", ["bin", "other"])
-def test_nothing_is_written_where_a_command_vllm_is_installed(
+def test_an_installed_vllm_command_is_not_replaced(
     place: str,
     scripts: Path,
     tmp_path: Path,
@@ -122,7 +128,7 @@ def test_nothing_is_written_where_a_command_vllm_is_installed(
     assert call("vllm", "serve").stdout == "the real one serve\n"
 
 
-def test_nothing_is_written_where_the_package_is_installed(
+def test_no_command_is_written_if_the_vllm_package_is_installed(
     scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm").mkdir()
@@ -134,7 +140,7 @@ def test_nothing_is_written_where_the_package_is_installed(
     assert list(scripts.iterdir()) == [] and list(tmp_path.glob("*.pth")) == []
 
 
-def test_a_vllm_that_is_installed_later_is_run(
+def test_a_vllm_command_that_is_installed_later_is_run(
     scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["vllm-command"])
@@ -156,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert "/no/such/folder/vllm cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_flags_alone_are_those_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_a_command_run_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--block-size", "128", "--frobnicate", "--model", "m"]) == 2
 
-    assert "--frobnicate is no flag of gaudiserve serve" in capsys.readouterr().err
+    assert "--frobnicate is not a flag of gaudiserve serve" in capsys.readouterr().err

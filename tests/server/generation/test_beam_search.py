@@ -1,4 +1,4 @@
-"""Beam search over HTTP: results, rejected requests, and that nothing remains in the engine."""
+"""Beam search over HTTP: results, rejected requests, and no remains in the engine."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 class BranchingClient(TalkingClient):
-    """Its tokens depend on what came before: `tree` says by the tokens behind the prompt which may
-    follow, with their log-probabilities; what it does not name is followed by C."""
+    """A client whose tokens depend on the text so far. `tree` maps the tokens after the prompt to
+    the possible next tokens with their log-probabilities; C follows all other texts."""
 
     def __init__(self, num_prompt: int, tree: dict[tuple[int, ...], dict[int, float]]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ async def test_the_best_beams_are_the_choices() -> None:
         assert await rig.metric("vllm:generation_tokens_total") == 5
 
 
-async def test_a_length_penalty_chooses_the_short_one_and_chat_has_beams_too() -> None:
+async def test_a_length_penalty_prefers_short_beams_and_chat_supports_beams() -> None:
     async with in_memory(BranchingClient(len(ids(CHAT)), TREE)) as rig:
         fields: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 3}
         response = await rig.chat(
@@ -79,13 +79,13 @@ async def test_a_length_penalty_chooses_the_short_one_and_chat_has_beams_too() -
         )
 
         choices = response.json()["choices"]
-        # B, end: -2.5. B, D: -3: its last token ends it too, and is no part of the text.
+        # B, end: -2.5. B, D: -3; its last token also ends the text, and is not part of it.
         assert [choice["message"]["content"] for choice in choices] == ["b", "b"]
         assert [choice["token_ids"] for choice in choices] == [[B, EOS], [B, D]]
         assert [choice["stop_reason"] for choice in choices] == [None, D]
 
 
-async def test_prompts_are_searched_side_by_side_and_echoed() -> None:
+async def test_prompts_are_searched_concurrently_and_echoed() -> None:
     async with in_memory(BranchingClient(1, TREE)) as rig:
         response = await rig.complete(
             ["p", "q"], use_beam_search=True, n=2, max_tokens=None, echo=True, temperature=0
@@ -113,7 +113,7 @@ async def test_prompts_are_searched_side_by_side_and_echoed() -> None:
         ("best_of", 3),
     ],
 )
-async def test_what_a_beam_search_cannot_heed_is_a_400(field: str, value: Any) -> None:
+async def test_fields_that_beam_search_does_not_support_are_a_400(field: str, value: Any) -> None:
     async with in_memory() as rig:
         response = await rig.complete(use_beam_search=True, **{field: value})
 
@@ -122,7 +122,7 @@ async def test_what_a_beam_search_cannot_heed_is_a_400(field: str, value: Any) -
         assert rig.client.queues == []
 
 
-async def test_logits_are_not_compared() -> None:
+async def test_beams_and_best_of_are_refused_if_logprobs_are_logits() -> None:
     async with in_memory(TalkingClient(logprobs_mode="processed_logits")) as rig:
         for fields in ({"use_beam_search": True}, {"best_of": 2}):
             error = (await rig.complete(**fields)).json()["error"]
@@ -132,7 +132,7 @@ async def test_logits_are_not_compared() -> None:
             assert "this server reports processed_logits" in error["message"]
 
 
-async def test_a_search_nobody_waits_for_stops() -> None:
+async def test_an_abandoned_search_stops() -> None:
     client = BranchingClient(2, {})
     client.pace_s = 0.01
     async with on_port(client) as rig:
@@ -159,7 +159,7 @@ async def until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("it did not become so")
 
 
-async def test_the_beams_of_all_searches_leave_half_of_the_queue_to_others() -> None:
+async def test_beams_of_all_searches_use_at_most_half_of_the_queue() -> None:
     client = BranchingClient(2, {})
     client.pace_s = 0.005
     fields: dict[str, Any] = {"use_beam_search": True, "max_tokens": 2000}
@@ -174,9 +174,9 @@ async def test_the_beams_of_all_searches_leave_half_of_the_queue_to_others() -> 
         third = await rig.complete("p", n=3, **{**fields, "max_tokens": 2})
 
     assert wide.status_code == 400
-    assert "asks for 8 beams, at most 6 may" in wide.json()["error"]["message"]
+    assert "asks for 8 beams, at most 6 are" in wide.json()["error"]["message"]
     assert second.status_code == 503
-    assert "4 beams are searched and this request has 3" in second.json()["error"]["message"]
+    assert "4 beams are running and this request has 3" in second.json()["error"]["message"]
     assert other.status_code == third.status_code == 200
 
 
@@ -210,7 +210,7 @@ async def test_a_step_of_many_beams_lets_other_requests_run() -> None:
     assert most_added <= MAX_TOKENS_AT_ONCE // TOKENS_PER_SEQUENCE + 1
 
 
-def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None:
+def test_a_search_ends_when_no_running_beam_can_beat_the_finished_beams() -> None:
     def what(**values: float) -> PositionLogprobs:
         tokens = {"end": 0, "x": 1, "y": 2}
         top = [TokenLogprob(tokens[n], n, b"", v, r) for r, (n, v) in enumerate(values.items(), 1)]
@@ -218,7 +218,7 @@ def test_a_search_ends_when_nothing_that_lives_can_beat_what_has_ended() -> None
 
     search = BeamSearch(1, 9, frozenset({0}), 1.0)
     search.step([what(x=-1.0, end=-1.5, y=-9.0)])
-    # The end was only second: it is no candidate, however good.
+    # The end token was only the second candidate, so the beam does not finish, whatever its score.
     assert (search.running[0].tokens, search.finished) == ([1], [])
     search.step([what(end=-0.5, x=-3.0, y=-4.0)])
 

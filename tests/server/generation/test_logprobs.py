@@ -1,4 +1,5 @@
-"""server/generation/logprobs.py: log-probabilities of a prompt are converted when they are read."""
+"""server/generation/logprobs.py: log-probabilities of a prompt are converted only when they are
+read."""
 
 import gc
 
@@ -9,7 +10,7 @@ from server.generation import logprobs
 from server.generation.logprobs import PromptLogprobs, read_logprobs
 
 
-def test_positions_of_a_prompt_are_those_of_its_columns_after_a_none() -> None:
+def test_prompt_logprobs_start_with_none_and_equal_the_columns() -> None:
     parts = [columns([([i, i + 1], [-1.0, -float(i)], 1) for i in range(n)]) for n in (150, 1, 64)]
     prompt = PromptLogprobs(None)
 
@@ -21,7 +22,9 @@ def test_positions_of_a_prompt_are_those_of_its_columns_after_a_none() -> None:
     assert list(prompt) == list(prompt)
 
 
-def test_no_position_is_converted_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_are_converted_only_when_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_converted: list[int] = []
     convert = logprobs.read_logprobs
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The generation pipeline over a scripted engine: checks, deltas, and aborts."""
+"""The generation pipeline with a scripted engine: checks, deltas, and aborts."""
 
 import asyncio
 import itertools
@@ -13,6 +13,7 @@ from scripted_client import ScriptedClient, columns, ready
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
+from engine.client.output_queue import UNREAD_TOKEN_BYTES
 from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import (
@@ -29,7 +30,7 @@ from server.text.tokenizer_files import TextFiles
 TOKENIZER = Tokenizer(TextFiles(text_folders.byte_level(), {}, None))
 EOS = TOKENIZER.encode_now("</s>", False)[0]
 TURNS = 1_000
-"""Iterations of the event loop that are enough for anything."""
+"""Enough iterations of the event loop for any test."""
 HI = Prompt(TOKENIZER.encode_now("hi", False), "hi")
 
 
@@ -51,7 +52,7 @@ async def read(generation: Generation) -> list[Delta]:
     return [delta for deltas in [d async for d in generation] for delta in deltas]
 
 
-async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
+async def test_text_is_sent_as_deltas_and_the_last_delta_has_the_finish_reason() -> None:
     client = ScriptedClient(ready())
     generation = await start(client)
     client.queues[0].say(*ids("he"), cached=1)
@@ -70,7 +71,7 @@ async def test_text_comes_as_deltas_and_ends_with_the_reason() -> None:
     assert client.aborted == []
 
 
-async def test_half_a_character_waits_for_the_other_half() -> None:
+async def test_an_incomplete_character_is_held_back_until_it_is_complete() -> None:
     client = ScriptedClient(ready())
     generation = await start(client)
     *most, last = ids("🙂")
@@ -104,7 +105,7 @@ async def test_a_stop_string_cuts_the_text_and_aborts_in_the_engine() -> None:
     assert rest == [] and client.aborted == [client.queues[0].key]
 
 
-async def test_buffered_text_comes_with_the_end() -> None:
+async def test_text_held_back_for_a_stop_string_is_sent_at_the_end() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, stop=("END",))
     client.queues[0].say(*ids("the EN"), finish="length")
@@ -114,7 +115,7 @@ async def test_buffered_text_comes_with_the_end() -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == ("the EN", "length", None)
 
 
-async def test_the_stop_can_stay_in_the_text() -> None:
+async def test_the_stop_string_may_be_included_in_the_text() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, stop=("END",), include_stop_str_in_output=True)
     client.queues[0].say(*ids("an END here"))
@@ -124,7 +125,7 @@ async def test_the_stop_can_stay_in_the_text() -> None:
     assert (output.text, output.stop_reason) == ("an END", "END")
 
 
-async def test_no_stop_string_counts_before_min_tokens() -> None:
+async def test_stop_strings_before_min_tokens_are_ignored() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, stop=("x",), min_tokens=4, max_tokens=9)
     client.queues[0].say(*ids("axb"))
@@ -147,7 +148,9 @@ async def test_a_stop_token_ends_the_text_before_it() -> None:
 
 
 @given(text=st.text("abE ND🙂", max_size=12), cuts=st.lists(st.integers(1, 4), max_size=12))
-def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[int]) -> None:
+def test_joined_deltas_equal_the_decoded_text_cut_at_the_first_stop_string(
+    text: str, cuts: list[int]
+) -> None:
     async def run() -> str:
         client = ScriptedClient(ready())
         generation = await start(client, stop=("END", "b b"), max_tokens=90)
@@ -165,7 +168,7 @@ def test_deltas_joined_are_the_decoding_cut_at_the_stop(text: str, cuts: list[in
     assert joined == text[: min(found, default=len(text))]
 
 
-async def test_choices_of_all_prompts_come_merged_with_one_delta_each() -> None:
+async def test_choices_of_all_prompts_are_merged_with_one_delta_each() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, [HI, Prompt(ids("yo"))], n=2, seed=5)
     waiting = asyncio.ensure_future(anext(generation))
@@ -220,7 +223,7 @@ async def test_logprobs_have_texts_bytes_and_ranks() -> None:
     assert output.cumulative_logprob == -2.5
 
 
-async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() -> None:
+async def test_only_the_first_choice_requests_prompt_logprobs_which_begin_with_none() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, prompt_logprobs=0, n=2, max_tokens=1)
     entry = columns([([HI.token_ids[1]], [-1.5], 3)])
@@ -236,7 +239,7 @@ async def test_prompt_logprobs_of_the_first_choice_only_with_no_first_entry() ->
     assert [queue.sampling.prompt_logprobs for queue in client.queues] == [0, None]
 
 
-async def test_no_output_asked_for_needs_no_engine() -> None:
+async def test_max_tokens_0_needs_no_engine() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, max_tokens=0, n=2)
 
@@ -246,7 +249,7 @@ async def test_no_output_asked_for_needs_no_engine() -> None:
     assert client.queues == [] and generation.num_output_tokens == 0
 
 
-async def test_prompt_logprobs_alone_ask_the_engine_for_no_token() -> None:
+async def test_prompt_logprobs_with_max_tokens_0_generate_no_token() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, max_tokens=0, prompt_logprobs=0)
     entry = columns([([HI.token_ids[1]], [-1.5], 1)])
@@ -271,7 +274,7 @@ async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:
     assert output.logprobs is not None and output.logprobs[0].chosen.bytes == b""
 
 
-async def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
+async def test_omitted_max_tokens_is_the_rest_of_the_context() -> None:
     client = ScriptedClient(ready(max_model_len=20))
 
     await start(client, [Prompt([1] * 7)], max_tokens=None)
@@ -282,13 +285,13 @@ async def test_max_tokens_left_open_takes_the_rest_of_the_context() -> None:
 @pytest.mark.parametrize(
     ("length", "max_tokens", "numbers", "param"),
     [
-        # The prompt alone would fit.
+        # The prompt without the output would fit.
         (15, 6, "20 tokens.*21 tokens", "max_tokens"),
         (20, None, "20 tokens.*20 tokens", "prompt"),
         (21, 0, "20.*21", "prompt"),
     ],
 )
-async def test_what_does_not_fit_is_refused_with_both_numbers(
+async def test_requests_beyond_the_context_are_refused_with_both_numbers(
     length: int, max_tokens: int | None, numbers: str, param: str
 ) -> None:
     client = ScriptedClient(ready(max_model_len=20))
@@ -320,7 +323,7 @@ async def test_what_does_not_fit_is_refused_with_both_numbers(
         ({"stop": ("x",), "detokenize": False}, "stop"),
     ],
 )
-async def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
+async def test_token_ids_outside_the_vocabulary_and_invalid_bad_words_are_refused(
     params: dict[str, Any], param: str
 ) -> None:
     client = ScriptedClient(ready(vocab_size=1000))
@@ -332,7 +335,7 @@ async def test_ids_outside_the_vocabulary_and_useless_words_are_refused(
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 1000], [-1, 2]])
-async def test_prompts_of_nothing_or_unknown_ids_are_refused(tokens: list[int]) -> None:
+async def test_empty_prompts_and_prompts_with_unknown_ids_are_refused(tokens: list[int]) -> None:
     client = ScriptedClient(ready(vocab_size=1000))
 
     with pytest.raises(UserError):
@@ -353,7 +356,7 @@ async def test_choices_share_the_lists_of_their_request() -> None:
     assert all(choice.allowed_token_ids is params.allowed_token_ids for choice in sent)
 
 
-async def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
+async def test_bad_words_are_sent_as_ids_with_and_without_a_space() -> None:
     client = ScriptedClient(ready())
 
     await start(client, bad_words=("the",), stop=("x",))
@@ -363,7 +366,7 @@ async def test_bad_words_go_down_as_ids_with_and_without_a_space() -> None:
     assert sampling.bad_words == () and sampling.stop == ()
 
 
-async def test_a_choice_that_is_refused_aborts_the_others() -> None:
+async def test_a_refused_choice_aborts_the_other_choices() -> None:
     client = ScriptedClient(ready(), room=2)
 
     with pytest.raises(Overloaded):
@@ -372,7 +375,7 @@ async def test_a_choice_that_is_refused_aborts_the_others() -> None:
     assert client.aborted == [queue.key for queue in client.queues]
 
 
-async def test_other_requests_go_on_while_a_large_one_is_started() -> None:
+async def test_other_requests_continue_while_a_large_request_is_started() -> None:
     client = ScriptedClient(ready())
     num_prompts, length = 40, 60
     prompts = [Prompt([1] * length)] * num_prompts
@@ -387,13 +390,13 @@ async def test_other_requests_go_on_while_a_large_one_is_started() -> None:
     await start(client, prompts, n=16, max_tokens=1)
     counter.cancel()
 
-    # Sequences that are sent without a pause.
+    # Sequences sent between two pauses.
     gaps = [after - before for before, after in itertools.pairwise(turns)]
     assert len(client.queues) == num_prompts * 16
     assert max(gaps) <= pipeline.MAX_TOKENS_AT_ONCE // pipeline.TOKENS_PER_SEQUENCE
 
 
-async def test_a_client_that_goes_while_its_request_is_started_leaves_nothing() -> None:
+async def test_a_disconnect_while_a_request_is_started_leaks_nothing() -> None:
     client = ScriptedClient(ready())
     task = asyncio.create_task(start(client, [HI] * 8, n=100, max_tokens=1))
     # The check and the start each yield once before the first sequence.
@@ -407,7 +410,7 @@ async def test_a_client_that_goes_while_its_request_is_started_leaves_nothing() 
     assert len(client.aborted) == len(client.queues)
 
 
-async def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
+async def test_a_starting_or_dead_engine_refuses_requests() -> None:
     client = ScriptedClient(None)
 
     with pytest.raises(Overloaded):
@@ -417,7 +420,7 @@ async def test_an_engine_that_starts_or_is_gone_takes_nothing() -> None:
         await start(client)
 
 
-async def test_a_dead_engine_ends_every_choice() -> None:
+async def test_a_dead_engine_fails_every_choice() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, n=3)
     for queue in client.queues:
@@ -427,7 +430,7 @@ async def test_a_dead_engine_ends_every_choice() -> None:
         await generation.collect()
 
 
-async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
+async def test_a_failed_choice_fails_the_other_choices_of_its_request() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, n=2)
     client.queues[1].say(finish="error", error="logits are not numbers")
@@ -439,7 +442,7 @@ async def test_a_request_that_broke_takes_its_other_choices_along() -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-async def test_abort_ends_a_reader_that_waits_and_may_come_twice(choices: int) -> None:
+async def test_abort_ends_a_waiting_reader_and_may_be_repeated(choices: int) -> None:
     client = ScriptedClient(ready())
     generation = await start(client, n=choices)
     reader = asyncio.create_task(generation.collect())
@@ -476,7 +479,7 @@ async def test_priority_and_salt_reach_the_engine() -> None:
     assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")
 
 
-async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_updates_of_many_choices_are_read_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 10)
     client = ScriptedClient(ready())
     generation = await start(client, n=8, max_tokens=20)
@@ -489,7 +492,9 @@ async def test_updates_of_many_choices_are_taken_in_parts(monkeypatch: pytest.Mo
     assert max(parts) == 3
 
 
-async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_tasks_run_between_the_parts_of_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pipeline, "MAX_UPDATE_VALUES", 1)
     client = ScriptedClient(ready())
     generation = await start(client, n=8, max_tokens=20)
@@ -502,6 +507,50 @@ async def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.Monkey
     await anext(generation)
 
     assert calls == [1]
+
+
+async def test_output_that_was_fetched_for_a_slow_reader_counts_as_unread() -> None:
+    client = ScriptedClient(ready())
+    generation = await start(client, n=3, max_tokens=20)
+    client.queues[0].say(*ids("a"))
+    await anext(generation)
+    before = generation.num_unread_bytes
+
+    for queue in client.queues[1:]:
+        queue.say(*ids("aaaa"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    fetched = generation.num_unread_bytes
+    await anext(generation)
+    assert before == generation.num_unread_bytes == 0
+    assert fetched == 8 * UNREAD_TOKEN_BYTES
+
+
+async def test_output_of_many_requests_is_paced_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "MAX_ITERATION_VALUES", 10)
+    client = ScriptedClient(ready())
+    shared = make(client)
+    generations = [await shared.start([HI], SamplingParams(max_tokens=20)) for _ in range(20)]
+    for queue in client.queues:
+        queue.say(*ids("aaaaa"), finish="length")
+    num_read, steps = 0, []
+
+    async def read_all(generation: Generation) -> None:
+        nonlocal num_read
+        async for _ in generation:
+            num_read += 1
+
+    readers = [asyncio.create_task(read_all(generation)) for generation in generations]
+    while not all(reader.done() for reader in readers):
+        before = num_read
+        await asyncio.sleep(0)
+        steps.append(num_read - before)
+
+    assert num_read == 20
+    assert max(steps) == 2
 
 
 async def test_long_work_of_many_requests_is_paced_together() -> None:

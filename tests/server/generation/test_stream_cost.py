@@ -1,4 +1,4 @@
-"""What a streamed token and a short request cost beside something known: ratios of CPU time in one
+"""CPU cost of a streamed token and of a short request, as ratios to reference costs in the same
 process."""
 
 import gc
@@ -18,18 +18,18 @@ from server.process.api_server import GC_OBJECTS
 
 TOKENS = 1500
 MOST = 7
-"""Encodings of a chunk by the standard library that a token may cost, including the test double's
-share: twice the measured number."""
+"""Maximum cost of a token, in encodings of a chunk by the standard library, including the test
+double's share: twice the measured value."""
 
 REQUESTS = 100
 ROUNDS = 6
 MOST_OF_A_REQUEST = 8
-"""Requests to a bare application that a short chat may cost: twice of what it does."""
+"""Maximum cost of a short chat, in requests to a bare application: twice the measured value."""
 
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """The collector's settings in an API server; objects of other tests are not searched."""
+    """Collector settings of an API server; objects of other tests are frozen."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
@@ -39,7 +39,7 @@ def collector() -> Iterator[None]:
 
 
 def encoding_s() -> float:
-    """CPU seconds to write as many chunks with the standard library."""
+    """CPU seconds for encoding the same number of chunks with the standard library."""
     choice = {"index": 0, "delta": {"content": "H"}, "logprobs": None, "finish_reason": None}
     chunk = {"id": "x" * 40, "object": "x", "created": 1, "model": "demo", "choices": [choice]}
     begun_s = time.process_time()
@@ -60,8 +60,8 @@ async def streaming_s() -> float:
     return spent_s
 
 
-async def test_a_streamed_token_costs_a_few_encodings() -> None:
-    # Alternate both: a slow phase of the machine slows both.
+async def test_a_streamed_token_takes_at_most_a_few_times_its_encoding() -> None:
+    # Alternate both measurements: a slow phase of the machine slows both.
     ratios = [await streaming_s() / encoding_s() for _ in range(ROUNDS)]
 
     assert min(ratios) < MOST
@@ -72,11 +72,11 @@ async def _echo(request: Request) -> JSONResponse:
 
 
 BARE = Starlette(routes=[Route("/v1/chat/completions", _echo, methods=["POST"])])
-"""Reads a body and writes it back, for a client such as the rig's."""
+"""An application that parses a body and writes it back."""
 
 
 async def asking_s(http: httpx.AsyncClient) -> float:
-    """CPU seconds of REQUESTS short chats in sequence."""
+    """CPU seconds for REQUESTS short chats in sequence."""
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     begun_s = time.process_time()
     for _ in range(REQUESTS):
@@ -86,13 +86,13 @@ async def asking_s(http: httpx.AsyncClient) -> float:
     return spent_s
 
 
-async def test_a_short_request_costs_a_few_bare_ones() -> None:
+async def test_a_short_request_takes_at_most_a_few_times_a_bare_request() -> None:
     transport = httpx.ASGITransport(BARE)
     async with (
         in_memory(TalkingClient("H")) as rig,
         httpx.AsyncClient(transport=transport, base_url="http://test") as bare,
     ):
-        # Alternate both: a slow phase of the machine slows both.
+        # Alternate both measurements: a slow phase of the machine slows both.
         ratios = [await asking_s(rig.http) / await asking_s(bare) for _ in range(ROUNDS)]
 
     assert min(ratios) < MOST_OF_A_REQUEST

@@ -1,4 +1,4 @@
-"""Streams of arbitrary model output: each event is one line, and the text is complete."""
+"""Streams of arbitrary model output: each event is a single line, and the text is complete."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ BODIES = {
 
 
 def events_of(stream: bytes) -> list[Any]:
-    """The JSON of every event; routes with named events have a line with the name before it."""
+    """JSON of all events; on routes with named events, the line with the name is checked too."""
     assert stream.endswith(b"\n\n") and b"\r" not in stream
     found = []
     for event in stream[:-2].split(b"\n\n"):
@@ -58,7 +58,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 
 def streamed_text(events: list[Any]) -> str:
-    """The text of the answer, on whichever route."""
+    """Text of an answer, for every route."""
     said = []
     for event in events:
         choices = event.get("choices", ())
@@ -92,7 +92,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_is_made_of_whole_lines_and_says_what_the_answer_says(
+def test_a_stream_has_whole_lines_and_the_text_of_the_whole_answer(
     path: str, loop: asyncio.AbstractEventLoop
 ) -> None:
     async def ask(rig: Rig, said: str) -> tuple[Any, bytes]:
@@ -126,7 +126,7 @@ JSON = st.recursive(
 
 @settings(max_examples=80)
 @given(st.text(), st.dictionaries(st.text(max_size=4), JSON, max_size=3))
-def test_every_frame_is_one_event_whatever_it_holds(text: str, extra: dict[str, Any]) -> None:
+def test_every_frame_is_a_single_event_for_any_content(text: str, extra: dict[str, Any]) -> None:
     envelope = Envelope("kind", text, 1, text, "fp")
     value = {**extra, "type": "t", "text": text}
     frames = [

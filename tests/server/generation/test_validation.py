@@ -1,4 +1,4 @@
-"""Bounds of what a request lists, times its sequences."""
+"""Limits on the lists of a request, multiplied by the number of its sequences."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_lists_are_bounded_over_all_sequences_of_a_request(
         assert str(number) in caught.value.message
 
 
-def test_all_lists_of_token_ids_count_together() -> None:
+def test_all_lists_of_token_ids_share_a_limit() -> None:
     params = SamplingParams(
         logit_bias={5: 1.0}, stop_token_ids=(3,) * HALF, allowed_token_ids=(3,) * (3 * HALF)
     )
@@ -68,7 +68,9 @@ def test_images_are_bounded_over_all_choices() -> None:
 
     check_sizes(SamplingParams(n=3), 3, third)
     check_sizes(SamplingParams(), 1, 2 * MAX_IMAGE_BYTES)
-    with pytest.raises(UserError, match=f"{4 * third} over its 4 choices.* n may be 3") as caught:
+    with pytest.raises(
+        UserError, match=f"{4 * third} over its 4 choices.* n to at most 3"
+    ) as caught:
         check_sizes(SamplingParams(n=4), 4, third)
 
     assert caught.value.param == "n"

@@ -28,7 +28,7 @@ def x_api_key(key: str) -> Header:
     return b"x-api-key", key.encode()
 
 
-def test_the_owner_is_the_digest_of_the_key_however_it_is_sent() -> None:
+def test_the_owner_is_the_digest_of_the_key_in_either_header() -> None:
     keys = ApiKeys(["one", "two", "drei€"])
 
     owners = [
@@ -61,7 +61,7 @@ def test_the_time_of_a_check_does_not_grow_with_the_number_of_keys(key: str) -> 
     assert min(seconds() for _ in range(20)) < 0.001
 
 
-def test_a_key_that_is_given_twice_is_one_owner() -> None:
+def test_a_duplicate_key_has_a_single_owner() -> None:
     owners = {
         ApiKeys(given).check(scope(bearer("a"))) for given in (["a", "b", "a"], ["a"], ["b", "a"])
     }
@@ -69,7 +69,7 @@ def test_a_key_that_is_given_twice_is_one_owner() -> None:
     assert len(owners) == 1
 
 
-def test_what_needs_no_key_has_no_owner() -> None:
+def test_requests_without_a_key_have_no_owner() -> None:
     keys = ApiKeys(["one"])
 
     owners = [
@@ -83,7 +83,7 @@ def test_what_needs_no_key_has_no_owner() -> None:
         keys.check(scope(bearer("on")))
 
 
-def test_keys_of_a_file_join_those_that_are_given_and_are_read_again(tmp_path: Path) -> None:
+def test_keys_of_a_file_are_added_and_reloaded(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# team A\nsecond\n\n  third \n")
     keys = ApiKeys(["first"], str(file))
@@ -97,7 +97,7 @@ def test_keys_of_a_file_join_those_that_are_given_and_are_read_again(tmp_path: P
         keys.check(scope(bearer("second")))
 
 
-def test_a_file_without_keys_is_refused_and_the_old_keys_stay(tmp_path: Path) -> None:
+def test_a_key_file_without_keys_is_refused_and_the_old_keys_remain_valid(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("second\n")
     keys = ApiKeys([], str(file))
@@ -119,10 +119,10 @@ def test_a_key_file_that_would_block_or_never_end_is_refused(tmp_path: Path) -> 
     os.truncate(large, 2**30)
 
     for file, reason in (
-        (fifo, "it is no regular file"),
-        ("/dev/zero", "it is no regular file"),
+        (fifo, "it is not a regular file"),
+        ("/dev/zero", "it is not a regular file"),
         (tmp_path, "it is a folder"),
-        (large, "it has 1073741824 bytes, at most 1048576 are read"),
+        (large, "it has 1073741824 bytes, at most 1048576 are allowed"),
     ):
         with pytest.raises(ConfigError, match=f"--api-key-file is {file}: {reason}"):
             ApiKeys((), str(file))

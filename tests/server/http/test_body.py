@@ -1,4 +1,5 @@
-"""Bodies: the answer names unknown fields, and bodies that end together are read in turns."""
+"""Request bodies: the answer names unknown fields, and bodies that arrive at the same time are read
+in turns."""
 
 import asyncio
 import logging
@@ -29,7 +30,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_names_the_unknown_fields_of_its_request(
+async def test_answers_name_the_unknown_fields_of_the_request(
     path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "server.app.middleware")
@@ -43,7 +44,7 @@ async def test_an_answer_names_the_unknown_fields_of_its_request(
         assert "unknown fields, which are ignored: temprature, zz" in caplog.text
 
 
-async def test_vectors_name_the_unknown_fields_of_their_request() -> None:
+async def test_embedding_answers_name_the_unknown_fields_of_the_request() -> None:
     async with in_memory(PoolingClient(EMBEDDER)) as rig:
         plain = await rig.post("/v1/embeddings", {"input": [5, 6], "messages": None})
         typo = await rig.post("/v1/embeddings", {"input": [5, 6], "encodin": "float"})
@@ -53,7 +54,7 @@ async def test_vectors_name_the_unknown_fields_of_their_request() -> None:
         assert typo.headers[HEADER] == "encodin"
 
 
-async def test_a_refused_request_names_its_unknown_fields_too() -> None:
+async def test_a_refused_request_also_names_its_unknown_fields() -> None:
     async with in_memory() as rig:
         response = await rig.post("/v1/completions", {"promt": "hi"})
 
@@ -71,7 +72,7 @@ async def test_known_fields_nulls_and_fields_without_effect_are_not_named() -> N
         assert HEADER not in response.headers
 
 
-async def test_names_are_bounded_printable_and_apart() -> None:
+async def test_names_are_bounded_printable_and_separated() -> None:
     names = ["a,b", "x" * 5000, "line\r\nx-evil: 1", "é\x7f ", "", *(f"f{i}" for i in range(5000))]
     async with on_port() as rig:
         response = await rig.chat(**dict.fromkeys(names, 1))

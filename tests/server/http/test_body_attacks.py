@@ -1,6 +1,6 @@
-"""Bodies made to cost much: each is refused at once, in nobody's way.
+"""Bodies that are expensive to parse are refused at once and do not delay other clients.
 
-The server runs on a port in this process, and so does the other client.
+The server and the other client run in this process.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from server.text.pooling_inputs import TextInputOptions
 
 ANSWER_S = 2.0
 LATENCY_S = 0.1
-"""CPU seconds of the process, which has the server, its threads and both clients: other processes
-may use the same cores."""
+"""CPU seconds of this process, which includes the server, its threads and both clients: other
+processes may use the same cores."""
 ATTEMPTS = 12
 
 
 class Other:
-    """Another client, and the most CPU seconds that it waits for an answer."""
+    """Another client, which records its longest wait for an answer in CPU seconds."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self.slowest_s = 0.0
 
     async def during(self, call: Awaitable[httpx.Response]) -> tuple[httpx.Response, float]:
-        """The answer to `call`, and the CPU seconds that it took."""
+        """The answer to `call`, and its cost in CPU seconds."""
         begun_s = time.process_time()
         task = asyncio.ensure_future(call)
         while not task.done():
@@ -48,7 +48,7 @@ class Other:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-async def test_a_costly_body_is_refused_at_once_and_costs_nobody_else(kind: str) -> None:
+async def test_a_costly_body_is_refused_quickly_without_delaying_other_clients(kind: str) -> None:
     path, made, param = ATTACKS[kind]
     data = made()
     headers = {"content-type": "application/json"}
@@ -75,13 +75,13 @@ def problems_with(body: Any, fields: Any) -> list[Any]:
     except ValidationError as error:
         return list(error.errors())
     except UserError:
-        pass  # refused by its name
+        pass  # The body was refused with the name of the field.
     return []
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 @pytest.mark.parametrize("entry", [0, "x", [], None], ids=["number", "text", "list", "null"])
-def test_no_field_reports_more_than_one_of_many_wrong_entries(body: Any, entry: Any) -> None:
+def test_each_field_reports_only_a_single_wrong_entry(body: Any, entry: Any) -> None:
     count = 20_000
     for name, field in body.model_fields.items():
         for many in ([entry] * count, {str(key): entry for key in range(count)}):
@@ -94,18 +94,18 @@ def test_no_field_reports_more_than_one_of_many_wrong_entries(body: Any, entry: 
             assert len(of_field) <= 4, name
 
 
-async def test_lists_within_their_limits_are_taken() -> None:
+async def test_lists_within_their_limits_are_accepted() -> None:
     async with on_port(TalkingClient(max_model_len=512)) as rig:
         ok = await rig.chat("hi", allowed_token_ids=[65.0, *range(66, 90)], logit_bias={"66": 1})
         long = await rig.chat("hi", bad_words=["x"] * (MAX_STRINGS + 1))
 
     assert ok.status_code == 200, ok.text
     assert long.json()["error"]["message"] == (
-        f"bad_words has {MAX_STRINGS + 1} entries, at most {MAX_STRINGS} are taken"
+        f"bad_words has {MAX_STRINGS + 1} entries, at most {MAX_STRINGS} are allowed"
     )
 
 
-async def test_of_a_long_prompt_that_is_cut_only_the_end_is_read(
+async def test_only_the_end_of_a_truncated_long_prompt_is_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = "the hello world " * (MIB // 4)
@@ -175,11 +175,11 @@ async def test_a_text_of_more_tokens_than_are_counted_is_refused_with_both_numbe
 
     assert most.json()["count"] > 100_000
     assert over.status_code == 400
-    assert "at most 131072 are counted" in over.json()["error"]["message"]
+    assert "at most 131072 can be counted" in over.json()["error"]["message"]
     assert over.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_bodies_that_arrive_together_may_only_have_so_many_bytes_in_sum(
+async def test_the_total_bytes_of_concurrent_bodies_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bodies, "MAX_BUFFERED_BODIES", 2)

@@ -1,4 +1,4 @@
-"""Limits of maps and short texts of a body: the error names both numbers."""
+"""Limits of maps and short texts in a body: the error has both numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +28,17 @@ MINIMAL: dict[Any, dict[str, Any]] = {
 }
 PAIRS = {f"k{n}": "v" for n in range(17)}
 NUMBERED: list[tuple[str, Any, Any, str]] = [
-    ("metadata", dict(list(PAIRS.items())[:16]), PAIRS, "has 17 entries, at most 16 are taken"),
-    ("metadata", {"k" * 64: "v"}, {"k" * 65: "v"}, "65 characters, at most 64 are taken"),
-    ("metadata", {"k": "v" * 512}, {"k": "v" * 513}, "513 characters, at most 512 are taken"),
+    ("metadata", dict(list(PAIRS.items())[:16]), PAIRS, "has 17 entries, at most 16 are allowed"),
+    ("metadata", {"k" * 64: "v"}, {"k" * 65: "v"}, "65 characters, at most 64 are allowed"),
+    ("metadata", {"k": "v" * 512}, {"k": "v" * 513}, "513 characters, at most 512 are allowed"),
     ("metadata", {"k": ""}, {"k": 5}, r"metadata\['k'\] is 5, it must be a string"),
-    ("safety_identifier", "x" * 64, "x" * 65, "65 characters, at most 64 are taken"),
+    ("safety_identifier", "x" * 64, "x" * 65, "65 characters, at most 64 are allowed"),
     *(
-        (name, "x" * 512, "x" * 10**6, "1000000 characters, at most 512 are taken")
+        (name, "x" * 512, "x" * 10**6, "1000000 characters, at most 512 are allowed")
         for name in ("user", "prompt_cache_key", "service_tier", "verbosity", "prompt_name")
     ),
 ]
-"""Field, the most that is taken, too much, and the error."""
+"""(field, largest accepted value, rejected value, error)"""
 CASES = [
     (body, *case)
     for case in NUMBERED
@@ -110,7 +110,7 @@ STRUCTURED: list[tuple[Any, str, Callable[[Any], Any]]] = [
     if name in body.model_fields
     and (body, name) not in ((MessagesBody, "tool_choice"), (ResponseBody, "response_format"))
 ]
-"""Body, field of any structure, and a value of the field that holds a given value."""
+"""(body, field of any structure, function that makes a value of the field around a given value)"""
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ async def test_the_choice_of_a_response_with_other_keys_is_bounded() -> None:
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == (
-        f"tool_choice has at least {MAX_FIELD_VALUES + 4} values, at most {MAX_FIELD_VALUES} "
-        "are taken"
+        f"tool_choice has at least {MAX_FIELD_VALUES + 4} values, at most {MAX_FIELD_VALUES} are "
+        "allowed"
     )

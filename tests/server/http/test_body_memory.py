@@ -23,13 +23,13 @@ LONG = "word " * 60_000
 
 
 class Text(str):
-    """A text that can be referred to weakly."""
+    """A text that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 class Ids(list[object]):
-    """A list that can be referred to weakly."""
+    """A list that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
@@ -62,7 +62,7 @@ Fields = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A body that is refused, and the server that refuses it."""
+    """A body that is refused, and the server's settings."""
 
     path: str
     fields: Fields
@@ -73,11 +73,11 @@ class Case(NamedTuple):
 LONG_IDS = [7] * 60_000
 CHAT = {"messages": [{"role": "user", "content": LONG}]}
 JUNK = {"messages": [{"role": "user", "content": "a", "junk": LONG_IDS}]}
-"""A message with a field that only the template sees."""
+"""A message with a field that only the template reads."""
 RAISING = "{{ raise_exception('no') }}"
 RAISING_LATE = "{% for m in messages %}{{ m.content }}{{ raise_exception('no') }}{% endfor %}"
 PICKY = "{% if messages[0].content is string %}{{ raise_exception('parts') }}{% endif %}" + TEMPLATE
-"""A template whose probes fail."""
+"""A template that fails at the start-up probes."""
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 WORDY = "{% for m in messages %}{% for i in range(999) %}{{ m.content }}{% endfor %}{% endfor %}"
 RESPONSE = {"input": [{"role": "user", "content": LONG}]}
@@ -110,6 +110,11 @@ BODIES: dict[str, Case] = {
     "messages to count": Case("/v1/messages/count_tokens", CHAT, RAISING),
     "items to count": Case("/v1/responses/input_tokens", RESPONSE, RAISING),
     "chat to tokenize": Case("/tokenize", CHAT, RAISING),
+    "chat to render": Case("/v1/chat/completions/render", CHAT, RAISING),
+    "text to render": Case("/v1/completions/render", {"prompt": LONG}),
+    "ids to continue": Case(
+        "/inference/v1/generate", {"token_ids": LONG_IDS, "sampling_params": {}}
+    ),
     "text to tokenize": Case("/tokenize", {"prompt": LONG, "model": "none"}, status=404),
     "ids to decode": Case("/detokenize", {"tokens": [-1, *LONG_IDS]}),
     "path of an adapter": Case("/v1/load_lora_adapter", {"lora_name": LONG, "lora_path": "a"}),
@@ -128,7 +133,7 @@ BODIES: dict[str, Case] = {
 
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long values of bodies can be referred to weakly, in TEXTS."""
+    """Record weak references to long values of bodies in TEXTS."""
     decode = body._decode_chunks
     TEXTS.clear()
     monkeypatch.setattr(body, "_decode_chunks", lambda chunks: as_texts(decode(chunks)))
@@ -136,7 +141,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def assert_freed() -> None:
     for _ in range(100):
-        # A thread that worked on the text may not have dropped it yet.
+        # A thread that processed the text may not have dropped it yet.
         if not any(text() is not None for text in TEXTS):
             break
         await asyncio.sleep(0.02)
@@ -153,7 +158,7 @@ POOLING = {
 
 
 def client_for(path: str) -> ScriptedClient:
-    """A client of a model that takes requests of `path`."""
+    """A client for a model that accepts requests of `path`."""
     if (task := POOLING.get(path)) is None:
         return TalkingClient(max_model_len=512)
     width = 1 if task == "score" else 8
@@ -220,7 +225,7 @@ ACCEPTED: dict[str, tuple[str, Fields]] = {
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("name", ACCEPTED)
-async def test_a_generating_request_keeps_nothing_of_its_body_but_the_prompt(
+async def test_a_generating_request_keeps_only_the_prompt_of_its_body(
     name: str, is_stream: bool, spied: None, without_collector: None
 ) -> None:
     path, fields = ACCEPTED[name]
@@ -254,7 +259,7 @@ POOLED: dict[str, tuple[str, Fields]] = {
 
 
 @pytest.mark.parametrize("name", POOLED)
-async def test_a_pooling_request_keeps_nothing_of_its_body_but_the_prompt(
+async def test_a_pooling_request_keeps_only_the_prompt_of_its_body(
     name: str, spied: None, without_collector: None
 ) -> None:
     path, fields = POOLED[name]

@@ -1,4 +1,4 @@
-"""What remains of connections that have closed: nothing that waits for the garbage collector."""
+"""Memory of closed connections is freed without the garbage collector."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ COMPLETION = (
 )
 UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of a socket whose close resets the connection."""
+"""SO_LINGER value with which a close resets the connection."""
 
 
 def num_remaining() -> int:

@@ -1,4 +1,4 @@
-"""The client in whose turn the threads work for a request."""
+"""The client whose turn on the worker threads a request uses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Disconnecting clients, with events in place of connections."""
+"""Disconnecting clients, simulated by events."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from server.http.errors import ClientGone
 
 
 class Connection:
-    """A connection whose body was read."""
+    """A connection whose body was already read."""
 
     def __init__(self) -> None:
         self.num_receives = 0
@@ -37,7 +37,7 @@ async def test_work_is_cancelled_when_its_client_has_disconnected() -> None:
     assert await asyncio.wait_for(asyncio.sleep(0, "goes on"), 1) == "goes on"
 
 
-async def test_work_that_ends_soon_is_not_watched_and_other_work_until_it_ends() -> None:
+async def test_only_long_work_is_watched_for_disconnects() -> None:
     connection = Connection()
 
     with CancelOnDisconnect(connection.receive):
@@ -52,7 +52,7 @@ async def test_work_that_ends_soon_is_not_watched_and_other_work_until_it_ends()
     assert (receives_of_short, connection.num_receives) == (0, 1)
 
 
-async def test_a_cancellation_from_elsewhere_stays_one() -> None:
+async def test_a_cancellation_from_elsewhere_is_not_swallowed() -> None:
     connection = Connection()
 
     async def work() -> None:

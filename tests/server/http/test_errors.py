@@ -18,7 +18,7 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def check(response: httpx.Response, status: int, **wanted: Any) -> str:
-    """The body has the four keys and says what is wanted; its message."""
+    """Check the status, the four keys and `wanted` fields of an error; returns its message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
@@ -171,7 +171,7 @@ async def test_a_null_is_the_default_and_unknown_fields_are_ignored() -> None:
         assert (sampling.temperature, sampling.top_p, sampling.n) == (1.0, 1.0, 1)
 
 
-async def test_neutral_values_of_unsupported_fields_pass() -> None:
+async def test_neutral_values_of_unsupported_fields_are_accepted() -> None:
     async with in_memory() as rig:
         response = await rig.chat(
             response_format={"type": "text"},
@@ -210,7 +210,7 @@ async def test_neutral_values_of_unsupported_fields_pass() -> None:
     ],
     ids=lambda body: repr(body[:24]),
 )
-async def test_what_is_no_json_object_is_a_400_without_a_param(body: bytes) -> None:
+async def test_a_body_other_than_a_json_object_is_a_400_without_a_param(body: bytes) -> None:
     async with in_memory() as rig:
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             response = await rig.http.post(path, content=body)
@@ -218,7 +218,7 @@ async def test_what_is_no_json_object_is_a_400_without_a_param(body: bytes) -> N
             check(response, 400, type="invalid_request_error", param=None, code=None)
 
 
-async def test_content_types_that_are_json_pass_and_others_do_not() -> None:
+async def test_only_json_content_types_are_accepted() -> None:
     body = json.dumps(USER).encode()
     async with in_memory() as rig:
         for kind in ("application/json", "application/json; charset=utf-8", "APPLICATION/JSON"):
@@ -235,7 +235,7 @@ async def test_content_types_that_are_json_pass_and_others_do_not() -> None:
         check(form, 415, type="invalid_request_error")
 
 
-async def test_a_compressed_body_is_named_as_such() -> None:
+async def test_a_compressed_body_is_refused_with_its_encoding() -> None:
     body = gzip.compress(json.dumps(USER).encode())
     routes = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize")
     async with in_memory() as rig:
@@ -306,15 +306,13 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("POST", "/v1/audio/transcriptions", 404, "Audio is not served."),
         ("POST", "/v1/audio/speech", 404, "Audio is not served."),
         ("GET", "/v1/realtime", 404, "Audio is not served."),
-        ("POST", "/inference/v1/generate", 404, "/v1/completions takes token ids as its prompt"),
-        ("POST", "/v1/completions/render", 404, "/tokenize gives the token ids"),
-        ("POST", "/v1/chat/completions/render", 404, "/tokenize gives the token ids"),
-        ("POST", "/v1/chat/completions/derender", 404, "/detokenize gives the text"),
+        ("POST", "/v1/update_models", 404, "A server has a single model"),
+        ("POST", "/v1/chat/completions/derender", 404, "/detokenize returns the text"),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
         ("PATCH", "/v1/responses/resp_1", 405, "takes DELETE, GET, not PATCH."),
     ],
 )
-async def test_a_wrong_path_or_method_names_the_right_one(
+async def test_a_wrong_path_or_method_gets_a_hint_to_the_right_path_or_method(
     method: str, path: str, status: int, words: str
 ) -> None:
     async with in_memory() as rig:
@@ -335,14 +333,14 @@ async def test_a_wrong_path_or_method_names_the_right_one(
         ),
     ],
 )
-async def test_a_body_of_the_other_route_names_it(
+async def test_a_body_of_another_route_is_a_400_that_names_the_route(
     path: str, body: dict[str, Any], words: str
 ) -> None:
     async with in_memory() as rig:
         assert words in check(await rig.post(path, body), 400)
 
 
-async def test_a_page_that_is_off_names_its_flag() -> None:
+async def test_a_disabled_page_is_a_404_that_names_its_flag() -> None:
     async with in_memory(enable_page=False, enable_docs=False) as rig:
         for path, flag in (
             ("/", "--enable-page"),
@@ -366,10 +364,10 @@ async def test_a_page_that_is_off_names_its_flag() -> None:
         ('{"a": "x', "unterminated string starting at line 1, column 7"),
         ('{"a": 1}}', "extra data at line 1, column 9"),
         ('{"é": NaN}', "invalid character at line 1, column 7"),
-        ('{"a": "\\ud800"}', "half of a surrogate pair at line 1, column 8"),
+        ('{"a": "\\ud800"}', "a lone surrogate at line 1, column 8"),
     ],
 )
-async def test_a_body_that_is_not_json_says_where_and_what_was_expected(
+async def test_the_error_of_invalid_json_has_position_and_expectation(
     body: str, problem: str
 ) -> None:
     async with in_memory() as rig:
@@ -378,7 +376,7 @@ async def test_a_body_that_is_not_json_says_where_and_what_was_expected(
         assert message == f"the body is not valid JSON: {problem}"
 
 
-async def test_each_route_with_a_body_says_where_json_is_wrong() -> None:
+async def test_each_route_with_a_body_reports_the_position_of_invalid_json() -> None:
     async with in_memory() as rig:
         paths = (await rig.http.get("/openapi.json")).json()["paths"]
         routes = [path for path, item in paths.items() if "requestBody" in item.get("post", {})]
@@ -400,7 +398,7 @@ async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:
         assert message == "There is no route /v1/fine_tuning/jobs."
 
 
-async def test_a_client_of_ollama_is_told_of_the_api_that_is_served() -> None:
+async def test_paths_of_ollama_get_a_hint_to_the_openai_api() -> None:
     async with in_memory() as rig:
         message = check(await rig.post("/api/chat", {}), 404)
 
@@ -410,7 +408,7 @@ async def test_a_client_of_ollama_is_told_of_the_api_that_is_served() -> None:
         )
 
 
-async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> None:
+async def test_the_error_of_a_too_long_prompt_has_the_words_that_clients_match() -> None:
     async with in_memory(TalkingClient(max_model_len=50)) as rig:
         long = check(
             await rig.chat("x " * 60, stream=True),
@@ -430,7 +428,7 @@ async def test_a_prompt_that_is_too_long_has_the_words_clients_match_on() -> Non
         assert asked.endswith("Please ask for at most 48 tokens, or shorten the prompt.")
 
 
-async def test_a_full_queue_is_a_503_with_a_time_to_come_back() -> None:
+async def test_a_full_queue_is_a_503_with_retry_after() -> None:
     async with in_memory() as rig:
         rig.client._room = 1
         response = await rig.complete(["a", "b"])
@@ -443,14 +441,14 @@ async def test_a_full_queue_is_a_503_with_a_time_to_come_back() -> None:
         assert len(rig.client.aborted) == 1
 
 
-async def test_more_sequences_than_may_ever_wait_are_the_callers_fault() -> None:
+async def test_more_sequences_than_the_queue_limit_are_a_400() -> None:
     async with in_memory(max_queued_requests=10) as rig:
         response = await rig.complete(["a"] * 6, n=2)
 
         check(response, 400, param="n")
 
 
-async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> None:
+async def test_more_prompt_tokens_than_the_queue_limit_are_a_400() -> None:
     async with in_memory(max_queued_prompt_tokens=10) as rig:
         response = await rig.complete([[65] * 4, [66] * 2], n=2)
 
@@ -458,7 +456,7 @@ async def test_more_prompt_tokens_than_may_ever_wait_are_the_callers_fault() -> 
         assert rig.client.queues == []
 
 
-async def test_before_the_engine_is_ready_only_the_liveness_probe_is_200() -> None:
+async def test_before_the_engine_is_ready_only_the_liveness_probe_succeeds() -> None:
     async with in_memory(ScriptedClient(None)) as rig:
         chat = await rig.chat()
         models = await rig.http.get("/v1/models")
@@ -473,7 +471,7 @@ async def test_before_the_engine_is_ready_only_the_liveness_probe_is_200() -> No
         assert live.status_code == 200
 
 
-async def test_a_start_that_failed_is_told_by_both_probes() -> None:
+async def test_a_failed_start_is_reported_by_both_probes() -> None:
     async with in_memory(ScriptedClient(None)) as rig:
         rig.client.failure = "the model does not fit"
 
@@ -509,19 +507,19 @@ async def test_an_engine_that_dies_under_a_request_is_a_500() -> None:
         )
 
 
-async def test_a_request_that_breaks_is_a_500_not_to_be_sent_again() -> None:
+async def test_a_failed_request_is_a_500_without_retry() -> None:
     client = TalkingClient()
     client.before = lambda queue: bool(
-        queue.say(finish="error", error="the logits were not numbers")
+        queue.say(finish="error", error="the logits were NaN or infinite")
     )
     async with in_memory(client) as rig:
         response = await rig.chat()
 
-        assert check(response, 500, type="server_error") == "the logits were not numbers"
+        assert check(response, 500, type="server_error") == "the logits were NaN or infinite"
         assert response.headers["x-should-retry"] == "false"
 
 
-async def test_a_bug_is_a_500_that_says_nothing_of_it() -> None:
+async def test_a_bug_is_a_500_without_details() -> None:
     client = TalkingClient()
 
     def broken(queue: Any) -> bool:
@@ -536,7 +534,7 @@ async def test_a_bug_is_a_500_that_says_nothing_of_it() -> None:
         assert "object" not in message and "Traceback" not in message
 
 
-async def test_a_bug_in_a_route_that_the_library_finds_is_the_same_500() -> None:
+async def test_an_exception_in_a_route_is_a_500_without_details() -> None:
     async with in_memory() as rig:
         rig.state.model_names = None  # type: ignore[assignment]  # what no code of ours does
         response = await rig.http.get("/v1/models")
@@ -546,7 +544,7 @@ async def test_a_bug_in_a_route_that_the_library_finds_is_the_same_500() -> None
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_panic_of_a_native_extension_is_the_same_500(is_stream: bool) -> None:
+async def test_a_panic_of_a_native_extension_is_a_500_without_details(is_stream: bool) -> None:
     client = TalkingClient()
 
     class Panicking:
@@ -569,7 +567,7 @@ async def test_a_panic_of_a_native_extension_is_the_same_500(is_stream: bool) ->
         assert "Onig" not in response.text
 
 
-async def test_a_panic_in_a_route_is_the_same_500() -> None:
+async def test_a_panic_in_a_route_is_a_500_without_details() -> None:
     class Panicking(list[str]):
         def __iter__(self) -> Any:
             panic()
@@ -603,7 +601,7 @@ def test_a_long_message_keeps_its_head_and_its_tail() -> None:
     assert len(message.encode()) <= 900
 
 
-def test_an_overload_that_will_not_pass_has_no_retry_after() -> None:
+def test_a_permanent_overload_has_no_retry_after() -> None:
     fault = fault_of(Overloaded("full", retry_after_s=None))
 
     assert isinstance(fault, Fault)

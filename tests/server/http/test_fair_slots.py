@@ -1,4 +1,4 @@
-"""Slots are shared fairly among clients, and work that waits is limited."""
+"""Slots are shared fairly among clients, and waiting work is limited."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from server.http.fair_slots import FairSlots
 
 
 class Workers:
-    """Work that holds a slot until it is released."""
+    """Jobs that hold a slot until they are released."""
 
     def __init__(self, slots: FairSlots) -> None:
         self.slots = slots
@@ -25,7 +25,7 @@ class Workers:
             await asyncio.sleep(0)
 
     async def end(self, client: str) -> None:
-        """End the work of `client` that runs longest."""
+        """End the longest-running job of `client`."""
         self.over[client].pop(0).set()
         for _ in range(4):
             await asyncio.sleep(0)
@@ -54,7 +54,7 @@ def slots(**limits: int) -> FairSlots:
     return FairSlots("images", **named)
 
 
-async def test_a_client_has_no_more_slots_than_it_may_and_leaves_some_to_others() -> None:
+async def test_a_client_has_limited_slots_and_leaves_slots_to_other_clients() -> None:
     workers = Workers(slots())
 
     await workers.start("flood", 6)
@@ -64,7 +64,7 @@ async def test_a_client_has_no_more_slots_than_it_may_and_leaves_some_to_others(
     await workers.cancel()
 
 
-async def test_a_free_slot_goes_to_the_client_that_has_the_fewest() -> None:
+async def test_a_free_slot_is_given_to_the_client_with_the_fewest_slots() -> None:
     workers = Workers(slots(max_waiting=20))
     await workers.start("flood", 8)
     await workers.start("second", 4)
@@ -73,12 +73,13 @@ async def test_a_free_slot_goes_to_the_client_that_has_the_fewest() -> None:
     await workers.end("flood")
     await workers.end("second")
 
-    # The third had none; then the second, with none left, before the flood, which has one.
+    # The third client had no slot; then the second, without a slot, precedes the flood, which holds
+    # a slot.
     assert workers.order == ["flood", "flood", "second", "third", "second"]
     await workers.cancel()
 
 
-async def test_clients_with_as_many_slots_take_turns() -> None:
+async def test_clients_with_equally_many_slots_take_turns() -> None:
     workers = Workers(slots(total=1))
     await workers.start("a", 3)
     await workers.start("b", 2)
@@ -86,12 +87,12 @@ async def test_clients_with_as_many_slots_take_turns() -> None:
     for client in ("a", "a", "b", "a"):
         await workers.end(client)
 
-    # The first came before there was another client.
+    # The first slots were taken before another client arrived.
     assert workers.order == ["a", "a", "b", "a", "b"]
     await workers.cancel()
 
 
-async def test_work_that_is_cancelled_all_at_once_leaves_nothing() -> None:
+async def test_cancelling_all_work_at_once_leaks_no_slot() -> None:
     workers = Workers(slots(total=2, per_client=1))
     await workers.start("gone", 5)
 
@@ -117,7 +118,7 @@ async def test_work_that_is_cancelled_leaves_the_queue_and_its_slot() -> None:
     await workers.cancel()
 
 
-async def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
+async def test_a_client_that_fills_the_queue_does_not_exclude_other_clients() -> None:
     workers = Workers(slots(total=1, per_client=1))
     await workers.start("flood", 9)
 
@@ -130,7 +131,7 @@ async def test_a_client_that_fills_the_queue_keeps_no_other_out() -> None:
     await workers.cancel()
 
 
-async def test_bytes_that_wait_are_limited() -> None:
+async def test_waiting_bytes_are_limited() -> None:
     workers = Workers(slots(max_bytes=100))
     await workers.start("a", 3, num_bytes=30)
 

@@ -1,4 +1,4 @@
-"""Input is parsed for a bounded time in each iteration of the event loop, in turns of clients."""
+"""Input is parsed for a bounded time per iteration of the event loop, with clients taking turns."""
 
 import asyncio
 import math
@@ -52,7 +52,7 @@ async def test_clients_and_their_connections_take_turns() -> None:
     assert (num_waiting, pacer.num_bytes) == (30, 0)
 
 
-async def test_an_iteration_parses_for_the_budget_and_then_others_run(
+async def test_an_iteration_parses_up_to_its_budget_and_then_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
@@ -75,7 +75,7 @@ async def test_an_iteration_parses_for_the_budget_and_then_others_run(
     assert seen[-1] == (9, True)
 
 
-def test_many_small_chunks_on_many_connections_leave_the_loop_to_others() -> None:
+def test_many_small_chunks_on_many_connections_do_not_block_the_event_loop() -> None:
     async def longest_slice_s() -> tuple[float, int]:
         async with on_port() as rig:
             ended = threading.Event()
@@ -112,7 +112,7 @@ def test_many_small_chunks_on_many_connections_leave_the_loop_to_others() -> Non
 
 
 class ReadingTransport(asyncio.Transport):
-    """A transport that records what it writes, and whether it reads."""
+    """A transport that records written data and whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("1.2.3.4", 5)})
@@ -138,11 +138,11 @@ class ReadingTransport(asyncio.Transport):
         return 0
 
     def close(self) -> None:
-        """The test ends here."""
+        """Called at the end of the test."""
 
 
 class Busy:
-    """A connection whose event loop has no time to parse in this iteration."""
+    """A connection whose event loop has no parsing time left in this iteration."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -187,7 +187,7 @@ async def test_a_connection_reads_nothing_while_its_input_waits() -> None:
     assert busy.transport.written.startswith(b"HTTP/1.1 200")
 
 
-async def test_waiting_input_is_not_late_and_not_idle() -> None:
+async def test_waiting_input_extends_the_deadline_of_the_connection() -> None:
     busy = Busy()
     protocol = busy.protocol
 
@@ -206,7 +206,10 @@ async def test_input_is_refused_when_too_much_waits(monkeypatch: pytest.MonkeyPa
     busy.protocol.data_received(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n" + b" " * 40)
 
     assert busy.transport.written.startswith(b"HTTP/1.1 503")
-    assert b"68 bytes of requests wait to be parsed, at most 40 may." in busy.transport.written
+    assert (
+        b"68 bytes of requests are waiting to be parsed, at most 40 may wait."
+        in busy.transport.written
+    )
     assert busy.pacer.num_bytes == 0
 
 

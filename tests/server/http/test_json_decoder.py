@@ -1,4 +1,4 @@
-"""Large JSON bodies: decoding in pieces gives the same values as in one call, and is bounded."""
+"""Large JSON bodies: decoding in pieces gives the same values as a single call, with limits."""
 
 import json
 import random
@@ -33,7 +33,7 @@ LONG_TEXTS = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Any:
-    """Pieces so small that every short text of a test is cut."""
+    """Pieces so small that even short texts of a test are split."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_decoder, "PIECE_BYTES", 24)
         patch.setattr(json_decoder, "TEXT_PIECE_BYTES", 16)
@@ -51,7 +51,7 @@ def outcome(call: Any, data: bytes) -> Any:
 
 @given(VALUES, st.booleans(), st.sampled_from([(",", ":"), (", ", ": "), (" , ", " :\n")]))
 @settings(max_examples=150, deadline=None)
-def test_a_value_in_pieces_is_the_value(
+def test_decoding_in_pieces_gives_the_same_value(
     value: Any, is_ascii: bool, separators: tuple[str, str]
 ) -> None:
     data = json.dumps(value, ensure_ascii=is_ascii, separators=separators).encode(
@@ -63,7 +63,7 @@ def test_a_value_in_pieces_is_the_value(
 
 @given(LONG_TEXTS, st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_a_long_text_in_pieces_is_the_text(text: str, is_ascii: bool) -> None:
+def test_decoding_in_pieces_gives_the_same_long_text(text: str, is_ascii: bool) -> None:
     data = json.dumps({"a": [text]}, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
     if not is_ascii:
         data = data.decode("utf-8", "replace").encode()
@@ -73,7 +73,7 @@ def test_a_long_text_in_pieces_is_the_text(text: str, is_ascii: bool) -> None:
 
 @given(VALUES, st.integers(0, 10**6), st.sampled_from(b'[]{},:" \\x1\x00\xff'))
 @settings(max_examples=200, deadline=None)
-def test_what_is_broken_is_refused_in_pieces_too(value: Any, place: int, byte: int) -> None:
+def test_invalid_json_is_also_refused_in_pieces(value: Any, place: int, byte: int) -> None:
     data = bytearray(json.dumps([value, value]).encode())
     data[place % len(data)] = byte
     whole = outcome(msgspec.json.decode, bytes(data))
@@ -99,7 +99,7 @@ def test_what_is_broken_is_refused_in_pieces_too(value: Any, place: int, byte: i
         b"\\" * 100,
     ],
 )
-def test_pieces_that_are_json_do_not_make_a_whole_that_is_none(data: bytes) -> None:
+def test_pieces_of_valid_json_do_not_make_invalid_json_valid(data: bytes) -> None:
     with pytest.raises(UserError):
         decode_json(data)
 
@@ -107,15 +107,15 @@ def test_pieces_that_are_json_do_not_make_a_whole_that_is_none(data: bytes) -> N
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"[" + b"0," * MAX_VALUES + b"0]", f"at most {MAX_VALUES} are taken"),
-        (b"[" + b"[]," * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are taken"),
-        (b"[" + b'"",' * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are taken"),
-        (b"{" + b'"a":0,' * MAX_OBJECTS + b'"a":0}', f"at most {MAX_OBJECTS} are taken"),
+        (b"[" + b"0," * MAX_VALUES + b"0]", f"at most {MAX_VALUES} are allowed"),
+        (b"[" + b"[]," * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are allowed"),
+        (b"[" + b'"",' * MAX_OBJECTS + b"0]", f"at most {MAX_OBJECTS} are allowed"),
+        (b"{" + b'"a":0,' * MAX_OBJECTS + b'"a":0}', f"at most {MAX_OBJECTS} are allowed"),
         (b"[" * 40 + b"1" * 99 + b"]" * 40, "nested too deeply"),
     ],
     ids=["numbers", "lists", "texts", "keys", "depth"],
 )
-def test_what_would_be_too_many_objects_is_refused_before_they_are_made(
+def test_too_many_objects_are_refused_before_they_are_created(
     data: bytes, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
@@ -125,7 +125,7 @@ def test_what_would_be_too_many_objects_is_refused_before_they_are_made(
         decode_json(data)
 
 
-def test_commas_and_brackets_in_a_text_are_no_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commas_and_brackets_in_a_text_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
     monkeypatch.setattr(json_decoder, "SCANNED_BYTES", 2**20)
     monkeypatch.setattr(json_decoder, "PIECE_BYTES", PIECE_BYTES)
@@ -135,7 +135,7 @@ def test_commas_and_brackets_in_a_text_are_no_values(monkeypatch: pytest.MonkeyP
     assert decode_json(data) == {"prompt": text}
 
 
-def test_one_wide_character_does_not_make_a_huge_text_of_a_long_one(
+def test_a_single_wide_character_does_not_widen_a_long_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)
@@ -149,7 +149,7 @@ def test_one_wide_character_does_not_make_a_huge_text_of_a_long_one(
             decode_json(json.dumps([text + "🙂" * 2**20], ensure_ascii=False).encode())
 
 
-def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
+def test_the_last_duplicate_key_is_used_wherever_pieces_are_split() -> None:
     chance = random.Random(1)
     pairs = [(chance.choice("abc"), "x" * chance.randrange(40)) for _ in range(50)]
     data = ("{" + ",".join(f'"{key}":"{value}"' for key, value in pairs) + "}").encode()
@@ -162,13 +162,13 @@ def test_a_later_key_wins_wherever_pieces_are_cut() -> None:
     [
         (b'{"a": [' + b"1, " * 20 + b"1 2]}", "expecting ',' delimiter at byte 69"),
         (b'{"a": [' + b"1, " * 20, "bracket at byte 6 is not closed before the body ends"),
-        (b"[" + b"1, " * 20 + b"1]]", "bracket at byte 63 closes nothing"),
-        (b'{"a": "' + b"x" * 40, "string that begins at byte 6 has no end"),
+        (b"[" + b"1, " * 20 + b"1]]", "bracket at byte 63 has no opening bracket"),
+        (b'{"a": "' + b"x" * 40, "string at byte 6 is not terminated"),
         (b'{"a": "' + b"x" * 40 + b'\x01"}', "invalid control character at byte 47"),
         (b'{"a": "' + b"x" * 40 + b'\xff"}', "byte 0xff, which is not UTF-8, at byte 47"),
     ],
 )
-def test_an_error_in_a_large_body_says_at_which_byte(data: bytes, problem: str) -> None:
+def test_an_error_in_a_large_body_has_the_byte_offset(data: bytes, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         decode_json(data)
 
@@ -185,7 +185,7 @@ def test_an_error_in_a_large_body_says_at_which_byte(data: bytes, problem: str) 
     ],
     ids=["numbers", "nan", "surrogate", "comma", "utf-8", "depth"],
 )
-def test_a_problem_in_a_large_body_is_searched_in_a_short_piece(
+def test_an_error_in_a_large_body_is_located_within_a_short_piece(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in [("MAX_WHOLE_BYTES", 2**20), ("SCANNED_BYTES", 2**18)]:
@@ -208,7 +208,7 @@ def test_a_problem_in_a_large_body_is_searched_in_a_short_piece(
 
 
 def test_a_long_text_is_not_copied_for_each_of_its_parts() -> None:
-    # A new code object, which the interpreter has not specialized yet, as in a new process.
+    # A new code object that the interpreter has not specialized yet, as in a new process.
     joined = FunctionType(json_decoder._joined.__code__.replace(), {})
     part = "word " * 100_000
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt

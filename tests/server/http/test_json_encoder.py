@@ -1,4 +1,4 @@
-"""server/http/json_encoder.py: the pieces join to the JSON of the whole value."""
+"""server/http/json_encoder.py: the concatenated pieces are the JSON of the whole value."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 @settings(deadline=None)
-def test_pieces_join_to_the_json_of_the_whole(value: Any) -> None:
+def test_pieces_concatenate_to_the_json_of_the_whole(value: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_encoder, "PIECE_WEIGHT", 3)
         patch.setattr(json_encoder, "CHARACTERS_PER_WEIGHT", 2)

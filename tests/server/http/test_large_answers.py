@@ -1,4 +1,5 @@
-"""Answers of many MiB: encoded and sent in pieces, while the event loop turns to other clients."""
+"""Answers of many MiB: encoded and sent in pieces, so that the event loop serves other clients in
+between."""
 
 import asyncio
 import json
@@ -14,9 +15,10 @@ from scripted_client import ScriptedClient, ScriptedQueue
 from starlette.types import ASGIApp, Message
 
 SLICE_S = 0.05
-"""CPU time. The time on the clock depends on other work on the machine."""
+"""CPU seconds, since wall time depends on other work on the machine."""
 ATTEMPTS = 4
-"""Another process may stop the event loop's thread while another thread of this process works."""
+"""Attempts, because another process may stop the event loop's thread while another thread of this
+process works."""
 PIECE_BYTES = 2**19
 QUOTES = '"' * (2 * 2**20)
 IDS = TOKENIZER.encode_now('"', False) * 100_000
@@ -46,7 +48,7 @@ class LongContext(TalkingClient):
 
 
 async def answer_of(app: ASGIApp, path: str, data: bytes) -> tuple[int, list[bytes]]:
-    """The status and the pieces of an answer."""
+    """Status and pieces of an answer."""
     pieces: list[bytes] = []
     status = 0
     is_read = False
@@ -81,8 +83,8 @@ async def answer_of(app: ASGIApp, path: str, data: bytes) -> tuple[int, list[byt
 
 
 async def longest_slice_s(call: Awaitable[Any]) -> tuple[float, Any]:
-    """The longest CPU time of this process in which no other task ran during `call`, and its
-    result."""
+    """(longest CPU time of this process during `call` in which no other task ran, result of
+    `call`)"""
     longest_s = 0.0
 
     async def beat() -> None:

@@ -1,4 +1,4 @@
-"""Requests that API servers forward to each other, streams and disconnects included."""
+"""Requests that API servers forward to each other, including streams and disconnects."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from http_rig import Rig, TalkingClient, on_port
 
 from server.http import peer_proxy
 from server.http.peer_proxy import Peers, listen
+from server.http.unread_answers import UnreadAnswer, UnreadAnswers
 
 ROUTE = "/v1/responses"
 KEY = {"Authorization": "Bearer k"}
@@ -66,7 +67,7 @@ async def test_a_response_is_read_followed_and_deleted_through_a_sibling(tmp_pat
         assert len(own.client.queues) == 3 and not other.client.queues
 
 
-async def test_a_response_of_another_key_is_not_there_through_a_sibling_either(
+async def test_a_response_of_another_key_is_not_found_through_a_sibling(
     tmp_path: Path,
 ) -> None:
     async with two(tmp_path, api_keys=("k", "other")) as (own, other):
@@ -126,7 +127,7 @@ async def test_an_exchange_is_counted_once(tmp_path: Path) -> None:
         assert await own.metric(name) + await other.metric(name) == 1
 
 
-async def test_a_stream_comes_through_a_sibling_as_it_is_made(tmp_path: Path) -> None:
+async def test_a_stream_is_forwarded_by_a_sibling_without_delay(tmp_path: Path) -> None:
     async with two(tmp_path) as (own, other):
         own.client.endless = True
         body = {"input": "hi", "background": True, "stream": True}
@@ -167,7 +168,7 @@ async def test_a_disconnect_is_forwarded(tmp_path: Path, stream: bool) -> None:
         assert not own.state.active_requests
 
 
-async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
+async def test_a_lost_sibling_is_reported(tmp_path: Path) -> None:
     async with on_port() as rig:
         gone = Peers(1, ("", str(tmp_path / "1.sock")))
         rig.state.peers = Peers(0, (str(tmp_path / "0.sock"), str(tmp_path / "1.sock")))
@@ -180,7 +181,7 @@ async def test_a_sibling_that_is_gone_is_told_as_such(tmp_path: Path) -> None:
         assert unknown.status_code == 404
 
 
-async def test_requests_that_come_at_once_connect_to_a_sibling_in_turns(tmp_path: Path) -> None:
+async def test_concurrent_requests_connect_to_a_sibling_in_turns(tmp_path: Path) -> None:
     num_open = most_open = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -207,7 +208,7 @@ async def test_requests_that_come_at_once_connect_to_a_sibling_in_turns(tmp_path
     assert most_open <= peer_proxy.MAX_HANDSHAKES_PER_CLIENT
 
 
-async def test_a_sibling_that_hangs_is_told_as_gone(
+async def test_a_hung_sibling_is_reported_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.1)
@@ -238,7 +239,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("sends", STRANGERS.values(), ids=STRANGERS)
-async def test_who_does_not_present_the_token_is_dropped_and_counted(
+async def test_peers_without_the_token_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bytes
 ) -> None:
     monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.2)
@@ -259,13 +260,13 @@ async def test_who_does_not_present_the_token_is_dropped_and_counted(
 
 
 async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
-    # Who is dropped with something unread finds the connection reset.
+    # A dropped peer with unread data finds the connection reset.
     with contextlib.suppress(ConnectionResetError):
         return await asyncio.wait_for(reader.read(), 5)
     return b""
 
 
-async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_path: Path) -> None:
+async def test_many_connections_without_a_token_do_not_exclude_a_sibling(tmp_path: Path) -> None:
     async with two(tmp_path) as (own, other):
         made = (await own.post(ROUTE, {"input": "hi"})).json()
         before = psutil.Process().num_fds()
@@ -282,7 +283,7 @@ async def test_many_open_connections_without_a_token_keep_no_sibling_out(tmp_pat
 
         assert got.json() == made
         assert sorted(times)[2] < 0.1, times
-        # The 200 ends of the foreign peers themselves are this process's too.
+        # The foreign peers' own 200 descriptors belong to this process too.
         assert opened <= 200 + peer_proxy.MAX_UNAUTHENTICATED
         for foreign_peer in foreign_peers:
             foreign_peer.close()
@@ -302,3 +303,32 @@ async def test_a_message_that_is_too_long_is_not_read(
 
         assert answer == peer_proxy._ACCEPTED
         assert await own.metric("gaudiserve:rejected_peers_total") == 0
+
+
+class DroppingAnswers(UnreadAnswers):
+    """Drops each response after its first piece."""
+
+    @contextlib.contextmanager
+    def hold(self, num_bytes: int, abort: Callable[[], None]) -> Iterator[UnreadAnswer]:
+        with super().hold(num_bytes, abort) as answer:
+            answer.drop()
+            yield answer
+
+
+async def test_a_forwarded_response_can_be_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two(tmp_path) as (own, other):
+        summary = [{"type": "summary_text", "text": "x" * 300_000}]
+        items = [{"role": "user", "content": "hi"}, {"type": "reasoning", "summary": summary}]
+        made = (await own.post(ROUTE, {"input": items})).json()
+        path = f"{ROUTE}/{made['id']}/input_items"
+        whole = await other.http.get(path)
+        own.state.unread_answers = DroppingAnswers()
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            await other.http.get(path)
+
+        assert len(whole.content) > 200_000
+        assert "failed in the middle" not in caplog.text
+        own.state.unread_answers.close()

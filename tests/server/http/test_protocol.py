@@ -1,4 +1,4 @@
-"""server/http/protocol.py against raw sockets: attacks, and clients that half-close."""
+"""server/http/protocol.py with raw sockets: attacks, and clients that half-close."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ ROOM_BYTES = 50 * 2**20
 
 @contextmanager
 def served(client: TalkingClient | None = None, **config: Any) -> Iterator[Rig]:
-    """A front end in a thread of its own, on the event loop that the daemon uses."""
+    """A front end in its own thread, on the event loop that the daemon uses."""
     made: list[Rig] = []
     is_made = threading.Event()
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -69,7 +69,7 @@ def connect(rig: Rig) -> socket.socket:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """All data until the server closes the connection."""
     data = b""
     while piece := sock.recv(65536):
         data += piece
@@ -96,8 +96,8 @@ def status_of(answer: bytes) -> int:
 
 
 def refused(rig: Rig, *pieces: bytes) -> tuple[int, dict[str, Any]]:
-    """Send all of `pieces` or as much as is taken; status and error of the answer, which must be
-    the last thing on its connection and come within 2 s."""
+    """Send `pieces`, as far as they are accepted; returns status and error of the answer, which
+    must end the connection and arrive within 2 s."""
     begun_s = time.monotonic()
     with connect(rig) as sock:
         try:
@@ -114,7 +114,7 @@ def refused(rig: Rig, *pieces: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def slowest_health_s(rig: Rig, attack: Callable[[], None]) -> float:
-    """How long the slowest GET /health of another client takes during `attack`."""
+    """Longest time in seconds of another client's GET /health during `attack`."""
     times: list[float] = []
     ended = threading.Event()
 
@@ -137,8 +137,9 @@ def slowest_health_s(rig: Rig, attack: Callable[[], None]) -> float:
     return max(times)
 
 
-def holds_nobody_up(rig: Rig, attack: Callable[[], None]) -> bool:
-    """Whether other clients wait less than LATENCY_S; this machine may be slow once."""
+def delays_no_client(rig: Rig, attack: Callable[[], None]) -> bool:
+    """Whether other clients wait less than LATENCY_S; a second attempt allows for a slow
+    machine."""
     return any(slowest_health_s(rig, attack) < LATENCY_S for _ in range(2))
 
 
@@ -159,10 +160,7 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-# Headers
-
-
-def test_as_many_headers_as_allowed_are_taken_and_one_more_is_431(rig: Rig) -> None:
+def test_the_allowed_number_of_headers_is_accepted_and_more_are_a_431(rig: Rig) -> None:
     def head(count: int) -> bytes:
         return b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"".join(
             b"a%d: b\r\n" % i for i in range(count - 1)
@@ -188,7 +186,7 @@ def test_as_many_headers_as_allowed_are_taken_and_one_more_is_431(rig: Rig) -> N
     ],
     ids=["many", "large", "a value without end", "a name without end"],
 )
-def test_headers_without_end_are_refused_before_the_key_is_looked_at(
+def test_endless_headers_are_refused_before_the_key_is_checked(
     rig: Rig, pieces: tuple[bytes, ...], status: int
 ) -> None:
     got, error = refused(rig, b"GET /v1/models HTTP/1.1\r\nhost: a\r\n", *pieces)
@@ -197,7 +195,7 @@ def test_headers_without_end_are_refused_before_the_key_is_looked_at(
     assert "at most" in error["message"]
 
 
-def test_a_url_without_end_is_414(rig: Rig) -> None:
+def test_an_endless_url_is_a_414(rig: Rig) -> None:
     status, error = refused(rig, b"GET /", *[b"x" * 20_000] * 10)
 
     assert status == 414
@@ -209,7 +207,7 @@ def test_a_url_without_end_is_414(rig: Rig) -> None:
     assert sent is not None and int(sent[1]) > 65536
 
 
-def test_a_flood_of_headers_holds_nobody_up_and_leaves_no_memory(rig: Rig) -> None:
+def test_a_flood_of_headers_delays_no_client_and_leaks_no_memory(rig: Rig) -> None:
     flood = b"GET /v1/models HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 5_000_000
     refused(rig, flood[:1_000_000])
     before = rss()
@@ -217,11 +215,11 @@ def test_a_flood_of_headers_holds_nobody_up_and_leaves_no_memory(rig: Rig) -> No
     def attack() -> None:
         assert refused(rig, flood)[0] == 431
 
-    assert holds_nobody_up(rig, attack)
+    assert delays_no_client(rig, attack)
     assert rss() - before < ROOM_BYTES
 
 
-def test_a_key_behind_the_body_opens_nothing(rig: Rig) -> None:
+def test_a_key_after_the_body_is_ignored(rig: Rig) -> None:
     body = b"2\r\n{}\r\n0\r\nX-Api-Key: secret\r\nAuthorization: Bearer secret\r\n\r\n"
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
 
@@ -244,7 +242,7 @@ def test_a_key_behind_the_body_opens_nothing(rig: Rig) -> None:
     ],
     ids=["trailers", "an extension", "a size", "small chunks with extensions"],
 )
-def test_what_surrounds_chunks_is_bounded(rig: Rig, framing: bytes, status: int) -> None:
+def test_chunk_framing_is_bounded(rig: Rig, framing: bytes, status: int) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-api-key: secret\r\n"
     head += b"transfer-encoding: chunked\r\n\r\n"
 
@@ -263,13 +261,10 @@ def test_what_surrounds_chunks_is_bounded(rig: Rig, framing: bytes, status: int)
     "line",
     [b"a: b\r\n folded", b"a b: c", b"a : b", b"a\x00: b", b"\xe4: b", b"a: b\x1b[2J", b" a: b"],
 )
-def test_odd_header_lines_are_400(rig: Rig, line: bytes) -> None:
+def test_malformed_header_lines_are_a_400(rig: Rig, line: bytes) -> None:
     status, error = refused(rig, b"GET /health HTTP/1.1\r\nhost: a\r\n" + line + b"\r\n\r\n")
 
     assert (status, error["message"]) == (400, "Invalid HTTP request received.")
-
-
-# Time
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%b\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -287,7 +282,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n%b\r\n\r\n2\r\n{}\r\n0\r
         (CHUNKED % b"transfer-encoding: x, chunked", "is 'x, chunked'"),
     ],
 )  # fmt: skip
-def test_a_head_that_http_forbids_is_400(rig: Rig, head: bytes, message: str) -> None:
+def test_a_head_that_http_forbids_is_a_400(rig: Rig, head: bytes, message: str) -> None:
     status, error = refused(rig, head)
 
     assert status == 400 and message in error["message"]
@@ -298,17 +293,17 @@ def test_a_head_that_http_forbids_is_400(rig: Rig, head: bytes, message: str) ->
     [
         (b"GET /health HTTP/1.0\r\n\r\n", 200),
         (b"GET /health HTTP/1.1\r\nhost:\r\n\r\n", 200),
-        # The head is taken, and the key is missing.
+        # The head is accepted, and the key is missing.
         (CHUNKED % b"transfer-encoding: Chunked", 401),
     ],
 )
-def test_a_head_that_http_allows_is_taken(rig: Rig, head: bytes, status: int) -> None:
+def test_a_head_that_http_allows_is_accepted(rig: Rig, head: bytes, status: int) -> None:
     with connect(rig) as sock:
         sock.sendall(head)
         assert status_of(read_until(sock, b"\r\n\r\n")) == status
 
 
-def test_headers_that_drip_end_at_their_deadline_and_idle_sockets_are_closed() -> None:
+def test_slow_headers_end_at_their_deadline_and_idle_sockets_are_closed() -> None:
     with served(request_header_timeout_s=0.3) as rig, connect(rig) as slow, connect(rig) as idle:
         begun_s = time.monotonic()
         answer = b""
@@ -344,7 +339,7 @@ def test_a_connection_may_be_idle_for_longer_than_headers_may_take() -> None:
         assert time.monotonic() - begun_s < 2
 
 
-def test_the_headers_of_a_later_request_have_a_deadline_too() -> None:
+def test_headers_of_later_requests_on_a_connection_have_a_deadline() -> None:
     with served(request_header_timeout_s=0.3) as rig, connect(rig) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET")
         read_until(sock, b"\r\n\r\n")
@@ -353,7 +348,7 @@ def test_the_headers_of_a_later_request_have_a_deadline_too() -> None:
 
 
 @pytest.mark.parametrize(("drips", "num_at_once"), [(False, 200), (True, 200), (True, 200_000)])
-def test_a_body_that_stops_or_drips_is_408(drips: bool, num_at_once: int) -> None:
+def test_a_stalled_or_slow_body_is_a_408(drips: bool, num_at_once: int) -> None:
     with served(request_body_timeout_s=0.3) as rig, connect(rig) as sock:
         sock.settimeout(0.05)
         sock.sendall(request({"prompt": "x" * 300_000})[:num_at_once])
@@ -377,7 +372,7 @@ def test_a_body_that_stops_or_drips_is_408(drips: bool, num_at_once: int) -> Non
         assert wait_for(lambda: rig.state.num_open_requests == 0)
 
 
-def test_a_body_may_take_longer_than_the_timeout_if_it_goes_on() -> None:
+def test_a_body_may_take_longer_than_the_timeout_while_it_progresses() -> None:
     body = request({"prompt": "x" * 8000, "max_tokens": 1})
     with served(request_body_timeout_s=0.5) as rig, connect(rig) as sock:
         for start in range(0, len(body), 1000):
@@ -386,7 +381,7 @@ def test_a_body_may_take_longer_than_the_timeout_if_it_goes_on() -> None:
 
         answer = read_until(sock, b"\r\n\r\n")
 
-    assert status_of(answer) == 400  # longer than the context: it was read
+    assert status_of(answer) == 400  # Longer than the context, so the body was read completely.
 
 
 def test_a_refused_body_that_stops_is_closed_without_a_second_answer() -> None:
@@ -411,9 +406,6 @@ def test_a_client_that_waits_for_100_continue_is_not_slow() -> None:
     assert (status_of(interim), status_of(answer)) == (100, 200)
 
 
-# Pipelined requests
-
-
 def test_pipelined_requests_are_answered_in_order_up_to_their_bound() -> None:
     asks = [
         b"GET /v1/models HTTP/1.1\r\nhost: a\r\nx-request-id: r%d\r\n\r\n" % i
@@ -436,7 +428,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_their_bound() -> None:
                     answers.append(b"")
 
         answers: list[bytes] = []
-        assert holds_nobody_up(rig, attack)
+        assert delays_no_client(rig, attack)
 
         ids = [int(found) for found in re.findall(rb"x-request-id: r(\d+)", few)]
         assert ids == list(range(MAX_PIPELINED))
@@ -447,7 +439,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_their_bound() -> None:
         assert rss() - before < ROOM_BYTES
 
 
-def test_bad_input_behind_a_request_does_not_break_its_answer() -> None:
+def test_bad_input_after_a_request_does_not_break_its_answer() -> None:
     body = {"prompt": "hi", "stream": True, "max_tokens": 5}
     with served(TalkingClient(pace_s=0.05)) as rig, connect(rig) as sock:
         sock.sendall(request(body))
@@ -461,7 +453,7 @@ def test_bad_input_behind_a_request_does_not_break_its_answer() -> None:
     assert answer.endswith(b"0\r\n\r\n")
 
 
-def test_an_offer_to_upgrade_is_ignored_without_a_body_and_refused_with_one() -> None:
+def test_an_upgrade_request_is_ignored_without_a_body_and_refused_with_a_body() -> None:
     offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: x\r\n"
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
     post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n" % len(hidden)
@@ -595,9 +587,6 @@ def test_pipelined_requests_of_a_client_that_leaves_are_aborted(stream: bool) ->
         assert rig.state.num_open_requests == 0
 
 
-# Logs
-
-
 def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -646,7 +635,7 @@ class UnreadTransport(asyncio.Transport):
         return self.is_aborted or self.is_closed
 
     def write(self, data: Any) -> None:
-        """Everything is sent."""
+        """Discards the data as sent."""
 
     def close(self) -> None:
         self.abort()
@@ -684,7 +673,7 @@ async def test_a_client_that_does_not_read_is_closed_and_a_slow_client_is_not() 
     assert kept and transport.is_aborted
 
 
-def test_the_bytes_in_the_buffer_of_the_system_are_unread_too() -> None:
+def test_bytes_in_the_socket_buffer_count_as_unread() -> None:
     sender, receiver = socket.socketpair()
     with sender, receiver:
         num_sent = sender.send(b"x" * 50_000)
@@ -816,3 +805,11 @@ def test_several_connections_are_accepted_in_an_iteration_of_the_event_loop(
 
     assert len(accepted) == 64
     assert num_iterations < 32
+
+
+def test_a_tls_client_of_an_http_port_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with served() as rig, caplog.at_level(logging.INFO), connect(rig) as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        assert b" 400 " in read_all(client)
+
+    assert "This port serves HTTP without TLS: use an http:// address." in caplog.text

@@ -1,5 +1,5 @@
-"""Streams to the byte: frames, headers, first and last chunks, errors after the first byte, pings,
-and disconnects."""
+"""Streams compared byte by byte: frames, headers, first and last chunks, errors after the first
+byte, pings, and disconnects."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from starlette.types import Message
 from server.generation.outputs import Delta
 from server.http.body import SENT_BYTES
 from server.http.sse import PING, Envelope, EventStream, json_line
+from server.http.unread_answers import UnreadAnswers
 from server.serving.choices import DeltaBatcher
 
 
@@ -23,7 +24,7 @@ def deltas(stream: bytes) -> list[Any]:
     return [choice for event in events(stream) for choice in event["choices"]]
 
 
-async def test_a_chat_stream_is_as_the_contract_says_to_the_byte() -> None:
+async def test_a_chat_stream_equals_the_expected_bytes() -> None:
     client = TalkingClient("Hé", pace_s=0.01)
     async with on_port(client) as rig:
         response = await rig.chat(stream=True, model="org/demo", request_id="r1", max_tokens=9)
@@ -56,7 +57,7 @@ async def test_a_chat_stream_is_as_the_contract_says_to_the_byte() -> None:
         )
 
 
-async def test_a_text_stream_is_as_the_contract_says_to_the_byte() -> None:
+async def test_a_text_stream_equals_the_expected_bytes() -> None:
     client = TalkingClient("ab", pace_s=0.01)
     async with on_port(client) as rig:
         response = await rig.complete("q", stream=True, request_id="r2", echo=True)
@@ -105,7 +106,7 @@ async def test_each_choice_begins_with_its_role_and_ends_once() -> None:
             assert "".join(piece["delta"].get("content", "") for piece in own) == "abc"
 
 
-async def test_usage_comes_only_when_asked_for() -> None:
+async def test_usage_is_sent_only_on_request() -> None:
     wanted = {
         "prompt_tokens": 2,
         "completion_tokens": 4,
@@ -128,7 +129,7 @@ async def test_usage_comes_only_when_asked_for() -> None:
         assert counts == sorted(counts) and counts[-1] == 4
 
 
-async def test_a_chunk_with_logprobs_goes_out_even_without_text() -> None:
+async def test_a_chunk_with_logprobs_is_sent_even_without_text() -> None:
     client = TalkingClient("ends", pace_s=0.005)
     async with in_memory(client) as rig:
         response = await rig.chat(stream=True, stop=["nds!"], logprobs=True, top_logprobs=1)
@@ -140,7 +141,7 @@ async def test_a_chunk_with_logprobs_goes_out_even_without_text() -> None:
         assert "".join(p["delta"].get("content", "") for p in pieces) == "ends"
 
 
-async def test_token_ids_are_returned_when_asked_for() -> None:
+async def test_token_ids_are_returned_on_request() -> None:
     async with in_memory(TalkingClient("abc")) as rig:
         chat = events((await rig.chat(stream=True, return_token_ids=True)).content)
         text = events((await rig.complete(stream=True, return_token_ids=True)).content)
@@ -181,7 +182,7 @@ async def test_a_bad_request_with_stream_is_a_plain_error() -> None:
             assert response.headers["content-type"] == "application/json"
 
 
-async def test_comments_keep_a_silent_stream_alive_only_if_asked() -> None:
+async def test_keep_alive_comments_are_sent_only_with_the_flag() -> None:
     async def raw(keep_alive_s: float) -> bytes:
         client = TalkingClient("ab", pace_s=0.15)
         async with on_port(client, keep_alive_s=keep_alive_s) as rig:
@@ -226,7 +227,7 @@ async def test_a_client_that_disconnects_is_aborted_with_all_its_choices() -> No
             assert rig.state.num_open_requests == 0
 
 
-async def test_a_stream_that_is_cut_by_a_shutdown_says_so() -> None:
+async def test_a_stream_cut_by_a_shutdown_ends_with_an_error() -> None:
     client = TalkingClient(pace_s=0.01)
     client.endless = True
     async with on_port(client) as rig:
@@ -260,7 +261,7 @@ async def test_health_answers_while_streams_run() -> None:
         assert all(r.status_code == 200 for r in await asyncio.gather(*streams))
 
 
-def test_text_that_other_clients_take_for_line_ends_is_escaped() -> None:
+def test_unicode_line_separators_are_escaped() -> None:
     text = "a\u2028b\u2029c\x85d\né"
 
     line = json_line(text)
@@ -274,7 +275,7 @@ def test_text_that_other_clients_take_for_line_ends_is_escaped() -> None:
     )
 
 
-def test_an_interval_holds_tokens_back_but_neither_first_nor_last() -> None:
+def test_an_interval_delays_tokens_except_the_first_and_the_last() -> None:
     gatherer = DeltaBatcher(3)
 
     taken = [
@@ -292,14 +293,14 @@ def test_an_interval_holds_tokens_back_but_neither_first_nor_last() -> None:
     assert taken == [[("a", None)], [], [], [("bcd", None)], [], [("ef", "stop")]]
 
 
-async def test_the_flag_makes_fewer_chunks_of_the_same_text() -> None:
+async def test_the_interval_flag_gives_fewer_chunks_with_the_same_text() -> None:
     async with in_memory(TalkingClient("abcdefghij", pace_s=0.001), stream_interval=4) as rig:
         pieces = deltas((await rig.complete(stream=True)).content)
 
         assert [piece["text"] for piece in pieces] == ["a", "bcde", "fghi", "j"]
 
 
-def test_httpx_reads_what_we_send_line_by_line() -> None:
+def test_httpx_reads_the_stream_line_by_line() -> None:
     line = b"data: " + json_line({"x": "a\u2028b"}) + b"\n\n"
 
     lines = list(httpx.Response(200, content=line).iter_lines())
@@ -314,12 +315,12 @@ def test_many_line_separators_are_replaced_in_one_pass() -> None:
 
     line = json_line({"text": separators * count})
 
-    # A call of Python for each of them took seconds.
+    # A Python call per separator took seconds.
     assert time.monotonic() - start_s < 1.5
     assert line == b'{"text":"' + b"\\u0085\\u2028\\u2029" * count + b'"}'
 
 
-async def test_no_comment_comes_within_a_frame_that_is_sent_in_pieces() -> None:
+async def test_no_comment_is_sent_within_a_frame_in_pieces() -> None:
     large = b"data: " + b"x" * (4 * SENT_BYTES) + b"\n\n"
     sent: list[bytes] = []
 
@@ -333,7 +334,8 @@ async def test_no_comment_comes_within_a_frame_that_is_sent_in_pieces() -> None:
         await asyncio.sleep(0.005)
 
     stream = EventStream(frames(), keep_alive_s=0.001, on_close=lambda: None)
-    await stream._send_all(send, send)
+    scope = {"unread_answers": UnreadAnswers(), "abort_connection": lambda: None}
+    await stream._send_all(scope, send, send)
 
     text = b"".join(sent)
     assert max(map(len, sent)) == SENT_BYTES

@@ -1,4 +1,4 @@
-"""server/http/tls.py: the certificate, and its replacement."""
+"""server/http/tls.py: the certificate and its replacement at run time."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from server.http.tls import Tls
 def write(
     authority: trustme.CA, folder: Path, name: str, not_after: datetime | None = None
 ) -> None:
-    """A certificate for `name` and its key, to cert.pem and key.pem."""
+    """Write a certificate for `name` and its key to cert.pem and key.pem."""
     issued = authority.issue_cert(name, not_after=not_after)
     issued.private_key_pem.write_to_path(folder / "key.pem")
     (folder / "cert.pem").write_bytes(
@@ -33,7 +33,8 @@ def configured(folder: Path, **more: str) -> ServerConfig:
 
 
 def shown_name(tls: Tls, authority: trustme.CA, own: trustme.LeafCert | None = None) -> str:
-    """The name in the certificate that a client gets, which trusts `authority` and shows `own`."""
+    """Name in the server's certificate, as seen by a client that trusts `authority` and presents
+    `own`."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     authority.configure_trust(trusting)
@@ -49,7 +50,7 @@ def shown_name(tls: Tls, authority: trustme.CA, own: trustme.LeafCert | None = N
     return str(names[0][1])
 
 
-def test_new_connections_get_the_certificate_that_was_read_last(tmp_path: Path) -> None:
+def test_new_connections_get_the_latest_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
     write(authority, tmp_path, "first.test")
     tls = Tls(configured(tmp_path))
@@ -62,7 +63,7 @@ def test_new_connections_get_the_certificate_that_was_read_last(tmp_path: Path) 
     assert shown_name(tls, authority) == "second.test"
 
 
-def test_files_that_do_not_fit_leave_the_old_certificate_in_use(tmp_path: Path) -> None:
+def test_mismatched_files_leave_the_old_certificate_in_use(tmp_path: Path) -> None:
     authority = trustme.CA()
     write(authority, tmp_path, "first.test")
     tls = Tls(configured(tmp_path))
@@ -121,7 +122,9 @@ def test_a_client_needs_a_certificate_of_the_named_authority(tmp_path: Path) -> 
         shown_name(tls, authority)
 
 
-def test_authorities_of_clients_are_replaced_when_their_file_is_read_again(tmp_path: Path) -> None:
+def test_client_certificate_authorities_are_replaced_when_their_file_is_reloaded(
+    tmp_path: Path,
+) -> None:
     authority, retired, current = trustme.CA(), trustme.CA(), trustme.CA()
     file = tmp_path / "clients.pem"
     write(authority, tmp_path, "first.test")
@@ -138,7 +141,7 @@ def test_authorities_of_clients_are_replaced_when_their_file_is_read_again(tmp_p
         shown_name(tls, authority, retired.issue_cert("client.test"))
 
 
-def test_a_broken_file_of_authorities_leaves_the_old_ones_in_use(tmp_path: Path) -> None:
+def test_a_broken_authority_file_leaves_the_old_authorities_in_use(tmp_path: Path) -> None:
     authority, clients = trustme.CA(), trustme.CA()
     file = tmp_path / "clients.pem"
     write(authority, tmp_path, "first.test")
@@ -175,5 +178,5 @@ def test_a_pipe_or_device_is_refused_before_openssl_reads_it(name: str, tmp_path
     os.mkfifo(tmp_path / "fifo")
     for file in ("/dev/zero", str(tmp_path / "fifo")):
         config = dataclasses.replace(configured(tmp_path), **{name: file})
-        with pytest.raises(ConfigError, match=f"{file}: it is no regular file"):
+        with pytest.raises(ConfigError, match=f"{file}: it is not a regular file"):
             Tls(config)

@@ -15,7 +15,7 @@ from server.http.trusted_proxies import TrustedProxies
 
 
 def applied(allowed: str, peer: str, *headers: tuple[str, str]) -> tuple[str, str]:
-    """Client and scheme of a request from `peer`."""
+    """Client and scheme of a request from `peer`, after the proxy headers were applied."""
     scope: dict[str, Any] = {
         "client": (peer, 5),
         "scheme": "http",
@@ -35,14 +35,14 @@ def applied(allowed: str, peer: str, *headers: tuple[str, str]) -> tuple[str, st
         ("10.0.0.0/8, ::1", "::1", "203.0.113.7:1234", "203.0.113.7"),
         ("::1", "::1", "[2001:DB8::0:7]:443", "2001:db8::7"),
         ("127.0.0.1", "::ffff:127.0.0.1", "203.0.113.7", "203.0.113.7"),
-        # What a client wrote itself stands in front of what the proxy saw.
+        # Entries that a client wrote itself come before the entry of the proxy.
         ("127.0.0.1", "127.0.0.1", "198.51.100.1, 203.0.113.7", "203.0.113.7"),
         ("127.0.0.1,10.0.0.0/8", "127.0.0.1", "203.0.113.7, 10.1.1.1", "203.0.113.7"),
         ("127.0.0.1,10.0.0.0/8", "127.0.0.1", "10.2.2.2, 10.1.1.1", "10.2.2.2"),
         ("*", "192.0.2.1", "203.0.113.7, 10.1.1.1", "203.0.113.7"),
     ],
 )
-def test_the_client_is_the_last_address_that_is_no_trusted_proxy(
+def test_the_client_is_the_last_untrusted_address(
     allowed: str, peer: str, forwarded: str, client: str
 ) -> None:
     assert applied(allowed, peer, ("x-forwarded-for", forwarded))[0] == client
@@ -65,14 +65,14 @@ def test_the_client_is_the_last_address_that_is_no_trusted_proxy(
     ],
 )
 @pytest.mark.parametrize("allowed", ["127.0.0.1", "*"])
-def test_what_is_no_address_is_ignored(allowed: str, forwarded: str) -> None:
+def test_invalid_addresses_are_ignored(allowed: str, forwarded: str) -> None:
     if allowed == "*":
         forwarded = ",".join(reversed(forwarded.split(",")))
 
     assert applied(allowed, "127.0.0.1", ("x-forwarded-for", forwarded))[0] in ("127.0.0.1", "::1")
 
 
-def test_several_headers_are_one_list_and_the_scheme_is_one_of_two() -> None:
+def test_several_headers_form_a_list_and_the_scheme_is_http_or_https() -> None:
     proxied = [("x-forwarded-for", "198.51.100.1"), ("x-forwarded-for", "203.0.113.7")]
 
     assert applied("127.0.0.1", "127.0.0.1", *proxied)[0] == "203.0.113.7"
@@ -81,8 +81,8 @@ def test_several_headers_are_one_list_and_the_scheme_is_one_of_two() -> None:
     assert applied("127.0.0.1", "10.0.0.1", ("x-forwarded-proto", "https"))[1] == "http"
 
 
-def test_a_list_that_holds_no_addresses_is_an_error_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match="forwarded_allow_ips holds 'proxy'"):
+def test_an_invalid_proxy_address_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="forwarded_allow_ips has 'proxy'"):
         ServerConfig(forwarded_allow_ips="127.0.0.1, proxy")
 
 

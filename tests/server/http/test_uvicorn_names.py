@@ -1,6 +1,6 @@
 """Private names of uvicorn that server/http/protocol.py and server/process/api_server.py use. A
-release without a name breaks all requests, so the supported releases are bounded in
-pyproject.toml."""
+release without one of these names would break all requests, so pyproject.toml bounds the supported
+releases."""
 
 import asyncio
 import re
@@ -62,7 +62,7 @@ CYCLE_NAMES = [
 
 
 async def _request_cycle() -> RequestResponseCycle:
-    """The cycle of a request that arrives on a connection."""
+    """The request cycle of a request on a connection."""
     has_arrived = asyncio.Event()
 
     async def app(scope: object, receive: object, send: object) -> None:
@@ -101,7 +101,7 @@ def test_the_names_that_the_protocol_uses_exist() -> None:
     assert callable(uvicorn.Server.capture_signals) and callable(uvicorn.Server.on_tick)
 
 
-def test_the_releases_of_uvicorn_are_bounded_and_the_installed_release_is_one() -> None:
+def test_the_releases_of_uvicorn_are_bounded_and_include_the_installed_release() -> None:
     found = re.search(r'^ +"(uvicorn\b.*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert found is not None
     specifier = Requirement(found[1]).specifier

@@ -1,4 +1,4 @@
-"""Counters and histograms: prometheus_client's own page is the reference."""
+"""Counters and histograms, compared with prometheus_client's own page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,14 @@ from server.metrics.counters import Registry, SharedSnapshots
 
 BOUNDS = (0.5, 1.0, 2.0)
 VALUES = (0.125, 0.5, 0.75, 1.0, 2.0, 2.125, 50.0)
-"""Without rounding, so that sums are equal in any order."""
+"""Exact binary fractions, so that sums are equal in any order."""
 
 
 def without_created(page: bytes) -> list[bytes]:
     return [line for line in page.splitlines() if b"_created" not in line]
 
 
-def test_the_page_equals_that_of_the_library() -> None:
+def test_the_metrics_page_equals_prometheus_client() -> None:
     ours, theirs = Registry(), CollectorRegistry()
     counters = [
         ours.counter("c", "x", ("label",)),
@@ -40,7 +40,8 @@ def test_the_page_equals_that_of_the_library() -> None:
 
 
 class Page:
-    """Metrics of a process with the snapshots of the others, as prometheus_client takes them."""
+    """Metrics of a process together with the snapshots of the other processes, as a
+    prometheus_client collector."""
 
     def __init__(self, registry: Registry, shared: SharedSnapshots) -> None:
         self._registry = registry
@@ -50,7 +51,7 @@ class Page:
         return self._registry.collect(self._shared.others())
 
 
-def test_every_process_shows_the_sums_of_all(tmp_path: Path) -> None:
+def test_every_process_shows_the_sums_of_all_processes(tmp_path: Path) -> None:
     registries = [Registry() for _ in range(4)]
     families = [
         (registry.counter("c", "x", ("label",)), registry.histogram("h", "x", ("label",), BOUNDS))

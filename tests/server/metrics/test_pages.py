@@ -1,4 +1,4 @@
-"""server/metrics/pages.py: requests that wait at the same time share a page of /metrics."""
+"""server/metrics/pages.py: requests that wait at the same time share a /metrics page."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ OPEN = "application/openmetrics-text; version=1.0.0"
 
 
 class Counter:
-    """Counts its pages."""
+    """Counts the pages that it makes."""
 
     def __init__(self) -> None:
         self.accepts: list[str] = []
@@ -19,7 +19,7 @@ class Counter:
         return b"page %d" % len(self.accepts), "text/plain"
 
 
-async def test_requests_that_wait_share_a_page() -> None:
+async def test_waiting_requests_share_a_metrics_page() -> None:
     counter = Counter()
     pages = MetricsPages(counter.page)
 
@@ -29,7 +29,7 @@ async def test_requests_that_wait_share_a_page() -> None:
     assert len(counter.accepts) == 2
 
 
-async def test_a_page_is_not_older_than_its_request_and_has_a_gap_before_it() -> None:
+async def test_a_metrics_page_is_newer_than_its_request_and_pages_have_a_minimum_interval() -> None:
     counter = Counter()
     pages = MetricsPages(counter.page)
     loop = asyncio.get_running_loop()

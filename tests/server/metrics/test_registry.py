@@ -1,6 +1,7 @@
-"""Metrics: names, labels and values, both text formats, and the time of a scrape."""
+"""Metrics: names, labels and values, both text formats, and the cost of a scrape."""
 
 import asyncio
+import platform
 import time
 
 import msgspec
@@ -8,7 +9,9 @@ import pytest
 from http_rig import TalkingClient, in_memory
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
+from scripted_client import ScriptedQueue
 
+from config.version import VERSION
 from engine.transport.messages import BACKGROUND_WARMUP, EngineStats, Progress
 from hpu.protocol import RankFacts
 from server.metrics.registry import openmetrics_version
@@ -70,7 +73,7 @@ HPU = [
 ]
 
 
-async def test_every_name_is_there_from_the_first_scrape_on() -> None:
+async def test_every_name_exists_from_the_first_scrape_on() -> None:
     async with in_memory() as rig:
         text = (await rig.http.get("/metrics")).text
 
@@ -81,7 +84,7 @@ async def test_every_name_is_there_from_the_first_scrape_on() -> None:
         assert 'vllm:num_requests_running{engine="0",model_name="demo"} 0.0' in text
 
 
-async def test_both_text_forms_parse_and_say_the_same() -> None:
+async def test_both_text_formats_parse_and_agree() -> None:
     async with in_memory() as rig:
         await rig.chat()
         await rig.http.get("/metrics")
@@ -102,7 +105,7 @@ async def test_both_text_forms_parse_and_say_the_same() -> None:
         assert [s.name for s in tokens.samples] == ["vllm:prompt_tokens_total"]
 
 
-async def test_tokens_move_by_exactly_the_usage() -> None:
+async def test_token_counters_grow_by_exactly_the_usage() -> None:
     async with in_memory() as rig:
         prompt = output = 0
         for fields in ({}, {"n": 3}, {"max_tokens": 1}, {"stop": "w"}, {"stream": True}):
@@ -116,14 +119,14 @@ async def test_tokens_move_by_exactly_the_usage() -> None:
 
         assert await rig.metric("vllm:prompt_tokens_total") == prompt
         sent = sum(len(queue.prompt) for queue in rig.client.queues)
-        assert sent > prompt  # n counts the prompt once
+        assert sent > prompt  # With n, the prompt is counted once.
         total = await rig.metric("vllm:generation_tokens_total")
         assert total == await rig.metric("vllm:request_generation_tokens_sum")
         assert abs(total - output) <= 4
         assert await rig.metric("vllm:e2e_request_latency_seconds_count") == 5
 
 
-async def test_prefix_cache_hits_are_the_sum_of_cached_tokens_whatever_n() -> None:
+async def test_prefix_cache_hits_equal_the_sum_of_cached_tokens_for_any_n() -> None:
     client = TalkingClient()
     client.num_cached = 2
     async with in_memory(client) as rig:
@@ -140,7 +143,7 @@ async def test_prefix_cache_hits_are_the_sum_of_cached_tokens_whatever_n() -> No
             assert await rig.metric(f"{name}_queries_total") == prompt
 
 
-async def test_a_finished_request_is_counted_once_a_sequence() -> None:
+async def test_a_finished_request_is_counted_once_for_each_sequence() -> None:
     async with in_memory() as rig:
         await rig.complete(n=2)
         await rig.complete(max_tokens=1)
@@ -152,7 +155,24 @@ async def test_a_finished_request_is_counted_once_a_sequence() -> None:
         assert await rig.metric("vllm:request_params_n_sum") == 3
 
 
-async def test_the_engines_numbers_are_its_latest() -> None:
+@pytest.mark.parametrize("merged", [(0, 0, 0, 0), (1, 1), (3,), (0, 2)])
+async def test_steps_that_are_read_together_are_each_counted_once(merged: tuple[int, ...]) -> None:
+    def say(queue: ScriptedQueue) -> bool:
+        for number, more in enumerate(merged, start=1):
+            finish = "length" if number == len(merged) else None
+            queue.say(*[ord("a")] * (more + 1), num_merged=more, finish=finish)
+        return False
+
+    client = TalkingClient()
+    client.before = say
+    async with in_memory(client) as rig:
+        await rig.complete(max_tokens=4)
+
+        for name in ("inter_token_latency", "time_per_output_token"):
+            assert await rig.metric(f"vllm:{name}_seconds_count") == 3
+
+
+async def test_engine_gauges_have_the_latest_values() -> None:
     per_position = (
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="demo",'
         'position="{}"'
@@ -224,7 +244,7 @@ async def test_the_age_of_the_queue_grows_while_a_stuck_engine_sends_nothing() -
         assert 40 <= before < await rig.metric(name)
 
 
-async def test_what_was_compiled_is_timed_once_each_by_stage() -> None:
+async def test_compilations_are_timed_once_by_stage() -> None:
     at_start = {"prefill.warmup": 3, "decode.warmup": 1}
     later = {**at_start, "decode.serving": 1}
     async with in_memory() as rig:
@@ -247,7 +267,7 @@ async def test_what_was_compiled_is_timed_once_each_by_stage() -> None:
             assert await rig.metric(f"hpu_graph_compile_seconds{tail}") == value, tail
 
 
-async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
+async def test_the_device_info_has_name_and_versions() -> None:
     async with in_memory() as rig:
         ready = rig.client.ready
         assert ready is not None
@@ -259,7 +279,18 @@ async def test_the_device_is_named_with_the_versions_it_runs_on() -> None:
         assert 'driver="1.24.1"' in line and 'software="1.24.0.1"' in line
 
 
-async def test_the_cache_tells_its_tokens_and_how_many_longest_sequences_fit() -> None:
+async def test_the_build_info_has_the_versions_of_the_server_and_of_python() -> None:
+    async with in_memory() as rig:
+        text = (await rig.http.get("/metrics")).text
+
+    (line,) = (line for line in text.splitlines() if line.startswith("gaudiserve:build_info"))
+    python = platform.python_version()
+    assert line == (
+        f'gaudiserve:build_info{{model_name="demo",python="{python}",version="{VERSION}"}} 1.0'
+    )
+
+
+async def test_the_cache_info_has_tokens_and_maximum_concurrency() -> None:
     async with in_memory(TalkingClient(max_model_len=400)) as rig:
         text = (await rig.http.get("/metrics")).text
 
@@ -268,7 +299,7 @@ async def test_the_cache_tells_its_tokens_and_how_many_longest_sequences_fit() -
     assert 'kv_cache_max_concurrency="2.56"' in line
 
 
-async def test_every_rank_tells_its_memory_and_what_its_warmup_compiled() -> None:
+async def test_every_rank_reports_its_memory_and_warmup_compilations() -> None:
     async with in_memory() as rig:
         assert rig.client.ready is not None
         ranks = [RankFacts(rank, 100 + rank, 40, 7, 1000, 5) for rank in (0, 1)]
@@ -297,7 +328,7 @@ async def test_every_rank_tells_its_memory_and_what_its_warmup_compiled() -> Non
     ("is_ready", "stage", "done"),
     [(False, "load", 0), (False, "warmup", 3), (True, "warmup", 8), (True, BACKGROUND_WARMUP, 3)],
 )
-async def test_warm_up_is_told_while_it_goes_on_and_between_requests(
+async def test_warm_up_progress_is_reported_during_start_and_serving(
     is_ready: bool, stage: str, done: int
 ) -> None:
     async with in_memory() as rig:
@@ -332,7 +363,7 @@ async def test_a_scrape_takes_less_than_10_ms() -> None:
         await rig.chat()
         await rig.complete()
         took = []
-        # Time of the processor: other tests use the same cores.
+        # CPU time, because other tests use the same cores.
         while len(took) < 1000 and min(took, default=1.0) >= 0.010:
             begun = time.thread_time()
             rig.state.metrics.page(OPEN["accept"])
@@ -360,7 +391,7 @@ async def test_a_scrape_takes_less_than_10_ms() -> None:
         ("application/openmetrics-text;q=1_0,*/*;q=0.1", None),
     ],
 )
-def test_the_form_is_what_the_scraper_likes_best(accept: str, wanted: str | None) -> None:
+def test_the_format_follows_the_accept_header(accept: str, wanted: str | None) -> None:
     assert openmetrics_version(accept) == wanted
 
 

@@ -1,4 +1,4 @@
-"""Traces of requests, as collectors in this process receive them over OTLP."""
+"""Traces of requests, received over OTLP by collectors in this process."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 async def traced(
     rig: Rig, collected: Collected, path: str, body: dict[str, Any], **more: Any
 ) -> Any:
-    """The answer to a request, once the collector has its spans."""
+    """The answer to a request, after the collector has received its spans."""
     tracer = make_tracer(collected.url, "0.1.0")
     assert tracer is not None
     rig.state.tracer = tracer
@@ -59,7 +59,7 @@ async def test_a_request_is_a_span_of_the_callers_trace_with_its_phases_as_child
     for child in children:
         assert child.trace_id == span.trace_id
         assert child.parent_span_id == span.span_id
-    # One after the other, within the request.
+    # The phases follow each other within the request.
     times = [
         time
         for child in children
@@ -81,7 +81,7 @@ async def test_a_request_is_a_span_of_the_callers_trace_with_its_phases_as_child
     assert collected.resources[0]["service.name"] == "gaudiserve"
 
 
-async def test_without_a_context_a_request_is_a_trace_of_its_own() -> None:
+async def test_without_a_context_a_request_starts_its_own_trace() -> None:
     with grpc_collector() as collected:
         async with in_memory() as rig:
             await traced(rig, collected, *ROUTES[0])
@@ -92,7 +92,7 @@ async def test_without_a_context_a_request_is_a_trace_of_its_own() -> None:
     assert len({span.trace_id for span in spans}) == 2
 
 
-async def test_a_caller_who_does_not_sample_gets_no_spans() -> None:
+async def test_an_unsampled_caller_gets_no_spans() -> None:
     with http_collector() as collected:
         async with in_memory() as rig:
             headers = {"traceparent": CONTEXT["traceparent"][:-1] + "0"}
@@ -101,7 +101,7 @@ async def test_a_caller_who_does_not_sample_gets_no_spans() -> None:
     assert collected.spans == []
 
 
-async def test_an_unreachable_collector_costs_one_line_and_no_time(
+async def test_an_unreachable_collector_logs_at_most_one_warning_and_delays_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tracer = make_tracer(f"http://127.0.0.1:{free_port()}/v1/traces", "0.1.0")
@@ -109,7 +109,7 @@ async def test_an_unreachable_collector_costs_one_line_and_no_time(
     async with in_memory() as rig:
         rig.state.tracer = tracer
         begun = time.monotonic()
-        # More spans than a batch has: several exports fail.
+        # More spans than a batch holds, so that several exports fail.
         for _ in range(300):
             assert (await rig.complete(max_tokens=1)).status_code == 200
         served_s = time.monotonic() - begun
@@ -121,7 +121,7 @@ async def test_an_unreachable_collector_costs_one_line_and_no_time(
     assert closed_s < 4
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) <= 1
-    assert all("spans are dropped" in warning.getMessage() for warning in warnings)
+    assert all("does not accept spans" in warning.getMessage() for warning in warnings)
 
 
 def test_a_wrong_endpoint_and_a_missing_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_wrong_endpoint_and_a_missing_extra_are_named(monkeypatch: pytest.Monk
         make_tracer("http://localhost:4317", "0.1.0")
 
 
-def test_a_server_sends_the_engines_times(tmp_path: Path) -> None:
+def test_a_server_exports_spans_with_the_times_of_the_engine(tmp_path: Path) -> None:
     model = str(make_tiny("llama", tmp_path / "tiny"))
     body = {"prompt": "go", "max_tokens": 8, "ignore_eos": True, "n": 2}
     with grpc_collector() as collected:

@@ -63,7 +63,7 @@ async def test_a_data_url_is_decoded() -> None:
         ("https://pictures.example/" + "a" * 9000, "has 9025 characters, at most 8192"),
     ],
 )
-async def test_a_url_is_refused_and_the_reason_told(url: str, why: str) -> None:
+async def test_a_url_is_refused_with_the_reason(url: str, why: str) -> None:
     assert why in await refusal(fetcher(), url)
 
 
@@ -84,12 +84,12 @@ WHOLE = "AAAA" * (PIECE_CHARACTERS // 4)
         pieces_of("AA==", WHOLE),
     ],
 )
-async def test_a_long_url_is_as_strictly_read_as_a_short_one(url: str) -> None:
+async def test_a_long_url_is_parsed_as_strictly_as_a_short_url(url: str) -> None:
     assert await refusal(MediaFetcher(), url) == "the data: URL is not valid base64"
 
 
 @pytest.mark.parametrize("size", [PIECE_CHARACTERS // 4 * 3 + more for more in (-1, 0, 1, 2, 3)])
-async def test_a_long_url_is_decoded_and_others_are_answered_meanwhile(size: int) -> None:
+async def test_a_long_url_is_decoded_without_delaying_other_clients(size: int) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
     turns = 0
 
@@ -132,7 +132,7 @@ async def test_any_public_host_can_be_allowed_on_the_standard_port() -> None:
     async with serving(lambda path: ok()) as (port, asked):
         reason = await refusal(fetcher("*"), f"https://{HOST}:{port}/a.png")
 
-    assert reason == f"the URL has port {port}, only 443 is fetched"
+    assert reason == f"the URL has port {port}, it must be 443"
     assert asked == []
 
 
@@ -160,11 +160,11 @@ async def test_an_address_that_is_not_public_is_not_connected_to(address: str) -
 @pytest.mark.parametrize(
     "address", ["8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "64:ff9b::808:808"]
 )
-def test_public_addresses_are_known(address: str) -> None:
+def test_public_addresses_are_recognised(address: str) -> None:
     assert is_public_address(address)
 
 
-async def test_one_private_address_among_public_ones_is_refused() -> None:
+async def test_a_private_address_among_public_addresses_is_refused() -> None:
     async def both(host: str, port: int) -> list[str]:
         return ["8.8.8.8", "10.0.0.1"]
 
@@ -181,7 +181,7 @@ async def test_one_private_address_among_public_ones_is_refused() -> None:
     ],
 )
 async def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
-    # The system's resolver reads the spellings, as a connection would.
+    # The system's resolver accepts these spellings, as for a real connection.
     reason = await refusal(MediaFetcher(["*"]), f"https://{host}/a")
 
     assert reason in (
@@ -190,8 +190,8 @@ async def test_every_spelling_of_this_machine_is_refused(host: str) -> None:
     )
 
 
-async def test_a_name_that_changes_between_look_ups_leads_nowhere_else() -> None:
-    """DNS rebinding: each connection goes to the address that was checked for it."""
+async def test_a_name_that_changes_between_look_ups_cannot_redirect_a_connection() -> None:
+    """DNS rebinding: each connection uses the address that was checked for it."""
     answers = iter([["127.0.0.1"], ["10.0.0.1"]])
 
     async def rebinding(host: str, port: int) -> list[str]:
@@ -211,7 +211,7 @@ async def test_each_redirect_is_checked_again() -> None:
     async with serving(lambda path: to("https://evil.example/a")) as (port, _):
         assert "evil.example is not one of" in await refusal(fetcher(), f"https://{HOST}:{port}/a")
     async with serving(lambda path: to(f"http://{HOST}/a")) as (port, _):
-        assert "redirects to one that is not https" in await refusal(
+        assert "redirects to a URL that is not https" in await refusal(
             fetcher(), f"https://{HOST}:{port}/a"
         )
     async with serving(lambda path: to("file:///etc/passwd")) as (port, _):
@@ -231,14 +231,14 @@ async def test_redirects_are_followed_up_to_a_limit() -> None:
     assert asked == ["/3", "/2", "/1", "/0", "/4", "/3", "/2", "/1"]
 
 
-async def test_too_many_bytes_are_not_read() -> None:
+async def test_a_fetch_ends_when_it_exceeds_the_byte_limit() -> None:
     async with serving(lambda path: ok(bytes(10**6))) as (port, _):
         reason = await refusal(fetcher(), f"https://{HOST}:{port}/a")
 
-    assert "bytes, at most 1000 are taken" in reason
+    assert "bytes, at most 1000 are allowed" in reason
 
 
-async def test_a_slow_server_is_left() -> None:
+async def test_a_slow_server_times_out() -> None:
     async with serving(lambda path: ok(), delay_s=5) as (port, _):
         reason = await refusal(fetcher(timeout_s=0.2), f"https://{HOST}:{port}/a")
 
@@ -256,7 +256,7 @@ async def test_a_slow_server_is_left() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\nsecret",
     ],
 )
-async def test_nothing_of_the_answer_is_told(answer: bytes) -> None:
+async def test_the_content_of_a_failed_answer_is_not_revealed(answer: bytes) -> None:
     async with serving(lambda path: answer) as (port, _):
         reason = await refusal(fetcher(), f"https://{HOST}:{port}/a")
 
@@ -271,7 +271,7 @@ async def test_a_certificate_of_another_host_is_refused() -> None:
     assert asked == []
 
 
-async def test_a_file_is_read_below_the_allowed_folder_only(tmp_path: Path) -> None:
+async def test_a_file_is_read_only_below_the_allowed_folder(tmp_path: Path) -> None:
     folder = tmp_path / "media"
     folder.mkdir()
     (folder / "a b.png").write_bytes(PNG)
@@ -304,7 +304,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
         pytest.param(OK_HEAD + b"0\r\n", b"a: b\r\n" * 1000, id="trailers"),
     ],
 )
-async def test_a_server_that_sends_costly_bytes_is_left_before_its_time_is_over(
+async def test_a_server_that_sends_costly_bytes_is_disconnected_before_the_timeout(
     head: bytes, piece: bytes
 ) -> None:
     async with serving(lambda path: endless(head, piece)) as (port, _):
@@ -314,7 +314,7 @@ async def test_a_server_that_sends_costly_bytes_is_left_before_its_time_is_over(
     assert reason == "the image could not be fetched"
 
 
-async def test_costly_bytes_leave_the_event_loop_to_others() -> None:
+async def test_costly_bytes_do_not_block_the_event_loop() -> None:
     turns_s: list[float] = []
 
     async def watch() -> None:
@@ -334,15 +334,15 @@ async def test_costly_bytes_leave_the_event_loop_to_others() -> None:
     assert sorted(turns_s)[-4] < 0.1
 
 
-async def test_a_body_without_end_or_length_ends_at_the_limit() -> None:
+async def test_an_endless_body_without_a_length_is_refused_at_the_limit() -> None:
     head = b"HTTP/1.1 200 OK\r\n\r\n"
     async with serving(lambda path: endless(head, bytes(1000))) as (port, _):
         reason = await refusal(fetcher(timeout_s=60.0), f"https://{HOST}:{port}/a")
 
-    assert "bytes, at most 1000 are taken" in reason
+    assert "bytes, at most 1000 are allowed" in reason
 
 
-async def test_a_body_that_drips_ends_with_the_time_of_the_fetch() -> None:
+async def test_a_slow_body_fails_at_the_timeout_of_the_fetch() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n"
     async with serving(lambda path: endless(head, b"a", 0.05)) as (port, _):
         reason = await refusal(fetcher(timeout_s=0.5), f"https://{HOST}:{port}/a")
@@ -385,7 +385,7 @@ async def test_a_slow_server_takes_no_slot_of_another_client() -> None:
     assert asked.count("/slow") == MAX_FETCHES_PER_CLIENT
 
 
-async def test_a_fetch_whose_client_has_gone_ends_and_frees_its_slot() -> None:
+async def test_a_fetch_of_a_disconnected_client_is_cancelled_and_frees_its_slot() -> None:
     media = fetcher(timeout_s=30.0)
     has_begun, has_ended = asyncio.Event(), asyncio.Event()
 
@@ -406,7 +406,7 @@ async def test_a_fetch_whose_client_has_gone_ends_and_frees_its_slot() -> None:
         await asyncio.wait_for(has_ended.wait(), 10)
 
 
-async def test_a_name_server_that_never_answers_holds_up_nobody_else(
+async def test_a_hung_name_server_delays_no_other_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     over, real = threading.Event(), socket.getaddrinfo
@@ -423,7 +423,7 @@ async def test_a_name_server_that_never_answers_holds_up_nobody_else(
     try:
         fetches = (media.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
         told = await asyncio.gather(*fetches, return_exceptions=True)
-        # The look-ups still run.
+        # The look-ups are still running.
         on_thread = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10)
         async with serving(lambda path: ok()) as (port, _):
             patient = media.fetch(f"https://{HOST}:{port}/a", "x", kind=VIDEO, client="other")

@@ -1,4 +1,4 @@
-"""Images of LFM2-VL against the functions of transformers, whose class needs torchvision."""
+"""Images of LFM2-VL compared with the functions of transformers, whose class needs torchvision."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def theirs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-def test_sizes_and_grids_are_those_of_transformers(size: tuple[int, int], theirs: Any) -> None:
+def test_sizes_and_grids_equal_transformers(size: tuple[int, int], theirs: Any) -> None:
     width, height = size
     kind = theirs.Lfm2VlImageProcessor
     limits = {"max_image_tokens": 256, "encoder_patch_size": 16, "downsample_factor": 2}
@@ -60,7 +60,7 @@ def test_sizes_and_grids_are_those_of_transformers(size: tuple[int, int], theirs
 
 @pytest.mark.parametrize("size", [(60, 45), (200, 90), (30, 260)])
 @pytest.mark.parametrize("options", [{}, {"use_thumbnail": False}, {"do_image_splitting": False}])
-def test_patches_and_text_are_those_of_transformers(
+def test_patches_and_text_equal_transformers(
     options: dict[str, Any], size: tuple[int, int], theirs: Any, tmp_path: Path
 ) -> None:
     fields = {**FIELDS, **options}
@@ -71,7 +71,7 @@ def test_patches_and_text_are_those_of_transformers(
     rows, columns = arrays["image_rows"][0], arrays["image_cols"][0]
     shapes, mask = arrays["spatial_shapes"], arrays["pixel_attention_mask"]
     assert mask.sum(-1).tolist() == shapes.prod(-1).tolist()
-    # The last tile is the whole image, unless the image is cut and has no thumbnail.
+    # The last tile is the whole image, unless the image is split and has no thumbnail.
     is_cut = rows * columns > 1
     has_whole = not is_cut or fields.get("use_thumbnail", True)
     assert len(shapes) == (rows * columns if is_cut else 0) + has_whole
@@ -110,8 +110,8 @@ def assert_text(fields: dict[str, Any], arrays: dict[str, Any], folder: Path) ->
 
 
 @pytest.mark.parametrize("model_type", ["lfm2_vl", "lfm2-vl"])
-def test_an_image_is_answered_with_what_the_tower_takes(model_type: str, tmp_path: Path) -> None:
-    """transformers 4.57 writes the second name, as published files have it."""
+def test_a_processed_image_has_the_inputs_of_the_tower(model_type: str, tmp_path: Path) -> None:
+    """transformers 4.57 writes the second name, which published files have."""
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(FIELDS))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
 
@@ -127,7 +127,7 @@ def test_an_image_is_answered_with_what_the_tower_takes(model_type: str, tmp_pat
     [
         (
             {"min_tiles": 5, "max_tiles": 4},
-            "min_tiles of the image processor is 5, and max",
+            "min_tiles of the image processor is 5, it must be at most max",
         ),
         (
             {"tile_size": 500},

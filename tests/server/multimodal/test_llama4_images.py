@@ -1,4 +1,4 @@
-"""Llama 4's images: the canvases of transformers' examples, and tiles in their places."""
+"""Llama 4's images: the canvases of transformers' examples, and the order of tiles."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from config.errors import ConfigError
 from server.multimodal.llama4_images import Llama4ImageProcessor, best_fit, canvases, fitted
 
 
-def test_canvases_are_those_of_transformers_example() -> None:
+def test_canvases_equal_the_examples_of_transformers() -> None:
     four = canvases(4, 224)
 
     assert {(h // 224, w // 224) for h, w in four} == {
@@ -28,16 +28,18 @@ def test_canvases_are_those_of_transformers_example() -> None:
         ((100, 900), False, (224, 896)),
     ],
 )
-def test_the_best_canvas(size: tuple[int, int], to_max: bool, expected: tuple[int, int]) -> None:
+def test_the_best_canvas_is_chosen(
+    size: tuple[int, int], to_max: bool, expected: tuple[int, int]
+) -> None:
     assert best_fit(size, canvases(4, 224), to_max=to_max) == expected
 
 
-def test_a_size_without_distortion_is_rounded_down() -> None:
+def test_the_resized_image_keeps_its_aspect_ratio_and_is_rounded_down() -> None:
     assert fitted((200, 300), (450, 200)) == (133, 200)
     assert fitted((800, 600), (450, 1300)) == (450, 337)
 
 
-def test_tiles_are_in_rows_and_the_whole_image_is_last() -> None:
+def test_tiles_are_ordered_by_rows_and_the_whole_image_is_last() -> None:
     image = Image.new("RGB", (112, 112))
     for index in range(4):
         shade = (60 * index, 0, 255)
@@ -67,6 +69,6 @@ def test_a_small_image_is_one_tile_with_black_beside_it() -> None:
     assert np.all(tiles[0, :, 20:] == -1) and np.any(tiles[0, :, :20] > -1)
 
 
-def test_tiles_that_are_no_squares_are_refused() -> None:
+def test_tiles_other_than_squares_are_refused() -> None:
     with pytest.raises(ConfigError, match="height and width must be equal"):
         Llama4ImageProcessor({"size": {"height": 56, "width": 28}})

@@ -1,4 +1,5 @@
-"""Images of MiniMax-M3 against the functions of transformers, whose class needs torchvision."""
+"""Images of MiniMax-M3 compared with the functions of transformers, whose class needs
+torchvision."""
 
 import importlib
 import json
@@ -38,7 +39,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("size", [(60, 45), (1600, 900), (33, 7), (28, 280), (2000, 300)])
 @pytest.mark.parametrize("options", [{}, {"size": [672, 672]}, {"max_pixels": 28 * 28 * 16}])
-def test_patches_and_text_are_those_of_transformers(
+def test_patches_and_text_equal_transformers(
     options: dict[str, Any], size: tuple[int, int], theirs: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "minimax_m3_vl"}')

@@ -1,5 +1,5 @@
-"""Phi-4-multimodal's images: the tiles, masks and counts of transformers' image processor, whose
-functions of torchvision are torch's here."""
+"""Phi-4-multimodal's images: the tiles, masks and counts of transformers' image processor, with
+torch functions in place of torchvision's."""
 
 import importlib
 import sys
@@ -23,8 +23,9 @@ MODULE = "transformers.models.phi4_multimodal.image_processing_phi4_multimodal"
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Their class, imported over a torchvision that has what `_preprocess` calls."""
-    # Imported first, as without torchvision.
+    """transformers' class, imported with a fake torchvision that has the functions that
+    `_preprocess` calls."""
+    # Import this first, so that it is loaded without torchvision.
     importlib.import_module("transformers.image_processing_backends")
     functional: Any = ModuleType("functional")
     functional.resize = lambda image, size: interpolate(
@@ -42,7 +43,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     ):
         monkeypatch.setitem(sys.modules, name, module)
     found = importlib.import_module(MODULE).Phi4MultimodalImageProcessor
-    # Others find it absent again.
+    # Remove the module, so that other tests do not find it.
     monkeypatch.delitem(sys.modules, MODULE)
     return found
 
@@ -77,7 +78,7 @@ def by_transformers(kind: Any, image: Image.Image, side: int, most: int) -> Any:
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 @pytest.mark.parametrize(("side", "most"), [(448, 36), (448, 4), (56, 36)])
-def test_images_are_those_of_transformers(
+def test_images_equal_transformers(
     theirs: Any, size: tuple[int, int], side: int, most: int
 ) -> None:
     image = picture(*size)
@@ -90,24 +91,26 @@ def test_images_are_those_of_transformers(
         assert np.array_equal(found[name], expected[name])
     pixels, expected_pixels = found["image_pixel_values"], expected["image_pixel_values"].numpy()
     assert pixels.shape == expected_pixels.shape and pixels.dtype == np.float32
-    # Pillow and torch round a resized pixel differently now and then, by one level of grey, which
-    # a cubic interpolation may overshoot.
+    # Pillow and torch sometimes round a resized pixel differently by one grey level, which cubic
+    # interpolation may amplify.
     levels = np.abs(pixels - expected_pixels) * 127.5
     assert levels.max() < 1.4 and levels.mean() < 0.3
-    # Their count has 256 patches, 16 rows and one separator, whatever the size of a crop.
+    # transformers counts 256 patches, 16 rows and one separator for any crop size.
     half = side // 28
     assert found["num_img_tokens"][0] - half * (half + 1) == (
         expected["num_img_tokens"][0] - 16 * 17
     )
 
 
-def test_a_line_is_refused() -> None:
+def test_an_image_with_an_extreme_aspect_ratio_is_refused() -> None:
     processor = Phi4ImageProcessor({"size": {"height": 56, "width": 56}})
 
-    with pytest.raises(ValueError, match="its sides are too different: it would have 2016 x 4"):
+    with pytest.raises(
+        ValueError, match="its aspect ratio is too large: it would be resized to 2016 x 4"
+    ):
         processor(images=[Image.new("RGB", (2240, 5))])
 
 
-def test_crops_that_are_no_squares_are_refused() -> None:
+def test_crops_other_than_squares_are_refused() -> None:
     with pytest.raises(ConfigError, match="height and width must be equal"):
         Phi4ImageProcessor({"size": {"height": 56, "width": 28}})

@@ -1,4 +1,4 @@
-"""Images are preprocessed as transformers does it, in processes without torch, each once."""
+"""Images are preprocessed as in transformers, in processes without torch, and each image once."""
 
 import asyncio
 import subprocess
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processes(folder: Path) -> Iterator[ForkServer]:
-    """They take seconds to start."""
+    """Processes of the whole file, because they take seconds to start."""
     processes = image_processes(str(folder), "<|image_pad|>")
     yield processes
     processes.close()
@@ -52,7 +52,7 @@ def shared(processes: ForkServer) -> Iterator[ImagePreprocessor]:
 
 
 def processed(folder: Path, image: Image.Image, token: str, **options: int) -> Answer:
-    """The image, processed in this process instead of a helper process."""
+    """The image, processed in this process instead of an image process."""
     return ImageProcessor(Setup(str(folder), token, options)).process(image)
 
 
@@ -64,11 +64,12 @@ def arrays_of(image: ProcessedImage | Answer) -> dict[str, np.ndarray]:
 
 
 OTHERS = [f for f in FAMILIES if f not in ("qwen2_vl", "phi4_multimodal", "minimax_m3_vl")]
-"""The other families: transformers' image processors of the last two need torchvision."""
+"""The other families: transformers' image processors of qwen2_vl, phi4_multimodal and minimax_m3_vl
+need torchvision."""
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_tensors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_tensors_equal_transformers(family: str, tmp_path: Path) -> None:
     made = make_tiny_vision(family, tmp_path, weights=False)
     image = picture(70, 50)
 
@@ -80,7 +81,7 @@ def test_tensors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_texts_equal_transformers(family: str, tmp_path: Path) -> None:
     if family.startswith("qwen3"):
         pytest.importorskip("torchvision", reason="the processor of its videos needs it")
     made = make_tiny_vision(family, tmp_path, weights=False)
@@ -90,7 +91,7 @@ def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     found = processed(made, image, token)
 
     processor = AutoProcessor.from_pretrained(made, backend="pil")
-    # The processor of Llama 3.2 Vision begins a text with this token, which the template does here.
+    # The processor of Llama 3.2 Vision adds this BOS token, which the template adds here.
     text = f"{processor.tokenizer.bos_token if family == 'mllama' else ''}a{mark}b"
     expected = processor(text=[text], images=[image])["input_ids"][0]
     ours = processor.tokenizer(text.replace(mark, found.text))["input_ids"]
@@ -99,22 +100,24 @@ def test_texts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "mllama", "aya_vision"])
-def test_a_strip_is_refused_before_its_shorter_side_is_scaled(family: str, tmp_path: Path) -> None:
+def test_an_image_with_an_extreme_aspect_ratio_is_refused_before_it_is_scaled(
+    family: str, tmp_path: Path
+) -> None:
     made = make_tiny_vision(family, tmp_path, weights=False)
     processor = ImageProcessor(Setup(str(made), FAMILIES[family].tokens[0], {}))
 
     answer = processor.call(IMAGE + black_png(60_000, 10, GREY))
 
     assert msgspec.msgpack.decode(answer, type=Answer).error == (
-        "the model does not take an image of 60000 x 10 pixels: the ratio of its sides is 6000, at "
-        "most 200 is taken"
+        "the model does not accept an image of 60000 x 10 pixels: the ratio of its sides is "
+        "6000, it must be at most 200"
     )
-    with pytest.raises(BadImage, match="at most 200 is taken"):
+    with pytest.raises(BadImage, match="it must be at most 200"):
         processor.process(Image.new("RGB", (1, MAX_RATIO + 1)))
 
 
 @pytest.mark.parametrize("size", [(56, 56), (200, 30), (33, 150)])
-async def test_any_resolution_has_its_grid(
+async def test_images_of_any_size_have_the_grid_of_transformers(
     size: tuple[int, int], shared: ImagePreprocessor, folder: Path
 ) -> None:
     image = picture(*size)
@@ -156,7 +159,7 @@ async def test_equal_images_are_processed_once(shared: ImagePreprocessor) -> Non
     assert len(times) == 1
 
 
-async def test_the_cache_keeps_the_latest_up_to_its_size(processes: ForkServer) -> None:
+async def test_the_cache_keeps_the_latest_images_up_to_its_size(processes: ForkServer) -> None:
     images = [image_bytes(picture(56, 56, seed=seed)) for seed in range(3)]
     num_bytes = 16 * 3 * 2 * 14 * 14 * 4 + 24
     processor = ImagePreprocessor(processes, "<|image_pad|>", cache_bytes=2 * num_bytes)
@@ -167,7 +170,7 @@ async def test_the_cache_keeps_the_latest_up_to_its_size(processes: ForkServer) 
     assert [processor.cached(image.digest) is image for image in found] == [False, True, True]
 
 
-async def test_an_image_can_be_named_by_its_sender_only(shared: ImagePreprocessor) -> None:
+async def test_an_image_name_is_visible_only_to_its_sender(shared: ImagePreprocessor) -> None:
     found = await shared.process(image_bytes(picture(60, 60)), "x")
 
     shared.remember("one", "cat", found.digest)
@@ -177,7 +180,7 @@ async def test_an_image_can_be_named_by_its_sender_only(shared: ImagePreprocesso
     assert shared.named("one", "dog") is None
 
 
-async def test_a_bad_image_ends_its_request_alone(shared: ImagePreprocessor) -> None:
+async def test_a_bad_image_fails_only_its_request(shared: ImagePreprocessor) -> None:
     good = image_bytes(picture(80, 40, seed=8))
 
     results = await asyncio.gather(
@@ -189,15 +192,15 @@ async def test_a_bad_image_ends_its_request_alone(shared: ImagePreprocessor) -> 
 
     assert isinstance(results[0], UserError)
     assert results[0].message == (
-        "messages[3].content[0]: the image is none of PNG, JPEG, WEBP, GIF, BMP"
+        "messages[3].content[0]: the image must be one of PNG, JPEG, WEBP, GIF, BMP"
     )
     assert isinstance(results[1], UserError)
-    assert "does not take an image of 2 x 900 pixels" in results[1].message
+    assert "does not accept an image of 2 x 900 pixels" in results[1].message
     assert isinstance(results[2], ProcessedImage)
 
 
 @pytest.mark.slow
-async def test_an_image_that_takes_too_much_ends_its_request(folder: Path) -> None:
+async def test_an_image_that_takes_too_much_memory_fails_its_request(folder: Path) -> None:
     limits = Limits(cpu_s=20, wall_s=20, memory_bytes=2**25, stack_bytes=2**23)
     few = image_processes(str(folder), "<|image_pad|>", limits=limits)
     processor = ImagePreprocessor(few, "<|image_pad|>")
@@ -210,38 +213,38 @@ async def test_an_image_that_takes_too_much_ends_its_request(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_a_processor_is_told_at_the_start(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_processor_is_reported_at_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
     processor = ImagePreprocessor(image_processes(str(tmp_path), "<image>"), "<image>")
     try:
-        with pytest.raises(ConfigError, match="model type 'unknown', images are written for"):
+        with pytest.raises(ConfigError, match="model type 'unknown', images are supported for"):
             processor.open()
     finally:
         processor.close()
 
 
-def test_a_checkpoint_without_a_processor_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_processor_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
 
-    with pytest.raises(ConfigError, match="model type 'unknown', images are written for"):
+    with pytest.raises(ConfigError, match="model type 'unknown', images are supported for"):
         ImageProcessor(Setup(str(tmp_path), "<image>", {}))
 
 
 def unknown(name: str, folder: Path) -> Setup:
-    """The set-up of a model whose images only transformers knows."""
+    """The set-up of a model whose images are supported only by transformers."""
     make_tiny_vision(name, folder, weights=False)
     token = UNLISTED[name].tokens[0]
     return Setup(str(folder), token, {}, is_unlisted=True)
 
 
-def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(
+def test_the_processor_of_transformers_writes_the_prompt_of_an_unlisted_model(
     tmp_path: Path,
 ) -> None:
     processor = ImageProcessor(unknown("lighton_ocr", tmp_path))
 
     answer = processor.process(picture(90, 200))
 
-    # 112 x 56 pixels in patches of 14; 2 x 2 patches are an embedding.
+    # 112 x 56 pixels in patches of 14; each embedding covers 2 x 2 patches.
     assert answer.text == "<|image_pad|>" * 8
     assert [(tensor.name, tensor.shape) for tensor in answer.tensors] == [
         ("pixel_values", (1, 3, 112, 56)),
@@ -249,7 +252,7 @@ def test_the_processor_of_transformers_writes_the_prompt_of_a_model_in_no_list(
     ]
 
 
-def test_what_the_tower_does_not_read_is_sent_with_the_rest(tmp_path: Path) -> None:
+def test_tensors_that_the_server_does_not_read_are_also_sent(tmp_path: Path) -> None:
     processor = ImageProcessor(unknown("llava_onevision", tmp_path))
 
     answer = processor.process(picture(56, 56))
@@ -258,20 +261,20 @@ def test_what_the_tower_does_not_read_is_sent_with_the_rest(tmp_path: Path) -> N
     assert set(answer.text.replace(">", "> ").split()) == {"<image>"}
 
 
-def test_a_processor_that_writes_around_an_image_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not say what takes the place of the mark"):
+def test_a_processor_without_defined_image_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not define the tokens that replace an image"):
         ImageProcessor(unknown("idefics2", tmp_path))
 
 
-def test_a_processor_that_transformers_does_not_have_is_told(tmp_path: Path) -> None:
+def test_a_processor_missing_in_transformers_is_reported(tmp_path: Path) -> None:
     setup = unknown("lighton_ocr", tmp_path)
     (tmp_path / "processor_config.json").write_text('{"processor_class": "NobodysProcessor"}')
 
-    with pytest.raises(ConfigError, match=r"'NobodysProcessor' .* has no such processor"):
+    with pytest.raises(ConfigError, match=r"'NobodysProcessor' .* does not have this processor"):
         ImageProcessor(setup)
 
 
-def test_arguments_of_the_processor_are_taken(folder: Path) -> None:
+def test_processor_arguments_of_the_operator_are_applied(folder: Path) -> None:
     def count(**options: int) -> int:
         answer = processed(folder, picture(280, 280), "<|image_pad|>", **options)
         return answer.text.count("<|image_pad|>")
@@ -280,7 +283,7 @@ def test_arguments_of_the_processor_are_taken(folder: Path) -> None:
     assert count(max_pixels=28 * 28 * 16) == 16
 
 
-def test_neither_side_imports_torch(folder: Path) -> None:
+def test_the_server_and_its_image_process_import_no_torch(folder: Path) -> None:
     script = (
         "import sys, msgspec\n"
         "import server.multimodal.processor, server.multimodal.parts, server.multimodal.fetch\n"
@@ -299,7 +302,7 @@ COSTLY = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=2**30, stack_bytes=2**23)
 
 
 class Payloads(ForkServer):
-    """Has isolated_calls sleep for pictures that say so."""
+    """Makes isolated_calls sleep for pictures that request it."""
 
     def call(self, payload: bytes, *arguments: Any) -> bytearray:
         name, _, rest = payload[1:].partition(b" ")
@@ -331,7 +334,7 @@ async def until(count: int, num_calls: Callable[[], int]) -> None:
     assert num_calls() == count
 
 
-async def test_images_of_one_client_leave_slots_to_others(
+async def test_images_of_a_client_leave_slots_to_other_clients(
     sleeping: tuple[ImagePreprocessor, Callable[[], int]],
 ) -> None:
     processor, num_calls = sleeping
@@ -351,7 +354,7 @@ async def test_images_of_one_client_leave_slots_to_others(
     await until(0, num_calls)
 
 
-async def test_an_image_that_nobody_waits_for_is_dropped_and_its_process_killed(
+async def test_an_abandoned_image_is_dropped_and_its_process_killed(
     sleeping: tuple[ImagePreprocessor, Callable[[], int]],
 ) -> None:
     processor, num_calls = sleeping
@@ -375,7 +378,7 @@ async def test_an_image_that_nobody_waits_for_is_dropped_and_its_process_killed(
     assert processor._jobs == {}
 
 
-async def test_too_many_images_of_one_client_are_refused_and_another_client_is_served(
+async def test_too_many_images_of_a_client_are_refused_and_another_client_is_served(
     sleeping: tuple[ImagePreprocessor, Callable[[], int]],
 ) -> None:
     processor, _ = sleeping

@@ -1,5 +1,5 @@
-"""Wrong fields of image processors: a ConfigError at the start that names the field and its value,
-whatever the family."""
+"""Invalid fields of image processors: a ConfigError at start that names the field and its value,
+for every family."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -133,12 +133,12 @@ def test_a_wrong_field_is_named_with_its_value(family: str, field: str) -> None:
 
         message = str(caught.value)
         assert field in message, value
-        # The message names a list's entries and an object's fields.
+        # For lists and objects, the message names the entry or the inner field.
         if isinstance(value, (int, float)) or value in ("ten", "yes"):
             assert repr(value) in message or f"{value:g}" in message
 
 
-def test_fields_as_published_are_taken() -> None:
+def test_published_fields_are_accepted() -> None:
     for fields in (
         {"size": {"shortest_edge": 3136, "longest_edge": 12_845_056}, "patch_size": 14},
         {"size": 224, "crop_size": [224, 224], "image_mean": [0.48, 0.46, 0.41]},
@@ -178,7 +178,7 @@ def error_at_start(folder: Path, fields: dict[str, Any], video: dict[str, Any]) 
         ({}, {}, ""),
         ({"image_std": [0, 0, 0]}, {}, "image_std in preprocessor_config.json is 0"),
         ({}, {"size": {"longest_edge": "x"}}, "longest_edge in size in video_preprocessor"),
-        # Only a trial finds it: the processor of this class needs both sides.
+        # Only a trial run finds this error: the processor of this class needs both sides.
         ({"crop_size": {"height": 56}}, {}, "crop_size"),
     ],
     ids=["right", "deviation", "video", "trial"],
@@ -191,10 +191,27 @@ def test_the_start_fails_with_the_name_of_the_field(
     assert words in error and bool(words) == bool(error)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_numbers_that_are_not_finite_end_the_start(
+@pytest.mark.parametrize("content", [b"{", b"\xff", b'{"size": ' + b"[" * 100_000, b""])
+def test_a_damaged_file_is_an_error_with_its_name(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "preprocessor_config.json"
+    file.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json cannot be read"):
+        ProcessorFiles.read(tmp_path, "<image>")
+
+
+def test_a_file_that_is_too_large_is_an_error_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("server.multimodal.families.base.MAX_JSON_BYTES", 9)
+    (tmp_path / "preprocessor_config.json").write_text('{"size": 10}')
+
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json cannot be read: .* 12 bytes"):
+        ProcessorFiles.read(tmp_path, "<image>")
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_non_finite_numbers_fail_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.multimodal.image_processor.check_fields", lambda fields: None)
 
     error = error_at_start(tmp_path, {"image_std": [1e-45, 1, 1]}, {})

@@ -1,4 +1,4 @@
-"""The text of an image of any size is what the processor classes of transformers write."""
+"""The text of an image of any size equals the output of transformers' processor classes."""
 
 import importlib
 import json
@@ -39,7 +39,7 @@ _IDEFICS = {
 
 
 class Family:
-    """Files of a checkpoint, and the attributes that its processor class reads."""
+    """Checkpoint files, and the attributes that its processor class reads."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_text_of_an_image_is_that_of_transformers(
+def test_the_text_of_an_image_equals_transformers(
     name: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
@@ -169,7 +169,8 @@ def test_the_text_of_an_image_is_that_of_transformers(
 
 
 def by_transformers(family: Family, folder: Path, image: Image.Image) -> str:
-    """By its method, without a tokenizer and a processor of videos, which need torchvision."""
+    """Text from the processor's own method, without a tokenizer and a video processor, which need
+    torchvision."""
     module = importlib.import_module(
         f"transformers.models.{family.module}.processing_{family.module}"
     )
@@ -207,8 +208,8 @@ def test_llama_4_writes_tiles_and_separators_as_transformers(
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-def test_pixtral_has_a_token_behind_each_row(size: tuple[int, int], tmp_path: Path) -> None:
-    """Its processor class needs torchvision."""
+def test_pixtral_has_a_token_after_each_row(size: tuple[int, int], tmp_path: Path) -> None:
+    """Checked against expected text, because the processor class needs torchvision."""
     preprocessor = {
         "image_processor_type": "PixtralImageProcessor",
         "size": {"longest_edge": 168},

@@ -1,4 +1,4 @@
-"""Videos are read frame by frame within limits, and become patches as transformers makes them."""
+"""Videos are read frame by frame within limits, and become the same patches as in transformers."""
 
 import sys
 from pathlib import Path
@@ -86,12 +86,12 @@ def test_a_container_gives_its_frames_and_their_rate(kind: str) -> None:
                                                 strict=True)] == [True] * 4  # fmt: skip
 
 
-def test_a_turned_video_is_shown_upright() -> None:
+def test_a_rotated_video_is_decoded_upright() -> None:
     pytest.importorskip("av")
     halves = Image.new("RGB", (64, 32), (200, 0, 0))
     halves.paste((0, 0, 200), (32, 0, 64, 32))
     data = bytearray(mp4_bytes([halves] * 2))
-    # The matrix of the track header: a quarter turn with the clock, as phones write it.
+    # Matrix of the track header: a clockwise quarter turn, as phones write it.
     at = data.index(b"tkhd") + 4 + 40
     data[at : at + 36] = np.array([0, 1, 0, -1, 0, 0, 0, 0, 0], ">i4").tobytes()
     for index, value in ((1, 65536), (3, -65536), (8, 2**30)):
@@ -100,12 +100,12 @@ def test_a_turned_video_is_shown_upright() -> None:
     frames = read_frames(Video(bytes(data)), 32, -1).images
 
     assert frames[0].size == (32, 64)
-    # The left side of the video is at the top of the frames.
+    # The left side of the video appears at the top of the frames.
     assert frames[0].getpixel((16, 8))[0] > 150  # type: ignore[index]
     assert frames[0].getpixel((16, 56))[2] > 150  # type: ignore[index]
 
 
-def test_frames_that_come_one_by_one_are_all_taken() -> None:
+def test_frames_given_as_a_list_are_all_used() -> None:
     given = [image_bytes(frame) for frame in [*FRAMES, picture(20, 20)]]
 
     frames, fps, times = read_frames(Video(frames=given), 2, -1)
@@ -130,30 +130,30 @@ def test_a_container_without_its_library_is_refused_with_the_extra(
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "the video is none of MP4, WebM"),
-        (b"ffconcat version 1.0\nfile /etc/passwd\n", "the video is none of MP4, WebM"),
-        (b"", "the video is none of MP4, WebM"),
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "the video must be one of MP4, WebM"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "the video must be one of MP4, WebM"),
+        (b"", "the video must be one of MP4, WebM"),
         (b"\0\0\0\x18ftypmp42" + bytes(1000), "the video cannot be decoded"),
         (b"\x1aE\xdf\xa3" + bytes(1000), "the video cannot be decoded"),
         (b"RIFF\0\0\0\0AVI " + bytes(1000), "the video cannot be decoded"),
         (gif_bytes(FRAMES)[:900], "the video"),
     ],
 )
-def test_what_is_no_video_is_refused(data: bytes, why: str) -> None:
+def test_data_other_than_a_video_is_refused(data: bytes, why: str) -> None:
     pytest.importorskip("av")
     with pytest.raises(BadImage, match=why):
         read_frames(Video(data), 32, -1)
 
 
-def test_ffmpeg_is_told_the_format() -> None:
+def test_ffmpeg_gets_an_explicit_format() -> None:
     assert container(mp4_bytes(FRAMES)) == "mp4"
     assert container(mp4_bytes(FRAMES, kind="webm")) == "matroska"
     assert container(gif_bytes(FRAMES)) is None
 
 
-def test_limits_are_told_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_reported_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FRAMES", 5)
-    with pytest.raises(BadImage, match="the video has 6 frames, at most 5 are taken"):
+    with pytest.raises(BadImage, match="the video has 6 frames, at most 5 are allowed"):
         read_frames(Video(frames=[image_bytes(frame) for frame in FRAMES]), 32, -1)
     assert len(read_frames(Video(gif_bytes(FRAMES)), -1, -1).images) == 5
     monkeypatch.setattr(module, "MAX_VIDEO_PIXELS", 20_000)
@@ -162,11 +162,9 @@ def test_limits_are_told_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_patches_are_those_of_transformers_for_videos(
-    count: int, processor: ImageProcessor
-) -> None:
-    """Its class needs torchvision; the layout is that of Qwen2VLVideoProcessor.patchify, in which
-    the last frame is repeated up to the depth of a patch."""
+def test_video_patches_equal_transformers(count: int, processor: ImageProcessor) -> None:
+    """The video class needs torchvision; the layout is that of Qwen2VLVideoProcessor.patchify,
+    which repeats the last frame up to the temporal patch size."""
     found = processor.process_video(shown(FRAMES[:count], 2.0))
 
     frames = [*FRAMES[:count], *[FRAMES[count - 1]] * (count % 2)]
@@ -187,7 +185,7 @@ def test_patches_are_those_of_transformers_for_videos(
     assert found.time_step == 1.0
 
 
-def test_qwen2_5_vl_counts_seconds(tmp_path: Path) -> None:
+def test_qwen2_5_vl_time_steps_are_in_units_of_seconds(tmp_path: Path) -> None:
     folder = make_tiny_vision("qwen2_vl", tmp_path, weights=False)
     config = msgspec.json.decode((folder / "config.json").read_bytes())
     config["model_type"] = "qwen2_5_vl"
@@ -240,17 +238,17 @@ def test_qwen3_reads_the_times_and_bounds_all_frames_together(
     assert found.text == kind.replace_video_token(theirs, arrays, 0)
 
 
-def test_the_call_of_a_process_takes_a_video(processor: ImageProcessor) -> None:
+def test_the_image_process_accepts_a_video(processor: ImageProcessor) -> None:
     facts = msgspec.msgpack.decode(processor.call(b""), type=ImageFacts)
     good = processor.call(VIDEO + msgspec.msgpack.encode(Video(gif_bytes(FRAMES))))
     bad = processor.call(VIDEO + msgspec.msgpack.encode(Video(b"x")))
 
     assert facts.video_mark == "<|video_pad|>"
     assert msgspec.msgpack.decode(good, type=Answer).grid == (3, 3, 2)
-    assert "none of MP4" in msgspec.msgpack.decode(bad, type=Answer).error
+    assert "must be one of MP4" in msgspec.msgpack.decode(bad, type=Answer).error
 
 
-def test_frames_have_the_sizes_of_the_processor_of_videos(tmp_path: Path) -> None:
+def test_frames_have_the_sizes_of_the_video_processor(tmp_path: Path) -> None:
     folder = make_tiny_vision("qwen2_vl", tmp_path, weights=False)
     own = {"size": {"shortest_edge": 784, "longest_edge": 28 * 28 * 4}}
     (folder / "video_preprocessor_config.json").write_bytes(msgspec.json.encode(own))
@@ -265,23 +263,23 @@ def test_frames_have_the_sizes_of_the_processor_of_videos(tmp_path: Path) -> Non
     assert video_size(ProcessorFiles({}, {}, {}, ""), {}) == {}
 
 
-def test_a_model_without_videos_has_no_mark(tmp_path: Path) -> None:
+def test_a_model_without_videos_has_no_video_token_and_refuses_videos(tmp_path: Path) -> None:
     folder = make_tiny_vision("llava", tmp_path, weights=False)
     processor = ImageProcessor(Setup(str(folder), "<image>", {}, ""))
 
     facts = msgspec.msgpack.decode(processor.call(b""), type=ImageFacts)
 
     assert facts.video_mark == ""
-    with pytest.raises(BadImage, match="takes no videos"):
+    with pytest.raises(BadImage, match="does not accept videos"):
         processor.process_video(shown(FRAMES, 2.0))
 
 
-def test_broken_frames_are_told() -> None:
-    with pytest.raises(BadImage, match="the image is none of PNG"):
+def test_broken_frames_are_reported() -> None:
+    with pytest.raises(BadImage, match="the image must be one of PNG"):
         read_frames(Video(frames=[image_bytes(FRAMES[0]), b"x"]), 32, -1)
 
 
-def test_frames_that_are_not_taken_count_before_they_are_decoded(
+def test_skipped_frames_are_counted_before_they_are_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "MAX_ANIMATION_PIXELS", 16 * 2**20)
@@ -291,21 +289,21 @@ def test_frames_that_are_not_taken_count_before_they_are_decoded(
         read_frames(Video(hostile.small_frames(8, 20_000)), 2, -1)
 
 
-def test_frames_that_come_one_by_one_are_counted_before_any_is_decoded() -> None:
+def test_frames_given_as_a_list_are_counted_before_decoding() -> None:
     small, large = image_bytes(picture(8, 8)), hostile.black_png(8192, 8192, hostile.GREY, 1)
 
-    with pytest.raises(BadImage, match=r"at least 335544320 pixels, at most 268435456 are taken"):
+    with pytest.raises(BadImage, match=r"at least 335544320 pixels, at most 268435456 are allowed"):
         read_frames(Video(frames=[large] * 700), 32, -1)
-    with pytest.raises(BadImage, match=r"at least 268435520 pixels, at most 268435456 are taken"):
+    with pytest.raises(BadImage, match=r"at least 268435520 pixels, at most 268435456 are allowed"):
         read_frames(Video(frames=[small, *[large] * 4]), 32, -1)
-    # Each becomes as large as the first.
+    # Each frame is resized to the first.
     with pytest.raises(BadImage, match=r"9 frames of 8192 x 8192 have 603979776 pixels"):
         read_frames(Video(frames=[large, *[small] * 8]), 32, -1)
-    with pytest.raises(BadImage, match="the image is none of"):
+    with pytest.raises(BadImage, match="the image must be one of"):
         read_frames(Video(frames=[small, b"x"]), 32, -1)
 
 
-def test_only_frames_that_are_taken_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_selected_frames_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     converted: list[Image.Image] = []
     real = module.to_rgb
 

@@ -1,4 +1,4 @@
-"""Files of a calibration, by hand-made measures."""
+"""Calibration files from hand-made measurements."""
 
 import json
 import re
@@ -40,14 +40,14 @@ def attention(*, cache: tuple[str, str] = ("k_cache", "v_cache")) -> Record:
     return record(**nodes)
 
 
-def test_products_get_the_measures_of_the_cache_that_they_read() -> None:
+def test_attention_products_get_the_measurements_of_the_cache() -> None:
     nodes = repair(attention())["Nodes"]
 
     assert nodes[f"{IMPL}.matmul_qk"]["inputs"] == [scalar(1.0), scalar(2.0)]
     assert nodes[f"{IMPL}.matmul_av"]["inputs"] == [scalar(0.5), scalar(3.0)]
 
 
-def test_latents_are_keys_and_values() -> None:
+def test_the_measurement_of_a_latent_cache_applies_to_both_products() -> None:
     latent = attention(cache=("latent_cache_k", "unused"))
 
     nodes = repair(latent)["Nodes"]
@@ -56,13 +56,13 @@ def test_latents_are_keys_and_values() -> None:
     assert nodes[f"{IMPL}.matmul_av"]["inputs"][1] == scalar(2.0)
 
 
-def test_without_a_measured_cache_nothing_is_repaired() -> None:
+def test_without_a_measured_cache_the_measurements_are_unchanged() -> None:
     found = repair(attention(cache=("a", "b")))
 
     assert found["Nodes"][f"{IMPL}.matmul_qk"]["inputs"][1] == scalar(900.0)
 
 
-def test_the_largest_of_all_ranks_is_that_of_each() -> None:
+def test_each_rank_gets_the_maximum_of_all_ranks() -> None:
     ranks = [
         record(
             o_proj={
@@ -83,12 +83,12 @@ def test_the_largest_of_all_ranks_is_that_of_each() -> None:
     }
 
 
-def test_ranks_with_other_modules_are_refused() -> None:
+def test_ranks_that_measured_different_modules_are_refused() -> None:
     with pytest.raises(ConfigError, match="measured 1 and 2 modules"):
         unify([record(a={"inputs": []}), record(a={"inputs": []}, b={"inputs": []})])
 
 
-def test_files_are_written_for_each_number_of_ranks_that_divides(tmp_path: Path) -> None:
+def test_measurement_files_are_written_for_each_divisor_of_the_ranks(tmp_path: Path) -> None:
     for rank in range(4):
         nodes = {"o_proj": {"inputs": [scalar(rank)], "params": {"weight": scalar(-rank)}}}
         path = measure_path(tmp_path, rank, 4).with_suffix(".json")
@@ -106,13 +106,13 @@ def test_files_are_written_for_each_number_of_ranks_that_divides(tmp_path: Path)
             assert value.tolist() == scalar(3.0)
 
 
-def test_a_rank_without_measures_is_named(tmp_path: Path) -> None:
+def test_a_rank_without_measurements_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no measures were written: .*_0_2\.json"):
         finish_measures(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("quantizes_cache", "types"), [(True, []), (False, ["VLLMKVCache"])])
-def test_configurations_differ_in_mode_and_cache(
+def test_measure_and_quantize_configs_differ_in_mode_and_cache(
     tmp_path: Path, quantizes_cache: bool, types: list[str]
 ) -> None:
     paths = write_configs(
@@ -127,7 +127,7 @@ def test_configurations_differ_in_mode_and_cache(
     assert measure["dump_stats_path"] == quantize["dump_stats_path"] == f"{tmp_path}/inc_output"
 
 
-def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
+def test_only_the_modules_with_the_smallest_loss_are_quantized(tmp_path: Path) -> None:
     names = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj", "mlp.experts.moe_op")
     measures = {f"model.layers.{layer}.{name}": {} for layer in (2, 10) for name in names}
     write_measures(measure_path(tmp_path, 0, 1), {"Nodes": {**measures, "lm_head": {}}})
@@ -141,7 +141,7 @@ def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
         fields = json.loads(config.read_text())
         assert ("VLLMKVCache" in fields["allowlist"]["types"]) == with_attention
         assert fields["blocklist"]["names"][0] == "mlp.up"
-        # The compressor's reading of its own file.
+        # The compressor reads its file in the same way.
         found = {
             name
             for name in measures
@@ -153,9 +153,28 @@ def test_what_loses_least_is_what_stays(tmp_path: Path) -> None:
         }
 
 
-def test_a_model_with_none_of_these_modules_is_told_of_the_flag(tmp_path: Path) -> None:
+def test_a_model_without_the_default_modules_gets_a_hint_to_all_modules(tmp_path: Path) -> None:
     write_measures(measure_path(tmp_path, 0, 1), {"Nodes": {"model.layers.1.mlp.fc1": {}}})
     _, config = write_configs(tmp_path, quantizes_cache=True, skipped=[], scale_method="maxabs_hw")
 
-    with pytest.raises(ConfigError, match=r"of the 1 modules .* none .*: --all-modules quantizes"):
+    with pytest.raises(ConfigError, match=r"0 of 1 measured modules .* with --all-modules"):
         keep_least_losing(config, 1, with_attention=False)
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.25])
+def test_a_layer_that_no_sample_reaches_is_named(largest: float, tmp_path: Path) -> None:
+    measures = record(
+        **{
+            "model.layers.1.self_attn.q_proj": {"inputs": [scalar(4.0)]},
+            "model.layers.1.self_attn.o_proj": {"inputs": [scalar(largest)]},
+            # An expert that no token uses is not an error of the samples.
+            "model.layers.1.mlp.experts.moe_op.w2_list.3": {"inputs": [scalar(0.0)]},
+        }
+    )
+    write_measures(measure_path(tmp_path, 0, 1), measures)
+
+    if largest:
+        assert finish_measures(tmp_path, 1) == [1]
+        return
+    with pytest.raises(ConfigError, match=r"1 of 3 modules only zeros, .*o_proj: .* with images"):
+        finish_measures(tmp_path, 1)

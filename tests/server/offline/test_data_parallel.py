@@ -1,4 +1,4 @@
-"""LLM(data_parallel_size=2): from a plain script, with the tokens of a single engine."""
+"""LLM(data_parallel_size=2) in a plain script gives the tokens of a single engine."""
 
 import json
 import os
@@ -26,7 +26,7 @@ print(json.dumps([output.outputs[0].token_ids for output in outputs]))
 """
 
 
-def test_a_plain_script_gets_the_tokens_of_one_engine(tmp_path: Path) -> None:
+def test_a_plain_script_gets_the_tokens_of_a_single_engine(tmp_path: Path) -> None:
     folder = str(make_tiny("llama", tmp_path / "llama"))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=folder, small=SMALL, prompts=PROMPTS))
@@ -48,7 +48,7 @@ def test_a_plain_script_gets_the_tokens_of_one_engine(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_engines_on_other_hosts_are_for_servers(tmp_path: Path) -> None:
+def test_offline_inference_refuses_engines_on_other_hosts(tmp_path: Path) -> None:
     folder = str(make_tiny("llama", tmp_path / "llama"))
     flags = {"data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1"}
 

@@ -1,4 +1,4 @@
-"""The tokenizer's end token ends an answer where the other files name another token."""
+"""The tokenizer's end token ends an answer even if the other files name another token."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from gaudiserve import LLM, SamplingParams
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The files of a fine-tune of a base model: only the tokenizer has the new end token."""
+    """An LLM with the files of a fine-tuned base model: only the tokenizer has the new end
+    token."""
     folder = make_tiny("llama", tmp_path_factory.mktemp("tiny") / "llama", eos_token_id=BOS)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": BOS}))
     assert _eos_token(folder) == "<|im_end|>"
@@ -38,13 +39,13 @@ def test_each_end_token_ends_an_answer(llm: LLM, token: int) -> None:
 
 
 @pytest.mark.parametrize("token", [BOS, EOS])
-def test_ignored_end_tokens_end_nothing(llm: LLM, token: int) -> None:
+def test_ignored_end_tokens_do_not_end_an_answer(llm: LLM, token: int) -> None:
     params = SamplingParams(max_tokens=5, logit_bias={token: 100.0}, ignore_eos=True)
 
     assert _finish(llm, params) == ("length", 5)
 
 
-def test_no_end_token_comes_before_the_minimum_length(llm: LLM) -> None:
+def test_no_end_token_is_generated_before_min_tokens(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, min_tokens=3, logit_bias={BOS: 100.0, EOS: 100.0})
 
     assert _finish(llm, params) == ("stop", 4)

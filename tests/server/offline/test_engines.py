@@ -1,4 +1,4 @@
-"""The configuration of an LLM takes the settings that the self-test of its card selects."""
+"""An LLM applies the settings that the self-test of its card selects."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ CHECKS = all_checks()
 @pytest.fixture(autouse=True)
 def without_variables_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CACHE, "PT_HPU_LAZY_MODE", "PT_HPU_RECIPE_CACHE_CONFIG"):
-        # monkeypatch then removes a variable that the test sets.
+        # monkeypatch then removes the variable at the end, also if the test sets it.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -64,7 +64,9 @@ def test_a_stored_result_changes_settings_and_variables_with_the_lines_of_serve(
     ]
 
 
-def test_a_keyword_of_the_user_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_keyword_argument_of_the_user_takes_precedence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store(tmp_path, result_of(CHECKS["fused-sdpa"], FAILS, "wrong"))
 
     with caplog.at_level(logging.WARNING):
@@ -72,7 +74,7 @@ def test_a_keyword_of_the_user_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     assert engine.execution.fused_sdpa
     assert caplog.messages == [
-        "Self-test: fused-sdpa fails, and --prompt-use-fusedsdpa is your setting, and stays"
+        "Self-test: fused-sdpa fails, and --prompt-use-fusedsdpa is your setting and is kept"
     ]
 
 

@@ -20,7 +20,7 @@ def background() -> Iterator[BackgroundLoop]:
     made.close()
 
 
-def test_it_gives_what_the_call_gives(background: BackgroundLoop) -> None:
+def test_the_loop_returns_the_result_of_the_call(background: BackgroundLoop) -> None:
     async def add(left: int, right: int) -> int:
         await asyncio.sleep(0)
         return left + right
@@ -28,7 +28,7 @@ def test_it_gives_what_the_call_gives(background: BackgroundLoop) -> None:
     assert background.run(add(1, 2)) == 3
 
 
-def test_it_raises_what_the_call_raises(background: BackgroundLoop) -> None:
+def test_the_loop_raises_the_error_of_the_call(background: BackgroundLoop) -> None:
     async def fail() -> None:
         raise ValueError("as it was")
 
@@ -36,7 +36,7 @@ def test_it_raises_what_the_call_raises(background: BackgroundLoop) -> None:
         background.run(fail())
 
 
-async def test_it_works_inside_a_running_loop(background: BackgroundLoop) -> None:
+async def test_calls_work_inside_a_running_loop(background: BackgroundLoop) -> None:
     async def answer() -> int:
         return 42
 
@@ -65,7 +65,7 @@ def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
     assert len(cleaned) == 1
 
 
-def test_closing_cancels_what_runs_and_ends_the_thread() -> None:
+def test_closing_cancels_running_calls_and_ends_the_thread() -> None:
     background = BackgroundLoop("short-lived")
     begun = threading.Event()
     results: list[str] = []
@@ -91,7 +91,7 @@ def test_closing_cancels_what_runs_and_ends_the_thread() -> None:
     assert "short-lived" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_after_the_end_a_call_is_refused() -> None:
+def test_calls_after_closing_are_refused() -> None:
     background = BackgroundLoop("gone")
     background.close()
 

@@ -39,7 +39,7 @@ def test_other_processes_of_a_model_on_a_card_do_not_load_the_vendors_runtime(
     monkeypatch.setenv("PT_HPU_AUTOLOAD", "")
     monkeypatch.delenv("PT_HPU_AUTOLOAD")
 
-    with pytest.raises(ConfigError, match="habana_frameworks, the runtime of Gaudi"):
+    with pytest.raises(ConfigError, match="habana_frameworks, the Gaudi runtime"):
         LLM("m", device="hpu")
 
     assert os.environ["PT_HPU_AUTOLOAD"] == "0"
@@ -56,7 +56,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield made
 
 
-def test_a_model_that_generates_gives_no_vectors(llm: LLM) -> None:
+def test_a_generating_model_refuses_pooling(llm: LLM) -> None:
     for call in (llm.embed, llm.classify):
         with pytest.raises(UserError, match="generates text"):
             call("Hello")
@@ -99,7 +99,7 @@ def test_a_single_prompt_needs_no_list(llm: LLM, prompt: Any) -> None:
     assert isinstance(output, RequestOutput) and output.finished
 
 
-def test_more_prompts_than_fit_give_what_each_gives_alone(llm: LLM) -> None:
+def test_more_prompts_than_a_batch_get_the_answers_of_single_prompts(llm: LLM) -> None:
     prompts = [f"{'prompt ' * (place % 5)}{place}" for place in range(24)]
     alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in prompts]
 
@@ -117,8 +117,8 @@ def test_each_prompt_can_have_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
 
 
-def test_lists_of_other_lengths_are_refused_with_both_numbers(llm: LLM) -> None:
-    with pytest.raises(UserError, match="3 prompts came with 2"):
+def test_lists_of_different_lengths_are_refused_with_both_numbers(llm: LLM) -> None:
+    with pytest.raises(UserError, match="3 prompts have 2"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
 
 
@@ -164,7 +164,7 @@ def test_chat_renders_the_models_template(llm: LLM) -> None:
     ]
 
 
-def test_a_last_message_can_go_on(llm: LLM) -> None:
+def test_the_last_message_can_be_continued(llm: LLM) -> None:
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
 
     (output,) = llm.chat(talk, GREEDY, add_generation_prompt=False, continue_final_message=True)
@@ -178,7 +178,7 @@ def test_the_end_of_a_prompt_is_kept_when_it_is_truncated(llm: LLM) -> None:
     assert output.prompt_token_ids == [7, 8]
 
 
-def test_one_wrong_prompt_is_told_and_the_next_call_works(llm: LLM) -> None:
+def test_an_invalid_prompt_is_reported_and_the_next_call_works(llm: LLM) -> None:
     with pytest.raises(PromptTooLong, match="128 tokens"):
         llm.generate(["fine", [5] * 127, "fine"], GREEDY)
     (output,) = llm.generate("fine", GREEDY)
@@ -190,7 +190,7 @@ def test_bad_words_that_ban_every_allowed_token_are_refused(llm: LLM) -> None:
     pairs = tuple((first, second) for first in (50, 60) for second in (50, 60))
     cornered = SamplingParams(allowed_token_ids=(50, 60), bad_words_token_ids=pairs)
 
-    with pytest.raises(UserError, match=r"bar every one of them as output token 2") as caught:
+    with pytest.raises(UserError, match=r"exclude all of them at output token 2") as caught:
         llm.generate("fine", cornered)
 
     assert caught.value.param == "allowed_token_ids"
@@ -210,11 +210,13 @@ def test_prompts_of_other_forms_are_refused(llm: LLM, wrong: dict[str, Any], wor
         llm.generate([wrong], GREEDY)
 
 
-def test_nothing_in_gives_nothing_out(llm: LLM) -> None:
+def test_an_empty_list_returns_an_empty_list(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_the_bar_shows_the_work(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_shows_the_finished_prompts(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
@@ -223,7 +225,7 @@ def test_the_bar_shows_the_work(llm: LLM, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-async def test_it_works_inside_a_running_loop(llm: LLM) -> None:
+async def test_calls_work_inside_a_running_loop(llm: LLM) -> None:
     await asyncio.sleep(0)
 
     (output,) = llm.generate("Hello", GREEDY)
@@ -232,7 +234,7 @@ async def test_it_works_inside_a_running_loop(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c_raises")
-def test_ctrl_c_takes_everything_out_of_the_engine(llm: LLM) -> None:
+def test_ctrl_c_aborts_all_requests(llm: LLM) -> None:
     timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
 
@@ -252,7 +254,9 @@ def test_a_wrong_keyword_names_the_nearest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
-def test_what_only_a_worker_can_tell_is_told_in_its_words(folder: Path, executor: str) -> None:
+def test_a_config_error_of_the_worker_is_raised_with_its_message(
+    folder: Path, executor: str
+) -> None:
     before = our_threads()
     flags = {"max_model_len": 64, "block_size": 16, "num_blocks": 2, "executor": executor}
 
@@ -262,7 +266,7 @@ def test_what_only_a_worker_can_tell_is_told_in_its_words(folder: Path, executor
     assert our_threads() == before
 
 
-def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_reported(tmp_path: Path) -> None:
     before = our_threads()
 
     with pytest.raises(ConfigError):
@@ -284,7 +288,7 @@ def test_a_checkpoint_without_tokenizer_is_served_by_ids(folder: Path, tmp_path:
 
 
 def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
-    # Threads and servers that other tests keep running are not ours to count.
+    # Ignore threads and servers that other tests keep running.
     before = set(threading.enumerate())
     children = set(psutil.Process().children(recursive=True))
     llm = LLM(str(folder), **SMALL)
@@ -325,7 +329,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_interpreter_that_ends_is_not_held_up(folder: Path, ending: str) -> None:
+def test_an_open_llm_does_not_block_interpreter_exit(folder: Path, ending: str) -> None:
     script = (
         "from gaudiserve import LLM, SamplingParams\n"
         f"llm = LLM({str(folder)!r}, **{SMALL!r})\n"
@@ -341,12 +345,12 @@ def test_an_interpreter_that_ends_is_not_held_up(folder: Path, ending: str) -> N
     assert done.stdout.strip() in "1234"
 
 
-def test_the_public_face_has_a_version() -> None:
+def test_the_public_module_has_a_version() -> None:
     assert isinstance(__version__, str) and __version__
 
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", (0.25, 7)), ("vllm", (1.0, 0))])
-def test_sampling_defaults_are_the_checkpoints_unless_neutral_ones_are_asked_for(
+def test_sampling_defaults_come_from_the_checkpoint_unless_disabled(
     folder: Path, tmp_path: Path, given: str, expected: tuple[float, int]
 ) -> None:
     own = shutil.copytree(folder, tmp_path / "own")

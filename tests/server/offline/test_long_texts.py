@@ -1,4 +1,4 @@
-"""Pooling of texts that are longer than the default number of tokens of a step."""
+"""Pooling of texts longer than the default token budget of a step."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from gaudiserve import LLM
 
 
 @pytest.mark.parametrize("max_model_len", [None, 2600])
-def test_the_longest_text_of_a_classifier_is_read_in_one_step(
+def test_the_longest_text_of_a_classifier_is_computed_in_a_single_step(
     max_model_len: int | None, tmp_path: Path
 ) -> None:
     folder = make_pooling(

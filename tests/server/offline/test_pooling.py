@@ -1,4 +1,4 @@
-"""Offline vectors, classes and scores, over an engine whose vectors identify their tokens."""
+"""Offline vectors, classes and scores, with a fake engine whose vectors identify their tokens."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ async def test_prompts_of_every_form_have_their_vectors_in_order() -> None:
     assert [output.request_id for output in outputs] == ["0", "1", "2", "3", "4"]
 
 
-async def test_each_prompt_may_have_parameters_of_its_own() -> None:
+async def test_each_prompt_may_have_its_own_parameters() -> None:
     pooling, _ = offline()
     given = [PoolingParams(dimensions=2), PoolingParams(normalize=False)]
 
@@ -51,11 +51,11 @@ async def test_each_prompt_may_have_parameters_of_its_own() -> None:
 
     assert first.outputs.data == vector("a", given[0])
     assert other.outputs.data == vector("b", given[1])
-    with pytest.raises(UserError, match="3 prompts came with 2"):
+    with pytest.raises(UserError, match="3 prompts have 2"):
         await pooling.encode(["a", "b", "c"], given, "embed", **QUIET)
 
 
-async def test_tokens_have_a_row_each_and_classes_a_number() -> None:
+async def test_encode_returns_a_row_per_token_and_a_number_per_class() -> None:
     pooling, _ = offline()
     (tokens,) = await pooling.encode("hello", None, "token_embed", **QUIET)
     classifier, _ = offline(CLASSIFIER)
@@ -82,18 +82,18 @@ async def test_pairs_are_scored_by_either_kind_of_model() -> None:
         pooled(queue.prompt, PoolingParams(task="score"), CROSS_ENCODER) for queue in client.queues
     ]
     assert [entry.outputs.score for entry in read] == pytest.approx(np.concatenate(scores)[:, 0])
-    with pytest.raises(UserError, match="2 texts and text_2 has 3"):
+    with pytest.raises(UserError, match="2 texts, it must have 1 or 3"):
         TextPairs(["a"] * 2, ["b"] * 3)
 
 
-async def test_mistakes_name_the_prompt() -> None:
+async def test_errors_name_the_index_of_the_prompt() -> None:
     pooling, client = offline()
 
     with pytest.raises(PromptTooLong, match=r"prompts\[1\]"):
         await pooling.encode(["a", "b" * 65], None, "embed", **QUIET)
     with pytest.raises(PromptTooLong, match=r"prompts\[1\]"):
         await pooling.encode([[1], "b" * 65], None, "embed", **QUIET)
-    with pytest.raises(UserError, match="'classify', this model can embed"):
+    with pytest.raises(UserError, match="'classify', this model supports embed"):
         await pooling.encode("a", None, "classify", **QUIET)
     with pytest.raises(UserError, match="2 cache salts"):
         salted = [{"prompt": "a", "cache_salt": salt} for salt in "xy"]

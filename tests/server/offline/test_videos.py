@@ -1,4 +1,4 @@
-"""Videos from Python: all forms that LLM takes give the same tokens."""
+"""Videos in Python: all forms that LLM accepts give the same tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield made
 
 
-def test_arrays_and_lists_of_frames_give_the_same(llm: LLM) -> None:
+def test_arrays_and_lists_of_frames_give_the_same_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6)
     forms = [ARRAY, FRAMES, [ARRAY], list(ARRAY), (ARRAY, {"fps": 2.0, "duration": 2.0})]
     prompts: list[Any] = [
@@ -38,13 +38,13 @@ def test_arrays_and_lists_of_frames_give_the_same(llm: LLM) -> None:
 
     tokens = [output.outputs[0].token_ids for output in outputs]
     assert all(token == tokens[0] for token in tokens)
-    # Two frames in a patch, 3 x 2 squares.
+    # 3 x 2 squares, with two frames per patch.
     assert [list(output.prompt_token_ids or []).count(321) for output in [*outputs, chat]] == (
         [12] * 6
     )
 
 
-def test_images_and_videos_go_where_their_marks_are(llm: LLM) -> None:
+def test_images_and_videos_replace_their_placeholders(llm: LLM) -> None:
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     data = {"video": FRAMES, "image": picture(56, 56)}
     params = SamplingParams(temperature=0, max_tokens=2)
@@ -56,11 +56,11 @@ def test_images_and_videos_go_where_their_marks_are(llm: LLM) -> None:
         ids = list(output.prompt_token_ids or [])
         assert (ids.count(320), ids.count(321)) == (4, 12)
         assert (ids.index(320) < ids.index(321)) == prompt.startswith(image)
-    with pytest.raises(UserError, match="0 times, and there are 1 videos"):
+    with pytest.raises(UserError, match="0 times, and the request has 1 videos"):
         llm.generate({"prompt": image, "multi_modal_data": data}, params, use_tqdm=False)
 
 
-def test_forms_of_a_video() -> None:
+def test_every_form_of_a_video_is_accepted() -> None:
     frames = msgspec.msgpack.decode(given_video(ARRAY, "x").data or b"", type=Video)
     timed = given_video((ARRAY, {"fps": 30.0, "total_num_frames": 60}), "x").data or b""
 
@@ -86,9 +86,10 @@ def test_forms_of_a_video() -> None:
         (ARRAY[0], "is a ndarray"),
         (ARRAY.astype(float), "frame 0 has shape .* and type float64"),
         (ARRAY[..., :1], r"has shape \(84, 56, 1\)"),
-        ((ARRAY, {"fps": "x"}), "has fps 'x' and total_num_frames 4"),
+        ((ARRAY, {"fps": "x"}), "has fps 'x' and total_num_frames 4: .* at least 0 and "),
+        ((ARRAY, {"total_num_frames": -1}), "an integer of at least 1"),
     ],
 )
-def test_what_is_no_video_is_refused(given: Any, why: str) -> None:
+def test_data_other_than_a_video_is_refused(given: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         given_video(given, "video 0")

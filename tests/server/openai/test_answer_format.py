@@ -1,4 +1,5 @@
-"""What chats are held to: forms behind thinking, budgets of it, and what reads such answers."""
+"""Constraints of chats: grammars after thinking, thinking budgets, and the parsers of such
+answers."""
 
 import json
 from typing import Any
@@ -51,7 +52,7 @@ OFF: Any = {"chat_template_kwargs": {"enable_thinking": False}}
     ],
     ids=str,
 )
-async def test_a_form_lies_behind_the_thinking_that_an_answer_may_have(
+async def test_structured_output_follows_optional_thinking(
     config: Any, fields: Any, wanted: ThinkingSpec | None
 ) -> None:
     form = {} if "guided_regex" in fields else JSON
@@ -69,7 +70,7 @@ async def test_a_form_lies_behind_the_thinking_that_an_answer_may_have(
         ({"type": "function", "function": {"name": "f"}}, "{}"),
     ],
 )
-async def test_calls_that_must_be_made_come_behind_the_thinking(choice: Any, reply: str) -> None:
+async def test_required_calls_follow_the_thinking(choice: Any, reply: str) -> None:
     async with in_memory(TalkingClient(SILENT + reply), **MAY_THINK) as rig:
         answer = (await rig.chat(**TOOLS, tool_choice=choice)).json()
 
@@ -85,7 +86,7 @@ async def test_calls_that_must_be_made_come_behind_the_thinking(choice: Any, rep
 @pytest.mark.parametrize(
     ("fields", "content"), [(JSON, "{}\n"), ({"guided_choice": ["\n\n{}\n"]}, "\n\n{}\n")]
 )
-async def test_blanks_behind_the_thinking_belong_to_a_form_that_may_begin_with_them(
+async def test_whitespace_after_thinking_belongs_to_a_grammar_that_allows_it(
     fields: Any, content: str
 ) -> None:
     async with in_memory(TalkingClient(SILENT + "{}\n"), **MAY_THINK) as rig:
@@ -102,7 +103,7 @@ STRICT: Any = {"tools": [{"type": "function", "function": {"name": "f", "strict"
     ("reply", "content", "num_calls", "reason"),
     [("Hi.", "Hi.", 0, "stop"), (f"{SILENT}So. {CALL}", "So.", 1, "tool_calls")],
 )
-async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
+async def test_with_a_strict_tool_only_calls_are_constrained(
     reply: str, content: str, num_calls: int, reason: str
 ) -> None:
     async with in_memory(TalkingClient(reply), **MAY_THINK) as rig:
@@ -117,7 +118,7 @@ async def test_with_a_strict_tool_text_is_free_and_calls_are_held(
         assert (part["type"], part["tags"][0]["begin"]) == ("calls", "<tool_call>")
 
 
-async def test_schemas_of_tools_that_are_too_large_are_an_error_of_tools() -> None:
+async def test_tool_schemas_that_are_too_large_are_a_400_of_the_field_tools() -> None:
     huge = {"description": "x" * 300_000}
     function = {"name": "f", "strict": True, "parameters": huge}
     async with in_memory(TalkingClient("x"), **MAY_THINK) as rig:
@@ -130,7 +131,7 @@ async def test_schemas_of_tools_that_are_too_large_are_an_error_of_tools() -> No
         assert "262144" in answer.json()["error"]["message"]
 
 
-async def test_where_calls_stand_in_channels_the_form_is_of_the_thinking_too() -> None:
+async def test_with_channels_the_grammar_includes_the_thinking() -> None:
     config = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
     async with in_memory(TalkingClient("x"), **MAY_THINK, **config) as rig:
         await rig.chat(**STRICT)
@@ -148,7 +149,7 @@ async def test_where_calls_stand_in_channels_the_form_is_of_the_thinking_too() -
 @pytest.mark.parametrize(
     ("reply", "content", "reason"), [("{}", "{}", "stop"), (CALL, None, "tool_calls")]
 )
-async def test_beside_tools_an_answer_has_its_form_or_is_a_call(
+async def test_with_tools_an_answer_matches_its_format_or_is_a_call(
     form: Any, reply: str, content: str | None, reason: str
 ) -> None:
     async with in_memory(TalkingClient(SILENT.rstrip() + reply), **MAY_THINK) as rig:
@@ -161,7 +162,7 @@ async def test_beside_tools_an_answer_has_its_form_or_is_a_call(
         assert json.loads(spec.text)["format"]["type"] == "or"
 
 
-async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> None:
+async def test_a_thinking_budget_is_sent_with_and_without_a_grammar() -> None:
     client = TalkingClient(SILENT + "b")
     async with in_memory(client, **MAY_THINK) as rig:
         for fields in ({}, JSON, {"reasoning_effort": "none"}, TOOLS):
@@ -182,9 +183,7 @@ async def test_a_budget_of_thinking_goes_to_the_engine_with_a_form_or_none() -> 
         (MAY_THINK, "5", "integer"),
     ],
 )
-async def test_a_budget_that_cannot_be_kept_is_refused(
-    config: Any, budget: Any, words: str
-) -> None:
+async def test_an_unenforceable_budget_is_refused(config: Any, budget: Any, words: str) -> None:
     async with in_memory(TalkingClient("x"), **config) as rig:
         answer = await rig.chat(thinking_token_budget=budget)
         plain = await rig.complete(thinking_token_budget=5)

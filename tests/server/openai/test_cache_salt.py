@@ -1,5 +1,5 @@
-"""Which requests share cached blocks: all by default; with --cache-salt-per-key only requests of
-the same key."""
+"""Which requests share cached blocks: all requests by default; with --cache-salt-per-key only
+requests of the same key."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -46,7 +46,7 @@ def owner(headers: dict[str, str]) -> str:
 
 @contextlib.asynccontextmanager
 async def over_an_engine(**config: Any) -> AsyncIterator[Rig]:
-    """The front end over the real engine core with its prefix cache; only the model is a fake."""
+    """The front end with the real engine core and its prefix cache; only the model is fake."""
     client: Any = InprocClient(counting_config(), make_counting_executor)
     await client.start()
     try:
@@ -58,7 +58,7 @@ async def over_an_engine(**config: Any) -> AsyncIterator[Rig]:
 
 
 async def cached(rig: Rig, headers: dict[str, str], **fields: Any) -> int:
-    """How many tokens of PROMPT the engine finds in its cache."""
+    """Number of tokens of PROMPT that the engine finds in its cache."""
     body = {"prompt": PROMPT, "max_tokens": 2, **fields}
     answer = await rig.post("/v1/completions", body, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -83,7 +83,7 @@ async def test_all_keys_share_blocks_by_default() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [*REQUESTS, *POOLING])
-async def test_every_route_salts_by_the_key(path: str, body: dict[str, Any]) -> None:
+async def test_every_route_uses_the_cache_salt_of_the_key(path: str, body: dict[str, Any]) -> None:
     engine = PoolingClient() if (path, body) in POOLING else TalkingClient()
     async with in_memory(engine, api_keys=KEYS, cache_salt_per_key=True) as rig:
         answers = [
@@ -110,5 +110,5 @@ async def test_a_client_cannot_write_the_salt_of_another_key() -> None:
 
 
 def test_a_salt_per_key_needs_a_key() -> None:
-    with pytest.raises(ConfigError, match="api_keys holds 0 keys, it needs 1"):
+    with pytest.raises(ConfigError, match="api_keys has 0 keys, it must have at least 1"):
         ServerConfig(cache_salt_per_key=True)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: what reaches the engine, and the answer sent whole."""
+"""POST /v1/chat/completions: the request to the engine, and whole answers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def prompt_of(client: Any, place: int = 0) -> str:
     return TOKENIZER.decode(client.queues[place].prompt, skip_special_tokens=False)
 
 
-async def test_an_answer_has_every_key_of_the_contract() -> None:
+async def test_an_answer_has_every_documented_key() -> None:
     async with in_memory(TalkingClient("Hello")) as rig:
         answer = (await rig.chat(model="org/demo")).json()
 
@@ -56,7 +56,7 @@ async def test_an_empty_name_is_the_served_model() -> None:
         assert (await rig.chat(model="")).json()["model"] == "demo"
 
 
-async def test_the_removed_choice_of_a_grammar_library_is_ignored_and_named() -> None:
+async def test_guided_decoding_backend_is_ignored_and_named() -> None:
     async with in_memory(TalkingClient("a")) as rig:
         fields = {"guided_regex": "a", "guided_decoding_backend": "xgrammar"}
         for answer in (await rig.chat(**fields), await rig.complete(**fields)):
@@ -76,7 +76,7 @@ async def test_the_first_chunk_of_a_stream_counts_no_output() -> None:
         assert usages[1]["completion_tokens"] >= 1
 
 
-async def test_parts_are_one_text_and_developers_speak_as_the_system() -> None:
+async def test_parts_are_joined_and_developer_messages_are_system_messages() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     async with in_memory() as rig:
         await rig.post("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
@@ -147,11 +147,11 @@ async def test_max_tokens_of_the_generation_config_limits_requests_without_a_lim
         assert [answer.status_code for answer in answers] == [200] * 4
         *limits, last = [queue.sampling.max_tokens for queue in client.queues]
         assert limits == [50, 90, 60]
-        # The context leaves less.
+        # The rest of the context is smaller.
         assert last == 200 - len(client.queues[3].prompt) < 50
 
 
-async def test_the_models_own_defaults_give_way_to_the_request() -> None:
+async def test_request_fields_override_the_models_defaults() -> None:
     async with in_memory() as rig:
         rig.state.sampling_defaults = {"temperature": 0.6, "top_k": 20.0, "zzz": 1.0}
         await rig.chat()
@@ -178,7 +178,7 @@ async def test_logprobs_have_one_entry_a_token_with_its_own_bytes() -> None:
         assert [entry["top_logprobs"] for entry in with_none["logprobs"]["content"]] == [[], []]
 
 
-async def test_half_a_character_and_the_impossible_are_written_as_json_can() -> None:
+async def test_partial_characters_and_minus_infinity_are_valid_json() -> None:
     client = TalkingClient()
     half = TOKENIZER.id_of("ð")
 
@@ -209,7 +209,7 @@ async def test_tokens_may_be_named_by_their_ids() -> None:
         assert answer.json()["prompt_token_ids"] == rig.client.queues[0].prompt
 
 
-async def test_a_server_may_name_tokens_by_their_ids_unless_a_request_says_otherwise() -> None:
+async def test_a_request_overrides_return_tokens_as_token_ids_of_the_server() -> None:
     async with in_memory(TalkingClient("a"), return_tokens_as_token_ids=True) as rig:
         answers = [
             await rig.chat(logprobs=True, return_tokens_as_token_ids=asked)
@@ -256,7 +256,7 @@ async def test_prompt_logprobs_begin_with_null() -> None:
         assert entry["rank"] == 1 and entry["logprob"] == -1.0 and "decoded_token" in entry
 
 
-async def test_choices_are_counted_with_one_prompt() -> None:
+async def test_the_prompt_of_several_choices_is_counted_once() -> None:
     async with in_memory(TalkingClient("abc")) as rig:
         answer = (await rig.chat(n=4, seed=1, temperature=1)).json()
 
@@ -266,7 +266,7 @@ async def test_choices_are_counted_with_one_prompt() -> None:
         assert len({queue.sampling.seed for queue in rig.client.queues}) == 4
 
 
-async def test_stop_strings_and_ids_end_the_text_and_say_so() -> None:
+async def test_stop_strings_and_ids_end_the_text_and_are_reported() -> None:
     async with in_memory(TalkingClient("Hello world")) as rig:
         by_text = (await rig.chat(stop="o w")).json()["choices"][0]
         by_length = (await rig.chat(max_tokens=1)).json()["choices"][0]
@@ -276,14 +276,14 @@ async def test_stop_strings_and_ids_end_the_text_and_say_so() -> None:
         assert by_length["finish_reason"] == "length"
 
 
-def test_the_echoes_of_all_choices_have_a_bound() -> None:
+def test_the_echoed_characters_of_all_choices_are_limited() -> None:
     def check(num_characters: int) -> None:
         messages = [{"role": "user", "content": "x" * num_characters}]
         body = ChatBody(messages=messages, echo=True, n=16)
         body.check_conversation(trust_template=False)
 
     check(MAX_ECHO_CHARACTERS // 16)
-    with pytest.raises(UserError, match=r"16777232 in the echoes of 16 choices, at most 16777216"):
+    with pytest.raises(UserError, match=r"16777232 for 16 choices with echo, at most 16777216"):
         check(MAX_ECHO_CHARACTERS // 16 + 1)
 
 
@@ -363,7 +363,7 @@ async def test_control_characters_and_special_tokens_are_content() -> None:
             assert (await rig.chat(text)).status_code == 200
 
 
-async def test_what_vllm_fills_in_may_be_left_out() -> None:
+async def test_fields_with_vllm_defaults_may_be_omitted() -> None:
     async with in_memory() as rig:
         no_content = [{"role": "system"}, {"role": "user", "content": ["a", "b"]}]
         written = [
@@ -386,7 +386,7 @@ async def test_without_a_tokenizer_chat_is_refused_by_name() -> None:
         assert response.json()["error"]["param"] == "messages"
 
 
-async def test_priorities_reach_an_engine_that_has_them() -> None:
+async def test_the_priority_of_a_request_reaches_an_engine_with_priorities() -> None:
     async with in_memory() as rig:
         rig.state.has_priorities = True
         await rig.chat(priority=-3)
@@ -421,28 +421,28 @@ async def test_priorities_reach_an_engine_that_has_them() -> None:
         {"role": "narrator", "content": "x"},
     ],
 )
-def test_messages_that_clients_really_send_pass(message: dict[str, Any]) -> None:
+def test_messages_of_real_clients_are_accepted(message: dict[str, Any]) -> None:
     check_messages([message])
 
 
-def test_a_refused_message_is_named_by_its_place() -> None:
+def test_a_refused_message_is_named_by_its_index() -> None:
     with pytest.raises(UserError, match=r"messages\[1\]\.content is 5, it must be"):
         check_messages([{"role": "user", "content": "x"}, {"role": "user", "content": 5}])
 
 
 @pytest.mark.parametrize("field", ["name", "tool_call_id"])
-def test_a_name_that_is_no_text_is_refused(field: str) -> None:
+def test_a_name_other_than_a_string_is_refused(field: str) -> None:
     with pytest.raises(UserError, match=rf"messages\[0\]\.{field} is an object, it must be"):
         check_messages([{"role": "user", "content": "x", field: {"a": 1}}])
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_max_completion_tokens_takes_precedence_over_max_tokens() -> None:
     body = ChatBody.model_validate({"messages": [], "max_tokens": 5, "max_completion_tokens": 7})
 
     assert body.limit == 7
 
 
-async def test_counted_tokens_are_those_of_the_answers_usage() -> None:
+async def test_counted_tokens_equal_the_answers_usage() -> None:
     async with in_memory() as rig:
         body = {"messages": [{"role": "user", "content": "hi " * 3_000}], "max_tokens": 9}
         short = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}

@@ -1,14 +1,17 @@
-"""POST /v1/completions: prompt forms, echo, and the logprobs object of its own."""
+"""POST /v1/completions: prompt forms, echo, and the completions logprobs format."""
+
+from typing import Any
 
 import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import ScriptedQueue, columns
 
 from server.generation.logprobs import PositionLogprobs, TokenLogprob
+from server.serving import job
 from server.serving.choices import TextLogprobs, token_formatter
 
 
-async def test_an_answer_has_every_key_of_the_contract() -> None:
+async def test_an_answer_has_every_documented_key() -> None:
     async with in_memory(TalkingClient("abc")) as rig:
         answer = (await rig.complete(max_tokens=99)).json()
 
@@ -109,7 +112,7 @@ async def test_logprobs_have_the_form_that_evaluation_harnesses_read() -> None:
         assert made["text_offset"] == [0, 1, 2, 3, 4]
 
 
-async def test_the_chosen_token_is_in_the_top_even_when_none_was_asked_for() -> None:
+async def test_the_sampled_token_is_in_top_logprobs_even_with_logprobs_0() -> None:
     async with in_memory(TalkingClient("ab")) as rig:
         made = (await rig.complete(logprobs=0)).json()["choices"][0]["logprobs"]
 
@@ -126,7 +129,7 @@ async def test_offsets_count_characters_when_tokens_split_them() -> None:
         assert made["text_offset"] == [0, *[1] * (len(halves) - 2), 2, 3]
 
 
-async def test_offsets_in_an_echo_are_those_of_the_text_that_was_sent() -> None:
+async def test_offsets_in_an_echo_refer_to_the_sent_text() -> None:
     async with in_memory(TalkingClient("ab")) as rig:
         fields = {"echo": True, "logprobs": 0}
         sent = (await rig.complete("x</s>y", **fields)).json()["choices"][0]
@@ -138,7 +141,7 @@ async def test_offsets_in_an_echo_are_those_of_the_text_that_was_sent() -> None:
         assert told["logprobs"]["text_offset"] == sent["logprobs"]["text_offset"]
 
 
-def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() -> None:
+def test_a_leading_space_added_by_the_tokenizer_does_not_shift_offsets() -> None:
     def token(text: str) -> TokenLogprob:
         return TokenLogprob(1, text, text.encode(), -1.0, 1)
 
@@ -151,7 +154,7 @@ def test_a_space_that_only_the_tokenizer_puts_before_a_text_moves_no_offset() ->
     assert writer.write([PositionLogprobs(token("d"), ())])["text_offset"] == [4]
 
 
-async def test_streamed_logprobs_joined_are_the_whole_ones() -> None:
+async def test_streamed_logprobs_joined_equal_the_whole_logprobs() -> None:
     async with in_memory(TalkingClient("a😀b", pace_s=0.001)) as rig:
         fields = {"echo": True, "logprobs": 1}
         whole = (await rig.complete("xy", **fields)).json()["choices"][0]["logprobs"]
@@ -171,6 +174,46 @@ async def test_prompt_logprobs_belong_to_their_choice() -> None:
         assert answer["choices"][1]["prompt_logprobs"][0] is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_lists"),
+    [
+        ({"n": 4, "prompt_logprobs": 1}, 4),
+        ({"n": 4, "echo": True, "logprobs": 1}, 4),
+        ({"n": 4, "echo": True, "logprobs": 1, "prompt_logprobs": 1}, 8),
+        ({"n": 2, "best_of": 4, "prompt_logprobs": 1}, 2),
+        ({"prompt_logprobs": 1}, 1),
+    ],
+)
+async def test_prompt_logprobs_are_limited_in_all_choices_together(
+    fields: dict[str, Any], num_lists: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, count = "abcde", 2 * 5 * num_lists
+    async with in_memory() as rig:
+        monkeypatch.setattr(job, "MAX_PROMPT_LOGPROBS", count)
+        given = await rig.complete(prompt, **fields)
+        monkeypatch.setattr(job, "MAX_PROMPT_LOGPROBS", count - 1)
+        refused = await rig.complete(prompt, **fields)
+
+        assert given.status_code == 200 and refused.status_code == 400
+        error = refused.json()["error"]
+        assert f"{count} in total, at most {count - 1} are allowed" in error["message"]
+        assert error["param"] in ("logprobs", "prompt_logprobs")
+
+
+async def test_logprobs_of_output_tokens_are_limited_unless_they_are_streamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "MAX_KEPT_LOGPROBS", 2 * 3 * 10 - 1)
+    async with in_memory(TalkingClient("x" * 50)) as rig:
+        given = await rig.complete(n=2, max_tokens=9, logprobs=2)
+        refused = await rig.complete(n=2, max_tokens=10, logprobs=2)
+        streamed = await rig.complete(n=2, max_tokens=10, logprobs=2, stream=True)
+
+        assert given.status_code == 200 and refused.status_code == 400
+        assert "at most 59 are allowed" in refused.json()["error"]["message"]
+        assert b"at most" not in streamed.content and b"[DONE]" in streamed.content
+
+
 async def test_token_ids_are_echoed_as_their_text() -> None:
     async with in_memory(TalkingClient("!")) as rig:
         choice = (await rig.complete(ids("Hello"), echo=True)).json()["choices"][0]
@@ -181,7 +224,7 @@ async def test_token_ids_are_echoed_as_their_text() -> None:
         assert said == "!"
 
 
-async def test_a_server_without_a_tokenizer_takes_and_gives_ids() -> None:
+async def test_a_server_without_a_tokenizer_accepts_and_returns_ids() -> None:
     async with in_memory(tokenizer=None, skip_tokenizer_init=True) as rig:
         answer = await rig.complete([1, 2], return_token_ids=True, logprobs=1)
         text = await rig.complete("hi")
@@ -192,7 +235,7 @@ async def test_a_server_without_a_tokenizer_takes_and_gives_ids() -> None:
         assert text.status_code == 400
 
 
-async def test_the_end_token_does_not_show() -> None:
+async def test_the_end_token_is_not_part_of_the_text() -> None:
     async with in_memory(TalkingClient("x")) as rig:
         hidden = (await rig.complete()).json()["choices"][0]["text"]
 
@@ -201,7 +244,7 @@ async def test_the_end_token_does_not_show() -> None:
 
 
 class UnevenClient(TalkingClient):
-    """The tokens of its second, fourth, ... sequence are less likely."""
+    """Gives every second sequence less likely tokens."""
 
     async def _talk(self, queue: ScriptedQueue) -> None:
         is_odd = self.queues.index(queue) % 2
@@ -211,7 +254,7 @@ class UnevenClient(TalkingClient):
         queue.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
 
 
-async def test_the_likeliest_of_all_that_were_drawn_are_answered_and_all_are_counted() -> None:
+async def test_best_of_returns_the_likeliest_samples_and_counts_tokens_of_all_samples() -> None:
     async with in_memory(UnevenClient()) as rig:
         answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
 
@@ -245,16 +288,16 @@ async def test_best_of_has_bounds_and_is_not_streamed(
         assert (await rig.complete(n=2, best_of=2, stream=True)).status_code == 200
 
 
-async def test_a_flag_says_how_many_stop_strings_there_may_be() -> None:
+async def test_a_flag_limits_the_number_of_stop_strings() -> None:
     async with in_memory(TalkingClient("abc"), max_stop_strings=5) as rig:
         answer = (await rig.complete(stop=["v", "w", "x", "y", "c"])).json()
         refused = await rig.complete(stop=["v", "w", "x", "y", "z", "c"])
 
         assert answer["choices"][0]["text"] == "ab"
-        assert refused.json()["error"]["message"] == "stop has 6 strings, it may have 5 at most"
+        assert refused.json()["error"]["message"] == "stop has 6 strings, at most 5 are allowed"
 
 
-async def test_a_flag_says_how_many_logprobs_there_may_be() -> None:
+async def test_a_flag_limits_the_number_of_logprobs() -> None:
     async with in_memory(max_logprobs=3) as rig:
         given = await rig.complete(logprobs=3)
         refused = await rig.complete(logprobs=4)
@@ -263,7 +306,7 @@ async def test_a_flag_says_how_many_logprobs_there_may_be() -> None:
         assert given.status_code == 200
         assert refused.status_code == of_prompt.status_code == 400
         assert refused.json()["error"]["message"] == (
-            "logprobs asks for 4 of each token, this server gives 3 at most"
+            "logprobs asks for 4 of each token, at most 3 are allowed (--max-logprobs)"
         )
 
 
@@ -285,7 +328,7 @@ async def test_max_new_tokens_of_the_generation_config_limits_every_request() ->
         assert refused.json()["error"]["param"] == "min_tokens"
 
 
-async def test_a_flag_sets_defaults_over_those_of_the_model() -> None:
+async def test_a_flag_overrides_the_sampling_defaults_of_the_model() -> None:
     async with in_memory(override_generation_config='{"temperature": 0.5, "top_k": 3}') as rig:
         await rig.complete()
         await rig.complete(temperature=0.25)

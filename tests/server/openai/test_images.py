@@ -1,4 +1,4 @@
-"""Images in the requests of all chat APIs, up to what the engine is sent."""
+"""Images in requests of all chat APIs, up to the message to the engine."""
 
 import asyncio
 import base64
@@ -14,7 +14,9 @@ from http_rig import Rig, TalkingClient, in_memory, on_port
 from picture_server import HOST, endless, fetcher, ok, serving, to
 from tiny_vision import image_bytes, make_tiny_vision, picture
 
+from config.errors import ConfigError
 from config.model.multimodal.vision import VisionFacts
+from config.model.read_config import read_model_config
 from config.server import ServerConfig
 from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.multimodal.messages import IMAGE
@@ -66,7 +68,7 @@ async def chat(rig: Rig, *content: Any, **fields: Any) -> httpx.Response:
     return await rig.post("/v1/chat/completions", {"messages": messages, **fields})
 
 
-async def test_an_image_takes_the_place_of_its_mark_in_the_prompt(rig: Rig) -> None:
+async def test_an_image_replaces_its_placeholder_in_the_prompt(rig: Rig) -> None:
     answer = await chat(rig, text("a"), part(data_url(84, 56)), text("b"))
 
     (queue,) = rig.client.queues
@@ -95,7 +97,7 @@ async def test_an_image_url_without_a_type_is_an_image(rig: Rig) -> None:
     assert (second.prompt, second.images) == (first.prompt, first.images)
 
 
-async def test_several_images_keep_their_order_and_equal_ones_travel_once(rig: Rig) -> None:
+async def test_several_images_keep_their_order_and_equal_images_are_sent_once(rig: Rig) -> None:
     sizes = [(56, 56), (84, 56), (56, 56)]
     await chat(rig, *(part(data_url(*size)) for size in sizes))
 
@@ -106,7 +108,7 @@ async def test_several_images_keep_their_order_and_equal_ones_travel_once(rig: R
     assert queue.prompt.count(PAD) == 14
 
 
-async def test_images_are_taken_in_every_role(rig: Rig) -> None:
+async def test_images_are_accepted_in_every_role(rig: Rig) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": [text("s"), part()]},
@@ -121,7 +123,7 @@ async def test_images_are_taken_in_every_role(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
-async def test_detail_changes_nothing(detail: str, rig: Rig) -> None:
+async def test_the_field_detail_has_no_effect(detail: str, rig: Rig) -> None:
     named = {"type": "image_url", "image_url": {"url": data_url(), "detail": detail}}
     await chat(rig, part())
     await chat(rig, named)
@@ -139,7 +141,7 @@ async def test_all_choices_have_the_image(rig: Rig) -> None:
     assert len(contents) == 1
 
 
-async def test_contents_of_other_salts_differ(rig: Rig) -> None:
+async def test_image_hashes_depend_on_the_salt(rig: Rig) -> None:
     for salt in (None, "one", "two", "one"):
         await chat(rig, part(), **({} if salt is None else {"cache_salt": salt}))
 
@@ -173,10 +175,10 @@ async def test_an_image_is_named_and_reused_without_being_sent(rig: Rig) -> None
     first, second = (queue.images[0].content for queue in rig.client.queues)
     assert first == second
     assert other.status_code == 400
-    assert "keeps no image of that name" in other.json()["error"]["message"]
+    assert "has no image with this uuid" in other.json()["error"]["message"]
 
 
-async def test_tokenize_tells_the_image_tokens(rig: Rig) -> None:
+async def test_tokenize_returns_the_image_tokens(rig: Rig) -> None:
     messages = [{"role": "user", "content": [part(), text("hi")]}]
     await rig.post("/v1/chat/completions", {"messages": messages})
 
@@ -187,7 +189,7 @@ async def test_tokenize_tells_the_image_tokens(rig: Rig) -> None:
     assert counted.json()["input_tokens"] == told.json()["count"]
 
 
-async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig) -> None:
+async def test_an_image_beyond_the_context_is_refused_with_its_tokens(rig: Rig) -> None:
     images = [part(data_url(448, 448, seed)) for seed in range(4)]
     text_only = await chat(rig, *images[:2])
     assert text_only.status_code == 200
@@ -203,7 +205,7 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (part("data:image/png;base64,AAAA"), "the image is none of PNG, JPEG, WEBP, GIF, BMP"),
+        (part("data:image/png;base64,AAAA"), "the image must be one of PNG, JPEG, WEBP, GIF, BMP"),
         (part("data:text/plain;base64,AAAA"), "has type 'text/plain'"),
         (part("data:image/png;base64,###"), "is not valid base64"),
         (part("http://example.com/a.png"), "it must be a data: or https: URL"),
@@ -213,14 +215,14 @@ async def test_an_image_that_does_not_fit_the_context_is_told_in_tokens(rig: Rig
         ({"type": "image_url"}, "it must have image_url with a url, or a uuid"),
         ({"type": "image_url", "image_url": 5}, "it must have image_url with a url, or a uuid"),
         (part(detail="x"), "detail 'x', it must be one of auto, low, high"),
-        (part(uuid=5), "a uuid that must be a string"),
+        (part(uuid=5), "an invalid uuid, it must be a string"),
         (
             {"type": "file", "file": {"file_id": "f"}},
-            "takes content of type text, image_url and vi",
+            "it must be text, image_url or vi",
         ),
     ],
 )
-async def test_a_wrong_image_is_refused_and_the_reason_told(
+async def test_an_invalid_image_is_refused_with_the_reason(
     bad: dict[str, Any], why: str, rig: Rig
 ) -> None:
     answer = await chat(rig, text("a"), bad)
@@ -257,14 +259,17 @@ async def test_other_parts_are_refused_with_the_types_that_the_model_takes(
     answered = await rig.post("/v1/responses", {"input": messages})
     messaged = await rig.post("/v1/messages", {"messages": messages, "max_tokens": 8})
 
-    sent = f"[1].content[1] has type '{other['type']}', this model takes content of type"
+    sent = f"[1].content[1] has type '{other['type']}', it must be"
     expected = [
-        f"messages{sent} text, image_url and video_url here",
-        f"input{sent} input_text and input_image here",
-        f"messages{sent} text, image and tool_result here",
+        f"messages{sent} text, image_url or video_url",
+        f"input{sent} input_text or input_image",
+        f"messages{sent} text, image or tool_result",
     ]
     if "audio" in other["type"]:
-        sent = sent.partition(", ")[0] + ", and this server takes no audio; send its words as text"
+        sent = (
+            sent.partition(", ")[0]
+            + ", and this server does not accept audio; send its words as text"
+        )
         expected = [f"{name}{sent}" for name in ("messages", "input", "messages")]
     answers = (chatted, answered, messaged)
     assert [answer.status_code for answer in answers] == [400] * 3
@@ -278,7 +283,7 @@ async def test_other_parts_are_refused_with_the_types_that_the_model_takes(
     assert not rig.client.queues
 
 
-async def test_images_of_the_assistant_are_refused_where_only_texts_are_taken(rig: Rig) -> None:
+async def test_assistant_images_are_refused_if_only_text_is_supported(rig: Rig) -> None:
     image = {"type": "input_image", "image_url": data_url()}
     answered = await rig.post(
         "/v1/responses", {"input": [{"role": "assistant", "content": [image]}]}
@@ -287,13 +292,13 @@ async def test_images_of_the_assistant_are_refused_where_only_texts_are_taken(ri
     said = [{"role": "assistant", "content": [block]}]
     messaged = await rig.post("/v1/messages", {"messages": said, "max_tokens": 8})
 
-    takes = "this model takes content of type"
+    takes = "it must be"
     assert (answered.status_code, messaged.status_code) == (400, 400)
     assert answered.json()["error"]["message"] == (
-        f"input[0].content[0] has type 'input_image', {takes} output_text here"
+        f"input[0].content[0] has type 'input_image', {takes} output_text"
     )
     assert messaged.json()["error"]["message"] == (
-        f"messages[0].content[0] has type 'image', {takes} text, thinking and tool_use here"
+        f"messages[0].content[0] has type 'image', {takes} text, thinking or tool_use"
     )
 
 
@@ -301,7 +306,7 @@ async def test_too_many_images_are_refused_with_both_numbers(rig: Rig) -> None:
     answer = await chat(rig, *[part()] * (LIMIT + 1))
 
     assert answer.status_code == 400
-    assert "the prompt has 5 images, at most 4 are taken" in answer.json()["error"]["message"]
+    assert "the prompt has 5 images, at most 4 are allowed" in answer.json()["error"]["message"]
 
 
 async def test_a_prompt_with_images_is_not_truncated(rig: Rig) -> None:
@@ -320,10 +325,10 @@ async def test_images_that_a_template_does_not_show_are_refused(rig: Rig) -> Non
     answer = await chat(rig, text("a"), part())
 
     assert answer.status_code == 400
-    assert "shows 0 of 1 images" in answer.json()["error"]["message"]
+    assert "has 0 of 1 images" in answer.json()["error"]["message"]
 
 
-async def test_a_bad_image_disturbs_no_other_client(rig: Rig) -> None:
+async def test_a_bad_image_affects_no_other_client(rig: Rig) -> None:
     answers = await asyncio.gather(
         *(chat(rig, text("x"), part(data_url(60 + i, 60))) for i in range(4)),
         *(chat(rig, part("data:image/png;base64,AAAA")) for _ in range(4)),
@@ -347,15 +352,18 @@ async def test_models_without_vision_refuse_all_but_text() -> None:
         ]
 
     assert [answer.status_code for answer in answers] == [400] * 6
-    images = "and this model takes no images; serve a vision model (docs/images.md)"
-    text_only = "this model takes content of type text here"
+    images = (
+        "and this server does not accept images; serve a model that reads them, with "
+        "--limit-mm-per-prompt above 0 (docs/images.md)"
+    )
+    text_only = "it must be text"
     assert [answer.json()["error"]["message"] for answer in answers] == [
         f"messages[0].content[0] has type 'image_url', {images}",
         f"messages[0].content[0] has type 'image', {images}",
         f"messages[0].content[0] has type 'file', {text_only}",
         f"messages[0].content[0] has type 'txt', {text_only}; did you mean text?",
-        "messages[0].content[0] has type 'input_audio', and this server takes no audio; send its "
-        "words as text",
+        "messages[0].content[0] has type 'input_audio', and this server does not accept audio; "
+        "send its words as text",
         f"input[1].content[0] has type 'input_image', {images}",
     ]
 
@@ -376,7 +384,7 @@ async def test_responses_take_input_image(rig: Rig) -> None:
     assert answer.json()["usage"]["input_tokens"] == len(rig.client.queues[0].prompt)
 
 
-async def test_responses_take_images_in_outputs_of_functions(rig: Rig) -> None:
+async def test_responses_accept_images_in_function_outputs(rig: Rig) -> None:
     items = [
         {"role": "user", "content": "look"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -406,7 +414,7 @@ async def test_a_response_counts_an_image_and_refuses_one_that_was_uploaded(rig:
     assert "file_id" in uploaded.json()["error"]["message"]
 
 
-async def test_messages_take_images_in_results_of_tools(rig: Rig) -> None:
+async def test_messages_accept_images_in_tool_results(rig: Rig) -> None:
     data = base64.b64encode(image_bytes(picture(84, 56))).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     result: dict[str, Any] = {
@@ -435,7 +443,7 @@ async def test_messages_take_images_in_results_of_tools(rig: Rig) -> None:
     assert counted.json()["input_tokens"] == len(queue.prompt)
 
 
-async def test_messages_take_image_blocks(rig: Rig) -> None:
+async def test_messages_accept_image_blocks(rig: Rig) -> None:
     data = base64.b64encode(image_bytes(picture(56, 56))).decode()
     source = {"type": "base64", "media_type": "image/png", "data": data}
     block = {"type": "image", "source": source}
@@ -491,7 +499,7 @@ async def test_a_name_of_an_image_belongs_to_its_api_key(
         ]
 
     assert [answer.status_code for answer in answers] == [200, 200, 400]
-    assert "keeps no image of that name" in answers[2].json()["error"]["message"]
+    assert "has no image with this uuid" in answers[2].json()["error"]["message"]
 
 
 def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
@@ -500,7 +508,7 @@ def with_fetcher(rig: Rig, timeout_s: float = 5.0) -> None:
     rig.state.images = ImageLoader(VISION, rig.state.images.preprocessor, images, {IMAGE: LIMIT})
 
 
-async def test_a_fetched_image_equals_the_one_that_is_sent(rig: Rig) -> None:
+async def test_a_fetched_image_equals_a_sent_image(rig: Rig) -> None:
     with_fetcher(rig)
     data = image_bytes(picture(56, 56))
     async with serving(lambda path: ok(data)) as (port, asked):
@@ -559,7 +567,7 @@ async def test_a_fetch_ends_when_its_client_disconnects(
     assert not rig.client.queues
 
 
-async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None:
+async def test_attacks_by_url_are_refused_without_delaying_other_clients(rig: Rig) -> None:
     with_fetcher(rig, timeout_s=1.0)
     png = image_bytes(picture(200, 200))
     header = b"IHDR" + 2 * (70_000).to_bytes(4, "big") + png[24:29]
@@ -577,8 +585,8 @@ async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None
     why = {
         "/bomb": "the image has 70000 x 70000 = 4900000000 pixels, at most 67108864",
         "/cut": "the image cannot be decoded",
-        "/page": "the image is none of",
-        "/large": "bytes, at most 1000000 are taken",
+        "/page": "the image must be one of",
+        "/large": "bytes, at most 1000000 are allowed",
         "/inside": "is not one of the --allowed-media-domains",
         "/plain": "not https:",
         "/loop": "redirects more than 3 times",
@@ -601,7 +609,7 @@ async def test_attacks_by_url_are_refused_and_cost_nobody_else(rig: Rig) -> None
 
 
 def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
-    """A PNG of 4 x 4 pixels with more chunks behind its header."""
+    """A PNG of 4 x 4 pixels with additional chunks after its header."""
     data = image_bytes(picture(4, 4))
     more = b"".join(
         len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
@@ -611,7 +619,7 @@ def png_of(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def bomb(kind: str) -> bytes:
-    """A file of a few bytes that says it has thousands of millions of pixels."""
+    """A file of a few bytes whose header claims billions of pixels."""
     data = bytearray(image_bytes(picture(8, 8), kind))
     side = 60_000
     if kind == "GIF":
@@ -625,9 +633,9 @@ def bomb(kind: str) -> bytes:
 
 
 ZEROS = zlib.compress(bytes(80 * 2**20), 9)
-TOO_MANY_PIXELS = "the image has 60000 x 60000 = 3600000000 pixels, at most 67108864 are taken"
+TOO_MANY_PIXELS = "the image has 60000 x 60000 = 3600000000 pixels, at most 67108864 are allowed"
 BROKEN = "the image cannot be decoded"
-UNKNOWN = "the image is none of PNG, JPEG, WEBP, GIF, BMP"
+UNKNOWN = "the image must be one of PNG, JPEG, WEBP, GIF, BMP"
 ATTACKS = {
     "gif bomb": (bomb("GIF"), TOO_MANY_PIXELS),
     "bmp bomb": (bomb("BMP"), TOO_MANY_PIXELS),
@@ -645,14 +653,14 @@ ATTACKS = {
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", UNKNOWN),
     "svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', UNKNOWN),
     "page": (b"<html>", UNKNOWN),
-    "too narrow": (image_bytes(picture(2, 900)), "does not take an image of 2 x 900 pixels"),
+    "too narrow": (image_bytes(picture(2, 900)), "does not accept an image of 2 x 900 pixels"),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_an_attack_by_content_is_a_400_that_says_why(name: str, rig: Rig) -> None:
+async def test_an_attack_by_content_is_a_400_with_the_reason(name: str, rig: Rig) -> None:
     data, why = ATTACKS[name]
-    # The type that is said is not believed.
+    # The media type in the URL is ignored.
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
     answer = await chat(rig, text("a"), part(url))
@@ -671,4 +679,78 @@ async def test_an_image_of_too_many_bytes_is_refused_with_both_numbers(rig: Rig)
     answer = await chat(rig, part(url))
 
     assert answer.status_code == 400
-    assert "has 22020096 bytes, at most 20971520 are taken" in answer.json()["error"]["message"]
+    assert "has 22020096 bytes, at most 20971520 are allowed" in answer.json()["error"]["message"]
+
+
+async def test_a_rendered_chat_has_the_positions_of_its_images(rig: Rig) -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": [text("a"), part(data_url(84, 56)), part(), text("b")]}
+        ]
+    }
+    rendered = (await rig.post("/v1/chat/completions/render", body)).json()
+    assert not rig.client.queues
+
+    await rig.post("/v1/chat/completions", body)
+    (queue,) = rig.client.queues
+    assert rendered["token_ids"] == queue.prompt
+    features = rendered["features"]
+    assert features["mm_placeholders"] == {
+        "image": [{"offset": placed.offset, "length": placed.length} for placed in queue.images]
+    }
+    first, second = features["mm_hashes"]["image"]
+    assert first != second
+    again = (await rig.post("/v1/chat/completions/render", body)).json()
+    assert again["features"] == features
+    refused = await rig.post("/inference/v1/generate", rendered)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "features"
+
+
+def vision_without_processor(family: str, folder: Path) -> str:
+    made = make_tiny_vision(family, folder, weights=False)
+    for file in folder.glob("*processor*"):
+        file.unlink()
+    return str(made)
+
+
+@pytest.mark.parametrize(
+    ("family", "limits"),
+    [
+        ("llava", "image=0"),
+        ("gemma3", '{"image": 0}'),
+        ("qwen2_vl", '{"image": 0, "video": 0}'),
+    ],
+)
+async def test_a_checkpoint_needs_no_processor_if_images_are_disabled(
+    family: str, limits: str, tmp_path: Path
+) -> None:
+    folder = vision_without_processor(family, tmp_path)
+    tokenizer = Tokenizer.load(folder, 2, tmp_path)
+    vision = read_model_config(folder).vision
+    assert vision is not None
+    config = ServerConfig(limit_mm_per_prompt=limits)
+
+    images = make_image_inputs(folder, vision, config, tokenizer)
+
+    assert images is None
+    assert tokenizer.controls is not None
+    client = TalkingClient(vocab_size=328, max_model_len=512)
+    template = tokenizer.chat_template
+    async with in_memory(client, tokenizer=tokenizer, chat_template=template) as rig:
+        refused = await chat(rig, part())
+        taken = await chat(rig, text(str(tokenizer.token(vision.image_token_id))))
+    assert (refused.status_code, taken.status_code) == (400, 200)
+    assert "--limit-mm-per-prompt above 0" in refused.json()["error"]["message"]
+    (queue,) = client.queues
+    assert vision.image_token_id not in queue.prompt
+
+
+def test_a_video_model_needs_its_processor_even_if_images_are_disabled(
+    tmp_path: Path,
+) -> None:
+    folder = vision_without_processor("qwen2_vl", tmp_path)
+    tokenizer = Tokenizer.load(folder, 2, tmp_path)
+    config = ServerConfig(limit_mm_per_prompt="image=0")
+
+    with pytest.raises(ConfigError, match="image processor"):
+        make_image_inputs(folder, VISION, config, tokenizer)

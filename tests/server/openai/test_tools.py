@@ -1,4 +1,4 @@
-"""Tools and thinking over HTTP: whole answers, streams, and what is refused."""
+"""Tools and thinking over HTTP: whole answers, streams, and refusals."""
 
 import json
 import threading
@@ -105,7 +105,7 @@ async def test_the_grammar_of_a_large_schema_is_built_on_a_thread(
 
 
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """The message and the end that the chunks of a choice make."""
+    """The message and the finish reason assembled from the chunks of a choice."""
     made: dict[str, Any] = {"content": None, "reasoning": None, "calls": [], "logprobs": []}
     choices = [
         c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == index
@@ -148,7 +148,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def both(rig: Rig, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
-    """The same request answered whole and streamed."""
+    """The answer to the same request, whole and streamed."""
     answer = await rig.chat(**fields)
     assert answer.status_code == 200, answer.text
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -156,7 +156,7 @@ async def both(rig: Rig, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
     return answer.json(), events(stream.content)
 
 
-async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None:
+async def test_calls_are_in_the_message_and_text_before_them_is_kept() -> None:
     async with with_tools("One moment.\n" + CALLS) as rig:
         choice = (await rig.chat(tools=[WEATHER, NOW])).json()["choices"][0]
 
@@ -195,7 +195,7 @@ async def test_calls_stand_in_the_message_and_text_before_them_is_kept() -> None
         (THOUGHT + "Yes.", {"echo": True}),
     ],
 )
-async def test_a_stream_says_what_the_whole_answer_says(reply: str, fields: Any) -> None:
+async def test_a_stream_equals_the_whole_answer(reply: str, fields: Any) -> None:
     async with with_tools(reply, chat_template=THINKING_TEMPLATE) as rig:
         answer, chunks = await both(rig, tools=[WEATHER, NOW], **fields)
 
@@ -210,7 +210,7 @@ async def test_a_stream_says_what_the_whole_answer_says(reply: str, fields: Any)
             assert sent == answer["choices"][0]["token_ids"]
 
 
-async def test_a_call_cut_by_length_says_so() -> None:
+async def test_a_call_cut_by_length_has_finish_reason_length() -> None:
     async with with_tools(CALLS) as rig:
         choice = (await rig.chat(tools=[WEATHER], max_tokens=60)).json()["choices"][0]
 
@@ -228,14 +228,14 @@ async def test_a_malformed_call_is_content() -> None:
         assert message["finish_reason"] == "stop"
 
 
-async def test_without_parallel_calls_there_is_one() -> None:
+async def test_without_parallel_calls_there_is_a_single_call() -> None:
     async with with_tools(CALLS) as rig:
         answer = await rig.chat(tools=[WEATHER, NOW], parallel_tool_calls=False)
 
         assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
-async def test_tool_choice_none_shows_no_tools_and_reads_no_calls() -> None:
+async def test_tool_choice_none_renders_no_tools_and_parses_no_calls() -> None:
     async with with_tools(CALLS) as rig:
         choice = (await rig.chat(tools=[WEATHER], tool_choice="none")).json()["choices"][0]
 
@@ -244,7 +244,7 @@ async def test_tool_choice_none_shows_no_tools_and_reads_no_calls() -> None:
         assert "get_weather" not in TOKENIZER.decode(rig.client.queues[0].prompt)
 
 
-async def test_tokenize_counts_tools_as_a_chat_does() -> None:
+async def test_tokenize_counts_tools_like_a_chat() -> None:
     async with with_tools("Hello") as rig:
         messages = [{"role": "user", "content": "hi"}]
         counted = await rig.post("/tokenize", {"messages": messages, "tools": [WEATHER]})
@@ -253,7 +253,7 @@ async def test_tokenize_counts_tools_as_a_chat_does() -> None:
         assert counted.json()["count"] == answer.json()["usage"]["prompt_tokens"]
 
 
-async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
+async def test_reasoning_is_returned_under_both_names_and_its_tokens_are_counted() -> None:
     async with with_tools(THOUGHT + "Yes.", chat_template=THINKING_TEMPLATE) as rig:
         answer = (await rig.chat()).json()
         hidden = (await rig.chat(include_reasoning=False)).json()
@@ -276,11 +276,11 @@ async def test_thinking_has_both_names_and_its_tokens_are_counted() -> None:
         assert off["choices"][0]["message"]["reasoning"] == "Let me see."
 
 
-async def test_tokens_of_thinking_are_counted_alike_when_many_come_at_once() -> None:
+async def test_reasoning_tokens_of_a_single_update_are_counted_the_same() -> None:
     text = "<think>" + "word " * 200 + "</think>Yes."
 
     class AtOnce(TalkingClient):
-        """Says everything in one update."""
+        """Sends all output in a single update."""
 
         async def _talk(self, queue: Any) -> None:
             queue.say(*ids(text), finish="stop")
@@ -294,7 +294,7 @@ async def test_tokens_of_thinking_are_counted_alike_when_many_come_at_once() -> 
     assert counts == [len(ids(text.removesuffix("Yes.")))] * 2
 
 
-async def test_a_call_in_the_reasoning_is_a_call() -> None:
+async def test_a_call_in_the_reasoning_is_parsed_as_a_call() -> None:
     async with with_tools(f"<think>Hm. {CALLS}\n</think>", chat_template=THINKING_TEMPLATE) as rig:
         answer = (await rig.chat(tools=[WEATHER, NOW])).json()
 
@@ -309,7 +309,7 @@ async def test_a_call_in_the_reasoning_is_a_call() -> None:
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == count
 
 
-async def test_a_call_in_the_reasoning_is_none_if_a_grammar_holds_the_calls() -> None:
+async def test_a_call_in_the_reasoning_is_text_if_a_grammar_constrains_calls() -> None:
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     async with with_tools(f"<think>Hm. {CALLS}", chat_template=THINKING_TEMPLATE) as rig:
         answer = (await rig.chat(tools=[strict, NOW])).json()
@@ -318,7 +318,7 @@ async def test_a_call_in_the_reasoning_is_none_if_a_grammar_holds_the_calls() ->
         assert CALLS in answer["choices"][0]["message"]["reasoning"]
 
 
-async def test_thinking_that_never_ends_is_all_there_is() -> None:
+async def test_thinking_that_never_ends_is_the_whole_answer() -> None:
     async with with_tools("<think>Hm", chat_template=THINKING_TEMPLATE) as rig:
         answer = (await rig.chat()).json()
 
@@ -328,7 +328,7 @@ async def test_thinking_that_never_ends_is_all_there_is() -> None:
         assert usage["completion_tokens_details"]["reasoning_tokens"] == usage["completion_tokens"]
 
 
-async def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None:
+async def test_special_token_markers_are_parsed_and_other_special_tokens_are_hidden() -> None:
     encoder = text_folders.byte_level()
     encoder.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>", "<noise>"])
     tokenizer = Tokenizer(TextFiles(encoder, {}, None))
@@ -365,7 +365,7 @@ async def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -
         ),
     ],
 )
-async def test_a_template_of_channels_has_its_answers_read_in_channels(
+async def test_a_channel_template_selects_the_channel_parser(
     template: str, marks: list[str], said: str, thinking: str
 ) -> None:
     encoder = text_folders.byte_level()
@@ -415,10 +415,10 @@ OSLO = ["get_weather", '{"city": "Oslo"}']
         (NAMED, '{"city": "Oslo"}', [OSLO], "stop"),
     ],
 )
-async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
+async def test_forced_calls_are_parsed_from_constrained_output(
     choice: Any, reply: str, calls: Any, reason: str
 ) -> None:
-    # Without a parser, and for a model that thinks: neither is asked.
+    # Without a tool parser, and with a reasoning template: forced calls need neither.
     config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "none"}
     async with with_tools(reply, **config) as rig:
         answer, chunks = await both(rig, tools=[STRICT_WEATHER, NOW], tool_choice=choice)
@@ -430,7 +430,7 @@ async def test_forced_calls_are_read_from_what_a_grammar_lets_through(
         assert rig.client.queues[0].sampling.structured_outputs.kind == "json"
 
 
-async def test_the_model_may_call_where_its_template_has_no_place_for_tools() -> None:
+async def test_calls_are_parsed_without_tool_support_in_the_template() -> None:
     function = {"type": "function", "name": "now"}
     async with with_tools(CALLS, chat_template=TEMPLATE) as rig:
         answer, chunks = await both(rig, tools=[WEATHER, NOW])
@@ -510,17 +510,74 @@ async def test_a_tool_and_a_choice_without_a_type_are_functions() -> None:
         assert others == [typed, typed]
 
 
+def allowed(mode: str = "auto", tools: object = (NOW,)) -> dict[str, object]:
+    listed = list(tools) if isinstance(tools, tuple) else tools
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+async def test_only_allowed_tools_are_shown(route: str) -> None:
+    async with with_tools(CALLS) as rig:
+        body = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, NOW]}
+        listed = allowed(tools=({"type": "mcp", "server_label": "x"}, NOW))
+        prompts = []
+        for fields in ({"tool_choice": listed}, {"tools": [NOW]}, {}):
+            answer = await rig.post(route, {**body, **fields})
+            assert answer.status_code == 200, answer.text
+            prompts.append(answer.json().get("tokens") or rig.client.queues[-1].prompt)
+
+    assert prompts[0] == prompts[1] != prompts[2]
+
+
+async def test_a_mode_of_allowed_tools_requires_a_call_of_them() -> None:
+    reply = '[{"name": "now", "parameters": {}}]'
+    async with with_tools(reply) as rig:
+        answers = []
+        for tools, choice in (
+            ([WEATHER, NOW], allowed("required")),
+            ([NOW], "required"),
+            ([WEATHER, NOW], "required"),
+        ):
+            answer = await rig.chat(tools=tools, tool_choice=choice)
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json()["choices"][0])
+        grammars = [queue.sampling.structured_outputs for queue in rig.client.queues]
+
+    assert answers[0]["finish_reason"] == "tool_calls"
+    assert answers[0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+    assert grammars[0] == grammars[1] != grammars[2]
+
+
 @pytest.mark.parametrize(
     ("fields", "config", "param", "word"),
     [
+        *(
+            ({"tools": [NOW], "tool_choice": choice}, {}, "tool_choice", word)
+            for choice, word in (
+                (allowed("none"), "mode 'none'"),
+                (allowed(tools=(WEATHER,)), "1 of them not in tools"),
+                (allowed(tools=()), "at least 1"),
+                (allowed(tools=(5,)), "allowed_tools.tools[0]"),
+                (allowed(tools=({"type": "function", "name": "now"},)), "allowed_tools.tools[0]"),
+                (allowed(tools=7), "a list of tools"),
+                ({"type": "allowed_tools", "mode": "auto", "tools": [NOW]}, "allowed_tools"),
+            )
+        ),
+        ({"tool_choice": allowed()}, {}, "tool_choice", "not in tools"),
+        (
+            {"tools": [NOW], "tool_choice": allowed()},
+            {"enable_auto_tool_choice": False},
+            "tool_choice",
+            "disabled",
+        ),
         ({"tools": [NOW]}, {"chat_template": "{{ tools }}"}, "tools", "--tool-call-parser"),
         ({"tools": [NOW]}, {"tool_call_parser": "none"}, "tools", "--tool-call-parser"),
-        ({"tools": [NOW]}, {"enable_auto_tool_choice": False}, "tool_choice", "switched off"),
+        ({"tools": [NOW]}, {"enable_auto_tool_choice": False}, "tool_choice", "disabled"),
         (
             {"tools": [NOW]},
             {"chat_template": TEMPLATE, "tool_call_parser": "hermes", "tool_template": "none"},
             "tools",
-            "no place",
+            "does not render tools",
         ),
         ({"tools": [NOW], "guided_grammar": "start: A"}, {}, "guided_grammar", "tools"),
         (
@@ -530,12 +587,18 @@ async def test_a_tool_and_a_choice_without_a_type_are_functions() -> None:
             "start without a marker",
         ),
         ({"tools": [NOW], "tool_choice": "any"}, {}, "tool_choice", "'any'"),
-        ({"tool_choice": "required"}, {}, "tool_choice", "no tools"),
+        ({"tool_choice": "required"}, {}, "tool_choice", "no tools to call"),
         (
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             {},
             "tool_choice",
             "'g'",
+        ),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            {},
+            "tool_choice",
+            "has type 'custom', it must be function or allowed_tools",
         ),
         (
             {"tools": [NOW], "tool_choice": {"type": "function", "function": {}}},
@@ -557,7 +620,7 @@ async def test_a_tool_and_a_choice_without_a_type_are_functions() -> None:
             {"tools": [{"type": "web_search"}], "tool_choice": "required"},
             {},
             "tool_choice",
-            "no tools",
+            "no tools to call",
         ),
         (
             {"tools": [{"type": "web_search"}, {"type": "function"}]},
@@ -580,7 +643,7 @@ async def test_a_tool_and_a_choice_without_a_type_are_functions() -> None:
         ),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused(
+async def test_unsupported_tool_settings_are_refused(
     fields: Any, config: Any, param: str, word: str
 ) -> None:
     async with with_tools("x", **config) as rig:
@@ -592,7 +655,7 @@ async def test_what_cannot_be_honoured_is_refused(
             assert error["param"] == param and word in error["message"]
 
 
-async def test_an_answer_that_is_continued_is_no_thinking_unless_it_was_begun_as_such() -> None:
+async def test_a_continued_answer_is_reasoning_only_if_it_began_as_reasoning() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     async with with_tools("so.", reasoning_parser="deepseek_r1") as rig:

@@ -1,4 +1,4 @@
-"""Videos in the requests of chats, up to what the engine is sent."""
+"""Videos in chat requests, up to the message to the engine."""
 
 import base64
 from collections.abc import AsyncIterator, Iterator
@@ -68,7 +68,7 @@ async def chat(rig: Rig, *content: Any, **fields: Any) -> httpx.Response:
     return await rig.post("/v1/chat/completions", {"messages": messages, **fields})
 
 
-async def test_a_video_takes_the_place_of_its_mark_and_is_counted(rig: Rig) -> None:
+async def test_a_video_replaces_its_placeholder_and_is_counted(rig: Rig) -> None:
     answer = await chat(rig, video(), {"type": "text", "text": "hi"})
     told = await rig.post(
         "/tokenize", {"messages": [{"role": "user", "content": [video(), {"type": "text",
@@ -77,7 +77,7 @@ async def test_a_video_takes_the_place_of_its_mark_and_is_counted(rig: Rig) -> N
 
     assert answer.status_code == 200, answer.text
     (queue,) = rig.client.queues
-    # Four of five frames are read, two in a patch, each of 3 x 2 squares.
+    # Four of five frames are used, with two frames per patch and 3 x 2 squares per frame.
     assert queue.prompt.count(VIDEO_PAD) == 12
     (placed,) = queue.images
     assert (placed.length, placed.grid, placed.time_step) == (12, (2, 3, 2), 1.0)
@@ -105,7 +105,7 @@ async def test_a_gif_is_an_image_and_a_video_type(rig: Rig) -> None:
     assert first.content == second.content
 
 
-async def test_the_same_bytes_as_an_image_are_another_content(rig: Rig) -> None:
+async def test_the_same_bytes_as_image_and_video_have_different_hashes(rig: Rig) -> None:
     answer = await chat(rig, {"type": "image_url", "image_url": {"url": GIF}}, video())
 
     assert answer.status_code == 200, answer.text
@@ -114,7 +114,7 @@ async def test_the_same_bytes_as_an_image_are_another_content(rig: Rig) -> None:
     assert (first.grid, second.grid) == ((1, 3, 2), (2, 3, 2))
 
 
-async def test_an_mp4_is_sent_or_fetched(rig: Rig) -> None:
+async def test_an_mp4_may_be_sent_or_fetched(rig: Rig) -> None:
     data = mp4_bytes(CLIP)
     sent = await chat(rig, video(f"data:video/mp4;base64,{encoded(data)}"))
     assert rig.state.images is not None
@@ -151,7 +151,10 @@ async def test_the_text_of_a_user_never_becomes_a_video(said: str, rig: Rig) -> 
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (video("data:video/mp4;base64,AAAA"), "the video is none of MP4, WebM, Matroska, AVI, GIF"),
+        (
+            video("data:video/mp4;base64,AAAA"),
+            "the video must be one of MP4, WebM, Matroska, AVI, GIF",
+        ),
         (video("data:video/ogg;base64,AAAA"), "has type 'video/ogg', it must be one of video/mp4"),
         (video("data:video/jpeg;base64,AAAA,"), "the video has 0 bytes"),
         (
@@ -166,7 +169,7 @@ async def test_the_text_of_a_user_never_becomes_a_video(said: str, rig: Rig) -> 
         ({"type": "video_url"}, "it must have video_url with a url, or a uuid"),
     ],
 )
-async def test_a_wrong_video_is_refused_and_the_reason_told(
+async def test_an_invalid_video_is_refused_with_the_reason(
     bad: dict[str, Any], why: str, rig: Rig
 ) -> None:
     answer = await chat(rig, {"type": "text", "text": "a"}, bad)
@@ -181,10 +184,10 @@ async def test_too_many_videos_are_refused_with_both_numbers(rig: Rig) -> None:
     answer = await chat(rig, *[video()] * 3, image())
 
     assert answer.status_code == 400
-    assert "the prompt has 3 videos, at most 2 are taken" in answer.json()["error"]["message"]
+    assert "the prompt has 3 videos, at most 2 are allowed" in answer.json()["error"]["message"]
 
 
-async def test_a_model_of_images_alone_refuses_videos(tmp_path: Path) -> None:
+async def test_an_image_model_refuses_videos(tmp_path: Path) -> None:
     folder = make_tiny_vision("llava", tmp_path, weights=False)
     tokenizer = Tokenizer.load(str(folder), 2, Path(folder))
     facts = VisionFacts("LlavaForConditionalGeneration", 320)
@@ -201,6 +204,6 @@ async def test_a_model_of_images_alone_refuses_videos(tmp_path: Path) -> None:
 
     assert (refused.status_code, taken.status_code) == (400, 200)
     assert refused.json()["error"]["message"] == (
-        "messages[0].content[0] has type 'video_url', and this model takes no videos; serve a "
-        "model that does (docs/images.md)"
+        "messages[0].content[0] has type 'video_url', and this server does not accept videos; "
+        "serve a model that reads them, with --limit-mm-per-prompt above 0 (docs/images.md)"
     )

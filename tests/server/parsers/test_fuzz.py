@@ -1,4 +1,4 @@
-"""Any text, in any cut, through every parser: nothing is raised, and nothing said is lost."""
+"""Any text, in any split, through every parser: no error is raised and no text is lost."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from server.parsers.tool.base import ToolCallFormat, ToolCallParser
 from server.parsers.tool.json import CALLS_ALONE, Arguments
 
 PLAIN = st.text("abxyzÅé\u03b1\u2028\U0001f600 \n.!?-=0189", min_size=1, max_size=12)
-"""Text that no family takes for anything else."""
+"""Text that no format treats as markup."""
 
 
 def without_blanks(text: str) -> str:
@@ -34,7 +34,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def texts_of(words: frozenset[str]) -> st.SearchStrategy[str]:
-    """Marks, halves of marks, things that may stand between them, and anything else."""
+    """Markers, parts of markers, text that may occur between them, and any other text."""
     marks = st.sampled_from(sorted(words) or ["["])
     halves = st.builds(lambda word, end: word[: end % len(word)], marks, st.integers(1, 30))
     known = [text for _, text, *_ in (*WHOLE, *TEXT, *BROKEN)]
@@ -43,13 +43,13 @@ def texts_of(words: frozenset[str]) -> st.SearchStrategy[str]:
 
 
 FORMS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
-"""Each family once, and the parsers of calls that a grammar forces."""
+"""One name per format, and the parsers of calls that a grammar forces."""
 FORMS |= {Arguments("now"): "named", CALLS_ALONE: "required"}
 CUTS = st.lists(st.integers(0, 400), max_size=6)
 
 
 @pytest.mark.parametrize("family", FORMS, ids=FORMS.values())
-def test_any_text_can_be_searched_for_calls(family: ToolCallFormat) -> None:
+def test_any_text_gives_the_same_calls_whole_and_in_pieces(family: ToolCallFormat) -> None:
     @settings(max_examples=40)
     @given(texts_of(words_of(family)), CUTS, st.booleans())
     @example("".join((*family.section[:1], *family.ends)), [], False)
@@ -69,7 +69,7 @@ def test_any_text_can_be_searched_for_calls(family: ToolCallFormat) -> None:
 
 
 def bare(text: str, family: ToolCallFormat) -> str:
-    """`text` without the ignored markers and blocks without calls, however they are nested."""
+    """`text` without ignored markers and without blocks that contain no calls, at any nesting."""
     starts, ends = (
         "|".join(map(re.escape, words)) for words in (family.markers, family.block_ends)
     )
@@ -99,7 +99,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", sorted(name for name, samples in SAMPLES.items() if samples))
-def test_text_around_calls_is_kept_and_so_are_the_calls(name: str) -> None:
+def test_calls_and_the_text_around_them_are_kept(name: str) -> None:
     @settings(max_examples=15)
     @given(st.lists(st.tuples(PLAIN, st.sampled_from(SAMPLES[name])), min_size=1, max_size=4), CUTS)
     def check(parts: list[tuple[str, tuple[str, list[Any]]]], places: list[int]) -> None:
@@ -116,7 +116,7 @@ def test_text_around_calls_is_kept_and_so_are_the_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", set(REASONING_FORMATS.values()))
-def test_any_text_can_be_searched_for_thinking(form: ReasoningFormat) -> None:
+def test_any_text_gives_the_same_reasoning_whole_and_in_pieces(form: ReasoningFormat) -> None:
     words = words_of(form)
 
     @settings(max_examples=40)
@@ -142,7 +142,7 @@ def test_any_text_can_be_searched_for_thinking(form: ReasoningFormat) -> None:
         assert read(make, cut(text, places)) == whole
         assert read(make, list(text)) == whole
         assert read(both, cut(text, places)) == read(both, [text])
-        # A header is not said.
+        # Headers are not part of the output.
         if not (form is HARMONY_REASONING or form.header or isinstance(form, ShownReasoning)):
             said = without_blanks(in_order(make(), text))
             assert lost_of(without_blanks(text), said, [*map(without_blanks, words)]) is not None
@@ -157,7 +157,7 @@ def in_order(parser: Parser, text: str) -> str:
 
 
 def lost_of(text: str, said: str, marks: list[str]) -> list[str] | None:
-    """The marks that `said` leaves out of `text`; None if it leaves out anything else."""
+    """The marks that `said` omits from `text`; None if `said` omits other text."""
     if text == said:
         return []
     place = next(
@@ -179,7 +179,7 @@ CHANNELS = {"analysis": 0, "final": 1, "commentary": 1}
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(sorted(CHANNELS)), PLAIN), min_size=1, max_size=5), CUTS)
-def test_what_is_said_in_channels_is_kept(parts: list[tuple[str, str]], places: list[int]) -> None:
+def test_text_of_every_channel_is_kept(parts: list[tuple[str, str]], places: list[int]) -> None:
     messages = [f"<|channel|>{channel}<|message|>{text}" for channel, text in parts]
     found = read(
         lambda: HARMONY_REASONING.parser(is_inside=False),

@@ -1,4 +1,4 @@
-"""Answers in channels: thinking, text and calls, in every cut of the text."""
+"""Answers in channels: reasoning, text and calls, for every split of the text."""
 
 from functools import partial
 from typing import Any
@@ -60,7 +60,8 @@ def parser(*, is_inside: bool = False, has_tools: bool = True) -> OutputParser:
             "So.\nYes.",
             [],
         ),
-        # A message to the model itself, or to a tool that no request has, is not for the client.
+        # A message to the model itself, or to a tool that is not in the request, is not shown to
+        # the client.
         *(
             (
                 f"<|channel|>commentary to={to}<|message|>1 + 1<|end|>{FINAL}Yes.",
@@ -73,7 +74,7 @@ def parser(*, is_inside: bool = False, has_tools: bool = True) -> OutputParser:
         ("<|start|>assistant without an end", "", "<|start|>assistant without an end", []),
     ],
 )
-def test_channels_are_told_apart_wherever_the_text_is_cut(
+def test_channels_are_separated_for_every_split(
     text: str, thought: str, answer: str, calls: list[str]
 ) -> None:
     found = read_every_way(parser, text)
@@ -83,14 +84,14 @@ def test_channels_are_told_apart_wherever_the_text_is_cut(
     assert found[3] == []
 
 
-def test_arguments_that_are_no_json_are_text() -> None:
+def test_invalid_json_arguments_are_text() -> None:
     found = read_every_way(parser, f"{THINKS}{CALL}oops<|call|>")
 
     assert good_calls(found) == []
     assert "oops" in found[1]
 
 
-def test_an_answer_may_begin_inside_the_thinking_of_its_prompt() -> None:
+def test_an_answer_may_continue_the_reasoning_of_its_prompt() -> None:
     prompt = "<|start|>assistant<|channel|>analysis<|message|>"
 
     found = read_every_way(

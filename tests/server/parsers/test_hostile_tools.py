@@ -1,5 +1,4 @@
-"""Grammars of strict tools with many arguments, large definitions, or of another form than JSON
-schemas have."""
+"""Grammars of strict tools with many arguments, large definitions, or malformed schemas."""
 
 import contextlib
 import time
@@ -17,7 +16,7 @@ from server.parsers.tool.structural_tag import MAX_ARGUMENT_PARTS, arguments_of
 
 FORMATS = {family: name for name, family in TOOL_CALL_FORMATS.items()}
 ONE_BY_ONE = ("pythonic", "llama4_pythonic", "lfm2", "gemma4")
-"""Formats with a part for each pair of optional arguments."""
+"""Formats whose grammar has a part for each pair of optional arguments."""
 
 
 def made(name: str, schema: Any, count: int = 1) -> None:
@@ -30,7 +29,7 @@ def optional(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_many_optional_arguments_are_refused_before_they_are_written(name: str) -> None:
+def test_many_optional_arguments_are_refused_before_the_grammar_is_written(name: str) -> None:
     with pytest.raises(UserError, match=f"50005000 parts .* at most {MAX_ARGUMENT_PARTS}"):
         made(name, optional(10_000))
     with pytest.raises(UserError, match=f"at most {MAX_ARGUMENT_PARTS}"):
@@ -39,7 +38,9 @@ def test_many_optional_arguments_are_refused_before_they_are_written(name: str) 
     made(name, {**optional(2_000), "required": ["a7"]})
 
 
-def test_definitions_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_definitions_are_searched_once_for_references(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     searched: list[Any] = []
     search = structural_tag._references
     monkeypatch.setattr(
@@ -60,12 +61,12 @@ def test_many_required_arguments_take_linear_time() -> None:
 
     arguments_of("f", {**schema, "required": list(schema["properties"])})
 
-    # A search of the list for each argument took ten seconds.
+    # Searching the list for each argument took ten seconds.
     assert time.monotonic() - start_s < 3
 
 
 def shared(count: int, definition: Any) -> dict[str, Any]:
-    """Required arguments that refer to the same definition."""
+    """A schema of required arguments that all refer to the same definition."""
     names = [f"a{n}" for n in range(count)]
     return {
         "type": "object",
@@ -85,7 +86,9 @@ def shared(count: int, definition: Any) -> dict[str, Any]:
     ],
     ids=["enum", "branches", "types"],
 )
-def test_entries_of_a_shared_definition_count_for_each_argument(name: str, definition: Any) -> None:
+def test_entries_of_a_shared_definition_are_counted_for_each_argument(
+    name: str, definition: Any
+) -> None:
     with pytest.raises(UserError, match=r"keywords and entries of lists, at most 65536"):
         made(name, shared(100, definition))
 
@@ -103,19 +106,19 @@ def test_a_long_reference_is_refused_before_it_is_split(name: str) -> None:
 
     long = Unsplit("#/$defs/" + "/" * MAX_REFERENCE_CHARACTERS)
 
-    with pytest.raises(UserError, match=r"a \$ref of 1032 characters, at most 1024 are taken"):
+    with pytest.raises(UserError, match=r"a \$ref of 1032 characters, at most 1024 are allowed"):
         made(name, shared(3, {"$ref": long}))
     assert types_of({"properties": {"a": {"$ref": long}}}, "a") == {ANY_TYPE}
 
 
-def test_long_references_that_may_be_taken_count_as_keywords() -> None:
+def test_long_accepted_references_count_as_keywords() -> None:
     definition = {"$ref": "#/$defs/" + "/" * 1_000}
 
     with pytest.raises(UserError, match=r"at least \d+ keywords"):
         made("qwen3_coder", shared(2_000, definition))
 
 
-def test_a_long_enum_is_not_read_for_each_argument_that_a_model_writes() -> None:
+def test_a_long_enum_is_not_searched_for_the_type_of_an_argument() -> None:
     read: list[Any] = []
 
     class Spied(list[Any]):
@@ -142,7 +145,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("name", FORMATS.values())
-def test_malformed_schemas_are_errors_of_the_caller(name: str) -> None:
+def test_malformed_schemas_are_user_errors(name: str) -> None:
     @settings(max_examples=25, deadline=None)
     @given(st.dictionaries(st.sampled_from(["a", "b"]), VALUES), VALUES, VALUES)
     def check(properties: dict[str, Any], required: Any, definitions: Any) -> None:

@@ -1,4 +1,4 @@
-"""Answers with a call, cut, with a token deleted, and with their blocks in every order."""
+"""Answers with a call: truncated, with a deleted token, and with their blocks in every order."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ from server.parsers.stream.base import Parser
 from server.parsers.tool.base import CallFinder, ToolCallParser
 
 TOKEN = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s+|.", re.DOTALL)
-"""A tag, a word, whitespace or another character."""
+"""A token: a tag, a word, whitespace or another character."""
 WORDS = ("Alpha", "Bravo", "Charlie", "Oslo")
-"""Words of the reasoning, of the text and of an argument: no answer loses them."""
+"""Words of the reasoning, the text and an argument, which no answer may lose."""
 SHOWN = "minimax_m2_append_think"
 REASONING = sorted(
     {
@@ -27,7 +27,7 @@ REASONING = sorted(
         if name not in ("openai_gptoss", SHOWN)
     }.values()
 )
-"""A name for each format."""
+"""One name per format."""
 SAMPLES = {
     name: max((text for family, text, *_ in WHOLE if family == name and "Oslo" in text), key=len)
     for name in sorted(TOOL_CALL_FORMATS)
@@ -53,7 +53,7 @@ def parsers_of(calls: str, thinking: str) -> Callable[[], Parser]:
 
 
 def blocks_of(calls: str, thinking: str) -> list[str]:
-    """Reasoning, text, a call and text; joined, an answer."""
+    """Blocks of an answer: reasoning, text, a call and text."""
     if calls == "openai":
         final = "<|start|>assistant<|channel|>final<|message|>"
         return [
@@ -67,7 +67,7 @@ def blocks_of(calls: str, thinking: str) -> list[str]:
 
 
 def check(make: Callable[[], Parser], text: str, *, is_cut: bool = False) -> Any:
-    """A stream of characters says what the whole answer says, and neither loses a word."""
+    """Assert that a stream of characters equals the whole answer and that neither loses a word."""
     whole = read(make, [text], is_cut=is_cut)
     thought, said, calls, broken = whole
 
@@ -108,7 +108,7 @@ def orders_of(blocks: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("calls", "thinking"), PAIRS)
-def test_a_changed_answer_is_streamed_as_it_is_read_whole_and_loses_no_word(
+def test_a_mutated_answer_is_streamed_as_it_is_parsed_whole_and_loses_no_word(
     calls: str, thinking: str
 ) -> None:
     check_mutations(calls, thinking)
@@ -116,5 +116,5 @@ def test_a_changed_answer_is_streamed_as_it_is_read_whole_and_loses_no_word(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("calls", "thinking"), ALL_PAIRS)
-def test_a_changed_answer_of_any_pair_of_parsers_loses_no_word(calls: str, thinking: str) -> None:
+def test_a_mutated_answer_of_any_pair_of_parsers_loses_no_word(calls: str, thinking: str) -> None:
     check_mutations(calls, thinking)

@@ -1,4 +1,4 @@
-"""Answers of models, and what other servers' tests expect of them."""
+"""Answers of models, with the results that other servers' tests expect."""
 
 import json
 from functools import partial
@@ -64,7 +64,7 @@ def as_json(call: Any, key: str = "arguments") -> str:
 def json_rows(
     name: str, start: str, end: str, *, opening: str = "", key: str = "arguments", shared: bool
 ) -> list[Any]:
-    """Transcripts of a format that writes JSON; `shared`: several calls have one pair of tags."""
+    """Transcripts of a JSON format; `shared`: several calls share a pair of tags."""
 
     def written(*calls: Any) -> str:
         texts = [as_json(call, key) for call in calls]
@@ -89,7 +89,7 @@ def json_rows(
 
 
 def tag_rows(name: str, before: str, after: str, argument: str, end: str) -> list[Any]:
-    """Transcripts of a format that writes arguments in tags: `argument` has a key and a value."""
+    """Transcripts of a format with arguments in tags: `argument` has a key and a value."""
 
     def written(function: str, arguments: dict[str, str]) -> str:
         inner = "".join(argument.format(key=key, value=value) for key, value in arguments.items())
@@ -187,7 +187,7 @@ ROWS: list[tuple[str, str, str | None, list[Any]]] = [
         "",
         [("add", {}), ("search", {})],
     ),
-    # Values keep their whitespace, where it is not part of the format.
+    # Values keep whitespace that is not part of the format.
     *(
         (name, text, "", [("search", {"text": value})])
         for value in (" hi ", "  def f():\n    return 1\n")
@@ -213,7 +213,7 @@ ROWS: list[tuple[str, str, str | None, list[Any]]] = [
         "",
         [("add", {}), ("search", {})],
     ),
-    # Arguments that are a JSON string; a call without its last bracket; a list in the middle.
+    # Arguments as a JSON string; a call without its last bracket; a list in the middle.
     (
         "granite4",
         '<tool_call>{"name": "add", "arguments": "{\\"a\\": [[1.5, 2]]}"}</tool_call>',
@@ -247,7 +247,7 @@ ROWS: list[tuple[str, str, str | None, list[Any]]] = [
     ),
     ("phi4_mini_json", "functools[ This is text ]", "functools[ This is text ]", []),
     ("internlm", "<|action_start|><|plugin|>not json<|action_end|>", None, []),
-    # A name between tokens.
+    # A name between two special tokens.
     (
         "deepseek_v31",
         f'A{BB}{B}add{S}{{"x":1}}{E}{B}search{S}{{"y":2}}{E}{EE} b',
@@ -274,7 +274,7 @@ ROWS: list[tuple[str, str, str | None, list[Any]]] = [
         [TOKYO],
     ),
     ("kimi_k2", "A. <|tool_calls_section_begin|><|tool_calls_section_end|>", "A. ", []),
-    # Python.
+    # Python-like calls.
     (
         "pythonic",
         "[add(name='John', age=37, at={'c': 'SF'}, role=None, ok=True, tags=['J', 'K'])]",
@@ -341,7 +341,7 @@ ROWS: list[tuple[str, str, str | None, list[Any]]] = [
         "",
         [("add", {"c": "printf a\0b"})],
     ),
-    # Gemma.
+    # Gemma formats.
     (
         "functiongemma",
         "I check.<start_function_call>call:get_weather{city:<escape>Tokyo<escape>}"

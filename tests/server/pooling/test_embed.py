@@ -1,4 +1,4 @@
-"""POST /v2/embed, Cohere's route for vectors."""
+"""POST /v2/embed: Cohere's route for embeddings."""
 
 import base64
 import json
@@ -67,7 +67,7 @@ async def test_texts_have_the_vectors_of_the_openai_route() -> None:
     assert vectors[1] == expected("world")
 
 
-async def test_vectors_come_in_all_the_types_that_are_asked_for() -> None:
+async def test_vectors_are_returned_in_all_requested_types() -> None:
     types = ["float", "binary", "ubinary", "base64"]
     async with in_memory(client()) as rig:
         found = (await embed(rig, texts=["hello"], embedding_types=types))["embeddings"]
@@ -92,7 +92,7 @@ def test_binary_vectors_have_the_first_number_in_the_highest_bit() -> None:
 @pytest.mark.parametrize(
     "shape", [(3,), (4097,), (20_000,), (1, 8), (1500, 8), (7, 5000), (3, 4096), (2, 4097)]
 )
-def test_the_pieces_of_vectors_join_to_all_of_their_numbers(shape: tuple[int, ...]) -> None:
+def test_pieces_of_vectors_concatenate_to_the_whole_vectors(shape: tuple[int, ...]) -> None:
     vectors = np.random.default_rng(0).standard_normal(shape).astype("<f4")
 
     numbers = encode_json({"a": [encode_vectors(vectors, "float")]})
@@ -111,7 +111,7 @@ async def test_inputs_of_text_parts_are_texts() -> None:
     assert "texts" not in answer
 
 
-async def test_the_side_and_the_length_of_a_cut_are_those_of_the_request() -> None:
+async def test_truncation_side_and_length_come_from_the_request() -> None:
     engine = client()
     async with in_memory(engine) as rig:
         await embed(rig, texts=["hello world"], max_tokens=2)
@@ -164,6 +164,6 @@ async def test_the_input_type_names_a_prompt_of_the_model() -> None:
         ({"texts": ["a"], "input_type": "x"}, "input_type"),
     ],
 )
-async def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+async def test_invalid_fields_are_named(body: dict[str, Any], param: str) -> None:
     async with in_memory(client()) as rig:
         assert (await refused(rig, **body))["param"] == param

@@ -22,7 +22,7 @@ EMBED = PoolingParams(task="embed")
 
 
 def encoder(*, typed: bool = True) -> Encoder:
-    """Whole words, between the special tokens of BERT, or of RoBERTa, which has no types."""
+    """A whole-word tokenizer with the special tokens of BERT, or of RoBERTa without token types."""
     made = text_folders.words()
     cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
     kind = processors.BertProcessing if typed else processors.RobertaProcessing
@@ -45,9 +45,7 @@ def process(texts: list[Text], target: InputProcessor, **options: Any) -> list[P
 @pytest.mark.parametrize(
     "text", ["hello world . , hello world .", ("hello world .", ". , é . , é"), ("é é é é", ".")]
 )
-def test_what_is_cut_is_what_the_library_itself_would_cut(
-    text: Text, most: int, typed: bool
-) -> None:
+def test_truncation_equals_the_library(text: Text, most: int, typed: bool) -> None:
     plain, cutting = encoder(typed=typed), encoder(typed=typed)
     cutting.enable_truncation(most)
 
@@ -79,12 +77,12 @@ def test_a_pair_of_long_texts_is_cut_in_linear_time(keep_end: bool) -> None:
 
     (made,) = encode_inputs(encoder(), [pair], TextInputOptions(6, cuts=True, keep_end=keep_end))
 
-    # The library combines each piece that it cuts off with each piece of the other text: 100 s.
+    # The library combines each truncated piece with each piece of the other text: 100 s.
     assert time.thread_time() - start_s < 1
     assert len(made.ids) == 6
 
 
-def test_batches_hold_so_many_characters_and_keep_the_order() -> None:
+def test_batches_are_limited_in_characters_and_keep_the_order() -> None:
     texts: list[Text] = ["aa", ("a", "b"), "a" * 9, "b", "c"]
 
     made = [list(batch) for batch in batches(texts, 4)]
@@ -101,8 +99,10 @@ def test_a_long_input_is_named_by_its_place_over_all_batches() -> None:
     assert (refusal.value.param, refusal.value.code) == ("input", "context_length_exceeded")
 
 
-def test_special_tokens_alone_do_not_make_an_input() -> None:
-    with pytest.raises(UserError, match=r"is 2, and 2 special tokens .* at least 3") as refusal:
+def test_truncation_must_leave_more_than_special_tokens() -> None:
+    with pytest.raises(
+        UserError, match=r"is 2, and the text gets 2 special tokens.* at least 3"
+    ) as refusal:
         process(["hello world"], processor(), truncate=2)
 
     assert refusal.value.param == "truncate_prompt_tokens"
@@ -119,7 +119,7 @@ PROMPTED = PoolingFacts(
 )
 
 
-def test_the_model_s_own_prompt_goes_before_a_text_and_may_be_left_out_of_the_pooling() -> None:
+def test_the_prompt_of_the_model_precedes_the_text_and_may_be_excluded_from_pooling() -> None:
     made = encoder()
     cls, sep = (made.token_to_id(token) for token in ("<s>", "</s>"))
     hello, world, dot = (made.token_to_id(word) for word in ("hello", "world", "."))
@@ -157,7 +157,7 @@ def test_token_ids_are_checked(lists: list[list[int]], words: str) -> None:
         (None, 3, None),
     ],
 )
-def test_vectors_are_cut_only_where_the_model_was_made_for_it(dimensions, asked, words) -> None:  # type: ignore[no-untyped-def]
+def test_vectors_are_shortened_only_for_matryoshka_models(dimensions, asked, words) -> None:  # type: ignore[no-untyped-def]
     facts = PoolingFacts(tasks=("embed",), width=8, token_width=8, dimensions=dimensions)
     params = PoolingParams(task="embed", dimensions=asked)
 

@@ -1,4 +1,4 @@
-"""The pooling routes, over an engine whose vectors identify their tokens."""
+"""The pooling routes, with a fake engine whose vectors identify their tokens."""
 
 import asyncio
 import base64
@@ -63,7 +63,7 @@ async def test_a_text_a_list_and_token_ids_have_the_same_vectors() -> None:
     assert [entry["embedding"] for entry in tokens["data"]] == [world, hello]
 
 
-async def test_base64_is_little_endian_float32_and_dimensions_cut_it() -> None:
+async def test_base64_is_little_endian_float32_and_dimensions_truncates_it() -> None:
     async with in_memory(client()) as rig:
         answer = await embed(rig, "hello", encoding_format="base64", dimensions=3)
 
@@ -72,7 +72,7 @@ async def test_base64_is_little_endian_float32_and_dimensions_cut_it() -> None:
     assert np.frombuffer(data, "<f4") == expected("hello", params)
 
 
-async def test_what_a_request_says_reaches_the_engine() -> None:
+async def test_request_fields_reach_the_engine() -> None:
     engine = client()
     async with in_memory(engine) as rig:
         await embed(rig, "hello", use_activation=False, truncate_prompt_tokens=2, cache_salt="s")
@@ -85,7 +85,7 @@ async def test_what_a_request_says_reaches_the_engine() -> None:
     assert second.pooling == PoolingParams(task="embed", normalize=True)
 
 
-async def test_a_conversation_is_embedded_as_its_template_writes_it() -> None:
+async def test_a_conversation_is_embedded_with_its_template() -> None:
     engine = client()
     async with in_memory(engine) as rig:
         plain = await rig.post("/v1/embeddings", {"messages": CHAT})
@@ -96,7 +96,7 @@ async def test_a_conversation_is_embedded_as_its_template_writes_it() -> None:
     assert opened.json()["data"][0]["data"] == expected(text + "<|im_start|>assistant\n")
 
 
-async def test_pooling_gives_what_the_task_says() -> None:
+async def test_pooling_returns_the_output_of_the_task() -> None:
     async with in_memory(client()) as rig:
         default = (await rig.post("/pooling", {"input": "hello"})).json()
         tokens = (await rig.post("/pooling", {"input": "hello", "task": "token_embed"})).json()
@@ -110,7 +110,7 @@ async def test_pooling_gives_what_the_task_says() -> None:
     assert np.frombuffer(base64.b64decode(data), "<f4") == pytest.approx(rows.ravel())
 
 
-async def test_classes_come_with_their_names() -> None:
+async def test_classes_are_returned_with_their_names() -> None:
     async with in_memory(client(CLASSIFIER)) as rig:
         answer = (await rig.post("/classify", {"input": ["hello", "good"]})).json()
 
@@ -166,7 +166,7 @@ async def test_an_embedding_model_scores_by_cosine(names: tuple[str, str]) -> No
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_documents_come_best_first(path: str) -> None:
+async def test_documents_are_sorted_by_score(path: str) -> None:
     body = {"query": "a", "documents": ["b", {"text": "a"}, "c"]}
     async with in_memory(client()) as rig:
         whole = (await rig.post(path, body)).json()
@@ -211,15 +211,20 @@ BAD = [
         "older name",
     ),
     ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name", "no prompts"),
-    ("/classify", {"input": "a"}, "model", "this model can embed, token_embed"),
-    ("/classify", {"input": []}, "model", "this model can embed, token_embed"),
-    ("/pooling", {"input": "a", "task": "score"}, "task", "this model can embed, token_embed"),
+    ("/classify", {"input": "a"}, "model", "this model supports embed, token_embed"),
+    ("/classify", {"input": []}, "model", "this model supports embed, token_embed"),
+    ("/pooling", {"input": "a", "task": "score"}, "task", "this model supports embed, token_embed"),
     ("/score", {"text_1": "a"}, "text_2", "text_2 is missing"),
     ("/score", {}, "text_1", "text_1 and text_2 are missing"),
-    ("/score", {"text_1": "a", "documents": "b"}, "documents", "do not go together"),
-    ("/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "2 texts and text_2 has 3"),
+    ("/score", {"text_1": "a", "documents": "b"}, "documents", "cannot be combined"),
+    (
+        "/score",
+        {"text_1": ["a", "b"], "text_2": ["c"] * 3},
+        "text_1",
+        "2 texts, it must have 1 or 3",
+    ),
     ("/score", {"text_1": "a", "text_2": []}, "text_2", "empty list"),
-    ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "must be one text"),
+    ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "must be a string"),
     ("/rerank", {"query": "a", "documents": ["b", {"image": "c"}]}, "documents", "documents[1]"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "at least 0"),
     ("/v1/chat/completions", {"messages": CHAT}, "model", "does not generate"),
@@ -238,7 +243,7 @@ async def test_bad_requests_are_refused_by_field(path, body, param, words) -> No
     assert not engine.queues
 
 
-async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_size_of_an_answer_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.pooling.inputs.MAX_NUMBERS", 8 * 4)
     async with in_memory(client()) as rig:
         fits = await rig.post("/pooling", {"input": ["abc", "d"], "task": "token_embed"})
@@ -249,7 +254,7 @@ async def test_an_answer_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "would have 40 numbers, at most 32" in found["message"]
 
 
-async def test_what_is_too_long_is_told_in_the_words_that_clients_know() -> None:
+async def test_the_error_of_a_too_long_input_has_the_words_that_clients_match() -> None:
     async with in_memory(client()) as rig:
         found = error(await embed(rig, ["a", "b" * 65]))
 
@@ -260,15 +265,16 @@ async def test_what_is_too_long_is_told_in_the_words_that_clients_know() -> None
 @pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank"]
 )
-async def test_a_model_that_generates_gives_no_vectors(path: str) -> None:
+async def test_a_generating_model_refuses_pooling(path: str) -> None:
     async with in_memory() as rig:
         found = error(await rig.post(path, {"input": "a"}))
 
     assert found["param"] == "model"
     assert "generates text" in found["message"]
+    assert found["message"].endswith("or serve this model with --runner pooling.")
 
 
-async def test_many_inputs_go_to_the_engine_some_at_a_time_and_come_back_in_order() -> None:
+async def test_many_inputs_are_sent_in_groups_and_answered_in_order() -> None:
     engine = client()
     engine_add, most_open = engine.add, 0
 
@@ -319,7 +325,7 @@ async def test_a_full_queue_refuses_only_a_request_with_nothing_in_the_engine() 
     assert rejections == 1
 
 
-async def test_metrics_move_by_usage() -> None:
+async def test_metrics_grow_by_the_usage() -> None:
     async with in_memory(client()) as rig:
         await embed(rig, ["hello", "world"])
         await embed(rig, "")
@@ -334,7 +340,7 @@ async def test_metrics_move_by_usage() -> None:
         assert await rig.metric("vllm:request_prompt_tokens_sum") == num_tokens
 
 
-async def test_a_client_that_disconnects_leaves_nothing_in_the_engine() -> None:
+async def test_a_disconnect_aborts_all_inputs_in_the_engine() -> None:
     engine = client()
     engine.answers = False
     async with on_port(engine) as rig:
@@ -363,7 +369,7 @@ async def sent(engine: PoolingClient, count: int) -> None:
     raise AssertionError(f"{len(engine.queues)} of {count} inputs were sent")
 
 
-async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
+async def test_non_finite_numbers_are_never_returned() -> None:
     engine = client()
     engine.answers = False
     async with in_memory(engine) as rig:
@@ -376,7 +382,7 @@ async def test_numbers_that_are_not_finite_are_never_an_answer() -> None:
     assert engine.aborted == [engine.queues[1].key]
 
 
-async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
+async def test_a_shutdown_is_reported_to_waiting_requests() -> None:
     engine = client()
     engine.answers = False
     async with in_memory(engine) as rig:
@@ -390,7 +396,7 @@ async def test_a_server_that_shuts_down_says_so_to_who_still_waits() -> None:
     assert len(engine.aborted) == 2
 
 
-async def test_a_request_that_is_cut_counts_the_tokens_of_what_was_done() -> None:
+async def test_an_interrupted_request_counts_its_completed_tokens() -> None:
     engine = client()
     engine.answers = False
     async with in_memory(engine) as rig:

@@ -1,4 +1,4 @@
-"""Similarities of vectors."""
+"""Similarity of vectors."""
 
 import numpy as np
 import pytest
@@ -16,14 +16,14 @@ from server.pooling.scores import check_repeats, similarities
         ("manhattan", [0.0, -3.0, -9.0]),
     ],
 )
-def test_one_vector_is_compared_with_each_of_many(kind: str, expected: list[float]) -> None:
+def test_a_single_vector_is_compared_with_many(kind: str, expected: list[float]) -> None:
     first = np.array([[2.0, 0.0]], dtype="<f4")
     seconds = np.array([[2.0, 0.0], [0.0, 1.0], [-3.0, 4.0]], dtype="<f4")
 
     assert similarities(kind, first, seconds) == pytest.approx(expected)
 
 
-def test_a_vector_of_zeros_is_like_no_other() -> None:
+def test_a_vector_of_zeros_has_similarity_0() -> None:
     zeros, ones = np.zeros((1, 2), dtype="<f4"), np.ones((1, 2), dtype="<f4")
 
     assert similarities("cosine", zeros, ones) == [0.0]

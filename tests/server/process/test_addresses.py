@@ -1,4 +1,4 @@
-"""The URLs that a server shows."""
+"""URLs that a server prints."""
 
 import socket
 
@@ -19,11 +19,11 @@ from server.process.addresses import base_urls, endpoints_text, is_loopback, mac
         ("", "0.0.0.0", ["http://localhost:80", "http://10.0.0.7:80"]),
     ],
 )
-def test_the_urls_are_ones_that_clients_can_use(host: str, address: str, urls: list[str]) -> None:
+def test_the_urls_are_reachable_for_clients(host: str, address: str, urls: list[str]) -> None:
     assert base_urls(host, address, 80, lambda: "10.0.0.7") == urls
 
 
-def test_a_machine_without_a_network_has_localhost_alone() -> None:
+def test_a_machine_without_a_network_shows_only_localhost() -> None:
     assert base_urls("0.0.0.0", "0.0.0.0", 80, lambda: None) == ["http://localhost:80"]
     assert base_urls("::", "::", 80, lambda: "2001:db8::7") == [
         "http://localhost:80",
@@ -31,7 +31,7 @@ def test_a_machine_without_a_network_has_localhost_alone() -> None:
     ]
 
 
-def test_the_machines_own_address_is_one_that_it_can_listen_on() -> None:
+def test_the_shown_address_can_be_listened_on() -> None:
     address = machine_address()
 
     if address is not None:
@@ -56,7 +56,7 @@ def test_only_loopback_addresses_are_closed_to_other_machines(address: str, expe
     assert is_loopback(address) is expected
 
 
-def test_only_what_is_served_has_a_url() -> None:
+def test_only_enabled_features_have_a_url() -> None:
     urls = ["http://localhost:80", "http://10.0.0.7:80"]
 
     assert endpoints_text(urls, has_page=True, has_docs=True) == (

@@ -1,5 +1,5 @@
-"""An API server of several dies: the others go on, the engine aborts its requests, and a new server
-takes its place on the port."""
+"""One of several API servers dies: the others continue, the engine aborts its requests, and a new
+API server takes its place on the port."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def metric(live: LiveServer, name: str) -> float:
 
 
 def api_servers(live: LiveServer) -> list[int]:
-    """By age."""
+    """Process ids of the API servers, oldest first."""
     found = [pid for pid in children_of(live.pid) if "gaudiserve: API server" in command_of(pid)]
     return sorted(found)
 
@@ -78,7 +78,9 @@ class Stream(Thread):
             self.text = None
 
 
-def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServer) -> None:
+def test_the_death_of_an_api_server_does_not_affect_the_streams_of_another(
+    daemon: LiveServer,
+) -> None:
     alone = Stream(daemon)
     alone.join(60)
     victim, survivor = api_servers(daemon)
@@ -92,10 +94,11 @@ def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServ
         stream.join(60)
     broken = [stream for stream in streams if stream.text is None]
     whole = [stream for stream in streams if stream.text is not None]
-    # The kernel gives each connection to either server.
+    # The kernel assigns each connection to one of the servers.
     assert broken and whole
     assert {(stream.text, stream.num_tokens) for stream in whole} == {(alone.text, NUM_TOKENS)}
-    # The engine has aborted the others: it checks itself that no block is lost when it is idle.
+    # The engine has aborted the requests of the dead server; when idle, it checks that no block is
+    # lost.
     wait_for(lambda: metric(daemon, "vllm:num_requests_running") == 0)
     assert metric(daemon, "vllm:kv_cache_usage_perc") == 0
     assert f"{len(broken)} requests of it are aborted" in daemon.text()
@@ -107,7 +110,7 @@ def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServ
     )
     assert metric(daemon, "vllm:prompt_tokens_total") >= before
 
-    # The successor alone serves on the same port, and none of its keys equals a key of its
+    # With the other server stopped, the new server alone serves the port, and reuses no key of its
     # predecessor.
     os.kill(survivor, signal.SIGSTOP)
     try:
@@ -122,7 +125,7 @@ def test_the_death_of_one_leaves_the_streams_of_the_other_alone(daemon: LiveServ
 
 
 def has_answer(live: LiveServer) -> bool:
-    """Whether some connection is answered while the other API server is stopped."""
+    """Whether a connection is answered while the other API server is stopped."""
     body = {"prompt": "hi", "max_tokens": 2}
     try:
         answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=1.0)
@@ -131,11 +134,11 @@ def has_answer(live: LiveServer) -> bool:
     return answer.status_code == 200
 
 
-def test_one_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
+def test_an_api_server_that_dies_too_often_ends_the_server(daemon: LiveServer) -> None:
     for number in range(2):
         killed = api_servers(daemon)[-1]
         os.kill(killed, signal.SIGKILL)
-        # A request to the dying server would end without an answer.
+        # A request to the dying server would fail.
         wait_for(lambda: killed not in api_servers(daemon))  # noqa: B023 waited for here
         wait_for(lambda: len(api_servers(daemon)) == 2)
         restarts = "gaudiserve:api_server_restarts_total"

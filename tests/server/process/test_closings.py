@@ -1,4 +1,5 @@
-"""Closings of server/process/api_server.py: when freed memory of connections is worth returning."""
+"""Closings in server/process/api_server.py: when the freed memory of connections is worth
+returning."""
 
 from server.process.api_server import MANY_CONNECTIONS, Closings
 

@@ -1,4 +1,4 @@
-"""The log of a chat template that has no place for tools."""
+"""The log line for a chat template without support for tools."""
 
 import logging
 
@@ -21,7 +21,7 @@ WITH_TOOLS = "{{ tools | tojson }}" + PLAIN
         (WITH_TOOLS, "llama3_json", 0),
     ],
 )
-def test_a_named_parser_that_does_not_read_the_rendered_form_is_a_warning(
+def test_a_tool_parser_that_does_not_match_the_generic_template_is_a_warning(
     source: str, parser: str | None, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})

@@ -9,14 +9,14 @@ from config.errors import ConfigError
 from server.process.listening import bind_path, remove_path
 
 
-def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     bind_path(path).close()
 
     with bind_path(path) as sock, socket.socket(socket.AF_UNIX) as client:
         sock.listen()
         client.connect(path)
-        with pytest.raises(ConfigError, match="another process does"):
+        with pytest.raises(ConfigError, match="another process already listens on it"):
             bind_path(path)
     remove_path(path)
     remove_path(path)
@@ -24,11 +24,11 @@ def test_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
     assert not Path(path).exists()
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_refused_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "s"
     file.write_text("data")
 
-    with pytest.raises(ConfigError, match="it is there, and no socket"):
+    with pytest.raises(ConfigError, match="it exists and is not a socket"):
         bind_path(str(file))
 
     assert file.read_text() == "data"

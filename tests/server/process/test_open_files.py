@@ -30,7 +30,7 @@ def said(soft: int, hard: int) -> list[str]:
     return found.stdout.splitlines()
 
 
-def test_the_soft_limit_is_raised_and_a_low_hard_limit_is_told_with_both_numbers() -> None:
+def test_the_soft_limit_is_raised_and_a_low_hard_limit_is_logged_with_both_numbers() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
 
@@ -49,7 +49,7 @@ def test_the_soft_limit_is_raised_and_a_low_hard_limit_is_told_with_both_numbers
     ]
 
 
-def test_a_daemon_without_free_descriptors_answers_again_when_idle_clients_were_closed(
+def test_a_server_without_free_descriptors_recovers_when_idle_clients_are_closed(
     tmp_path: Path,
 ) -> None:
     model = str(make_tiny("llama", tmp_path / "tiny", max_position_embeddings=512))

@@ -1,4 +1,4 @@
-"""Random changes of a checkpoint's files: the start succeeds, or ends in one sentence."""
+"""Random changes of a checkpoint's files: the start succeeds, or fails in one sentence."""
 
 import json
 import random
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def make_checkpoint(folder: Path, family: str) -> dict[str, bytes]:
-    """The files of a checkpoint that has each kind of file."""
+    """Files of a checkpoint that has each kind of file."""
     model = make_tiny(family, folder, max_shard_size="200KB")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     special = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
@@ -40,7 +40,7 @@ def make_checkpoint(folder: Path, family: str) -> dict[str, bytes]:
 
 
 def start(folder: Path) -> None:
-    """What the launcher and an API server do with a checkpoint before an engine reads its
+    """Do the launcher's and an API server's work with a checkpoint before an engine reads its
     weights."""
     server = ServerConfig()
     path = resolve_checkpoint(EngineConfig(str(folder)), server, unreported)

@@ -65,7 +65,7 @@ def test_a_blocked_server_has_its_probes_answered(
     assert post.text == "wait"
 
 
-def test_slow_and_silent_clients_keep_no_probe_waiting(
+def test_slow_and_silent_clients_delay_no_probe(
     listener: socket.socket, http: httpx.Client
 ) -> None:
     address = ("127.0.0.1", port_of(listener))
@@ -105,7 +105,7 @@ def test_probes_over_tls_get_the_server_s_certificate(
 
 
 @pytest.mark.parametrize(("size", "is_large"), [(LARGE_BYTES - 1, False), (LARGE_BYTES, True)])
-def test_only_a_large_tokenizer_is_worth_a_process(
+def test_only_a_large_tokenizer_starts_a_probe_process(
     tmp_path: Path, size: int, is_large: bool
 ) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
@@ -154,7 +154,7 @@ def test_probes_are_answered_while_the_tokenizer_is_parsed(tmp_path: Path) -> No
                 try:
                     answer = http.get("/health", headers={"connection": "close"})
                 except httpx.ConnectError:
-                    continue  # not listening yet
+                    continue  # The port is not open yet.
                 waits.append(time.monotonic() - start_s)
                 statuses.add(answer.status_code)
                 time.sleep(0.02)

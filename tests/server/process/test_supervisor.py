@@ -41,7 +41,7 @@ def daemon(model: str, tmp_path: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def shared(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """For the tests that leave it running."""
+    """A server for the tests that leave it running."""
     with started(model, tmp_path_factory.mktemp("shared") / "log") as live:
         yield live
 
@@ -59,7 +59,8 @@ def metric(live: LiveServer, name: str) -> float:
 
 
 def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
-    """Keep the last thing that a long stream says before [DONE], or how it broke."""
+    """Append the last event of a long stream before [DONE], or the error that broke it, to
+    `endings`."""
     body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     try:
         with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as response:
@@ -73,7 +74,7 @@ def api_servers(live: LiveServer) -> list[int]:
     return [pid for pid in children_of(live.pid) if "gaudiserve: API server" in command_of(pid)]
 
 
-def test_the_metrics_of_any_api_server_are_those_of_all(shared: LiveServer) -> None:
+def test_each_api_server_shows_the_metrics_of_all_api_servers(shared: LiveServer) -> None:
     before = {name: metric(shared, name) for name in TOKENS}
     body = {"prompt": "hello there", "max_tokens": 5, "ignore_eos": True, "n": 2}
 
@@ -93,7 +94,7 @@ def test_the_metrics_of_any_api_server_are_those_of_all(shared: LiveServer) -> N
         assert gained("vllm:prompt_tokens_total") == prompt
         assert gained("vllm:generation_tokens_total") == ROUNDS * 10
         assert metric(shared, "vllm:num_requests_running") == 0
-    # The engine's own counts come once, whoever answers.
+    # The engine's own counters are not summed over the API servers.
     steps = {metric(shared, "vllm:iteration_tokens_total_count") for _ in range(ROUNDS)}
     assert len(steps) == 1 and steps.pop() > 0
     text = shared.ask("/metrics").text
@@ -130,7 +131,7 @@ def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("victim", ["API server", "engine"])
-def test_the_death_of_one_ends_all(daemon: LiveServer, victim: str) -> None:
+def test_the_death_of_an_api_server_ends_all_processes(daemon: LiveServer, victim: str) -> None:
     family = children_of(daemon.pid)
     pid = api_servers(daemon)[1] if victim == "API server" else daemon.find("gaudiserve: engine")
     endings: list[str] = []
@@ -152,7 +153,7 @@ def test_the_death_of_one_ends_all(daemon: LiveServer, victim: str) -> None:
     assert daemon.leftovers() == []
 
 
-def test_the_death_of_the_parent_leaves_nobody(daemon: LiveServer) -> None:
+def test_the_death_of_the_parent_ends_all_processes(daemon: LiveServer) -> None:
     family = children_of(daemon.pid)
     assert len(family) >= 3
 

@@ -1,4 +1,4 @@
-"""server/process/watched_files.py: when files are read again."""
+"""server/process/watched_files.py: when changed files are read again."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_files_are_read_again_once_they_have_settled(tmp_path: Path) -> None:
     assert read == ["2233"]
 
 
-def test_files_that_could_not_be_read_for_a_moment_are_read_later(
+def test_temporarily_unreadable_files_are_read_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "file"
@@ -55,7 +55,7 @@ def test_files_that_could_not_be_read_for_a_moment_are_read_later(
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
 
 
-def test_what_cannot_be_read_is_logged_once_and_tried_after_the_next_change(
+def test_unreadable_files_are_logged_once_and_retried_after_the_next_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "file"
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_logged_once_and_tried_after_the_next_change(
     for _ in range(4):
         watched.poll()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "keys: not read again, the old one stays in use" in caplog.text
+    assert "keys: not read again, the old contents stay in use" in caplog.text
     file.write_text("22")
     for _ in range(4):
         watched.poll()

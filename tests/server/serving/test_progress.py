@@ -10,7 +10,7 @@ from server.serving.progress import INTERVAL_S, ProgressReporter, bar, describe
 @pytest.mark.parametrize(
     ("left_s", "words"), [(12.4, "12 s"), (200.0, "3 min"), (7000.0, "1.9 h"), (0.2, "1 s")]
 )
-def test_what_is_left_is_told_in_the_unit_that_fits(left_s: float, words: str) -> None:
+def test_the_remaining_time_is_shown_in_a_suitable_unit(left_s: float, words: str) -> None:
     text = describe(Progress(0, "warmup", 12, 97, left_s))
 
     assert text == f"warmup, 12 of 97, about {words} left"
@@ -35,14 +35,14 @@ def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
     assert INTERVAL_S == 5
 
 
-def test_a_step_without_a_count_is_told_by_its_name() -> None:
+def test_a_step_without_a_count_is_shown_by_name() -> None:
     progress = Progress(0, "compiling kernels, 12 s", 0, 0)
 
     assert bar(progress) == describe(progress) == progress.text == "compiling kernels, 12 s"
 
 
 @pytest.mark.parametrize(("done", "told"), [(3, {"done": 3, "total": 9}), (9, None)])
-async def test_a_ready_server_says_what_it_still_prepares(done: int, told: object) -> None:
+async def test_a_ready_server_reports_its_remaining_warmup(done: int, told: object) -> None:
     async with in_memory() as rig:
         rig.client.progress = Progress(0, BACKGROUND_WARMUP, done, 9)
 

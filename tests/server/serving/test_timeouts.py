@@ -30,7 +30,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 class LateClient(ScriptedClient):
-    """Its engine ends each request at its deadline."""
+    """A client whose engine ends each request at its deadline."""
 
     def __init__(self) -> None:
         super().__init__(ready())
@@ -43,7 +43,7 @@ class LateClient(ScriptedClient):
 
 
 class SilentClient(ScriptedClient):
-    """Its engine says nothing."""
+    """A client whose engine sends nothing."""
 
     def __init__(self) -> None:
         super().__init__(ready())
@@ -54,7 +54,7 @@ async def post(rig: Rig, path: str, body: dict[str, Any], **headers: str) -> Any
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_a_request_whose_time_is_over_gets_a_504(path: str, body: dict[str, Any]) -> None:
+async def test_an_expired_request_gets_a_504(path: str, body: dict[str, Any]) -> None:
     async with in_memory(LateClient()) as rig:
         answer = await post(rig, path, body)
 
@@ -72,9 +72,7 @@ async def test_a_request_whose_time_is_over_gets_a_504(path: str, body: dict[str
 @pytest.mark.parametrize(
     ("path", "body"), [route for route in ROUTES if "use_beam" not in str(route)]
 )
-async def test_a_stream_whose_time_is_over_ends_with_an_error_event(
-    path: str, body: dict[str, Any]
-) -> None:
+async def test_an_expired_stream_ends_with_an_error_event(path: str, body: dict[str, Any]) -> None:
     async with in_memory(LateClient()) as rig:
         answer = await post(rig, path, {**body, "stream": True})
 
@@ -85,7 +83,7 @@ async def test_a_stream_whose_time_is_over_ends_with_an_error_event(
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_without_news_from_the_engine_the_api_server_ends_the_request(
+async def test_without_messages_from_the_engine_the_api_server_ends_the_request(
     path: str, body: dict[str, Any]
 ) -> None:
     client = SilentClient()
@@ -99,7 +97,7 @@ async def test_without_news_from_the_engine_the_api_server_ends_the_request(
     assert sorted(client.aborted) == [queue.key for queue in client.queues]
 
 
-async def test_a_request_for_vectors_has_a_timeout_too() -> None:
+async def test_an_embedding_request_has_a_timeout() -> None:
     client = PoolingClient()
     client.answers = False
     async with in_memory(client) as rig:
@@ -110,7 +108,7 @@ async def test_a_request_for_vectors_has_a_timeout_too() -> None:
     assert sorted(client.aborted) == [queue.key for queue in client.queues]
 
 
-async def test_the_shorter_one_of_body_and_header_counts() -> None:
+async def test_the_shorter_timeout_of_body_and_header_counts() -> None:
     client = TalkingClient()
     async with in_memory(client) as rig:
         for in_body, in_header in ((100, "20"), (20, "100"), (None, "20"), (20, None)):
@@ -120,18 +118,18 @@ async def test_the_shorter_one_of_body_and_header_counts() -> None:
             answer = await rig.post("/v1/completions", body, headers=headers)
 
             assert answer.status_code == 200
-            deadline_s = client.queues[-1].terms.deadline_s
+            deadline_s = client.queues[-1].request_limits.deadline_s
             assert deadline_s is not None
             assert 20 <= deadline_s - now_s < 30
 
         await rig.complete("hi")
-        assert client.queues[-1].terms.deadline_s is None
+        assert client.queues[-1].request_limits.deadline_s is None
 
 
 @pytest.mark.parametrize(
     "value", ["0", "-1", "soon", "nan", "inf", "1e9", "1_0", "+1", "1 0", ".5"]
 )
-async def test_a_header_that_is_no_time_is_refused(value: str) -> None:
+async def test_an_invalid_timeout_header_is_refused(value: str) -> None:
     async with in_memory() as rig:
         answer = await rig.post("/v1/completions", {"prompt": "hi"}, headers={HEADER: value})
 
@@ -140,7 +138,7 @@ async def test_a_header_that_is_no_time_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1e9])
-async def test_a_field_that_is_no_time_is_refused(value: float) -> None:
+async def test_an_invalid_timeout_field_is_refused(value: float) -> None:
     async with in_memory() as rig:
         answer = await rig.complete("hi", timeout=value)
 
@@ -148,7 +146,7 @@ async def test_a_field_that_is_no_time_is_refused(value: float) -> None:
     assert answer.json()["error"]["param"] == "timeout"
 
 
-async def test_time_that_was_over_before_the_engine_got_it_is_a_504_too() -> None:
+async def test_a_timeout_before_the_engine_received_the_request_is_a_504() -> None:
     client = TalkingClient()
     async with in_memory(client) as rig:
         answer = await rig.complete("hi", timeout=1e-9)
@@ -187,6 +185,6 @@ async def test_every_sequence_names_its_key() -> None:
             )
 
     digests = [hashlib.sha256(key.encode()).hexdigest()[:15] for key in ("first", "second")]
-    tenants = [queue.terms.tenant for queue in client.queues]
+    tenants = [queue.request_limits.tenant for queue in client.queues]
     first, second = (int(digest, 16) for digest in digests)
     assert tenants == [first] * 2 + [second] * 4

@@ -1,4 +1,4 @@
-"""Texts of a tokenizer without bounds are encoded in a process that can be killed."""
+"""Tokenizers without known bounds encode in a process that can be killed."""
 
 import asyncio
 import threading
@@ -24,11 +24,11 @@ from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
 QUADRATIC = r"\s+$"
-"""Linear for most texts, but not for long runs of spaces."""
+"""A pattern that is linear for most texts, but not for long runs of spaces."""
 
 
 def catastrophic() -> BoundedEncoder:
-    """An encoder whose pattern is taken for linear."""
+    """An encoder with a catastrophic pattern that is treated as linear."""
     encoder = text_folders.byte_level()
     steps = [pre_tokenizers.Split(Regex(CATASTROPHE), "isolated"), encoder.pre_tokenizer]
     encoder.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -37,13 +37,13 @@ def catastrophic() -> BoundedEncoder:
 
 @pytest.fixture
 def unbounded(tmp_path: Path) -> Iterator[Tokenizer]:
-    """A tokenizer with a pattern of another form than the known ones."""
+    """A tokenizer with an unknown form of pattern."""
     tokenizer = Tokenizer.load(hostile_tokenizer(tmp_path, {"pre_tokenizer": split(QUADRATIC)}))
     yield tokenizer
     tokenizer.close()
 
 
-async def test_an_unknown_pattern_gives_the_same_ids_in_a_process_of_its_own(
+async def test_an_unknown_pattern_gives_the_same_ids_in_a_separate_process(
     unbounded: Tokenizer,
 ) -> None:
     direct = Tokenizer(replace(files_of(unbounded), bounds=TokenizerBounds()))
@@ -60,7 +60,7 @@ def files_of(tokenizer: Tokenizer) -> TextFiles:
     return TextFiles(tokenizer._encoder._encoder, {}, None, tokenizer._encoder.bounds)
 
 
-async def test_a_text_that_takes_too_long_is_refused_and_others_go_on(
+async def test_a_text_that_takes_too_long_is_refused_and_others_continue(
     unbounded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = Limits(cpu_s=0.3, wall_s=5.0, memory_bytes=2**30, stack_bytes=2**23)
@@ -100,12 +100,12 @@ async def test_a_text_that_grows_beyond_a_bound_is_encoded_in_a_process(tmp_path
     assert tokenizer.inline_characters == 2**17 // 2_000
 
 
-def test_a_panic_of_the_library_is_the_callers_fault() -> None:
+def test_a_panic_of_the_library_is_a_user_error() -> None:
     with pytest.raises(UserError, match="text of 201 bytes: a native extension panicked: Onig"):
         catastrophic().encode_batch_fast([EVIL])
 
 
-def test_a_panic_in_a_fork_is_told_as_such() -> None:
+def test_a_panic_in_a_fork_is_reported() -> None:
     bounds = TokenizerBounds(takes_linear_time=False)
     encoder = BoundedEncoder(catastrophic()._encoder, bounds)
 

@@ -1,4 +1,4 @@
-"""Chat templates: as transformers renders them, and nothing a template does can hold us up."""
+"""Chat templates render as in transformers, and cannot block the server."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ CHATML = """{%- for message in messages %}
 {%- endif %}
 """
 
-# The manners of Llama 2: bos, trims, alternation checked, macros, loop controls.
+# Features of Llama 2's template: bos, trim, checked alternation, macros, loop controls.
 STRICT = """{{ bos_token }}
 {%- macro show(text) %}{{ '[' ~ text | trim ~ ']' }}{% endmacro %}
 {% for message in messages %}
@@ -153,7 +153,7 @@ def ours(source: str | dict[str, str] | None, **limits: Any) -> ChatTemplate:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("messages", [HELLO, TALK], ids=["hello", "talk"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-async def test_prompts_are_those_of_transformers(
+async def test_prompts_equal_transformers(
     name: str, messages: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
     expected = theirs(TEMPLATES[name], messages, add_generation_prompt=add_generation_prompt)
@@ -165,7 +165,7 @@ async def test_prompts_are_those_of_transformers(
     assert rendered == expected
 
 
-async def test_tools_calls_results_and_reasoning_are_rendered_as_transformers_does() -> None:
+async def test_tools_calls_results_and_reasoning_render_like_transformers() -> None:
     options: dict[str, Any] = {"tools": [WEATHER], "add_generation_prompt": True}
     expected = theirs(TOOLS, CALLED, **options, enable_thinking=False)
 
@@ -199,7 +199,7 @@ async def test_documents_reach_the_template() -> None:
         ),
     ],
 )
-async def test_a_final_message_goes_on_as_with_transformers(name: str, text: str) -> None:
+async def test_a_final_message_is_continued_like_in_transformers(name: str, text: str) -> None:
     messages = [*HELLO, {"role": "assistant", "content": text}]
     expected = theirs(TEMPLATES[name], messages, continue_final_message=True)
 
@@ -224,7 +224,7 @@ async def test_arguments_written_as_json_text_reach_the_template_as_an_object() 
     "arguments",
     ["", " ", "{", '{"a": "b', '{"a": 1}}', "null", "[]", '"x"', "5", "[" * 100_000, None, [], 5],
 )
-async def test_arguments_of_earlier_calls_that_are_no_object_are_empty(arguments: Any) -> None:
+async def test_arguments_of_earlier_calls_other_than_objects_become_empty(arguments: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     messages = [HELLO[0], {"role": "assistant", "tool_calls": [call]}]
 
@@ -247,7 +247,7 @@ LLAMA = """{% for m in messages %}{% if 'tool_calls' in m %}
 {% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"""
 
 
-async def test_an_empty_list_of_calls_is_no_field() -> None:
+async def test_an_empty_list_of_calls_is_dropped() -> None:
     messages = [*HELLO, {"role": "assistant", "content": "yes", "tool_calls": []}]
 
     rendered = await ours(LLAMA).render(messages)
@@ -255,7 +255,7 @@ async def test_an_empty_list_of_calls_is_no_field() -> None:
     assert "[assistant]yes" in rendered
 
 
-async def test_parts_of_earlier_answers_that_only_other_servers_know_are_left_out() -> None:
+async def test_unknown_parts_of_earlier_answers_are_dropped() -> None:
     parts = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "yes"}]
     messages = [*HELLO, {"role": "assistant", "content": parts}]
 
@@ -270,7 +270,7 @@ MISTRAL = """{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or []
 
 
 @pytest.mark.parametrize("given", ["call_0123456789", "toolu_1", "abcDEF123"])
-async def test_ids_of_calls_of_other_servers_fit_a_template_that_wants_short_ids(
+async def test_call_ids_are_shortened_for_templates_that_require_it(
     given: str,
 ) -> None:
     call = {"id": given, "function": {"name": "f", "arguments": "{}"}}
@@ -330,7 +330,7 @@ def said(words: str) -> list[dict[str, Any]]:
         ),
     ],
 )
-async def test_late_system_messages_move_where_a_template_takes_them(
+async def test_late_system_messages_move_to_a_place_that_the_template_accepts(
     template: str, sent: str, shown: str
 ) -> None:
     rendered = await ours(template).render(said(sent))
@@ -338,7 +338,7 @@ async def test_late_system_messages_move_where_a_template_takes_them(
     assert " ".join(rendered.replace("\n\n", "+").split()) == shown
 
 
-async def test_late_system_messages_stay_where_a_template_shows_them() -> None:
+async def test_late_system_messages_stay_if_the_template_renders_them() -> None:
     rendered = await ours(LLAMA).render(said("system:S user:a developer:D assistant:b system:T"))
 
     assert rendered == "[system]S[user]a[system]D[assistant]b[system]T"
@@ -353,12 +353,12 @@ async def test_long_arguments_are_refused_before_they_are_decoded() -> None:
 
     assert caught.value.message == (
         f"the arguments of a tool call have {len(text)} characters, at most "
-        f"{MAX_ARGUMENTS_CHARACTERS} are taken"
+        f"{MAX_ARGUMENTS_CHARACTERS} are allowed"
     )
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_past_reasoning_is_taken_under_either_name(name: str) -> None:
+async def test_past_reasoning_is_accepted_with_both_names(name: str) -> None:
     messages = [HELLO[0], {"role": "assistant", "content": "Hi", name: "greet back"}]
 
     rendered = await ours(TOOLS).render(messages)
@@ -366,7 +366,7 @@ async def test_past_reasoning_is_taken_under_either_name(name: str) -> None:
     assert "<think>greet back</think>" in rendered
 
 
-async def test_a_developer_speaks_as_the_system() -> None:
+async def test_developer_messages_are_system_messages() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
 
     rendered = await ours(CHATML).render(messages)
@@ -374,7 +374,7 @@ async def test_a_developer_speaks_as_the_system() -> None:
     assert rendered.startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-async def test_text_parts_are_joined_for_a_template_that_wants_one_text() -> None:
+async def test_text_parts_are_joined_for_a_template_that_expects_a_string() -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " world"}]
 
     rendered = await ours(CHATML).render([{"role": "user", "content": parts}])
@@ -383,7 +383,7 @@ async def test_text_parts_are_joined_for_a_template_that_wants_one_text() -> Non
     assert rendered == expected
 
 
-async def test_a_template_that_walks_over_parts_gets_parts() -> None:
+async def test_a_template_that_iterates_over_parts_gets_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": "sys"}, {"role": "user", "content": parts}]
 
@@ -392,7 +392,7 @@ async def test_a_template_that_walks_over_parts_gets_parts() -> None:
     assert rendered == "<system>sys|<user>one|two|"
 
 
-async def test_a_template_that_takes_both_gets_what_was_sent() -> None:
+async def test_a_template_that_accepts_both_gets_the_sent_form() -> None:
     parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": " sys"}, {"role": "user", "content": parts}]
 
@@ -401,14 +401,14 @@ async def test_a_template_that_takes_both_gets_what_was_sent() -> None:
     assert rendered == theirs(EITHER, messages)
 
 
-async def test_parts_that_are_no_text_are_refused_by_name() -> None:
+async def test_parts_other_than_text_are_refused_by_name() -> None:
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
     with pytest.raises(UserError, match="'image_url' is not supported"):
         await ours(CHATML).render(messages)
 
 
-async def test_what_a_template_refuses_is_the_callers_error() -> None:
+async def test_template_refusals_are_user_errors() -> None:
     messages = [*HELLO, *HELLO]
 
     with pytest.raises(UserError, match="Roles must alternate") as caught:
@@ -422,15 +422,15 @@ UNCOMPILED = {
     "hexadecimal": "{{ 0x%s }}" % ("f" * 1_000_000),
     "loops": "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
 }
-"""Templates that the interpreter does not compile."""
+"""Templates that cannot be compiled."""
 
 
 @pytest.mark.parametrize("name", UNCOMPILED)
-async def test_a_model_s_template_that_does_not_compile_is_an_error_of_requests(name: str) -> None:
+async def test_an_invalid_model_template_fails_requests(name: str) -> None:
     template = ours(UNCOMPILED[name])
 
     assert not template.uses_generic_tools()
-    with pytest.raises(UserError, match="chat template does not take this"):
+    with pytest.raises(UserError, match="chat template rejected the request"):
         await template.render(HELLO)
 
 
@@ -441,17 +441,17 @@ async def test_a_model_s_template_that_does_not_compile_is_an_error_of_requests(
         UNCOMPILED["digits"],
     ],
 )
-async def test_broken_and_prying_templates_are_the_callers_error(broken: str) -> None:
-    with pytest.raises(UserError, match="chat template does not take this"):
+async def test_broken_and_unsafe_templates_are_user_errors(broken: str) -> None:
+    with pytest.raises(UserError, match="chat template rejected the request"):
         await ours(CHATML).render(HELLO, template=broken)
 
 
-async def test_templates_cannot_change_what_they_are_given() -> None:
+async def test_templates_cannot_modify_their_arguments() -> None:
     with pytest.raises(UserError):
         await ours("{{ messages.append(1) }}").render(HELLO)
 
 
-async def test_half_characters_in_messages_come_out_as_text() -> None:
+async def test_lone_surrogates_in_messages_become_replacement_characters() -> None:
     rendered = await ours("{{ messages[0].content }}").render(
         [{"role": "user", "content": "\ud800"}]
     )
@@ -459,7 +459,7 @@ async def test_half_characters_in_messages_come_out_as_text() -> None:
     assert rendered == "\ufffd"
 
 
-async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
+async def test_named_templates_are_selected_like_in_transformers() -> None:
     template = ours(
         {"default": "plain", "tool_use": "with {{ tools[0].function.name }}", "rag": "rag"}
     )
@@ -473,12 +473,12 @@ async def test_named_templates_are_chosen_as_transformers_chooses() -> None:
     assert chosen == ["plain", "with weather", "rag"]
 
 
-async def test_no_template_at_all_says_what_to_do() -> None:
+async def test_a_missing_template_is_reported_with_a_remedy() -> None:
     with pytest.raises(UserError, match="--chat-template"):
         await ours(None).render(HELLO)
 
 
-async def test_kwargs_reach_the_template_but_may_not_stand_in_for_fields() -> None:
+async def test_kwargs_reach_the_template_but_may_not_replace_fields() -> None:
     template = ours("{{ mood }} {{ bos_token }}")
 
     rendered = await template.render(HELLO, kwargs={"mood": "fine", "bos_token": "B"})
@@ -489,7 +489,7 @@ async def test_kwargs_reach_the_template_but_may_not_stand_in_for_fields() -> No
     assert caught.value.param == "chat_template_kwargs"
 
 
-async def test_the_date_is_the_clocks() -> None:
+async def test_strftime_now_uses_the_clock_of_the_server() -> None:
     template = ours("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 2, 3))
 
     assert await template.render(HELLO) == "03 Feb 2026"
@@ -498,7 +498,7 @@ async def test_the_date_is_the_clocks() -> None:
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-async def test_an_endless_template_is_stopped_and_its_thread_serves_the_next() -> None:
+async def test_an_endless_template_is_stopped_and_its_thread_renders_the_next_template() -> None:
     template = ours(CHATML, time_limit_s=0.2, threads=1)
     began_s = time.monotonic()
 
@@ -511,7 +511,7 @@ async def test_an_endless_template_is_stopped_and_its_thread_serves_the_next() -
     assert "Hello" in rendered
 
 
-async def test_the_loop_runs_on_while_a_template_is_slow() -> None:
+async def test_a_slow_template_does_not_block_the_loop() -> None:
     template = ours(SLOW, time_limit_s=0.3)
     gaps_s = []
     render = asyncio.create_task(template.render(HELLO))
@@ -525,7 +525,7 @@ async def test_the_loop_runs_on_while_a_template_is_slow() -> None:
     assert max(gaps_s) < 0.2
 
 
-async def test_a_short_conversation_waits_for_no_thread_once_its_template_was_quick() -> None:
+async def test_a_fast_template_renders_short_conversations_without_a_thread() -> None:
     template = ours(CHATML, time_limit_s=0.5, threads=1)
     for _ in range(3):
         await template.render(HELLO)
@@ -541,7 +541,7 @@ async def test_a_short_conversation_waits_for_no_thread_once_its_template_was_qu
         await slow
 
 
-async def test_time_in_the_queue_does_not_count() -> None:
+async def test_time_in_the_queue_does_not_count_towards_the_time_limit() -> None:
     template = ours(CHATML, time_limit_s=0.3, threads=1)
     slow = [asyncio.create_task(template.render(HELLO, template=SLOW)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -554,7 +554,7 @@ async def test_time_in_the_queue_does_not_count() -> None:
     )
 
 
-async def test_slow_renderings_of_a_client_leave_a_thread_to_others() -> None:
+async def test_slow_renderings_of_a_client_leave_a_thread_to_other_clients() -> None:
     template = ours(CHATML, time_limit_s=1.0, threads=2)
 
     async def render(client: str, source: str | None) -> str:
@@ -573,7 +573,7 @@ async def test_slow_renderings_of_a_client_leave_a_thread_to_others() -> None:
     template.close()
 
 
-async def test_a_caller_who_leaves_stops_the_template() -> None:
+async def test_a_cancelled_caller_stops_the_template() -> None:
     template = ours(SLOW, time_limit_s=60, threads=1)
     left = asyncio.create_task(template.render(HELLO))
     await asyncio.sleep(0.05)
@@ -616,7 +616,7 @@ DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = 
         "{{ [] | batch(9999999999, 'x') | list }}",
     ],
 )
-async def test_bombs_end_at_the_bound_on_output(bomb: str) -> None:
+async def test_output_bombs_end_at_the_output_limit(bomb: str) -> None:
     template = ours(bomb, max_characters=100_000)
 
     with pytest.raises(UserError, match=r"100000 characters|five digits"):
@@ -624,14 +624,14 @@ async def test_bombs_end_at_the_bound_on_output(bomb: str) -> None:
 
 
 @pytest.mark.parametrize("grown", ["9 ** 99999", "n.s * n.s"])
-async def test_numbers_stay_small(grown: str) -> None:
+async def test_large_numbers_are_refused(grown: str) -> None:
     square = "{% set n = namespace(s=3) %}{% for i in range(60) %}{% set n.s = GROW %}{% endfor %}"
 
     with pytest.raises(UserError, match="too large"):
         await ours(square.replace("GROW", grown)).render(HELLO)
 
 
-def test_the_flag_takes_a_file_or_the_text_itself(tmp_path: Path) -> None:
+def test_the_chat_template_flag_accepts_a_file_or_the_template_text(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ 'é' }}", encoding="utf-8")
 
     from_file = read_template(str(tmp_path / "chat.jinja"))
@@ -640,10 +640,10 @@ def test_the_flag_takes_a_file_or_the_text_itself(tmp_path: Path) -> None:
     assert (from_file, from_text) == ("{{ 'é' }}", "{{ messages }}")
 
 
-def test_a_template_file_that_is_not_there_is_named() -> None:
+def test_a_missing_template_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.jinja'"):
         read_template("nowhere.jinja")
-    with pytest.raises(ConfigError, match="it has more, at most 33554432 are read"):
+    with pytest.raises(ConfigError, match="it has more, at most 33554432 are allowed"):
         read_template("/dev/zero")
 
 
@@ -653,7 +653,7 @@ async def test_tools_that_a_template_would_drop_are_refused() -> None:
         "{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}", generic_tools=False
     )
 
-    with pytest.raises(UserError, match=r"no place for tools.*--tool-template auto") as caught:
+    with pytest.raises(UserError, match=r"does not render tools.*--tool-template auto") as caught:
         await template.render(HELLO, tools=[WEATHER])
 
     assert caught.value.param == "tools"
@@ -663,7 +663,7 @@ async def test_tools_that_a_template_would_drop_are_refused() -> None:
 MOODY = "{% if 'slow' in messages[0].content %}" + SLOW + "{% endif %}{{ messages[0].content }}"
 
 
-async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop() -> None:
+async def test_a_template_that_is_slow_for_some_contents_never_blocks_the_loop() -> None:
     template = ours(MOODY, time_limit_s=0.3)
     for _ in range(3):
         await template.render(HELLO)
@@ -674,13 +674,13 @@ async def test_a_template_that_is_slow_for_some_contents_never_holds_up_the_loop
     for _ in range(3):
         render = asyncio.create_task(template.render([{"role": "user", "content": "slow"}]))
         while not render.done():
-            # CPU time of the process: other processes may use the same cores.
+            # CPU seconds of this process: other processes may use the same cores.
             before_s = time.process_time()
             await asyncio.sleep(0.001)
             gaps_s.append(time.process_time() - before_s)
         assert isinstance(render.exception(), UserError)
 
-    # Stopped on the loop the first time, never begun there again.
+    # The rendering is stopped on the loop the first time, and later runs elsewhere.
     assert max(gaps_s) < 0.2 and sorted(gaps_s)[-3] < 0.1
     assert await template.render(HELLO) == HELLO[0]["content"]
     assert not may_run_inline(compiled)
@@ -699,7 +699,7 @@ async def test_a_stopped_rendering_leaves_nothing_behind_on_its_thread() -> None
         return ""
 
     for place in range(30):
-        # Some end by themselves just when they would be stopped.
+        # Some calls end by themselves at the moment when they would be stopped.
         with contextlib.suppress(TooSlow):
             watch.run(lambda count=place * 60_000 + 1: spin(count))  # type: ignore[misc]
         sum(range(10_000))
@@ -761,12 +761,12 @@ async def test_a_comparison_of_nested_values_is_refused_before_it_runs(operation
 @pytest.mark.parametrize(
     "template", ["{{ messages[0] | tojson }}", "{{ messages[0].x }}", "{{ messages[0].content }}"]
 )
-async def test_a_value_of_too_many_items_is_refused_before_it_is_written(template: str) -> None:
+async def test_a_value_with_too_many_items_is_refused_before_it_is_rendered(template: str) -> None:
     many = [1] * MAX_WRITTEN_ITEMS
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": many}}}
     messages = [{"role": "user", "content": "hi", "x": many}]
     if "content" in template:
-        # The template has no place for calls.
+        # The template does not render calls.
         messages.append({"role": "assistant", "tool_calls": [call]})
 
     with pytest.raises(UserError, match=f"writes a value of more than {MAX_WRITTEN_ITEMS} items"):
@@ -785,11 +785,11 @@ async def test_comparisons_give_the_results_of_jinja() -> None:
 
 
 @pytest.mark.parametrize("greedy", GREEDY, ids=range(len(GREEDY)))
-async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
+async def test_a_hostile_request_template_neither_blocks_the_server_nor_uses_its_memory(
     isolation: ForkServer, greedy: str
 ) -> None:
     template = ours(CHATML, isolation=isolation)
-    # The fork server is there.
+    # The fork server has started.
     await template.render(HELLO, template="{{ messages[0].content }}")
     process = psutil.Process()
     before, began_s, gaps_s = process.memory_info().rss, time.monotonic(), [0.0]
@@ -800,7 +800,7 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
         await asyncio.sleep(0.005)
         gaps_s.append(time.monotonic() - core_wait_s() - before_s)
 
-    # Overloaded on a busy machine, where the wall time ends before the processor time.
+    # Overloaded on a busy machine, where the wall time ends before the CPU time.
     assert isinstance(render.exception(), UserError | Overloaded)
     assert time.monotonic() - began_s < 2
     assert sorted(gaps_s)[-2] < 0.1
@@ -808,7 +808,7 @@ async def test_a_template_of_a_request_costs_the_server_neither_time_nor_memory(
     assert "Hello" in await template.render(HELLO)
 
 
-async def test_roles_are_those_of_the_api_and_those_that_the_template_names() -> None:
+async def test_accepted_roles_are_the_apis_and_the_templates_roles() -> None:
     critic = [{"role": "critic", "content": "bad"}]
 
     with pytest.raises(
@@ -833,7 +833,7 @@ async def test_the_models_own_template_has_a_limit_of_memory(
     with pytest.raises(UserError, match="more than the 64 MiB"):
         await template.render(HELLO)
 
-    # The thread may still hold the last text when the caller has its error.
+    # The thread may still hold the last text when the caller receives its error.
     for _ in range(50):
         gc.collect()
         trim_memory()
@@ -845,7 +845,7 @@ async def test_the_models_own_template_has_a_limit_of_memory(
     template.close()
 
 
-async def test_templates_of_another_client_do_not_wait_for_slow_ones(
+async def test_templates_of_another_client_do_not_wait_for_slow_templates(
     isolation: ForkServer,
 ) -> None:
     template = ours(CHATML, isolation=isolation)
@@ -864,7 +864,7 @@ async def test_templates_of_another_client_do_not_wait_for_slow_ones(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_isolated_prompts_are_those_of_transformers(isolation: ForkServer, name: str) -> None:
+async def test_isolated_prompts_equal_transformers(isolation: ForkServer, name: str) -> None:
     template = ours(CHATML, isolation=isolation)
     tools = [WEATHER] if name == "tools" else None
     messages = CALLED if name == "tools" else TALK
@@ -874,7 +874,7 @@ async def test_isolated_prompts_are_those_of_transformers(isolation: ForkServer,
     assert rendered == theirs(TEMPLATES[name], messages, tools=tools, add_generation_prompt=True)
 
 
-async def test_what_an_isolated_template_refuses_is_the_callers_error(
+async def test_isolated_template_refusals_are_user_errors(
     isolation: ForkServer,
 ) -> None:
     template = ours(CHATML, isolation=isolation)
@@ -887,7 +887,7 @@ async def test_what_an_isolated_template_refuses_is_the_callers_error(
         )
 
 
-async def test_control_tokens_in_messages_are_marked_in_isolation_too() -> None:
+async def test_control_tokens_in_messages_are_marked_in_isolated_rendering() -> None:
     marker = ControlMarker(["<|end|>"], [], "MARK")
     server = isolated_templates(marker)
     template = ours(CHATML, isolation=server)

@@ -1,5 +1,4 @@
-"""server/text/control_tokens.py: text of control tokens in messages stays text, whatever the
-template."""
+"""server/text/control_tokens.py: control-token text in messages stays text with every template."""
 
 import re
 from typing import Any
@@ -41,7 +40,8 @@ TEXTS = {
 
 
 def plainly(kind: str, text: str) -> list[int]:
-    """`text` between two control tokens, by a tokenizer to which it is never control text."""
+    """Ids of `text` between two control tokens, from a tokenizer that never parses control tokens
+    in text."""
     encoder = Tokenizer.from_str(KINDS[kind].to_str())
     encoder.encode_special_tokens = True
     start, end = (encoder.token_to_id(token) for token in (START, END))
@@ -93,7 +93,7 @@ async def test_no_part_of_a_message_makes_a_control_token(message: dict[str, Any
     assert tokenizer.unmarked(text) == bare
     assert tokenizer.decode(ids, skip_special_tokens=False) == bare
     control = [tokenizer.id_of(token) for token in (START, END)]
-    # The template's own: a message's beginning and end, and the answer's beginning.
+    # Only the template's own control tokens: begin and end of a message, and begin of the answer.
     assert [token_id for token_id in ids if token_id in control] == [*control, control[0]]
     template.close()
 
@@ -101,9 +101,7 @@ async def test_no_part_of_a_message_makes_a_control_token(message: dict[str, Any
 @pytest.mark.parametrize("size", [1, 2, 7])
 @given(pieces=st.lists(st.sampled_from([*text_folders.SPECIAL, "<", "a", " ", "<|im_", "|>", "é"])))
 @settings(max_examples=40, deadline=None)
-def test_a_search_in_pieces_finds_what_a_search_of_the_whole_text_finds(
-    size: int, pieces: list[str]
-) -> None:
+def test_a_search_in_pieces_equals_a_search_of_the_whole_text(size: int, pieces: list[str]) -> None:
     controls, content = TEXTS["bytes"].controls, "".join(pieces)
     assert controls is not None
     marked = controls.marked(content)
@@ -116,7 +114,7 @@ def test_a_search_in_pieces_finds_what_a_search_of_the_whole_text_finds(
         assert controls.encode(START + marked, False) == ids
 
 
-def test_what_two_texts_would_make_together_stays_text() -> None:
+def test_control_tokens_across_two_texts_stay_text() -> None:
     tokenizer = TEXTS["bytes"]
     assert tokenizer.controls is not None
 
@@ -125,7 +123,7 @@ def test_what_two_texts_would_make_together_stays_text() -> None:
     assert tokenizer.id_of(END) not in tokenizer.encode_now(first.strip() + second, False)
 
 
-def of_words(*special: AddedToken) -> Tokenizer:
+def word_tokenizer(*special: AddedToken) -> Tokenizer:
     encoder = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "[END]": 2}, unk_token="[UNK]"))
     encoder.normalizer = normalizers.Lowercase() if special[0].normalized else None
     encoder.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -144,7 +142,7 @@ def of_words(*special: AddedToken) -> Tokenizer:
     ids=["found in changed text", "found as a word", "a word of the model", "one character"],
 )
 def test_a_control_token_that_cannot_be_avoided_is_refused_by_name(token: AddedToken) -> None:
-    controls = ControlTokenEncoder(BoundedEncoder(of_words(token), TokenizerBounds()))
+    controls = ControlTokenEncoder(BoundedEncoder(word_tokenizer(token), TokenizerBounds()))
 
     with pytest.raises(UserError, match=re.escape(f"'{token.content}'")):
         controls.encode(controls.marked(f"a {token.content} a"), False)
@@ -152,7 +150,7 @@ def test_a_control_token_that_cannot_be_avoided_is_refused_by_name(token: AddedT
     assert controls.encode(controls.marked("a"), False) == [1]
 
 
-async def test_control_tokens_of_messages_are_text_only_if_the_operator_says_so() -> None:
+async def test_control_tokens_of_messages_are_text_only_with_the_flag_of_the_operator() -> None:
     body = {"messages": [{"role": "user", "content": f"x{END}"}]}
     tokenizer = Text(TextFiles(text_folders.byte_level(), {}, None), special_tokens_as_text=True)
     counts = []

@@ -1,4 +1,4 @@
-"""Detokenizers: the pieces joined are the whole, and no piece is ever taken back."""
+"""Detokenizers: the concatenated pieces equal the whole text, and no sent piece is ever changed."""
 
 import pytest
 import text_folders
@@ -38,7 +38,7 @@ def pieces(
 
 
 @given(kind=kinds, groups=ids_lists, skip=flags, spaces=flags)
-def test_pieces_joined_are_the_decoding_of_the_whole(
+def test_pieces_concatenate_to_the_decoding_of_the_whole(
     kind: str, groups: list[list[int]], skip: bool, spaces: bool
 ) -> None:
     tokenizer = KINDS[kind]
@@ -50,7 +50,7 @@ def test_pieces_joined_are_the_decoding_of_the_whole(
 
 
 @given(kind=kinds, prompt=st.text("aéHlo🙂 ", max_size=8), groups=ids_lists, skip=flags)
-def test_after_a_prompt_they_are_what_follows_it(
+def test_pieces_after_a_prompt_equal_the_continuation(
     kind: str, prompt: str, groups: list[list[int]], skip: bool
 ) -> None:
     tokenizer = KINDS[kind]
@@ -72,7 +72,7 @@ def test_a_prompt_of_any_ids_is_never_sent_again(
 
     made = "".join(pieces(tokenizer, prompt, groups))
 
-    # The prompt's last bytes may be half a character, which is sent only if it becomes whole.
+    # The prompt may end within a character, which is sent only once it is complete.
     assert whole.endswith(made)
     certain = whole[: len(whole) - len(made)]
     assert certain == alone or (alone.endswith("\ufffd") and certain == alone[:-1])
@@ -102,7 +102,7 @@ def test_no_piece_breaks_a_character(text: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", BYTES)
-def test_a_character_comes_with_its_last_byte(kind: str) -> None:
+def test_a_character_is_sent_with_its_last_byte(kind: str) -> None:
     tokenizer = KINDS[kind]
     smile = tokenizer.encode_now("a🙂", False)[-4:]
     before = tokenizer.encode_now("a", False)
@@ -122,7 +122,7 @@ def test_bytes_that_can_never_be_a_character_are_not_held_back() -> None:
     assert made == ["\ufffd", "", "\ufffda", ""]
 
 
-def test_an_unfinished_character_shows_at_the_end_only() -> None:
+def test_an_unfinished_character_is_sent_only_at_the_end() -> None:
     tokenizer = KINDS["byte level"]
     first, *_ = tokenizer.encode_now("🙂", False)
 

@@ -1,4 +1,4 @@
-"""server/text/length_bounds.py: no text has fewer tokens than its length is said to show."""
+"""server/text/length_bounds.py: no text has fewer tokens than its length bound."""
 
 import pytest
 import text_folders
@@ -31,14 +31,14 @@ KNOWN = {
     "some bytes": without_some_bytes(),
 }
 COVERS = {kind: token_length_bound(encoder) for kind, encoder in KNOWN.items()}
-# Pieces that shrink if anything does: combining marks, Hangul letters, merges, control tokens.
+# Pieces that a tokenizer may shrink: combining marks, Hangul letters, merges, control tokens.
 PIECES = ["\u03b1\u0313\u0300\u0345", "\u1100\u1161\u11a8", " the", "<|im_start|>", "<tool>", "\0"]
 
 
 @pytest.mark.parametrize("kind", KNOWN)
 @given(text=st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]) -> None:
+def test_no_text_has_fewer_tokens_than_its_bound(kind: str, text: list[str]) -> None:
     cover = COVERS[kind]
     joined = "".join(text).encode("utf-8", "replace").decode()
 
@@ -48,7 +48,7 @@ def test_no_text_has_fewer_tokens_than_its_cover_says(kind: str, text: list[str]
     assert cover.num_encoded_bytes(joined) <= count * cover.max_bytes_per_token
 
 
-def test_the_longest_token_is_what_counts_and_dropped_bytes_are_not() -> None:
+def test_the_length_bound_uses_the_longest_token_and_ignores_dropped_bytes() -> None:
     longest = max(len(token) for token in text_folders.SPECIAL)
 
     assert COVERS["bytes"] == TokenLengthBound(max_bytes_per_token=longest)
@@ -72,7 +72,7 @@ def blanks_swallowed() -> Tokenizer:
     ],
     ids=["unknown words", "blanks swallowed", "stripped", "blanks joined"],
 )
-def test_a_tokenizer_that_can_drop_any_amount_of_text_has_no_cover(encoder: Tokenizer) -> None:
+def test_a_tokenizer_that_can_drop_any_amount_of_text_has_no_bound(encoder: Tokenizer) -> None:
     cover = token_length_bound(encoder)
 
     assert cover is None

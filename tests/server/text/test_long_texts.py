@@ -1,4 +1,4 @@
-"""A part of a long text gives the tokens of the whole where it is kept."""
+"""Tokens of a part of a long text equal the whole text's tokens in the kept range."""
 
 import random
 from typing import Any
@@ -76,9 +76,7 @@ ENCODERS = {
 @pytest.mark.parametrize("from_end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("num_tokens", [1, 10, 700])
-def test_the_tokens_of_a_part_are_those_of_the_whole(
-    kind: str, from_end: bool, num_tokens: int
-) -> None:
+def test_the_tokens_of_a_part_equal_the_whole(kind: str, from_end: bool, num_tokens: int) -> None:
     encoder, read = ENCODERS[kind], []
 
     def encode(part: str) -> list[int]:
@@ -99,7 +97,7 @@ def test_the_tokens_of_a_part_are_those_of_the_whole(
     assert max(read) < 25_000
 
 
-def test_what_has_few_tokens_is_read_on_until_there_are_enough() -> None:
+def test_a_text_with_few_tokens_is_read_until_it_has_enough_tokens() -> None:
     text = "hello " * 50 + "z" * 50_000 + " world" * 300
     encoder = text_folders.words()
 
@@ -111,7 +109,7 @@ def test_what_has_few_tokens_is_read_on_until_there_are_enough() -> None:
     assert read_part(encode, text, 52, from_end=False)[:52] == encode(text)[:52]
 
 
-def test_a_text_that_stands_for_nothing_is_not_read_for_ever() -> None:
+def test_a_text_without_tokens_is_read_only_to_a_limit() -> None:
     read = []
 
     def encode(part: str) -> list[int]:
@@ -123,7 +121,7 @@ def test_a_text_that_stands_for_nothing_is_not_read_for_ever() -> None:
     assert max(read) < 5 * max_characters(5)
 
 
-def test_a_short_text_is_its_own_part() -> None:
+def test_a_short_text_is_returned_whole_and_a_long_text_is_shortened() -> None:
     assert part_of("a b c", 1, from_end=True) == "a b c"
     assert part_of("ab " * 2_000, 3_001, from_end=True) == " ab" * 1001 + " "
     assert part_of("ab " * 2_000, 3_001, from_end=False) == "ab " * 1000 + "ab"
@@ -131,7 +129,7 @@ def test_a_short_text_is_its_own_part() -> None:
 
 @pytest.mark.parametrize("keep_end", [True, False], ids=["end", "beginning"])
 @pytest.mark.parametrize("prefix", ["", "Query: "])
-def test_inputs_that_are_cut_are_those_of_the_whole_text(keep_end: bool, prefix: str) -> None:
+def test_truncated_inputs_equal_the_whole_text(keep_end: bool, prefix: str) -> None:
     encoder = ENCODERS["pieces of words"]
     texts = [prose(60_000), "short", ("hello", prose(50_000, seed=7)), " ".join(["z" * 200] * 400)]
     rule = TextInputOptions(most=33, cuts=True, keep_end=keep_end, prefix=prefix, lowercase=True)
@@ -147,14 +145,14 @@ def test_inputs_that_are_cut_are_those_of_the_whole_text(keep_end: bool, prefix:
 
 
 @pytest.mark.parametrize("kind", ["pieces of words", "unigram"])
-async def test_a_tokenizer_of_which_lengths_tell_nothing_reads_only_so_much(kind: str) -> None:
+async def test_a_tokenizer_without_length_bounds_reads_a_limited_part(kind: str) -> None:
     tokenizer = Tokenizer(TextFiles(ENCODERS[kind], {}, None))
 
-    with pytest.raises(TooManyCharacters, match=f"at most {max_characters(10)} are read"):
+    with pytest.raises(TooManyCharacters, match=f"at most {max_characters(10)} are allowed"):
         await tokenizer.encode(" " * 500_000, False, 10)
     with pytest.raises(TooManyTokens) as caught:
         await tokenizer.encode(prose(100_000), False, 10)
 
-    # Not all of it was tokenized to see that it is too long.
+    # Only a part was tokenized to detect that the text is too long.
     assert 10 < caught.value.count < initial_characters(10)
     assert caught.value.at_least

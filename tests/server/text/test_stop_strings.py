@@ -1,4 +1,4 @@
-"""Stop strings: held back, found, and cut at the same place however the text arrives."""
+"""Stop strings are held back, found, and cut at the same place for every split of the text."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ small_stops = st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_siz
 
 
 @given(text=small_text, stops=small_stops, include_stop=st.booleans())
-def test_every_way_to_cut_in_two_gives_what_a_naive_search_gives(
+def test_every_split_in_two_equals_a_naive_search(
     text: str, stops: tuple[str, ...], include_stop: bool
 ) -> None:
     expected = reference(text, stops, include_stop)
@@ -44,9 +44,7 @@ def test_every_way_to_cut_in_two_gives_what_a_naive_search_gives(
 
 
 @given(chunks=st.lists(st.text(alphabet="ab", max_size=3), max_size=8), stops=small_stops)
-def test_any_chunks_give_what_a_naive_search_gives(
-    chunks: list[str], stops: tuple[str, ...]
-) -> None:
+def test_any_chunks_equal_a_naive_search(chunks: list[str], stops: tuple[str, ...]) -> None:
     expected = reference("".join(chunks), stops, False)
 
     result = run(chunks, stops)
@@ -55,9 +53,7 @@ def test_any_chunks_give_what_a_naive_search_gives(
 
 
 @given(text=small_text, stops=small_stops)
-def test_nothing_goes_out_that_a_stop_could_still_take_back(
-    text: str, stops: tuple[str, ...]
-) -> None:
+def test_text_that_may_be_part_of_a_stop_is_held_back(text: str, stops: tuple[str, ...]) -> None:
     matcher = StopMatcher(stops)
     sent = ""
     lengths = []
@@ -74,7 +70,7 @@ def test_nothing_goes_out_that_a_stop_could_still_take_back(
         assert tail == "" or any(stop.startswith(tail) for stop in stops)
 
 
-def test_text_that_only_looked_like_a_stop_goes_out_with_the_next_letter() -> None:
+def test_a_partial_stop_is_sent_with_the_next_different_letter() -> None:
     matcher = StopMatcher(("STOP",))
 
     pieces = [matcher.push(piece) for piece in ("a ST", "O", "RE")]
@@ -82,7 +78,7 @@ def test_text_that_only_looked_like_a_stop_goes_out_with_the_next_letter() -> No
     assert pieces == ["a ", "", "STORE"]
 
 
-def test_a_stop_that_ends_while_not_armed_is_passed_over() -> None:
+def test_a_stop_that_ends_before_min_tokens_is_ignored() -> None:
     matcher = StopMatcher(("END",))
 
     first = matcher.push("one END", armed=False)
@@ -92,5 +88,5 @@ def test_a_stop_that_ends_while_not_armed_is_passed_over() -> None:
     assert (first, second, third) == ("one END", " two ", Stopped("", "END"))
 
 
-def test_the_stop_stays_in_the_output_when_asked() -> None:
+def test_the_stop_stays_in_the_output_on_request() -> None:
     assert run(["say E", "ND now"], ("END",), include_stop=True) == ("say END", "END")

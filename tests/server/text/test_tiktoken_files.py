@@ -1,4 +1,4 @@
-"""Vocabularies in the format of tiktoken, as GLM-4-9B has them, against tiktoken's algorithm."""
+"""Vocabularies in the tiktoken format, as in GLM-4-9B, compared with tiktoken's algorithm."""
 
 import base64
 import json
@@ -34,7 +34,7 @@ def write(folder: Path, **fields: Any) -> None:
 
 
 def merged(piece: bytes) -> list[int]:
-    """The tokens of a piece of a text: the pair of the lowest rank is joined, until no pair is a
+    """Tokens of a piece of text: the pair with the lowest rank is merged until no pair is a
     token."""
     if piece in RANKS:
         return [RANKS[piece]]
@@ -69,7 +69,7 @@ def test_texts_get_the_tokens_of_tiktoken(pieces: list[str], tmp_path: Path) -> 
     assert tokenizer.encode_now("<sop>", False) == [len(RANKS) + 2]
 
 
-def test_a_line_that_is_no_token_is_named(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "tokenizer.model").write_text("AA== 0\nBB==\n")
 
@@ -91,19 +91,19 @@ def test_another_tokenizer_with_code_in_the_checkpoint_is_refused(tmp_path: Path
     write(tmp_path, tokenizer_class="ChatGLMTokenizer")
 
     with pytest.raises(
-        ConfigError, match=r"ChatGLMTokenizer.* such code is never run: put a token"
+        ConfigError, match=r"ChatGLMTokenizer.* code in a checkpoint is never run: put a token"
     ):
         Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
 
 
-def test_tokens_whose_pairs_would_take_the_memory_are_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_with_too_many_token_pairs_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     runs = [letter * length for letter in (b"y", b"z") for length in range(2, 1025)]
     tokens = [*(bytes([i]) for i in range(256)), *runs]
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_text("\n".join(lines))
 
-    with pytest.raises(ConfigError, match=r"pairs have \d+: merges are made of at most 268435456"):
+    with pytest.raises(ConfigError, match=r"sum to \d+ \(at most 268435456"):
         Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
 
 
@@ -115,7 +115,7 @@ def test_an_added_token_follows_the_vocabulary(number: str, tmp_path: Path) -> N
         Tokenizer.load(str(tmp_path), cache_dir=tmp_path / "cache")
 
 
-def test_a_class_that_is_no_text_is_no_tokenizer_of_this_format(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_class_does_not_select_this_format(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_class=["ChatGLM4Tokenizer"])
 
     with pytest.raises(ConfigError):

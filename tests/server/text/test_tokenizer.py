@@ -1,4 +1,4 @@
-"""Tokenizers as checkpoints bring them: exact both ways, and never in the event loop's way."""
+"""Tokenizers of checkpoints: exact in both directions, and without blocking the event loop."""
 
 import asyncio
 import random
@@ -43,7 +43,7 @@ UNICODE = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", UNICODE)
-def test_text_comes_back_as_it_went_in(kind: str, text: str) -> None:
+def test_text_survives_encoding_and_decoding(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
 
     ids = tokenizer.encode_now(text, False)
@@ -52,7 +52,7 @@ def test_text_comes_back_as_it_went_in(kind: str, text: str) -> None:
 
 
 @given(st.text())
-def test_any_unicode_comes_back_as_it_went_in(text: str) -> None:
+def test_any_unicode_survives_encoding_and_decoding(text: str) -> None:
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode_now(text, False), False) == text
 
 
@@ -64,7 +64,7 @@ def test_lone_surrogates_become_replacement_characters(kind: str) -> None:
 
 
 @given(st.lists(st.integers(0, 300), max_size=12), st.booleans())
-def test_decoding_is_the_librarys_for_all_bytes(ids: list[int], skip: bool) -> None:
+def test_decoding_equals_the_library_for_all_bytes(ids: list[int], skip: bool) -> None:
     reference = PreTrainedTokenizerFast(tokenizer_object=text_folders.byte_level())
 
     text = BYTE_LEVEL.decode(ids, skip)
@@ -73,7 +73,7 @@ def test_decoding_is_the_librarys_for_all_bytes(ids: list[int], skip: bool) -> N
 
 
 @given(st.lists(st.integers(0, 280), max_size=12), st.booleans(), st.booleans())
-def test_decoding_with_a_byte_fallback_is_the_librarys_where_the_bytes_are_text(
+def test_decoding_with_byte_fallback_equals_the_library_for_valid_bytes(
     ids: list[int], skip: bool, strip: bool
 ) -> None:
     encoder = text_folders.byte_fallback(strip)
@@ -81,11 +81,12 @@ def test_decoding_with_a_byte_fallback_is_the_librarys_where_the_bytes_are_text(
 
     text = bare(encoder).decode(ids, skip)
 
-    # The library replaces a whole run of bytes when a byte of it is wrong; we keep the right part.
+    # The library replaces a whole run of bytes if a byte of it is wrong; this detokenizer keeps the
+    # valid part.
     assert text == expected or "\ufffd" in text
 
 
-def test_special_tokens_show_only_when_asked() -> None:
+def test_special_tokens_are_shown_only_on_request() -> None:
     tokenizer = BYTE_LEVEL
     ids = tokenizer.encode_now("<|im_start|>hi<tool><\uff5cuser\uff5c>", False)
 
@@ -94,7 +95,7 @@ def test_special_tokens_show_only_when_asked() -> None:
     assert texts == ["hi<tool>", "<|im_start|>hi<tool><\uff5cuser\uff5c>"]
 
 
-def test_a_tokens_bytes_are_its_own_even_when_half_a_character() -> None:
+def test_token_bytes_returns_partial_characters() -> None:
     ids = {kind: t.encode_now("🙂", False) for kind, t in KINDS.items()}
 
     pieces = {kind: [KINDS[kind].token_bytes(i) for i in row] for kind, row in ids.items()}
@@ -104,7 +105,7 @@ def test_a_tokens_bytes_are_its_own_even_when_half_a_character() -> None:
     assert pieces["byte fallback"] == [b" ", b"\xf0", b"\x9f", b"\x99", b"\x82"]
 
 
-def test_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
+def test_ids_beyond_the_vocabulary_have_no_text() -> None:
     tokenizer = BYTE_LEVEL
 
     beyond = tokenizer.vocab_size + 5
@@ -112,7 +113,7 @@ def test_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
     assert (tokenizer.token_bytes(beyond), tokenizer.decode([beyond])) == (b"", "")
 
 
-def test_words_without_a_decoder_are_joined_as_the_library_joins_them() -> None:
+def test_words_without_a_decoder_are_joined_like_in_the_library() -> None:
     encoder = text_folders.words()
     tokenizer = bare(encoder)
     ids = [encoder.token_to_id(t) for t in ("hello", "<s>", "</s>", "world")]
@@ -127,7 +128,7 @@ def test_words_without_a_decoder_are_joined_as_the_library_joins_them() -> None:
     assert tokenizer.token_bytes(ids[0]) == b" hello"
 
 
-def test_a_folder_gives_template_special_tokens_and_frame(tmp_path: Path) -> None:
+def test_a_folder_gives_the_chat_template_special_tokens_and_post_processor(tmp_path: Path) -> None:
     encoder = text_folders.byte_level()
     start = encoder.token_to_id("<s>")
     encoder.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
@@ -153,7 +154,7 @@ def test_a_folder_gives_template_special_tokens_and_frame(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("frame", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
-def test_a_folder_encodes_as_transformers_does(tmp_path: Path, frame: dict[str, bool]) -> None:
+def test_a_folder_encodes_like_transformers(tmp_path: Path, frame: dict[str, bool]) -> None:
     path = text_folders.save(text_folders.byte_level(), tmp_path, **frame)
     reference = PreTrainedTokenizerFast.from_pretrained(path)
 
@@ -165,7 +166,7 @@ def test_a_folder_encodes_as_transformers_does(tmp_path: Path, frame: dict[str, 
             assert tokenizer.encode_now(text, special) == expected
 
 
-def test_template_files_come_before_the_configuration(tmp_path: Path) -> None:
+def test_template_files_take_precedence_over_the_tokenizer_config(tmp_path: Path) -> None:
     path = text_folders.save(text_folders.byte_level(), tmp_path, chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("new", encoding="utf-8")
     (tmp_path / "additional_chat_templates").mkdir()
@@ -207,7 +208,7 @@ def test_limits_stored_in_the_file_do_not_cut_prompts(tmp_path: Path) -> None:
     assert len(tokenizer.encode_now("abcdefgh", False)) == 8
 
 
-def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--skip-tokenizer-init"):
         Tokenizer.load(str(tmp_path))
 
@@ -237,7 +238,7 @@ def test_older_vocabulary_files_are_converted_once_and_kept(tmp_path: Path) -> N
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
 
 
-def test_a_conversion_that_nobody_waits_for_is_stopped_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_conversion_is_stopped_and_leaves_no_file(tmp_path: Path) -> None:
     text_folders.save(text_folders.byte_level(), tmp_path, tokenizer_class="GPT2Tokenizer")
     text_folders.byte_level().model.save(str(tmp_path))
     (tmp_path / "tokenizer.json").unlink()
@@ -297,7 +298,7 @@ async def test_long_and_short_texts_give_the_same_ids_on_any_thread() -> None:
     assert ids == BYTE_LEVEL.encode_now(text, False)
 
 
-def test_the_front_ends_text_side_loads_no_torch() -> None:
+def test_text_processing_of_a_front_end_loads_no_torch() -> None:
     code = (
         "import sys, server.generation.pipeline, server.text.chat_template; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint: five places, and the order in which they count."""
+"""Chat templates of a checkpoint: five places, and their precedence."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ PROCESSOR = {"chat_template": "processor"}
         (None, {"chat_template": JSON}, "json"),
         (None, {"processor_config": PROCESSOR}, "processor"),
         (None, {"processor_config": {"chat_template": None}}, None),
-        # A text model has no processor that reads this file.
+        # A text model has no processor, so this file is not read.
         ("own", {"chat_template": JSON}, "own"),
         # Requests with tools keep the tokenizer's template.
         (
@@ -50,13 +50,13 @@ PROCESSOR = {"chat_template": "processor"}
         (TOOLS, {"processor_config": PROCESSOR}, {"default": "processor", "tool_use": "tools"}),
     ],
 )
-def test_the_first_place_with_a_template_counts(
+def test_the_first_place_with_a_template_takes_precedence(
     tmp_path: Path, own: Any, files: dict[str, Any], expected: Templates
 ) -> None:
     assert _read(tmp_path, own, **files) == expected
 
 
-def test_template_files_come_before_all_others(tmp_path: Path) -> None:
+def test_template_files_take_precedence_over_all_other_files(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("jinja")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("more")
@@ -71,5 +71,5 @@ def test_template_files_come_before_all_others(tmp_path: Path) -> None:
 def test_a_template_of_another_form_is_refused_with_its_file(
     tmp_path: Path, name: str, template: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"chat_template in .*{name}\.json holds "):
+    with pytest.raises(ConfigError, match=rf"chat_template in .*{name}\.json has "):
         _read(tmp_path, "own", **{name: {"chat_template": template}})

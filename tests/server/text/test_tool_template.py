@@ -1,4 +1,4 @@
-"""Tools as text, for chat templates without a place for them."""
+"""Tools rendered as text, for chat templates without support for tools."""
 
 import json
 from typing import Any
@@ -79,7 +79,7 @@ def test_the_tools_become_the_system_message_without_what_only_the_server_reads(
 
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
-def test_the_tools_are_appended_to_the_system_message_that_exists(content: Any) -> None:
+def test_the_tools_are_appended_to_an_existing_system_message(content: Any) -> None:
     messages = [{"role": "developer", "content": content}, {"role": "user", "content": "hi"}]
 
     assert rendered(messages) == [("system", f"Be brief.\n\n{TEXT}"), ("user", "hi")]
@@ -113,7 +113,7 @@ async def test_a_template_without_the_role_system_has_the_tools_in_the_first_mes
     assert f"[assistant]{CALLS}" in text and f"[user]{RESULTS}" in text
 
 
-async def test_a_history_with_calls_is_text_where_this_request_has_no_tools() -> None:
+async def test_a_history_with_calls_becomes_text_if_the_request_has_no_tools() -> None:
     text = await ChatTemplate(CHATML, {}).render(HISTORY)
 
     assert CALLS in text and "<tools>" not in text
@@ -135,13 +135,13 @@ async def test_a_template_with_a_place_for_tools_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ broken", "{% for i in range(99999999) %}{% endfor %}", {}])
-def test_a_template_that_cannot_tell_is_found_out_in_time(source: Any) -> None:
+def test_an_undecidable_template_is_classified_in_bounded_time(source: Any) -> None:
     template = ChatTemplate(source, {}, time_limit_s=0.2)
 
     assert template.uses_generic_tools() == (source == {})
 
 
-async def test_control_tokens_in_tools_are_marked_in_a_template_of_a_request_too() -> None:
+async def test_control_tokens_in_tools_are_marked_in_templates_of_requests() -> None:
     marker = ControlMarker(["<|im_end|>"], [], "MARK")
     template = ChatTemplate(CHATML, {}, isolation=isolated_templates(marker))
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}

@@ -1,5 +1,5 @@
-"""Writes how long the event loop of an API server lets no other task run, in CPU time of its
-process: other work on the machine does not change it. Loaded by processes with this folder in
+"""Records stalls of the event loop of an API server in CPU time of its process, which does not
+depend on other work on the machine. Loaded by processes with this folder in
 PYTHONPATH (see loop_slices.py)."""
 
 import asyncio

@@ -1,4 +1,5 @@
-"""What ends or refuses a capture or a replay: the bridge's HPUGraph.cpp, torch/hpu/graphs.py."""
+"""Events that end or refuse a capture or a replay: the bridge's HPUGraph.cpp,
+torch/hpu/graphs.py."""
 
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_a_graph_that_is_destroyed_ends_the_capture_of_another_graph(kind: str) 
         assert card.counters.counts["capture_ended"] == 1
 
 
-def test_a_graph_that_is_destroyed_between_captures_ends_nothing() -> None:
+def test_a_graph_destroyed_between_captures_ends_no_capture() -> None:
     with emulated(strict=True):
         x = torch.ones(2).to("hpu")
         _captured(x)
@@ -78,7 +79,7 @@ def test_a_capture_ends_on_the_stream_on_which_it_began() -> None:
         graph.capture_end()
 
 
-def test_a_mark_inside_a_capture_is_refused_on_another_stream() -> None:
+def test_mark_step_inside_a_capture_is_refused_on_another_stream() -> None:
     with emulated():
         from habana_frameworks.torch.core import mark_step
 
@@ -110,7 +111,7 @@ def test_the_wrapper_captures_on_the_default_stream() -> None:
         assert seen == [_hpu().default_stream()]
 
 
-def test_outputs_are_named_once_and_after_the_capture() -> None:
+def test_user_outputs_are_marked_once_and_after_the_capture() -> None:
     with emulated():
         x, graph = torch.ones(2).to("hpu"), _hpu().HPUGraph()
         graph.capture_begin()
@@ -136,7 +137,7 @@ def test_a_replay_refuses_inputs_of_another_shape() -> None:
             graph.replayV3([torch.ones(3).to("hpu")])
 
 
-def test_a_graphed_callable_has_the_shapes_of_its_sample_alone() -> None:
+def test_a_graphed_callable_accepts_only_the_shapes_of_its_sample() -> None:
     with emulated() as card:
         graphed = _hpu().make_graphed_callables(lambda x: x * 2, (torch.ones(2).to("hpu"),))
 
@@ -146,7 +147,7 @@ def test_a_graphed_callable_has_the_shapes_of_its_sample_alone() -> None:
         assert card.counters.counts["captures"] == 1
 
 
-def test_graphed_callables_take_tensors_alone_and_modules_without_hooks() -> None:
+def test_graphed_callables_accept_only_tensors_and_modules_without_hooks() -> None:
     with emulated():
         x, module = torch.ones(1, 2).to("hpu"), nn.ReLU()
         module.register_forward_hook(lambda *_: None)

@@ -1,4 +1,4 @@
-"""Order of reads and writes of several streams: without an event between them, a read may come
+"""Order of the reads and writes of several streams: without an event between them, a read may come
 before or after a write."""
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def _found(card: Emulator) -> dict[str, int]:
 
 
 def _copied_aside(x: Tensor) -> tuple[Tensor, Any, Any]:
-    """The target of a copy of `x` on another stream, the stream, and the event of its end."""
+    """Copy `x` on another stream; returns the target, the stream, and the event of its end."""
     side, made = _hpu().Stream(), _hpu().Event()
     made.record()
     side.wait_event(made)
@@ -63,7 +63,7 @@ WRITES: dict[str, Callable[[Tensor], Callable[[Tensor], None]]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_to_what_another_stream_still_copies_is_counted(name: str) -> None:
+def test_a_write_to_the_source_of_a_running_copy_is_counted(name: str) -> None:
     with emulated() as card:
         x = torch.ones(4).to("hpu")
         write = WRITES[name](x)
@@ -78,7 +78,7 @@ def test_a_write_to_what_another_stream_still_copies_is_counted(name: str) -> No
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_write_after_the_event_of_another_streams_copy_leaves_the_copy_as_it_was(
+def test_a_write_after_the_event_of_another_streams_copy_does_not_change_the_copy(
     name: str,
 ) -> None:
     with emulated(strict=True):
@@ -107,7 +107,7 @@ def test_a_write_after_the_host_has_waited_for_the_copy_is_in_order() -> None:
         assert target.tolist() == [1.0] * 4
 
 
-def test_the_default_stream_must_wait_for_what_another_stream_wrote() -> None:
+def test_the_default_stream_must_wait_for_writes_of_another_stream() -> None:
     with emulated() as card:
         x = torch.ones(4).to("hpu")
         side = _hpu().Stream()
@@ -139,7 +139,7 @@ def test_the_default_stream_reads_in_order_after_it_has_waited(name: str) -> Non
         assert (y + 1).tolist() == [3.0] * 4
 
 
-def test_an_event_that_was_recorded_before_the_write_orders_nothing() -> None:
+def test_an_event_recorded_before_a_write_does_not_order_the_write() -> None:
     with emulated() as card:
         x = torch.ones(4).to("hpu")
         side = _hpu().Stream()
@@ -153,7 +153,7 @@ def test_an_event_that_was_recorded_before_the_write_orders_nothing() -> None:
         assert _found(card) == {"stream_order": 1}
 
 
-def test_another_stream_must_wait_before_it_writes_what_the_default_stream_reads() -> None:
+def test_another_stream_must_wait_for_reads_of_the_default_stream_before_it_writes() -> None:
     with emulated() as card:
         x = torch.ones(4).to("hpu")
         x + 1
@@ -166,8 +166,8 @@ def test_another_stream_must_wait_before_it_writes_what_the_default_stream_reads
 
 
 def test_uploads_wait_for_launches_by_themselves() -> None:
-    """The runtime waits for the launches that use the target, and launches wait for uploads to
-    their inputs (the bridge's device.cpp)."""
+    """The runtime makes uploads wait for launches that use the target, and launches wait for
+    uploads to their inputs (the bridge's device.cpp)."""
     with emulated(strict=True):
         x = torch.ones(4).to("hpu")
         x + 1

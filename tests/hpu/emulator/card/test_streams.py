@@ -1,4 +1,4 @@
-"""The current stream, by the bridge's torch/hpu/streams.py and HPUStream.cpp."""
+"""The current stream, as in the bridge's torch/hpu/streams.py and HPUStream.cpp."""
 
 import threading
 from collections.abc import Iterator
@@ -43,7 +43,8 @@ def test_lazy_mode_remembers_the_stream_of_any_thread() -> None:
             y = x + 1
             event = _hpu().Event()
             event.record()
-            # The event is recorded on the other thread's stream, and launches nothing here.
+            # The event is recorded on the other thread's stream, and does not launch the collected
+            # operations here.
             assert card.counters.counts["launches"] == launches
 
             _hpu().set_stream(_hpu().default_stream())
@@ -58,7 +59,7 @@ def test_eager_mode_has_a_stream_for_each_thread() -> None:
             assert _hpu().current_stream() is _hpu().default_stream()
 
 
-def test_a_change_of_the_stream_launches_what_was_collected() -> None:
+def test_a_change_of_the_stream_launches_collected_operations() -> None:
     with emulated() as card:
         x = torch.ones(2).to("hpu")
         x + 1
@@ -81,7 +82,7 @@ def test_in_eager_mode_another_stream_waits_for_the_default_stream() -> None:
         assert copied.tolist() == [3.0, 3.0]
 
 
-def test_no_time_passes_between_events_that_were_not_recorded() -> None:
+def test_elapsed_time_requires_recorded_events() -> None:
     with emulated():
         start, end = (_hpu().Event(enable_timing=True) for _ in range(2))
         start.record()

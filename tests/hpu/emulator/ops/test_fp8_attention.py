@@ -14,7 +14,7 @@ def operands() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def test_attention_in_fp8_is_close_and_measured_attention_gives_the_largest_weight() -> None:
+def test_fp8_attention_is_close_to_bfloat16_and_measures_the_largest_weight() -> None:
     q, k, v = operands()
     expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
@@ -43,13 +43,13 @@ def test_attention_in_fp8_is_close_and_measured_attention_gives_the_largest_weig
         measured, amax = measured.cpu(), float(amax.cpu())
 
     assert found.dtype == torch.float8_e4m3fn
-    # The first token sees itself alone.
+    # The first token attends only to itself.
     assert amax == 1.0
     assert torch.allclose(measured, expected, atol=0.02)
     assert 0 < (out - expected).float().square().mean().sqrt() < 0.1 * expected.float().std()
 
 
-def test_fp8_attention_without_a_scale_of_its_output_gives_bfloat16_and_measures_nothing() -> None:
+def test_fp8_attention_without_an_output_scale_gives_bfloat16_without_amax() -> None:
     q, k, v = operands()
 
     with emulated():
@@ -65,7 +65,7 @@ def test_fp8_attention_without_a_scale_of_its_output_gives_bfloat16_and_measures
     assert out.dtype == torch.bfloat16
 
 
-def test_softmax_is_fp8_times_the_scale_if_its_input_has_one() -> None:
+def test_softmax_returns_scaled_fp8_only_if_scales_are_given() -> None:
     scores = torch.randn(3, 5).bfloat16()
 
     with emulated():

@@ -1,4 +1,4 @@
-"""The card's own ops against plain torch, and what they refuse."""
+"""The card's own operators compared with plain torch, and their refusals."""
 
 import math
 from collections.abc import Callable
@@ -43,23 +43,23 @@ def test_attention_shares_key_heads_and_skips_padding() -> None:
     assert torch.allclose(out[1, :, :4], expected[1, :, :4], atol=1e-5)
 
 
-def test_attention_refuses_contradictions() -> None:
+def test_attention_refuses_contradictory_arguments() -> None:
     x = torch.zeros(1, 1, 2, 4)
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"is_causal": True, "attn_mask": torch.zeros(2, 2)}, "not both"),
-        ({"valid_seq_len": torch.tensor([1])}, "only with is_causal"),
+    refused: list[tuple[tuple[Any, ...], str]] = [
+        ((torch.zeros(2, 2), 0.0, True), "not both"),
+        (
+            (None, 0.0, False, None, "None", None, torch.tensor([1])),
+            "only with is_causal",
+        ),
     ]
 
     with emulated():
         from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
         for arguments, text in refused:
-            on = {
-                key: value.to("hpu") if isinstance(value, Tensor) else value
-                for key, value in arguments.items()
-            }
+            on = [value.to("hpu") if isinstance(value, Tensor) else value for value in arguments]
             with pytest.raises(RuntimeError, match=text):
-                FusedSDPA.apply(*on_card(x, x, x), **on)
+                FusedSDPA.apply(*on_card(x, x, x), *on)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_statistics_of_attention_are_returned_for_a_backward_pass_only(
     assert torch.allclose(total, scores.exp().sum(-1, keepdim=True), rtol=0.02)
 
 
-def test_attention_refuses_what_the_kernel_does_not_take() -> None:
+def test_attention_refuses_arguments_that_the_kernel_does_not_support() -> None:
     q, k = torch.zeros(1, 4, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2, 2, 4)
     refused = [
-        # Groups of heads without a dimension of their own.
+        # Grouped heads need a separate dimension.
         ((q, k.bfloat16(), None, False, False, None), "does not broadcast"),
         ((q, q, torch.zeros(1, 1, 2, 2), False, False, None), "the mask is torch.float32"),
         ((q, q, None, True, True, None), "statistics of a causal call"),
@@ -147,7 +147,7 @@ def test_norm_and_rotary_equal_their_formulas() -> None:
     assert torch.allclose(rotated, x * cos[places] + turned * sin[places], atol=1e-6)
 
 
-def test_softmax_by_block_and_its_adjustment_are_one_softmax() -> None:
+def test_block_softmax_with_its_adjustment_equals_softmax() -> None:
     torch.manual_seed(0)
     scores, values = torch.randn(3, 1, 2, 1, 4).bfloat16(), torch.randn(3, 1, 1, 4, 5).bfloat16()
     rows = torch.tensor([0, 1, 0])
@@ -208,7 +208,7 @@ def test_values_beyond_the_cards_fp8_are_counted(generation: str, count: int) ->
         assert card.counters.counts["fp8_range"] == count
 
 
-def test_repetitions_of_a_known_number_need_no_read_by_the_host() -> None:
+def test_repeat_interleave_with_an_output_size_needs_no_host_read() -> None:
     with emulated(strict=True) as card, card.step():
         counts = torch.full((3,), 2, device="hpu")
         found = torch.arange(3, device="hpu").repeat_interleave(counts, output_size=6)
@@ -217,7 +217,7 @@ def test_repetitions_of_a_known_number_need_no_read_by_the_host() -> None:
     assert found.cpu().tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_fp8_products_undo_their_scales() -> None:
+def test_fp8_products_apply_the_inverse_scales_of_their_operands() -> None:
     a, b = torch.tensor([[2.0, 4.0]]), torch.tensor([[1.0], [3.0]])
 
     with emulated():
@@ -231,18 +231,18 @@ def test_fp8_products_undo_their_scales() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        # The largest |x| is 6.
+        # The largest absolute value is 6.
         ((1, 0, 0, False, 240.0, 0.5), [6 / 120]),
         ((1, 1, 0, False, 240.0, 0.5), [2.0**-4]),
         ((2, 0, -1, True, 240.0, 1.0), [[3 / 240], [6 / 240]]),
         ((2, 1, 0, False, 1.0, 1.0), [2.0, 8.0, 4.0]),
-        # What is given are scales: their size stays.
+        # The arguments are scales, so the shape stays.
         ((0, 1, 0, False, 240.0, 0.5), [[1.0, 2.0, 4.0], [2.0, 8.0, 1.0]]),
     ],
     ids=["tensor", "tensor, power of 2", "rows", "columns, power of 2", "given, power of 2"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_for_a_cast_are_of_a_tensor_or_along_an_axis(
+def test_calculate_scale_for_cast_supports_per_tensor_and_per_axis_scales(
     arguments: tuple[Any, ...], expected: list[Any], dtype: torch.dtype
 ) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [-2.0, 6.0, 0.75]], dtype=dtype)
@@ -255,7 +255,7 @@ def test_scales_for_a_cast_are_of_a_tensor_or_along_an_axis(
     torch.testing.assert_close(scale, torch.tensor(expected, dtype=dtype), rtol=1e-6, atol=0)
 
 
-def test_rows_have_the_same_scales_compiled_and_zeros_a_scale_of_zero() -> None:
+def test_compiled_row_scales_are_equal_and_zero_rows_have_scale_zero() -> None:
     x = torch.tensor([[1.0, -7.0], [0.0, 0.0]])
 
     def scales(x: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def test_rows_have_the_same_scales_compiled_and_zeros_a_scale_of_zero() -> None:
     assert compiled.tolist() == [[2.0**-5], [0.0]]
 
 
-def test_scales_for_a_cast_have_known_modes_and_exist_in_later_releases() -> None:
+def test_calculate_scale_for_cast_refuses_unknown_modes_and_requires_a_later_release() -> None:
     x = torch.ones(2, 2)
 
     with emulated():
@@ -280,14 +280,14 @@ def test_scales_for_a_cast_have_known_modes_and_exist_in_later_releases() -> Non
 
 
 def packed(values: Tensor) -> Tensor:
-    """Eight 4-bit values of the last dimension in each int32, the first one lowest."""
+    """Eight 4-bit values of the last dimension packed into each int32, the first value lowest."""
     words = sum((values[..., lane::8].to(torch.int64) & 15) << (4 * lane) for lane in range(8))
     assert isinstance(words, Tensor)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def int4_weights(low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values (6, 16), and scales and zero points (3, 16) of three groups of rows."""
+    """Values (6, 16), and scales and zero points (3, 16) for three groups of rows."""
     torch.manual_seed(0)
     values, zeros = torch.randint(low, high, (6, 16)), torch.randint(low, high, (3, 16))
     return values, torch.rand(3, 16), zeros
@@ -345,8 +345,8 @@ def test_an_older_release_has_no_index_of_groups() -> None:
     [
         ({"input": torch.zeros(6, 2, dtype=torch.int64)}, "takes packed int32, got torch.int64"),
         ({"scale": torch.zeros(4, 16), "zero_point": None}, "6 rows do not divide evenly into 4"),
-        ({"scale": torch.zeros(3, 8)}, r"scales \(3, 8\) for weights \(6, 16\)"),
-        ({"zero_point": torch.zeros(3, 16, dtype=torch.int32)}, r"zero points \(3, 16\)"),
+        ({"scale": torch.zeros(3, 8)}, r"scales are \(3, 8\), weights \(6, 16\)"),
+        ({"zero_point": torch.zeros(3, 16, dtype=torch.int32)}, r"zero points are \(3, 16\)"),
         ({"g_idx": torch.zeros(6, dtype=torch.int64)}, r"g_idx is \(6,\) torch.int64"),
         ({"g_idx": torch.zeros(3, dtype=torch.int32)}, r"it must be \(6,\) int32"),
         ({"g_idx": torch.full((6,), 3, dtype=torch.int32)}, "holds 3 to 3, there are 3 groups"),
@@ -424,7 +424,7 @@ def test_experts_of_a_wrong_type_or_shape_do_not_compile() -> None:
 def test_experts_with_biases_exist_in_later_releases_and_take_no_biases_of_another_type() -> None:
     x, ids, shares = torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
     wide, narrow = torch.zeros(2, 2), torch.tensor([[1.0], [0.0]])
-    # The gate, 9, is cut to 7; up is -3.
+    # The gate, 9, is clamped to 7; up is -3.
     biases = torch.tensor([9.0, -3.0]), torch.tensor([0.5, 0.25])
 
     with emulated():
@@ -435,7 +435,7 @@ def test_experts_with_biases_exist_in_later_releases_and_take_no_biases_of_anoth
         out = kernel(hidden, table, part, [w12], [w3], [b12], [b3], True, 0, 0).cpu()
         with pytest.raises(RuntimeError, match=r"incompatible type, .* are torch.bfloat16"):
             kernel(hidden, table, part, [w12], [w3], [b12.bfloat16()], [b3], True, 0, 0).cpu()
-        with pytest.raises(RuntimeError, match="1 weights and 0 biases for experts 0 to 0"):
+        with pytest.raises(RuntimeError, match="1 weights, 0 and 1 biases, experts 0 to 0 need 1"):
             kernel(hidden, table, part, [w12], [w3], [], [b3], True, 0, 0).cpu()
 
     inner = (1 - 3) * 7 / (1 + math.exp(-1.702 * 7))
@@ -444,7 +444,7 @@ def test_experts_with_biases_exist_in_later_releases_and_take_no_biases_of_anoth
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_experts_in_fp8_have_scales_of_tokens_outputs_and_experts(
+def test_fp8_experts_apply_scales_of_tokens_outputs_and_experts(
     is_static: bool, generation: str
 ) -> None:
     torch.manual_seed(0)
@@ -485,7 +485,7 @@ def test_experts_in_fp8_have_scales_of_tokens_outputs_and_experts(
     assert error < 0.06 * expected.std()
 
 
-def test_experts_in_fp8_take_no_other_types_scales_or_codes() -> None:
+def test_fp8_experts_refuse_other_dtypes_scales_and_codes() -> None:
     kernel = "fp8_fused_weights_dynamic"
     given = {
         "x": torch.ones(2, 4).to(torch.float8_e4m3fn),
@@ -496,7 +496,7 @@ def test_experts_in_fp8_take_no_other_types_scales_or_codes() -> None:
     refused: list[tuple[dict[str, Tensor], str]] = [
         ({"x": torch.ones(2, 4).bfloat16()}, "incompatible type, .* torch.bfloat16"),
         ({"shares": torch.ones(2, 1)}, "incompatible type, .* router weights torch.float32"),
-        ({"of_w12": torch.ones(3)}, r"scales \(3,\) for 6 outputs"),
+        ({"of_w12": torch.ones(3)}, r"the scale is \(3,\), it must be \(\) or \(6,\)"),
         ({"w12": torch.full((6, 4), 448.0).to(torch.float8_e4m3fn)}, "holds 448.* largest is 240"),
     ]
 
@@ -549,7 +549,7 @@ def test_release_1_20_takes_64_experts_in_a_call_and_layers_make_as_many_calls()
     torch.testing.assert_close(found, expected)
 
 
-def test_a_norm_with_a_weight_of_another_dtype_is_float32() -> None:
+def test_a_norm_with_a_weight_of_another_dtype_returns_float32() -> None:
     with emulated():
         from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 
@@ -559,7 +559,7 @@ def test_a_norm_with_a_weight_of_another_dtype_is_float32() -> None:
         assert FusedRMSNorm.apply(x, x[0].clone(), 1e-5).dtype == torch.bfloat16
 
 
-def test_a_rotation_by_float32_angles_is_float32() -> None:
+def test_a_rotation_by_float32_angles_returns_float32() -> None:
     with emulated():
         from habana_frameworks.torch.hpex.kernels import apply_rotary_pos_emb
 
@@ -571,7 +571,7 @@ def test_a_rotation_by_float32_angles_is_float32() -> None:
         assert apply_rotary_pos_emb(narrow, narrow, narrow, None, 0).dtype == torch.bfloat16
 
 
-def test_a_rotation_takes_no_names_and_no_plain_number_as_its_mode() -> None:
+def test_apply_rotary_pos_emb_refuses_keyword_arguments_and_an_integer_mode() -> None:
     with emulated():
         from habana_frameworks.torch.hpex import kernels
 

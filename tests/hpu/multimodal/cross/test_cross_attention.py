@@ -1,4 +1,4 @@
-"""Images that layers read in place of tokens: what each token sees, beside transformers."""
+"""Cross-attention images: which images each token attends to, compared with transformers."""
 
 import json
 import weakref
@@ -56,7 +56,7 @@ def pictures(whole: Any) -> list[tuple[bytes, Picture]]:
 
 @torch.inference_mode()
 def expected(whole: Any, prompt: Prompt) -> np.ndarray:
-    """(tokens - 1): log-probability of each prompt token behind the first."""
+    """(tokens - 1) log-probabilities of all prompt tokens after the first."""
     given: dict[str, Any] = {}
     if prompt.pictures:
         names = prompt.pictures[0].tensors
@@ -66,7 +66,7 @@ def expected(whole: Any, prompt: Prompt) -> np.ndarray:
         given["cross_attention_mask"] = cross_attention_mask(prompt.tokens, prompt.pictures)
     ids = torch.tensor([prompt.tokens])
     logits = whole(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
-    # The token of images has no logit.
+    # The image token has no logit.
     known = torch.log_softmax(logits, dim=-1)
     targets = ids[0, 1:].clamp_max(known.shape[-1] - 1)
     return known[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).numpy()
@@ -88,10 +88,10 @@ def is_text(prompt: Prompt) -> np.ndarray:
     return np.array(prompt.tokens[1:]) != IMAGE
 
 
-def test_images_in_bfloat16(
+def test_images_in_bfloat16_agree_with_transformers(
     folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
-    """A CPU multiplies in the compiled library then, which has no layers that read images."""
+    """In bfloat16, a CPU multiplies in the compiled library, which lacks cross-attention layers."""
     prompt = write(text(1, 7), pictures[1], text(2, 6))
     rig = WorkerRig(folder, dtype="bfloat16", images_per_request=6)
     try:
@@ -104,7 +104,7 @@ def test_images_in_bfloat16(
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_each_token_sees_the_images_that_it_sees_in_transformers(
+def test_each_token_attends_to_the_same_images_as_in_transformers(
     chunk: int | None, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
     item, two, three, four = pictures
@@ -112,7 +112,7 @@ def test_each_token_sees_the_images_that_it_sees_in_transformers(
         write(text(1, 9)),
         write(item, text(2, 6)),
         write(text(1, 7), two, text(2, 6)),
-        # Neighbours are seen together, and no longer once there is another image.
+        # Adjacent images are attended to together, until the next image follows.
         write(text(1, 4), item, two, text(3, 5), three, four, item, text(4, 6), two, text(5, 3)),
         write(text(6, 5), three),
     ]
@@ -126,12 +126,12 @@ def test_each_token_sees_the_images_that_it_sees_in_transformers(
         kept = is_text(prompt)
         np.testing.assert_allclose(values[kept], expected(whole, prompt)[kept], atol=2e-5)
         assert (values[~kept] == -np.inf).all()
-    # They differ where the pictures do, in front of them too.
+    # The log-probabilities differ if the pictures differ, even for tokens before a picture.
     other = write(text(1, 7), three, text(2, 6))
     assert np.abs(expected(whole, other) - expected(whole, prompts[2]))[:6].max() > 1e-3
 
 
-def test_an_image_that_is_not_finite_leaves_nothing_in_the_padding_of_other_requests(
+def test_a_non_finite_image_does_not_affect_the_padding_of_other_requests(
     folder: Path, whole: Any
 ) -> None:
     layer = load_decoder(folder).cross_attentions[0]
@@ -141,7 +141,7 @@ def test_an_image_that_is_not_finite_leaves_nothing_in_the_padding_of_other_requ
     embeddings = torch.ones(3, 4, layer.q_proj.in_features)
     embeddings[:2] = torch.nan
 
-    # A launch of several cards repeats an image, for padding.
+    # A launch on several cards repeats an image as padding.
     layer.write(torch.tensor([0, 2, 1]), embeddings)
 
     for cache in (keys, values):
@@ -158,13 +158,13 @@ def test_a_request_with_more_tiles_than_launches_have_is_an_error(
         ImageRig(rig).admit(0, write(pictures[0], text(1, 3), pictures[1]))
         rig.prefill({0: None})
 
-        with pytest.raises(RuntimeError, match="has 8 tiles of images, launches have 4"):
+        with pytest.raises(RuntimeError, match="has 8 tiles of images, a launch takes at most 4"):
             rig.step()
     finally:
         rig.worker.close()
 
 
-def test_a_placement_without_the_token_of_images_is_an_error(
+def test_an_image_placed_without_an_image_token_is_an_error(
     folder: Path, pictures: list[tuple[bytes, Picture]]
 ) -> None:
     rig = WorkerRig(folder)
@@ -203,11 +203,11 @@ def test_a_worker_that_slept_gives_the_same_tokens(
 
 
 def layers(rig: WorkerRig) -> list[Any]:
-    loaded = rig.worker._loaded
+    loaded = rig.worker.loaded
     return [] if loaded is None else loaded.model.cross_attentions  # type: ignore[union-attr]
 
 
-def test_without_its_tower_the_model_takes_texts(
+def test_without_its_tower_the_model_serves_texts(
     folder: Path, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fields = json.loads((folder / "config.json").read_text())
@@ -231,7 +231,7 @@ def test_without_its_tower_the_model_takes_texts(
     assert found == generate("mllama", whole, tokens, [], 6)
 
 
-def test_stages_are_refused(folder: Path, whole: Any) -> None:
+def test_pipeline_stages_are_refused(folder: Path, whole: Any) -> None:
     facts = read_model_config(str(folder))
 
     with pytest.raises(ConfigError, match="has layers that read images, which only the first of 2"):
@@ -239,7 +239,9 @@ def test_stages_are_refused(folder: Path, whole: Any) -> None:
     check_stages(facts, 1)
 
 
-def test_a_wrong_layer_is_told(folder: Path, whole: Any, tmp_path: Path) -> None:
+def test_an_invalid_cross_attention_layer_is_refused(
+    folder: Path, whole: Any, tmp_path: Path
+) -> None:
     fields = json.loads((folder / "config.json").read_text())
     fields["text_config"]["cross_attention_layers"] = [1, 9]
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -254,22 +256,22 @@ def test_the_plan_counts_the_cache_of_images(
 ) -> None:
     rig = WorkerRig(folder, max_num_seqs=3, images_per_request=images_per_request)
     try:
-        loaded = rig.worker._loaded
+        loaded = rig.worker.loaded
         assert loaded is not None
-        images = rig.worker._components.images  # type: ignore[union-attr]
+        images = rig.worker.serving.components.images
         assert images is not None
-        # Keys and values of 4 tiles for each image, of padding, in 2 layers with 2 heads of 8.
+        # Keys and values of 4 tiles per image and for padding, in 2 layers with 2 heads of 8.
         tiles = 3 * images_per_request * 4
         tile = 2 * 2 * 17 * 2 * 8 * 4
         assert images.num_bytes == (tiles + 1) * tile
-        assert cross_tile_bytes(loaded.facts, num_cards=1, width=4) == tile
+        assert cross_tile_bytes(loaded.model_config, num_cards=1, width=4) == tile
         assert _fixed_bytes(loaded) == images.num_bytes
     finally:
         rig.worker.close()
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
-    """Counts the memory of tensors that operations make, as long as it is used."""
+    """Tracks the memory of tensors that operators create, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,21 +302,21 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 256), (48, 1)], ids=["prefill", "decode"])
-def test_the_estimate_of_a_launch_is_what_a_layer_takes(
+def test_the_estimate_of_a_launch_equals_the_memory_of_a_layer(
     rows: int, length: int, whole: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The estimate holds for separate products and softmax, the form that devices run."""
+    """The estimate assumes separate products and softmax, as devices run them."""
     monkeypatch.setattr("hpu.layers.cross_attention.attend", attend_unfused)
     rig = WorkerRig(folder, max_num_seqs=3, images_per_request=3)
     try:
-        loaded = rig.worker._loaded
+        loaded = rig.worker.loaded
         assert loaded is not None and isinstance(loaded.model, Decoder)
         layer = loaded.model.cross_attentions[0]
         tiles = torch.zeros((rows, 12), dtype=torch.int64)
         spans = torch.tensor([0, 12]).view(2, 1, 1).expand(2, rows, length)
-        hidden = torch.randn(rows, length, loaded.facts.hidden_size)
+        hidden = torch.randn(rows, length, loaded.model_config.hidden_size)
         estimated = cross_activation_bytes(
-            loaded.facts,
+            loaded.model_config,
             num_cards=1,
             width=4,
             num_tokens=rows * length if length > 1 else 0,
@@ -327,14 +329,14 @@ def test_the_estimate_of_a_launch_is_what_a_layer_takes(
             cross = cross_metadata(tiles, spans, embeddings_per_tile=17)
             layer(hidden, None, SimpleNamespace(cross=cross))
 
-        # Beside these there are queries and outputs, which other layers have, too.
-        other = 4 * rows * length * (4 * loaded.facts.hidden_size)
+        # Queries and outputs take this memory; other layers have them, too.
+        other = 4 * rows * length * (4 * loaded.model_config.hidden_size)
         assert measured.peak - other <= estimated <= 1.1 * measured.peak
     finally:
         rig.worker.close()
 
 
-def test_a_plan_counts_what_layers_that_read_images_take(folder: Path, whole: Any) -> None:
+def test_a_plan_counts_the_memory_of_cross_attention(folder: Path, whole: Any) -> None:
     facts = model_facts(str(folder))
     text = replace(facts, vision=None)
     settings: dict[str, Any] = {
@@ -347,6 +349,6 @@ def test_a_plan_counts_what_layers_that_read_images_take(folder: Path, whole: An
 
     seen = 2 * 4 * 17
     assert with_images.activation_bytes - without.activation_bytes == (
-        # Scores of 4 heads and a mask; keys and values of 2 heads of 8.
+        # Scores of 4 heads plus a mask; keys and values of 2 heads of 8.
         128 * 4 * seen * (1 + 3 * 4) + seen * 2 * 2 * 8 * 2
     )

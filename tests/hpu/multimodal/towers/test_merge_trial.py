@@ -1,4 +1,4 @@
-"""Which models of transformers, outside our list, have images that we can serve."""
+"""Unlisted models of transformers: which of them are served with images."""
 
 import json
 import re
@@ -30,11 +30,11 @@ def read(name: str, folder: Path, architecture: str = "") -> ModelConfig:
 @pytest.mark.parametrize(
     "name", ["llava_onevision", "lighton_ocr", "idefics2", "got_ocr2", "llava"]
 )
-def test_rows_that_take_the_places_of_image_tokens_are_served(name: str, tmp_path: Path) -> None:
+def test_models_that_replace_image_token_rows_are_served(name: str, tmp_path: Path) -> None:
     assert image_merge_error(read(name, tmp_path)) == ""
 
 
-def test_listed_models_have_no_trial(tmp_path: Path) -> None:
+def test_listed_models_skip_the_merge_trial(tmp_path: Path) -> None:
     config = read("llava", tmp_path)
     assert config.vision is not None and not config.vision.is_unlisted
 
@@ -42,20 +42,20 @@ def test_listed_models_have_no_trial(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        # Tokens around an image have embeddings of its tower, too.
+        # Tokens around an image also have embeddings from the tower.
         ("ovis2", "cannot be tried .* has no attribute 'visual_indicator_features'"),
         ("qwen2_vl", "positions with three axes"),
         ("gemma3", r"see more of images than embeddings \(token_type_ids\)"),
         ("mllama", "has no embeddings of images"),
     ],
 )
-def test_models_that_do_more_with_images_are_not_served(
+def test_models_that_use_images_differently_are_refused_with_the_reason(
     name: str, reason: str, tmp_path: Path
 ) -> None:
     assert re.search(reason, image_merge_error(read(name, tmp_path)))
 
 
-def test_a_card_that_compiles_shapes_serves_its_text_and_says_why(
+def test_a_card_with_fixed_shapes_serves_only_text_and_logs_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_tiny_vision("lighton_ocr", tmp_path)
@@ -82,10 +82,10 @@ def test_why_images_are_not_served_is_logged(
 
 
 @pytest.mark.parametrize("is_unlisted", [True, False])
-def test_a_model_that_transformers_does_not_know_has_its_text(
+def test_a_model_unknown_to_transformers_serves_text(
     is_unlisted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An older transformers lacks models that are listed."""
+    """An older transformers lacks listed models."""
     config = read("lighton_ocr", tmp_path, "NobodyKnowsForConditionalGeneration")
     assert config.vision is not None
     vision = replace(config.vision, is_unlisted=is_unlisted)

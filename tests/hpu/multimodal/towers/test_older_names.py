@@ -1,5 +1,5 @@
-"""Vision towers in checkpoints that transformers 4.51 and 4.57 saved: the towers of CLIP and SigLIP
-have a module vision_model around their layers, which transformers 5 does not have."""
+"""Vision towers in checkpoints that transformers 4.51 and 4.57 saved: CLIP and SigLIP towers have a
+module vision_model around their layers, which transformers 5 does not have."""
 
 import re
 from pathlib import Path

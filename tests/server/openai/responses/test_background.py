@@ -1,4 +1,4 @@
-"""Responses that are made in the background: polled, followed, cancelled, and never left behind."""
+"""Background responses: polled, followed, cancelled, and never leaked."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ async def until(is_so: Callable[[], Any]) -> None:
 
 
 async def speaking(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
-    """The response once it has said something."""
+    """The response once it has some output text."""
     for _ in range(300):
         got = await get(rig, response)
         if got["output"] and got["output"][0]["content"]:
@@ -68,7 +68,7 @@ async def ended(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
     return await get(rig, response)
 
 
-async def test_it_is_queued_then_under_way_then_whole() -> None:
+async def test_a_response_is_queued_then_in_progress_then_completed() -> None:
     async with in_memory(TalkingClient(TEXT, pace_s=0.01)) as rig:
         first = await begun(rig)
         running = await speaking(rig, first)
@@ -83,7 +83,7 @@ async def test_it_is_queued_then_under_way_then_whole() -> None:
         assert (await rig.post(ROUTE, follow_events)).status_code == 200
 
 
-async def test_it_is_not_followed_by_another_before_it_has_ended() -> None:
+async def test_an_unfinished_response_cannot_be_continued() -> None:
     _, serving = endless()
     async with serving as rig:
         first = await begun(rig)
@@ -95,7 +95,7 @@ async def test_it_is_not_followed_by_another_before_it_has_ended() -> None:
         await rig.post(f"{ROUTE}/{first['id']}/cancel", {})
 
 
-async def test_cancelling_frees_the_engine_and_keeps_what_was_said() -> None:
+async def test_cancelling_frees_the_engine_and_keeps_the_output() -> None:
     client, serving = endless()
     async with serving as rig:
         first = await begun(rig)
@@ -115,7 +115,7 @@ async def test_cancelling_frees_the_engine_and_keeps_what_was_said() -> None:
         )
 
 
-async def test_deleting_it_ends_it() -> None:
+async def test_deleting_a_response_ends_it() -> None:
     client, serving = endless()
     async with serving as rig:
         first = await begun(rig, stream=False)
@@ -126,7 +126,7 @@ async def test_deleting_it_ends_it() -> None:
         assert (await rig.http.get(f"{ROUTE}/{first['id']}")).status_code == 404
 
 
-async def test_its_stream_goes_on_without_its_reader_and_can_be_taken_up_again() -> None:
+async def test_a_stream_continues_without_its_reader_and_can_be_resumed() -> None:
     async with on_port(TalkingClient(TEXT, pace_s=0.005)) as rig:
         body = {"input": "hi", "background": True, "stream": True}
         lines: list[str] = []
@@ -157,11 +157,11 @@ async def test_its_stream_goes_on_without_its_reader_and_can_be_taken_up_again()
 
 
 async def last_event(lines: AsyncIterator[str]) -> str:
-    """The last line of a stream that has an event."""
+    """The last `data:` line of a stream."""
     return [line async for line in lines if line.startswith("data:")][-1]
 
 
-async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
+async def test_followers_are_informed_of_a_cancel_or_delete() -> None:
     client, serving = endless()
     async with serving as rig:
         ends = []
@@ -185,7 +185,7 @@ async def test_followers_hear_that_it_was_cancelled_or_deleted() -> None:
         assert len(client.aborted) == 2
 
 
-async def test_a_stream_that_was_not_asked_for_is_not_kept() -> None:
+async def test_an_unrequested_stream_is_not_kept() -> None:
     async with in_memory(TalkingClient(TEXT)) as rig:
         first = await begun(rig)
         await ended(rig, first)
@@ -195,7 +195,7 @@ async def test_a_stream_that_was_not_asked_for_is_not_kept() -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "stream"
 
 
-async def test_as_many_run_as_the_store_holds() -> None:
+async def test_the_store_size_limits_running_responses() -> None:
     client, serving = endless(responses_store_max_count=2)
     async with serving as rig:
         running = [await begun(rig) for _ in range(2)]
@@ -223,7 +223,7 @@ async def test_a_kept_stream_that_outgrows_the_store_fails() -> None:
         assert len(client.aborted) == 1
 
 
-async def test_a_shutdown_ends_it_as_failed() -> None:
+async def test_a_shutdown_fails_running_responses() -> None:
     _, serving = endless()
     async with serving as rig:
         first = await begun(rig)
@@ -239,7 +239,7 @@ async def test_a_shutdown_ends_it_as_failed() -> None:
 
 
 class EndingThreads:
-    """Where ended responses are encoded."""
+    """Records the threads on which ended responses are encoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.are_main: list[bool] = []
@@ -343,7 +343,7 @@ async def test_replays_of_a_long_stream_take_turns_with_other_requests() -> None
 
 
 async def started_stream(rig: Rig, **fields: Any) -> str:
-    """The path of a response in the background, whose stream is kept."""
+    """Path of a background response whose stream is kept."""
     body = {"input": "hi", "background": True, "stream": True, **fields}
     async with rig.http.stream("POST", ROUTE, json=body) as stream:
         lines = stream.aiter_lines()
@@ -352,7 +352,7 @@ async def started_stream(rig: Rig, **fields: Any) -> str:
 
 
 async def follow(rig: Rig, path: str, stack: AsyncExitStack) -> httpx.Response:
-    """A connection that follows a response until `stack` closes it."""
+    """Start to follow a response, until `stack` closes the connection."""
     request = rig.http.build_request("GET", f"{path}?stream=true")
     answer = await rig.http.send(request, stream=True)
     stack.push_async_callback(answer.aclose)
@@ -363,7 +363,7 @@ async def statuses(rig: Rig, paths: list[str], stack: AsyncExitStack) -> list[in
     return [(await follow(rig, path, stack)).status_code for path in paths]
 
 
-async def test_a_response_has_few_followers_until_a_follower_leaves() -> None:
+async def test_the_followers_of_a_response_are_limited() -> None:
     _, serving = endless()
     async with serving as rig:
         path = await started_stream(rig)
@@ -381,11 +381,11 @@ async def test_a_response_has_few_followers_until_a_follower_leaves() -> None:
 
         assert first == [200] * MAX_FOLLOWERS_PER_RESPONSE
         assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert f"at most {MAX_FOLLOWERS_PER_RESPONSE} may" in message
+        assert f"at most {MAX_FOLLOWERS_PER_RESPONSE} are allowed" in message
         assert again.status_code == 200
 
 
-async def test_a_client_follows_few_responses_and_another_key_follows_its_own(
+async def test_the_followed_responses_of_a_key_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.openai.responses.store.MAX_FOLLOWERS_PER_CLIENT", 3)
@@ -404,7 +404,8 @@ async def test_a_client_follows_few_responses_and_another_key_follows_its_own(
 
 
 async def test_the_followers_of_a_response_do_not_delay_other_requests() -> None:
-    """Each event wakes all followers; a few send in an iteration of the event loop."""
+    """Each event wakes all followers, but only a few of them send per iteration of the event
+    loop."""
     entry = StoredResponse("a", "", ItemHistory(b"[]", None), is_background=True, events=[])
     entry.running = cast(RunningResponse, object())
     pacer, sent = LoopPacer(), 0

@@ -1,4 +1,4 @@
-"""Items of an input, and the messages that they are."""
+"""Input items, and the chat messages that they become."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def messages(*items: Any, instructions: str | None = None) -> list[dict[str, Any
     return messages_of(read_items(list(items), "n"), instructions)
 
 
-def test_a_text_is_a_message_of_the_user() -> None:
+def test_a_text_is_a_user_message() -> None:
     (item,) = read_items("hi", "n")
 
     assert item == {
@@ -39,7 +39,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
     assert messages_of([item]) == [{"role": "user", "content": "hi"}]
 
 
-def test_what_the_model_did_in_one_turn_is_one_message() -> None:
+def test_items_of_a_model_turn_become_a_single_message() -> None:
     made = messages({"role": "user", "content": "?"}, THOUGHT, SAID, CALL, RESULT)
 
     assert made == [
@@ -63,21 +63,21 @@ def test_encrypted_reasoning_of_other_servers_is_ignored(given: object) -> None:
     assert messages(hidden, SAID) == [{"role": "assistant", "content": "Yes"}]
 
 
-def test_a_new_thought_begins_a_new_turn() -> None:
+def test_a_new_reasoning_item_begins_a_new_turn() -> None:
     made = messages(THOUGHT, CALL, RESULT, THOUGHT, SAID, THOUGHT, SAID)
 
     assert [item["role"] for item in made] == ["assistant", "tool", "assistant", "assistant"]
     assert all(item["reasoning_content"] == "Hm" for item in made if item["role"] == "assistant")
 
 
-def test_what_was_said_behind_a_call_stands_before_its_result() -> None:
+def test_text_after_a_call_precedes_its_result() -> None:
     made = messages(SAID, CALL, SAID, RESULT)
 
     assert [item["role"] for item in made] == ["assistant", "tool"]
     assert made[0]["content"] == "YesYes"
 
 
-def test_instructions_and_system_messages_behind_them_are_one() -> None:
+def test_instructions_and_following_system_messages_are_merged() -> None:
     rules = [{"role": role, "content": role} for role in ("developer", "system", "user", "system")]
 
     made = messages(*rules, instructions="First")
@@ -86,13 +86,13 @@ def test_instructions_and_system_messages_behind_them_are_one() -> None:
     assert [item["role"] for item in made] == ["system", "user", "system"]
 
 
-def test_a_call_that_was_cut_is_left_out() -> None:
+def test_a_truncated_call_is_dropped() -> None:
     made = messages(SAID, {**CALL, "arguments": '{"x', "status": "incomplete"})
 
     assert made == [{"role": "assistant", "content": "Yes"}]
 
 
-def test_a_call_that_was_cut_stays_if_it_has_a_result() -> None:
+def test_a_truncated_call_is_kept_if_it_has_a_result() -> None:
     made = messages(SAID, {**CALL, "arguments": '{"x', "status": "incomplete"}, RESULT)
 
     assert [entry["role"] for entry in made] == ["assistant", "tool"]
@@ -112,7 +112,7 @@ def test_items_of_other_servers_are_left_out() -> None:
     ]
 
 
-def test_calls_of_custom_tools_are_replayed_as_calls_with_one_argument() -> None:
+def test_calls_of_custom_tools_are_replayed_with_a_single_argument() -> None:
     made = messages(PATCH, PATCHED)
 
     function = made[0]["tool_calls"][0]["function"]
@@ -126,7 +126,7 @@ def test_calls_of_custom_tools_are_replayed_as_calls_with_one_argument() -> None
 
 
 @pytest.mark.parametrize("arguments", [None, {"x": 1}, 5, '{"x'])
-def test_arguments_of_earlier_calls_are_taken_in_any_form(arguments: Any) -> None:
+def test_arguments_of_earlier_calls_are_accepted_in_any_form(arguments: Any) -> None:
     (item,) = read_items([{**CALL, "arguments": arguments}], "n")
 
     assert isinstance(item["arguments"], str)
@@ -140,7 +140,7 @@ def test_parts_of_earlier_reasoning_without_text_are_left_out() -> None:
     assert made == [{"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}]
 
 
-def test_several_parts_stay_parts_and_results_become_one_text() -> None:
+def test_several_parts_stay_parts_and_results_become_a_single_text() -> None:
     parts = [{"type": "input_text", "text": text} for text in ("a", "b")]
 
     made = messages({"role": "user", "content": parts}, CALL, {**RESULT, "output": parts})
@@ -157,8 +157,8 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{"role": "tool", "content": "x"}], "role is 'tool', it must be one of"),
         ([{"role": "user"}], "input[0].content is missing, it must be"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "image_url"),
-        ([{"role": "user", "content": [{"type": "input_file"}]}], "input_text and input_image"),
-        ([{"role": "user", "content": [{"type": "what"}]}], "has type 'what', this model takes"),
+        ([{"role": "user", "content": [{"type": "input_file"}]}], "input_text or input_image"),
+        ([{"role": "user", "content": [{"type": "what"}]}], "has type 'what', it must be"),
         (
             [{"role": "user", "content": [{"type": "input_text"}]}],
             "input[0].content[0].text is missing",
@@ -177,7 +177,7 @@ def test_several_parts_stay_parts_and_results_become_one_text() -> None:
         ([{**SAID, "id": 5}], "input[0].id is 5, it must be"),
     ],
 )
-def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) -> None:
+def test_invalid_items_are_refused_with_their_index(given: Any, words: str) -> None:
     with pytest.raises(UserError) as caught:
         read_items(given, "n", (IMAGE,))
 
@@ -186,7 +186,7 @@ def test_items_that_are_none_are_refused_by_their_place(given: Any, words: str) 
     assert caught.value.param.startswith("input")
 
 
-def test_what_another_server_left_empty_or_wrote_as_a_text_is_taken() -> None:
+def test_empty_and_text_fields_of_other_servers_are_accepted() -> None:
     made = messages(
         {"role": "user", "content": "?"},
         {"type": "reasoning", "summary": "So", "content": None},

@@ -1,13 +1,16 @@
 """Long conversations and many references cost time and memory in proportion to their size."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from http_rig import TalkingClient, in_memory
 
+from server.http.body_bounds import MAX_MESSAGES
 from server.openai.responses import chat_request, store
 from server.openai.responses.messages import messages_of
+from server.openai.responses.schema import ResponseBody
 
 ROUTE = "/v1/responses"
 REASONING = {
@@ -26,14 +29,14 @@ CALL = {
 RESULT = {"type": "function_call_output", "call_id": "c", "output": "done"}
 
 
-def test_many_pieces_of_one_message_are_joined_once() -> None:
+def test_many_pieces_of_a_message_are_joined_once() -> None:
     pieces = 20_000
     start_s = time.monotonic()
 
     (thought,) = messages_of([REASONING] * pieces)
     (called, result) = messages_of([CALL, *[ANSWER] * pieces, RESULT])
 
-    # One text for each piece took over a minute.
+    # Building a text for each piece took over a minute.
     assert time.monotonic() - start_s < 20
     assert thought["reasoning_content"] == "r" * 1500 * pieces
     assert called["content"] == "t" * pieces
@@ -52,7 +55,7 @@ async def made(rig: Any, given: Any, **fields: Any) -> dict[str, Any]:
     return response
 
 
-async def test_a_reference_reads_the_items_of_its_response_alone(
+async def test_a_reference_reads_only_the_items_of_its_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoded: list[int] = []
@@ -114,13 +117,30 @@ async def test_unknown_references_are_looked_up_once_and_their_number_is_limited
     assert error_of(many) == (
         400,
         "input",
-        "input has 200 references to items, at most 199 are taken",
+        "input has 200 references to items, at most 199 are allowed",
     )
 
 
-async def test_truncation_shortens_a_text_that_is_not_even_counted() -> None:
+async def test_truncation_accepts_a_conversation_too_long_to_tokenize() -> None:
     turns = [{"role": "user", "content": "x" * 60} for _ in range(6000)]
     async with in_memory(TalkingClient("x", max_model_len=400)) as rig:
         taken = await rig.post(ROUTE, {"input": turns, "truncation": "auto"})
 
     assert taken.status_code == 200, taken.text
+
+
+def test_items_that_are_refused_for_their_number_are_not_all_examined() -> None:
+    body = ResponseBody.model_validate({"input": "hi"})
+    examined = 0
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal examined
+            for item in super().__iter__():
+                examined += 1
+                yield item
+
+    body.input = Counted([0] * (2 * MAX_MESSAGES))
+
+    assert chat_request.previous_number(body) == ""
+    assert examined == MAX_MESSAGES

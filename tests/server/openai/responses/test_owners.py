@@ -1,4 +1,4 @@
-"""A kept response belongs to the API key that created it: for all others it is not there."""
+"""A stored response is visible only to the API key that created it."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ async def made(rig: Rig, headers: dict[str, str], **fields: Any) -> dict[str, An
 async def send(
     rig: Rig, headers: dict[str, str], number: str, method: str, path: str, body: Any
 ) -> httpx.Response:
-    """The request about response `number`, wherever it is named."""
+    """The request about response `number`, named in the path or in the body."""
     written = None if body is None else json.dumps(body).replace("NUMBER", number)
     to = ROUTE + path.replace("NUMBER", number)
     return await rig.http.request(method, to, content=written, headers=headers)
@@ -48,9 +48,7 @@ REQUESTS: tuple[tuple[str, str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
-async def test_another_key_gets_the_404_of_an_id_that_was_never_there(
-    method: str, path: str, body: Any
-) -> None:
+async def test_another_key_gets_the_404_of_an_unknown_id(method: str, path: str, body: Any) -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=KEYS) as rig:
         whole = await made(rig, ALICE)
         number = whole["id"].removeprefix("resp_")
@@ -66,7 +64,7 @@ async def test_another_key_gets_the_404_of_an_id_that_was_never_there(
         assert len(rig.client.queues) == 1
 
 
-async def test_its_own_key_reads_continues_and_deletes_it_however_the_key_is_sent() -> None:
+async def test_the_owners_key_reads_continues_and_deletes_a_response_with_either_header() -> None:
     async with in_memory(TalkingClient("the answer"), api_keys=KEYS) as rig:
         first = await made(rig, ALICE)
         same = {"x-api-key": KEYS[0]}
@@ -84,7 +82,7 @@ async def test_its_own_key_reads_continues_and_deletes_it_however_the_key_is_sen
         assert gone.status_code == 404
 
 
-async def test_another_key_cannot_follow_cancel_or_delete_what_runs_in_the_background() -> None:
+async def test_another_key_cannot_follow_cancel_or_delete_a_background_response() -> None:
     client = TalkingClient("abc", pace_s=0.002)
     client.endless = True
     async with on_port(client, api_keys=KEYS) as rig:
@@ -106,7 +104,7 @@ async def test_another_key_cannot_follow_cancel_or_delete_what_runs_in_the_backg
         assert cancelled.json()["status"] == "cancelled"
 
 
-async def test_without_keys_all_clients_are_one_user() -> None:
+async def test_without_keys_all_clients_are_the_same_user() -> None:
     async with in_memory() as rig:
         whole = await made(rig, ALICE)
 

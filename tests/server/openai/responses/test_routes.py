@@ -1,4 +1,4 @@
-"""/v1/responses over HTTP: whole and streamed answers, what is kept, and what is refused."""
+"""/v1/responses over HTTP: whole and streamed answers, storage, and refusals."""
 
 import asyncio
 import json
@@ -14,6 +14,8 @@ from http_rig import (
     in_memory,
     on_port,
 )
+
+from server.serving import job
 
 ROUTE = "/v1/responses"
 WEATHER = {
@@ -43,7 +45,7 @@ async def streamed(rig: Rig, given: Any = "hi", **fields: Any) -> list[dict[str,
 
 
 def told(stream: str) -> list[dict[str, Any]]:
-    """The events of a stream. Each event must have two lines and the next number."""
+    """Events of a stream. Checks that each event has two lines and the next sequence number."""
     *frames, end = stream.split("\n\n")
     assert end == ""
     made = []
@@ -56,7 +58,7 @@ def told(stream: str) -> list[dict[str, Any]]:
 
 
 def alike(response: dict[str, Any]) -> dict[str, Any]:
-    """The response without the parts that differ between two answers to the same question."""
+    """The response without the fields that differ between two answers to the same question."""
     text = json.dumps({**response, "created_at": 0, "completed_at": 0})
     for item in response["output"]:
         text = text.replace(item.get("call_id", "?"), "call")
@@ -73,7 +75,7 @@ async def prompt_of(rig: Rig, place: int = -1) -> str:
     return TOKENIZER.decode(rig.client.queues[place].prompt, skip_special_tokens=False)
 
 
-async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> None:
+async def test_a_response_has_every_field_and_an_item_per_output() -> None:
     async with speaking(THOUGHT + "One moment.\n" + CALL) as rig:
         made = await resolve_request(
             rig, tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"}, temperature=0.5
@@ -120,7 +122,7 @@ async def test_a_response_has_every_field_and_an_item_for_each_thing_said() -> N
         assert "Be brief." in await prompt_of(rig)
 
 
-async def test_encrypted_reasoning_comes_back_without_its_text() -> None:
+async def test_encrypted_reasoning_is_returned_without_its_text() -> None:
     asks = {"include": ["reasoning.encrypted_content"]}
     template = "{{ messages | tojson }}<think>"
     async with speaking(THOUGHT + "Hi.", chat_template=template, reasoning_parser="qwen3") as rig:
@@ -136,7 +138,7 @@ async def test_encrypted_reasoning_comes_back_without_its_text() -> None:
         assert (shown[1]["reasoning_content"], shown[1]["content"]) == ("Let me see.", "Hi.")
 
 
-async def test_events_come_in_the_order_of_the_contract() -> None:
+async def test_events_are_in_the_documented_order() -> None:
     async with speaking(THOUGHT + "Hi.\n" + CALL) as rig:
         events = await streamed(rig, tools=[WEATHER])
 
@@ -207,7 +209,7 @@ async def test_a_stream_ends_with_the_whole_answer(reply: str, fields: Any) -> N
             assert logprobs.get(item["id"], []) == part.get("logprobs", [])
 
 
-async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> None:
+async def test_an_output_text_has_only_the_logprobs_of_its_own_tokens() -> None:
     async with speaking(THOUGHT + "Ha ha <b> é.\n" + CALL) as rig:
         asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
         part = (await resolve_request(rig, tools=[WEATHER], **asked))["output"][1]["content"][0]
@@ -215,6 +217,22 @@ async def test_a_text_has_the_log_probabilities_of_its_own_tokens_alone() -> Non
         data = b"".join(bytes(item["bytes"]) for item in part["logprobs"])
         assert data.decode() == part["text"] == "Ha ha <b> é."
         assert all(len(item["top_logprobs"]) == 1 for item in part["logprobs"])
+
+
+async def test_a_response_keeps_a_limited_number_of_log_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "MAX_KEPT_LOGPROBS", 20)
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    async with speaking("x" * 50) as rig:
+        await resolve_request(rig, max_output_tokens=10, **asked)
+        refused = await rig.post(ROUTE, {"input": "hi", "max_output_tokens": 11, **asked})
+        events = await streamed(rig, max_output_tokens=11, **asked)
+
+        assert refused.status_code == 400
+        assert "at most 20 are allowed" in refused.json()["error"]["message"]
+        assert events[-1]["type"] == "response.failed"
+        assert "at most 20 are allowed" in events[-1]["response"]["error"]["message"]
 
 
 async def test_an_answer_cut_by_its_length_is_incomplete() -> None:
@@ -225,7 +243,7 @@ async def test_an_answer_cut_by_its_length_is_incomplete() -> None:
         assert made["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_a_call_that_is_none_is_text_and_no_item() -> None:
+async def test_an_invalid_call_is_text_and_not_an_item() -> None:
     async with speaking("Hi. " + BROKEN) as rig:
         events = await streamed(rig, tools=[WEATHER])
 
@@ -252,7 +270,7 @@ async def test_a_streamed_call_stays_in_the_output_if_its_arguments_cannot_be_pa
         assert "".join(arguments) == output[1]["arguments"] == '{"city": "Oslo, "x": 1}}'
 
 
-async def test_sampling_form_and_effort_reach_the_engine() -> None:
+async def test_sampling_parameters_text_format_and_reasoning_effort_reach_the_engine() -> None:
     async with speaking("{}") as rig:
         schema = {"type": "object"}
         made = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
@@ -268,7 +286,7 @@ async def test_sampling_form_and_effort_reach_the_engine() -> None:
         assert (await prompt_of(rig)).endswith("<think></think>")
 
 
-async def test_a_response_goes_on_from_the_one_before_without_its_instructions() -> None:
+async def test_a_response_continues_the_previous_response_without_its_instructions() -> None:
     async with speaking(THOUGHT + CALL) as rig:
         first = await resolve_request(rig, "Weather?", tools=[WEATHER], instructions="SECRET")
         call = first["output"][-1]
@@ -301,7 +319,7 @@ async def test_an_item_may_be_referred_to_instead_of_sent() -> None:
         assert error_of(gone)[:2] == (404, "input")
 
 
-async def test_input_items_come_page_by_page() -> None:
+async def test_input_items_are_paginated() -> None:
     async with speaking("x") as rig:
         items = [{"role": "user", "content": str(number)} for number in range(5)]
         made = await resolve_request(rig, items)
@@ -336,7 +354,7 @@ async def test_a_response_is_kept_until_it_is_deleted() -> None:
         assert missing[0].json()["error"]["code"] == "not_found"
 
 
-async def test_what_is_not_to_be_stored_is_not() -> None:
+async def test_responses_with_store_false_are_not_stored() -> None:
     async with speaking("x") as rig:
         made = await resolve_request(rig, store=False)
         next_one = await rig.post(ROUTE, {"input": "y", "previous_response_id": made["id"]})
@@ -346,7 +364,7 @@ async def test_what_is_not_to_be_stored_is_not() -> None:
         assert error_of(next_one)[:2] == (404, "previous_response_id")
 
 
-async def test_a_server_that_keeps_nothing_says_so() -> None:
+async def test_a_server_without_a_store_reports_it() -> None:
     async with speaking("x", responses_store_max_count=0) as rig:
         made = await resolve_request(rig)
 
@@ -356,7 +374,7 @@ async def test_a_server_that_keeps_nothing_says_so() -> None:
             assert error_of(refused)[:2] == (400, field)
 
 
-async def test_input_tokens_are_those_that_the_response_is_billed() -> None:
+async def test_input_tokens_equal_the_usage_of_the_response() -> None:
     async with speaking("x") as rig:
         body = {"input": "Hello", "instructions": "Be kind.", "tools": [WEATHER]}
         counted = (await rig.post(f"{ROUTE}/input_tokens", body)).json()
@@ -439,7 +457,7 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"stop": "x", "use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_its_field(fields: Any, param: str) -> None:
+async def test_unsupported_features_are_refused_by_field(fields: Any, param: str) -> None:
     async with speaking("x") as rig:
         for stream in (False, True):
             refused = await rig.post(ROUTE, {"input": "hi", "stream": stream, **fields})
@@ -450,7 +468,7 @@ async def test_what_cannot_be_done_is_refused_by_its_field(fields: Any, param: s
         assert not rig.client.queues
 
 
-async def test_a_refusal_calls_a_field_by_the_name_it_has_here() -> None:
+async def test_a_refusal_uses_the_field_names_of_this_api() -> None:
     async with speaking("x") as rig:
         refused = await rig.post(ROUTE, {"input": "hi", "reasoning": {"effort": "immense"}})
 
@@ -527,7 +545,7 @@ async def test_tools_and_items_of_other_servers_are_ignored_and_named() -> None:
         assert [entry["name"] for entry in answer.json()["tools"][1]["tools"]] == ["send"]
 
 
-async def test_a_request_with_ignored_tools_alone_has_no_tools() -> None:
+async def test_a_request_with_only_ignored_tools_has_no_tools() -> None:
     async with speaking("x") as rig:
         for choice in (None, "auto", "none"):
             made = await resolve_request(rig, tools=[{"type": "web_search"}], tool_choice=choice)
@@ -536,7 +554,7 @@ async def test_a_request_with_ignored_tools_alone_has_no_tools() -> None:
             assert "web_search" not in await prompt_of(rig)
 
 
-async def test_calls_of_functions_in_namespaces_come_back_with_their_namespace() -> None:
+async def test_calls_of_namespaced_functions_keep_their_namespace() -> None:
     call = CALL.replace("get_weather", "mcp__mail__send")
     plain = {**WEATHER, "name": "a__b"}
     shows = "{% for m in messages for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}"
@@ -568,7 +586,7 @@ async def test_calls_of_functions_in_namespaces_come_back_with_their_namespace()
             assert "(mcp__mail__send)" in await prompt_of(rig, place)
 
 
-async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
+async def test_a_failure_during_a_stream_is_a_failed_response() -> None:
     client = TalkingClient("A long answer")
     client.before = lambda queue: bool(
         queue.say(*ids("Half ")) or queue.say(finish="error", error="NaN")
@@ -591,7 +609,7 @@ async def test_a_failure_in_mid_stream_is_a_failed_response() -> None:
         assert error_of(follow_events)[:2] == (400, "previous_response_id")
 
 
-async def test_a_client_that_disconnects_ends_its_stream_and_leaves_nothing() -> None:
+async def test_a_disconnect_ends_the_stream_and_leaks_nothing() -> None:
     client = TalkingClient("abc", pace_s=0.005)
     client.endless = True
     async with on_port(client) as rig:

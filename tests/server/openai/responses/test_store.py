@@ -1,4 +1,4 @@
-"""The store of responses holds its three bounds, and loses nothing that is still in use."""
+"""The response store keeps its three limits, and never drops a response that is in use."""
 
 import asyncio
 from typing import Any
@@ -53,7 +53,7 @@ def running(name: str) -> StoredResponse:
     )
 
 
-async def test_the_oldest_goes_when_there_are_too_many() -> None:
+async def test_the_oldest_response_is_evicted_when_there_are_too_many() -> None:
     store = ResponseStore(2, 10**6, 60)
 
     for name in "abc":
@@ -64,7 +64,7 @@ async def test_the_oldest_goes_when_there_are_too_many() -> None:
     assert store.get("b", "owner").id == "b" and store.get("c", "owner").id == "c"
 
 
-async def test_another_owner_finds_nothing_and_is_told_what_is_told_of_unknown_ids() -> None:
+async def test_another_owner_gets_the_error_of_unknown_ids() -> None:
     store = ResponseStore(2, 10**6, 60)
     keep(store, "a")
 
@@ -77,7 +77,7 @@ async def test_another_owner_finds_nothing_and_is_told_what_is_told_of_unknown_i
     assert store.get("a", "owner").id == "a"
 
 
-async def test_the_oldest_go_when_they_are_too_big() -> None:
+async def test_the_oldest_responses_are_evicted_when_they_are_too_big() -> None:
     store = ResponseStore(100, 2_000, 60)
 
     for number in range(20):
@@ -88,7 +88,7 @@ async def test_the_oldest_go_when_they_are_too_big() -> None:
     assert store.get("19", "owner").id == "19"
 
 
-async def test_one_that_is_bigger_than_the_store_drives_nothing_out() -> None:
+async def test_a_response_bigger_than_the_store_evicts_nothing() -> None:
     store = ResponseStore(100, 2_000, 60)
     keep(store, "small")
 
@@ -97,7 +97,7 @@ async def test_one_that_is_bigger_than_the_store_drives_nothing_out() -> None:
     assert len(store) == 1 and store.get("small", "owner")
 
 
-async def test_what_is_too_old_is_gone() -> None:
+async def test_an_expired_response_is_not_found() -> None:
     clock = Clock()
     store = ResponseStore(100, 10**6, 60, clock)
     keep(store, "old")
@@ -111,7 +111,9 @@ async def test_what_is_too_old_is_gone() -> None:
     assert store.get("new", "owner").id == "new"
 
 
-async def test_what_is_too_old_goes_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_responses_are_removed_without_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("server.openai.responses.store.MIN_EXPIRY_INTERVAL_S", 0.01)
     store = ResponseStore(100, 10**6, 0.02)
     keep(store, "old")
@@ -149,7 +151,7 @@ async def test_shared_turns_are_counted_once() -> None:
     assert store.num_bytes == alone
 
 
-async def test_what_runs_is_never_evicted_and_counts() -> None:
+async def test_running_responses_are_never_evicted_and_count() -> None:
     store = ResponseStore(2, 10**6, 60)
     works = [running("a"), running("b")]
     keep(store, "done")
@@ -164,7 +166,7 @@ async def test_what_runs_is_never_evicted_and_counts() -> None:
     assert len(store) == 2
 
 
-async def test_what_runs_may_not_outgrow_the_store() -> None:
+async def test_running_responses_may_not_outgrow_the_store() -> None:
     store = ResponseStore(100, 1_000, 60)
     keep(store, "done")
     work = running("a")
@@ -177,7 +179,7 @@ async def test_what_runs_may_not_outgrow_the_store() -> None:
     assert len(store) == 1
 
 
-async def test_what_is_deleted_while_it_runs_does_not_come_back() -> None:
+async def test_a_response_deleted_while_running_is_not_stored() -> None:
     store = ResponseStore(100, 10**6, 60)
     work = running("a")
     store.add_running(work)

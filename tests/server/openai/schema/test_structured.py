@@ -1,4 +1,4 @@
-"""The fields that give an output a form: what each becomes, and what is refused by name."""
+"""Fields that constrain an output: the resulting specs, and refusals by name."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def json_schema(**fields: Any) -> dict[str, Any]:
 
 
 class CompilingClient(TalkingClient):
-    """Knows what it was asked to compile; refuses the regex `(`."""
+    """Records what it was asked to compile; refuses the regex `(`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ async def test_a_structural_tag_keeps_its_own_fields() -> None:
     ],
     ids=str,
 )  # fmt: skip
-async def test_what_is_wrong_is_a_400_that_names_its_field_before_a_stream_begins(
+async def test_invalid_constraints_are_a_400_with_the_field_before_a_stream_begins(
     fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     client = CompilingClient()
@@ -180,7 +180,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_named_by_its_path(
     assert answer.json()["error"]["message"] == f"{place}: the json cannot be compiled: why"
 
 
-async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
+async def test_a_grammar_that_waits_too_long_gets_a_retry_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Busy(TalkingClient):
@@ -195,7 +195,7 @@ async def test_a_grammar_that_waits_for_too_long_is_told_to_come_back(
     assert "waited 0.05 s" in answer.json()["error"]["message"]
 
 
-async def test_a_grammar_takes_the_turn_of_its_key_or_address() -> None:
+async def test_a_grammar_is_compiled_in_the_turn_of_its_key_or_address() -> None:
     client = CompilingClient()
     async with in_memory(client, api_keys=("a", "b")) as rig:
         for key in "aba":
@@ -239,7 +239,7 @@ JSON = st.recursive(
 
 @given(JSON)
 @settings(deadline=None)
-def test_the_characters_that_are_counted_are_no_more_than_the_json_has(value: Any) -> None:
+def test_least_characters_never_exceeds_the_length_of_the_json(value: Any) -> None:
     written = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
     assert structured_output.least_characters(value) <= len(written)

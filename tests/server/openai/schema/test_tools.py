@@ -1,4 +1,4 @@
-"""The schema of an answer that must call."""
+"""Schema of an answer that must contain a tool call."""
 
 import jsonschema
 import pytest
@@ -25,7 +25,7 @@ TOOLS = [
 GOOD = {"name": "plant", "arguments": {"root": {"child": {}}, "self": {"root": {}}, "enum": {}}}
 
 
-def test_required_calls_have_arguments_that_fit_though_schemas_refer_to_themselves() -> None:
+def test_required_calls_are_validated_with_recursive_argument_schemas() -> None:
     schema = forced_schema(TOOLS, "required", is_parallel=True)
     assert schema is not None
     valid = jsonschema.Draft202012Validator(schema).is_valid
@@ -40,7 +40,7 @@ def test_required_calls_have_arguments_that_fit_though_schemas_refer_to_themselv
     assert not valid([{"name": "plant", "arguments": {"root": {}, "enum": 5}}])
 
 
-def test_without_parallel_calls_there_is_exactly_one() -> None:
+def test_without_parallel_calls_two_calls_are_invalid() -> None:
     schema = forced_schema(TOOLS, "required", is_parallel=False)
 
     assert schema is not None
@@ -48,7 +48,7 @@ def test_without_parallel_calls_there_is_exactly_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["plant", "now"])
-def test_a_named_call_is_its_arguments_alone(name: str) -> None:
+def test_the_schema_of_a_named_call_is_the_schema_of_its_arguments(name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}
 
     schema = forced_schema(TOOLS, choice, is_parallel=True)
@@ -57,5 +57,5 @@ def test_a_named_call_is_its_arguments_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
-def test_a_choice_that_is_the_models_forces_nothing(choice: object) -> None:
+def test_tool_choice_auto_adds_no_schema(choice: object) -> None:
     assert forced_schema(TOOLS, choice, is_parallel=True) is None

@@ -1,4 +1,4 @@
-"""Calls before the end tag of the reasoning, in every cut of the text."""
+"""Tool calls before the end tag of the reasoning, for every split of the text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ CASES: list[tuple[str, str, str, str, str, list[Any]]] = [
     ("mistral", "mistral", 'hm[TOOL_CALLS]f[ARGS]{"city": "A"}', "hm", "", [A]),
     ("granite", "granite", f"hm {HERMES}", "hm", "", [A]),
     ("qwen3", "hermes", f"hm</think>{HERMES}</tool_call> x</tool_call>", "hm", "x", [A]),
-    # Tags of reasoning in an argument are text.
+    # Reasoning tags in an argument are text.
     (
         "mistral",
         "mistral",
@@ -64,7 +64,7 @@ CASES: list[tuple[str, str, str, str, str, list[Any]]] = [
         "",
         [{"city": "<|channel>A<channel|>"}],
     ),
-    # A draft of a call in the reasoning is no call.
+    # A drafted call in the reasoning is not a call.
     ("muse_glimmer", "muse_glimmer", f"{MUSE}<|eom|>Ok", MUSE, "Ok", []),
     ("qwen3", "llama3_json", '{"name": "f", "parameters": {}}</think>Ok', "{}", "Ok", []),
     ("qwen3", "xlam", '```json\n[{"name": "f", "arguments": {}}]\n```</think>Ok', "{}", "Ok", []),
@@ -85,7 +85,7 @@ def parser_of(thinking: str, name: str) -> Callable[[], OutputParser]:
 
 
 @pytest.mark.parametrize(("thinking", "name", "text", "thought", "content", "calls"), CASES)
-def test_a_call_ends_the_reasoning_wherever_the_text_is_cut(
+def test_a_call_ends_the_reasoning_for_every_split(
     thinking: str, name: str, text: str, thought: str, content: str, calls: list[Any]
 ) -> None:
     found = read_every_way(parser_of(thinking, name), text)

@@ -1,4 +1,4 @@
-"""Thinking told apart from the answer, in every cut of the text."""
+"""Reasoning is separated from the answer, for every split of the text."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ CASES = [
     ("qwen3", False, "<think>never closed\n", "never closed", ""),
     ("qwen3", True, "\nHm </thin k>.\n</think>Yes.", "Hm </thin k>.", "Yes."),
     ("deepseek_r1", True, "<think>Hm.</think>Yes.", "Hm.", "Yes."),
-    # An end tag before the answer is no text.
+    # An end tag before the answer is dropped.
     ("deepseek_r1", False, "</think>Yes.", "", "Yes."),
     ("qwen3", False, "\n</think>\n\nYes.", "", "Yes."),
     ("qwen3", False, "Yes </think> no.", "", "Yes </think> no."),
@@ -113,7 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "is_inside", "text", "thought", "answer"), CASES)
-def test_thinking_is_found_wherever_the_text_is_cut(
+def test_thinking_is_found_for_every_split(
     name: str, is_inside: bool, text: str, thought: str, answer: str
 ) -> None:
     found = read_every_way(
@@ -136,7 +136,7 @@ def test_thinking_is_found_wherever_the_text_is_cut(
         ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
     ],
 )
-def test_the_prompts_end_says_whether_an_answer_begins_inside(
+def test_the_end_of_the_prompt_decides_whether_an_answer_begins_in_reasoning(
     name: str, prompt: str, is_inside: bool
 ) -> None:
     assert REASONING_FORMATS[name].starts_in_reasoning(prompt) is is_inside
@@ -146,13 +146,13 @@ def test_the_prompts_end_says_whether_an_answer_begins_inside(
     ("begun", "is_inside"),
     [("The answer", False), ("<think>Hm", True), ("<think>Hm</think>So", False)],
 )
-def test_an_answer_that_continues_a_message_reasons_where_that_message_does(
+def test_a_continued_message_is_in_reasoning_if_the_message_was(
     begun: str, is_inside: bool
 ) -> None:
     assert REASONING_FORMATS["deepseek_r1"].has_unclosed_reasoning(begun) is is_inside
 
 
-def test_calls_are_looked_for_behind_the_thinking_only() -> None:
+def test_calls_are_parsed_only_after_the_thinking() -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
     def both() -> OutputParser:
@@ -187,12 +187,12 @@ def test_shown_reasoning_is_text_with_its_tags(prompt: str, text: str, said: str
     [
         (None, "a</think>b</think>c", "bc"),
         ("qwen3_coder", "a</think>b</think>c", "bc"),
-        # Without reasoning, and in an argument, it is text.
+        # Without reasoning, and in an argument, the tag is text.
         (None, "b</think>c", "b</think>c"),
         ("hermes", f"a</think>{QUOTED}", ""),
     ],
 )
-def test_an_end_tag_that_comes_again_is_no_text(name: str | None, text: str, said: str) -> None:
+def test_a_repeated_end_tag_is_dropped(name: str | None, text: str, said: str) -> None:
     def both() -> OutputParser:
         thinking = ReasoningTagParser(THINK, is_inside=text.startswith("a"))
         calls = None if name is None else ToolCallParser(TOOL_CALL_FORMATS[name], TOOLS)
@@ -271,7 +271,7 @@ def test_a_parser_knows_whether_the_text_is_reasoning() -> None:
         ("{{ messages }}", None, None),
     ],
 )
-def test_a_template_tells_its_parsers(
+def test_parsers_are_detected_from_the_template(
     template: str, calls: str | None, thinking: str | None
 ) -> None:
     assert (tool_parser_of(template), reasoning_parser_of(template)) == (calls, thinking)

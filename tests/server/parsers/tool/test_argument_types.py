@@ -1,4 +1,4 @@
-"""Types of arguments whose schema is composed of others."""
+"""Types of arguments with a composed schema."""
 
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"type": "boolean"}, "FALSE", False),
     ({"type": ["integer", "null"]}, "NULL", None),
     (True, "123", "123"),
-    # Python's way to write lists and objects.
+    # Lists and objects in Python syntax.
     ({"type": "array"}, "['x', None, True, 1.5, ('y',)]", ["x", None, True, 1.5, ["y"]]),
     ({"type": "object"}, "{'a': {'b': \"it's\"}, 1: 'c'}", {"a": {"b": "it's"}, "1": "c"}),
     ({"type": ["array", "null"]}, "[1, 'x']", [1, "x"]),
@@ -91,7 +91,7 @@ def test_a_schema_with_exponentially_many_branches_is_read_in_bounded_time() -> 
 
 
 def argument(parameters: Any, text: str) -> Any:
-    """The value of `r` in a call that writes `text`."""
+    """Value of `r` in a call that contains `text`."""
     written = f"<tool_call><function=f><parameter=r>\n{text}\n</parameter></function></tool_call>"
     found = read(partial(parser_of, "qwen3_coder", tools={"f": parameters}), [written])
     [(name, arguments)] = good_calls(found)

@@ -1,4 +1,4 @@
-"""Every family's calls, in every cut of the text."""
+"""Calls of every format, for every split of the text."""
 
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from server.parsers.registry import TOOL_CALL_FORMATS, words_of
 
 @pytest.mark.parametrize("tag", ["<tool_calls>", "</tool_call>", "<tool_sep>", "<arg_key>"])
 @pytest.mark.parametrize("suffix", ["", ":opensource"])
-def test_the_parser_of_hunyuan_3_sees_special_tokens_with_either_suffix(
+def test_the_hunyuan_3_parser_accepts_special_tokens_with_either_suffix(
     tag: str, suffix: str
 ) -> None:
     assert tag.replace(">", f"{suffix}>") in words_of(TOOL_CALL_FORMATS["hy_v3"])
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
-def test_calls_are_found_wherever_the_text_is_cut(
+def test_calls_are_found_for_every_split(
     name: str, text: str, content: str, calls: list[Any]
 ) -> None:
     found = read_every_way(partial(parser_of, name), text)
@@ -30,14 +30,14 @@ def test_calls_are_found_wherever_the_text_is_cut(
 
 
 @pytest.mark.parametrize(("name", "text"), TEXT)
-def test_what_is_no_call_is_text_as_it_was_written(name: str, text: str) -> None:
+def test_invalid_calls_are_unchanged_text(name: str, text: str) -> None:
     found = read_every_way(partial(parser_of, name), text)
 
     assert found == ("", text, [], [])
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), BROKEN)
-def test_arguments_that_cannot_be_parsed_are_those_that_were_streamed(
+def test_unparsable_arguments_equal_the_streamed_arguments(
     name: str, text: str, content: str, arguments: str
 ) -> None:
     found = read_every_way(partial(parser_of, name), text)
@@ -47,7 +47,7 @@ def test_arguments_that_cannot_be_parsed_are_those_that_were_streamed(
     assert found[3] == [0]
 
 
-def test_a_good_call_stays_when_the_next_one_breaks() -> None:
+def test_a_valid_call_is_kept_if_the_next_call_is_invalid() -> None:
     text = f"<tool_call>{NOW_JSON}</tool_call><tool_call>{{oops</tool_call>"
 
     found = read_every_way(partial(parser_of, "hermes"), text)
@@ -64,7 +64,7 @@ def test_a_call_cut_by_length_keeps_the_arguments_that_came() -> None:
     assert found[:3] == ("", "", [["f", '{"a": "xy', "ID"]])
 
 
-def test_arguments_flow_as_they_are_written() -> None:
+def test_arguments_are_streamed_as_they_are_generated() -> None:
     for name, head in (
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "'),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "'),
@@ -77,7 +77,7 @@ def test_arguments_flow_as_they_are_written() -> None:
         assert [event.text for event in parser.feed("word")] == ["word"], name  # type: ignore[union-attr]
 
 
-def test_ids_are_the_models_own_where_it_gives_them() -> None:
+def test_call_ids_of_the_model_are_kept() -> None:
     kimi = "<|tool_call_begin|>functions.now:4<|tool_call_argument_begin|>{}<|tool_call_end|>"
 
     assert read(partial(parser_of, "kimi_k2"), [kimi])[2][0][2] == "functions.now:4"
@@ -87,7 +87,7 @@ def test_ids_are_the_models_own_where_it_gives_them() -> None:
     assert read(partial(parser_of, "hermes"), [f"<tool_call>{NOW_JSON}"])[2][0][2] == "ID"
 
 
-def test_calls_beyond_the_most_are_dropped() -> None:
+def test_calls_beyond_the_limit_are_dropped() -> None:
     text = f"<tool_call>{NOW_JSON}</tool_call>" * 3
 
     found = read_every_way(partial(parser_of, "hermes", 1), text)
@@ -95,7 +95,7 @@ def test_calls_beyond_the_most_are_dropped() -> None:
     assert len(found[2]) == 1 and found[1] == ""
 
 
-def test_a_long_answer_takes_time_in_proportion() -> None:
+def test_a_long_answer_is_parsed_in_linear_time() -> None:
     parser = parser_of("hermes")
     parser.feed('<tool_call>{"name": "f", "arguments": {"a": "')
 

@@ -1,4 +1,4 @@
-"""Calls of MiniMax M3: arguments as nested elements, whole and with tags that are missing."""
+"""Calls of MiniMax M3: arguments as nested elements, complete and with missing tags."""
 
 import json
 from functools import partial
@@ -55,7 +55,7 @@ def block(*calls: str) -> str:
 
 
 def found_in(text: str, *, is_cut: bool = False) -> Any:
-    """(text of the answer, calls), the same for every way to split the stream."""
+    """(text of the answer, calls), which must be the same for every split of the stream."""
     found = read_every_way(partial(parser_of, "minimax_m3", tools=TOOLS), text, is_cut=is_cut)
     return found[1], good_calls(found)
 
@@ -112,7 +112,7 @@ def test_an_element_has_the_type_of_its_schema(arguments: str, value: Any) -> No
     assert found_in(f"Ok. {block(call(arguments))}") == ("Ok.", [("book", value)])
 
 
-def test_one_block_has_several_calls() -> None:
+def test_a_block_may_have_several_calls() -> None:
     text = block(call(tag("seats", "1")), call(name="now"), call(tag("note", "x")))
 
     assert found_in(text) == ("", [("book", {"seats": 1}), ("now", {}), ("book", {"note": "x"})])
@@ -121,7 +121,7 @@ def test_one_block_has_several_calls() -> None:
 @pytest.mark.parametrize(
     ("text", "said", "arguments"),
     [
-        # The tag around the calls, or the end of the call, is missing.
+        # The tag around the calls is missing, or the end of the call.
         (call(tag("seats", "1")), "", {"seats": 1}),
         (f'{NS}<tool_call>{NS}<invoke name="book">{tag("seats", "1")}', "", {"seats": 1}),
         (
@@ -129,7 +129,7 @@ def test_one_block_has_several_calls() -> None:
             "b",
             {"seats": 1},
         ),
-        # The end of an element is missing, has another name or no namespace.
+        # The end tag of an element is missing, has another name, or lacks its namespace.
         (call(f"{NS}<seats>1", tag("note", "x")), "", {"seats": 1, "note": "x"}),
         (call(f"{NS}<note>x", tag("seats", "1")), "", {"note": "x", "seats": 1}),
         (call(f"{NS}<guest>{NS}<name>Ada{NS}</guest>"), "", {"guest": {"name": "Ada"}}),
@@ -153,7 +153,7 @@ def test_a_string_is_streamed_before_its_end() -> None:
     assert "a long te" in "".join(getattr(event, "text", "") for event in events)
 
 
-def test_elements_that_are_nested_too_deep_are_kept_as_the_model_wrote_them() -> None:
+def test_too_deeply_nested_elements_are_kept_as_text() -> None:
     text = call(tag("seats", "1"), f"{NS}<free>" + f"{NS}<a>" * (MAX_DEPTH + 1))
 
     _, said, calls, broken = read(partial(parser_of, "minimax_m3", tools=TOOLS), [text])
@@ -161,7 +161,7 @@ def test_elements_that_are_nested_too_deep_are_kept_as_the_model_wrote_them() ->
     assert broken == [0] and calls[0][1].count("<a>") + said.count("<a>") >= 1
 
 
-def test_a_call_that_is_cut_is_a_call() -> None:
+def test_a_truncated_call_is_a_call() -> None:
     parser = partial(parser_of, "minimax_m3", tools=TOOLS)
 
     found = read_every_way(parser, f'{NS}<invoke name="book">{NS}<note>x', is_cut=True)

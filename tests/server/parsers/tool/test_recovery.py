@@ -1,4 +1,4 @@
-"""Calls with a tag, bracket or quote missing, with text around them, and with types that differ."""
+"""Calls with a missing tag, bracket or quote, with text around them, and with mismatched types."""
 
 import json
 import time
@@ -175,7 +175,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
         "abc",
     ),
     ("step3", '<steptml:invoke name="h">{"s": "abc"}</steptml:invoke>', "", "abc"),
-    # Tags in a value are part of the value.
+    # Tags inside a value are part of the value.
     ("qwen3_coder", coder("<parameter=s>a</function> b</parameter>"), "", {"s": "a</function> b"}),
     (
         "qwen3_coder",
@@ -208,7 +208,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
     ("pythonic", 'Sure. [f(city="Oslo")]', "Sure.", [OSLO]),
     ("pythonic", '[a.f(city="Oslo")] ok', "ok", [("a.f", {"city": "Oslo"})]),
     ("pythonic", "[f](x) a[f(city=1)]", "[f](x) a[f(city=1)]", []),
-    # Types.
+    # Values whose type differs from the schema.
     ("deepseek_v32", invoke(("s", "true", "5"), ("n", "true", "5")), "", {"s": "5", "n": 5}),
     (
         "deepseek_v32",
@@ -234,7 +234,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
         "",
         {"s": "\nabc\n\n"},
     ),
-    # Python that is not quite Python.
+    # Almost valid Python.
     ("lfm2", "<|tool_call_start|>[h(s={'a', 'b'})]<|tool_call_end|>", "", {"s": ["a", "b"]}),
     (
         "lfm2",
@@ -264,7 +264,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_are_recovered_wherever_the_text_is_cut(
+def test_calls_are_recovered_for_every_split(
     name: str, text: str, content: str, calls: Any
 ) -> None:
     found = read_every_way(partial(parser_of, name, tools=TOOLS), text)
@@ -286,7 +286,7 @@ def test_an_argument_without_its_end_is_not_completed() -> None:
     assert found[2][0][1] == '{"s": "rm -r /tmp' and found[3] == [0]
 
 
-def test_the_limits_of_the_documentation_are_those_of_the_code() -> None:
+def test_documented_limits_equal_the_code() -> None:
     page = " ".join((Path(__file__).parents[4] / "docs" / "tools.md").read_text("utf-8").split())
 
     assert f"at most {MAX_LOOKAHEAD:,} characters after it" in page
@@ -304,7 +304,7 @@ def test_the_limits_of_the_documentation_are_those_of_the_code() -> None:
         ("llama3_json", "["),
     ],
 )
-def test_text_with_many_markers_is_read_in_proportion(name: str, word: str) -> None:
+def test_text_with_many_markers_is_parsed_in_linear_time(name: str, word: str) -> None:
     text = word * 3000
     parser = parser_of(name, tools=TOOLS)
     started = time.process_time()
@@ -313,5 +313,5 @@ def test_text_with_many_markers_is_read_in_proportion(name: str, word: str) -> N
         parser.feed(text[start : start + 100])
     parser.finish(is_cut=False)
 
-    # Reading all text again for each marker takes minutes.
+    # Rereading the whole text for each marker takes minutes.
     assert time.process_time() - started < 10

@@ -1,4 +1,5 @@
-"""Calls that a model chooses to make, held to their functions: what comes is read as such calls."""
+"""Optional tool calls under a grammar: the parser reads every allowed output as calls that match
+their schemas."""
 
 import json
 import random
@@ -50,7 +51,7 @@ TOOLS = {name: schema or {} for name, schema in FUNCTIONS.items()}
 
 
 def functions_of(name: str) -> Any:
-    """With what the family's calls can hold."""
+    """Functions whose arguments the format can express."""
     return {**FUNCTIONS, "measure": GEMMA_SCHEMA} if "gemma" in name else FUNCTIONS
 
 
@@ -61,12 +62,12 @@ GEMMA_SCHEMA = {
 NAMES = sorted(
     {form: name for name, form in TOOL_CALL_FORMATS.items() if name != "openai"}.values()
 )
-"""A name for each format."""
+"""One name per format."""
 
 
 @cache
 def encoder_of(name: str, is_special: bool) -> Tokenizer:
-    """Its words are tokens, as far as they are more than a character."""
+    """A tokenizer with a token for each multi-character word of the format."""
     encoder = text_folders.byte_level()
     forms = [
         TOOL_CALL_FORMATS[name],
@@ -97,7 +98,7 @@ def guide_of(name: str, is_special: bool, folder: Path) -> Guide:
 
 
 def written(guide: Guide, encoder: Tokenizer, start: str, rng: random.Random) -> str | None:
-    """A text that begins with `start` and that the guide allows to its end."""
+    """A random complete text that begins with `start` and that the guide allows."""
     (end,) = encoder.encode("</s>").ids
     tokens: list[int] = []
     for token in encoder.encode(start).ids:
@@ -119,7 +120,7 @@ def written(guide: Guide, encoder: Tokenizer, start: str, rng: random.Random) ->
 
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_follows_a_marker_is_a_call_that_its_parser_reads_and_its_schema_takes(
+def test_text_after_a_marker_is_a_parsable_call_that_matches_its_schema(
     name: str, is_special: bool, tmp_path: Path
 ) -> None:
     family, rng = TOOL_CALL_FORMATS[name], random.Random(5)
@@ -143,7 +144,7 @@ def test_what_follows_a_marker_is_a_call_that_its_parser_reads_and_its_schema_ta
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
+def test_text_without_a_marker_is_unconstrained(name: str, tmp_path: Path) -> None:
     encoder, guide = encoder_of(name, True), guide_of(name, True, tmp_path)()
 
     for token in encoder.encode("Well, 2 < 3 & [x] {y} <b>z</b>. ").ids:
@@ -168,7 +169,7 @@ def test_text_without_a_marker_is_free(name: str, tmp_path: Path) -> None:
         ("gemma4", SCHEMA),
     ],
 )
-def test_what_a_way_of_writing_cannot_hold_is_refused(name: str, schema: Any) -> None:
+def test_schemas_that_a_format_cannot_express_are_refused(name: str, schema: Any) -> None:
     with pytest.raises(UserError, match="cannot be enforced") as refused:
         TOOL_CALL_FORMATS[name].grammar({"f": schema})
 
@@ -186,7 +187,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=",
     ],
 )
-def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
+def test_calls_in_channels_are_constrained_and_other_channels_are_free(
     start: str, tmp_path: Path
 ) -> None:
     encoder, rng = encoder_of("openai", True), random.Random(3)
@@ -212,11 +213,11 @@ def test_calls_in_channels_of_their_own_are_held_and_other_channels_are_free(
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic"])
-def test_keywords_of_a_shared_definition_count_for_each_argument(family: str) -> None:
+def test_keywords_of_a_shared_definition_are_counted_for_each_argument(family: str) -> None:
     large = {"type": "integer", **{f"k{i}": 1 for i in range(999)}}
     properties = {f"p{i}": {"$ref": "#/$defs/x"} for i in range(66)}
     schema = {"$defs": {"x": large}, "properties": properties, "required": list(properties)}
-    with pytest.raises(UserError, match=r"at least 66066 keywords .* at most 65536 are taken"):
+    with pytest.raises(UserError, match=r"at least 66066 keywords .* at most 65536 are allowed"):
         TOOL_CALL_FORMATS[family].grammar({"f": schema})
 
 
@@ -248,7 +249,7 @@ def test_searches_of_types_have_a_limit_for_all_functions_of_a_request(
 
 
 def count_searched_nodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets the depth of each subschema that is searched for types."""
+    """A list to which the depth of each subschema is appended when it is searched for types."""
     counted: list[int] = []
     enter = argument_types._Search._enter
 

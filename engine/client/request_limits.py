@@ -1,4 +1,4 @@
-"""RequestTerms: deadline and tenant of a request, for the engine."""
+"""RequestLimits: deadline and tenant of a request, for the engine."""
 
 import time
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from config.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTerms:
+class RequestLimits:
     """Deadline and tenant of a request, shared by all of its sequences."""
 
     deadline_s: float | None = None
@@ -26,4 +26,4 @@ class RequestTerms:
         return left_s
 
 
-NO_TERMS = RequestTerms()
+NO_LIMITS = RequestLimits()
