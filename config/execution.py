@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from config.setting import check_settings, is_count, setting, settings_of
+from config.setting import Setting, check_settings, is_count, setting, settings_of
 
 HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY = "hpu-graphs", "torch-compile", "eager", "lazy"
 SLICE_MULTIPLE = 1024
@@ -30,6 +30,11 @@ SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 
 PACKED_EXPERTS_FLAG = "native-mxfp4"
 """Name of the flag that keeps MXFP4 experts packed on the card."""
+
+
+def _flag_of(name: str, facts: Setting) -> str:
+    return f"--{facts.name or name.replace('_', '-')}"
+
 
 READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
 """Settings of execution that every device reads, beside the settings of diagnostics."""
@@ -274,10 +279,40 @@ class ExecutionConfig:
         """Flags that only a Gaudi reads and whose values are not the defaults."""
         plain = ExecutionConfig()
         return [
-            f"--{facts.name or name.replace('_', '-')}"
+            _flag_of(name, facts)
             for name, facts in settings_of(self).items()
             if not facts.group and name not in READ_EVERYWHERE
             if getattr(self, name) != getattr(plain, name)
+        ]
+
+    def unread_in(self, mode: str, *, uses_compressor: bool) -> list[tuple[str, str]]:
+        """(flag, reason) of each setting that was changed and that execution mode `mode` or
+        another setting leaves without effect on a Gaudi. `uses_compressor`: layers are quantized by
+        Intel Neural Compressor."""
+        compiles, slices = mode == TORCH_COMPILE, bool(self.slice_sizes)
+        needs_compile = f"it needs --execution-mode {TORCH_COMPILE}, the mode is {mode}"
+        needs_slices = (
+            "it needs --fsdpa-slicing and --prompt-use-fusedsdpa without "
+            "--prompt-use-flex-attention"
+        )
+        rules = {
+            "regional_compilation": (compiles, needs_compile),
+            "compile_fullgraph": (compiles, needs_compile),
+            "compile_dynamic_shapes": (compiles, needs_compile),
+            "layers_per_recipe": (
+                mode in (HPU_GRAPHS, LAZY),
+                f"it needs --execution-mode {HPU_GRAPHS} or {LAZY}, the mode is {mode}",
+            ),
+            "sdpa_slice_threshold": (slices, needs_slices),
+            "sdpa_slice_size": (slices, needs_slices),
+            "disable_mark_scales_as_const": (uses_compressor, "it needs --quantization inc"),
+        }
+        changed = self.changed_on_gaudi
+        flags = {name: _flag_of(name, facts) for name, facts in settings_of(self).items()}
+        return [
+            (flags[name], why)
+            for name, (is_read, why) in rules.items()
+            if not is_read and flags[name] in changed
         ]
 
     @property

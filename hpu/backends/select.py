@@ -5,6 +5,7 @@ import logging
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.loading import env
+from config.model.quantization.inc import INC
 from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
@@ -25,10 +26,16 @@ def select_backend(
     """
     device = env.chosen_device(config.device)
     changed = config.execution.changed_on_gaudi
-    if changed and not ranks.rank and not DEVICES[device].is_gaudi:
-        logger.info(
-            "%s have no effect on this device: they choose how a Gaudi executes the model",
-            ", ".join(changed),
-        )
+    if changed and not ranks.rank:
+        if DEVICES[device].is_gaudi:
+            mode = env.hpu_mode(config).mode
+            uses_compressor = config.quantization == INC
+            for flag, why in config.execution.unread_in(mode, uses_compressor=uses_compressor):
+                logger.warning("%s has no effect: %s", flag, why)
+        else:
+            logger.info(
+                "%s have no effect on this device: they choose how a Gaudi executes the model",
+                ", ".join(changed),
+            )
     backend: Backend = DEVICES.half(device, "hpu.backends", "BACKENDS")(config, ranks, on_step)
     return backend

@@ -27,11 +27,13 @@ def test_an_unknown_device_is_refused_with_all_devices() -> None:
         DEVICES.half("tpu", "hpu.backends", "BACKENDS")
 
 
-def without_effect(words: list[str], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Log lines about flags without effect at the start on a CPU with `words`."""
+def without_effect(
+    words: list[str], caplog: pytest.LogCaptureFixture, device: str = "cpu"
+) -> list[str]:
+    """Log lines about flags without effect at the start on `device` with `words`."""
     caplog.set_level("INFO")
     select_backend(
-        load(["m", "--device=cpu", "--num-threads=1", *words], environ={}).engine
+        load(["m", f"--device={device}", "--num-threads=1", *words], environ={}).engine
     ).close()
     return [line for line in caplog.messages if "no effect" in line]
 
@@ -53,6 +55,39 @@ def test_a_cpu_uses_the_flags_of_contiguous_attention_and_logging(
     words = ["--no-contiguous-pa", "--defrag-threshold=8", "--log-step-graph-compilation"]
 
     assert without_effect(words, caplog) == []
+
+
+SLICES = "--fsdpa-slicing and --prompt-use-fusedsdpa without --prompt-use-flex-attention"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--execution-mode=hpu-graphs", "--compile-fullgraph", "--config-hidden-layers=2"],
+            {"--compile-fullgraph": "--execution-mode torch-compile, the mode is hpu-graphs"},
+        ),
+        (
+            ["--execution-mode=torch-compile", "--compile-fullgraph", "--config-hidden-layers=2"],
+            {
+                "--config-hidden-layers": "--execution-mode hpu-graphs or lazy, the mode is "
+                "torch-compile"
+            },
+        ),
+        (["--no-prompt-use-fusedsdpa", "--fsdpa-slice-size=2048"], {"--fsdpa-slice-size": SLICES}),
+        (["--fsdpa-slice-size=2048"], {}),
+        (
+            ["--disable-mark-scales-as-const"],
+            {"--disable-mark-scales-as-const": "--quantization inc"},
+        ),
+    ],
+)
+def test_a_gaudi_names_the_changed_flags_that_its_mode_does_not_read(
+    words: list[str], expected: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert without_effect(words, caplog, "hpu-emulator") == [
+        f"{flag} has no effect: it needs {setting}" for flag, setting in expected.items()
+    ]
 
 
 def test_back_ends_of_other_devices_ignore_execution_flags() -> None:
