@@ -144,7 +144,7 @@ def test_images_in_tool_results_have_the_same_token_count_on_every_route(
     assert prompt_tokens(message.usage) == response.usage.input_tokens == counted.input_tokens
 
 
-def test_a_file_that_is_not_a_picture_is_refused_with_a_400(vision: LiveServer) -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_a_400(vision: LiveServer) -> None:
     broken = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     with (
         openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk,

@@ -36,7 +36,7 @@ def no_installed_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_installed", lambda: None)
 
 
-def test_a_file_in_place_of_the_cache_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_in_place_of_the_cache_folder(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.write_text("")
     source = write_gguf(tmp_path / "tiny.gguf")
@@ -49,7 +49,7 @@ def test_a_file_in_place_of_the_cache_folder_is_named(tmp_path: Path) -> None:
             use()
 
 
-def test_a_read_only_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_read_only_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(Path, "mkdir", read_only)
 
@@ -129,7 +129,7 @@ def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("failing", ("tempfile.gettempdir", "tempfile.mkdtemp"))
-def test_a_temporary_folder_that_is_full_is_named(
+def test_the_error_names_a_full_temporary_folder(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failing, no_room)

@@ -181,7 +181,7 @@ def test_a_graph_captured_in_inference_mode_sees_writes_made_in_it(backend: Cuda
     assert cache.sum(1).tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0, 0.0, 0.0]
 
 
-def test_out_of_memory_is_recognised_and_leaves_the_device_usable(backend: CudaBackend) -> None:
+def test_out_of_memory_is_recognized_and_leaves_the_device_usable(backend: CudaBackend) -> None:
     _, total = backend.memory()
 
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -95,7 +95,7 @@ def seconds_of_a_picture(live: LiveServer, seed: int) -> float:
     return time.monotonic() - began_s
 
 
-def test_costly_pictures_delay_no_other_key_and_are_cancelled_with_their_client(
+def test_expensive_images_delay_no_other_key_and_end_with_their_client(
     live: LiveServer,
 ) -> None:
     seconds_of_a_picture(live, 0)

@@ -21,9 +21,8 @@ SLICE_S = 0.1
 MEDIAN_S = 0.5
 """Wall-time limit for the median request of another client."""
 ATTEMPTS = 5
-"""Attempts per body: while the event loop waits for a core that other work uses, its slice also
-counts the CPU time of its process's other threads. A slice that the body causes is in each
-attempt."""
+"""Attempts per body. While the event loop waits for a core, its slice also counts CPU time of the
+other threads of its process; a slice that the body causes is in each attempt."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 20_000
 LONG = [65] * 18_000

@@ -1,4 +1,4 @@
-"""Benchmarks that start servers: of quoting answers, and of adapters."""
+"""Benchmarks that start servers: answers that quote their prompts, and adapters."""
 
 import json
 import shlex

@@ -18,7 +18,8 @@ FIELDS = (
     *("exclude_modules", "layers_pattern"),
 )
 LARGE_WEIGHT = 3e4
-"""A weight that is served, times `lora_alpha` / `r`."""
+"""A value of all weights that the server accepts, although products of the layers overflow
+float16."""
 BESIDE = (
     *("embed_tokens.weight", "embed_tokens.base_layer.weight", "norm.weight"),
     *("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.base_layer.weight"),

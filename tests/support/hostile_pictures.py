@@ -1,4 +1,4 @@
-"""Pictures and videos of attackers: small files that are costly to decode, and broken files."""
+"""Hostile images and videos: small files that are expensive to decode, and broken files."""
 
 import base64
 import io

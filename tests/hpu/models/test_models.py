@@ -442,7 +442,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     }
 
 
-def test_an_unknown_architecture_is_named() -> None:
+def test_the_error_names_an_unknown_architecture() -> None:
     config = ModelConfig("somewhere", "OwnForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8)
 
     with pytest.raises(ConfigError, match="OwnForCausalLM, which is not supported"):
@@ -457,7 +457,7 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
         build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme)
 
 
-def test_an_unknown_activation_is_named() -> None:
+def test_the_error_names_an_unknown_activation() -> None:
     config = ModelConfig("somewhere", "LlamaForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8, hidden_act="tan")
 
     with pytest.raises(ConfigError, match="hidden_act is 'tan', it must be one of silu"):

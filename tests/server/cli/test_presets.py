@@ -148,7 +148,7 @@ def test_free_cards_are_cards_of_one_generation_without_a_process(tmp_path: Path
     assert free_cards(machine.seen()) == ("gaudi3", 4)
 
 
-def test_a_wrong_number_of_cards_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_of_cards_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets", "--cards", "0"]) == 2
 
     assert "at least 1" in capsys.readouterr().err

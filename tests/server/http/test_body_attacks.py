@@ -48,7 +48,9 @@ class Other:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-async def test_a_costly_body_is_refused_quickly_without_delaying_other_clients(kind: str) -> None:
+async def test_an_expensive_body_is_refused_quickly_without_delaying_other_clients(
+    kind: str,
+) -> None:
     path, made, param = ATTACKS[kind]
     data = made()
     headers = {"content-type": "application/json"}

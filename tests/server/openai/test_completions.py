@@ -254,7 +254,7 @@ class UnevenClient(TalkingClient):
         queue.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
 
 
-async def test_best_of_returns_the_likeliest_samples_and_counts_tokens_of_all_samples() -> None:
+async def test_best_of_returns_the_most_likely_samples_and_counts_tokens_of_all_samples() -> None:
     async with in_memory(UnevenClient()) as rig:
         answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
 

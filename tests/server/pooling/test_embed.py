@@ -164,6 +164,6 @@ async def test_the_input_type_names_a_prompt_of_the_model() -> None:
         ({"texts": ["a"], "input_type": "x"}, "input_type"),
     ],
 )
-async def test_invalid_fields_are_named(body: dict[str, Any], param: str) -> None:
+async def test_the_error_names_invalid_fields(body: dict[str, Any], param: str) -> None:
     async with in_memory(client()) as rig:
         assert (await refused(rig, **body))["param"] == param

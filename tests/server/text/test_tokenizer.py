@@ -213,7 +213,7 @@ def test_a_folder_without_a_tokenizer_is_reported_with_a_remedy(tmp_path: Path) 
         Tokenizer.load(str(tmp_path))
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_broken_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
