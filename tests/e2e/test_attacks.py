@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from costly_bodies import ATTACKS as BODIES
+from expensive_bodies import ATTACKS as BODIES
 from live import LiveServer, children_of, command_of, running
 from tiny_models import make_tiny
 from watch import Family, SecondClient

@@ -1,4 +1,4 @@
-"""Pictures with adapters, pipeline stages, grammars, several choices, and the other APIs."""
+"""Images with adapters, pipeline stages, grammars, several choices, and the other APIs."""
 
 import base64
 import json
@@ -215,7 +215,7 @@ def test_all_apis_give_the_same_answer_and_usage_for_several_images(live: LiveSe
 
 
 def test_images_of_every_turn_affect_the_output(live: LiveServer) -> None:
-    """Pictures in the turns of a system, an assistant and a tool, as this template renders them."""
+    """Images in the turns of a system, an assistant and a tool, as this template renders them."""
 
     def told(pictures: list[str]) -> Any:
         image = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]

@@ -1,4 +1,4 @@
-"""The page of a complete server: pictures for a vision model, and a killed engine."""
+"""The page of a complete server: images for a vision model, and a killed engine."""
 
 import os
 import re

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from costly_bodies import ATTACKS, CHAT, MIB
+from expensive_bodies import ATTACKS, CHAT, MIB
 from http_rig import TOKENIZER, Rig, TalkingClient, ids, on_port
 from pooling_client import PoolingClient
 from pydantic import ValidationError

@@ -1,11 +1,11 @@
-"""Bytes of clients become RGB pictures, or an error with the reason."""
+"""Bytes of clients become RGB images, or an error with the reason."""
 
 import io
 import struct
 import tracemalloc
 import zlib
 
-import hostile_pictures as hostile
+import hostile_images as hostile
 import numpy as np
 import pytest
 from PIL import Image
@@ -235,13 +235,13 @@ def test_files_near_the_decoding_limits_are_decoded() -> None:
 @pytest.mark.slow
 def test_hostile_images_are_reproducible_and_decoded_or_refused() -> None:
     for seed in range(60):
-        data, _ = hostile.HostilePictures(seed).picture()
+        data, _ = hostile.HostileImages(seed).picture()
         try:
             image = decode(data)
         except BadImage:
             continue
         assert image.mode == "RGB" and image.width * image.height <= KEPT_PIXELS
-    first, second = hostile.HostilePictures(3).picture(), hostile.HostilePictures(3).picture()
+    first, second = hostile.HostileImages(3).picture(), hostile.HostileImages(3).picture()
     assert first == second
 
 

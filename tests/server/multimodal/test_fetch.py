@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from picture_server import HOST, PNG, endless, fetcher, ok, serving, to
+from image_server import HOST, PNG, endless, fetcher, ok, serving, to
 
 from config.errors import UserError
 from server.multimodal.fetch import (

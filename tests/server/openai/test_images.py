@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
-from picture_server import HOST, endless, fetcher, ok, serving, to
+from image_server import HOST, endless, fetcher, ok, serving, to
 from tiny_vision import image_bytes, make_tiny_vision, picture
 
 from config.errors import ConfigError

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from http_rig import Rig, TalkingClient, in_memory
-from picture_server import HOST, fetcher, ok, serving
+from image_server import HOST, fetcher, ok, serving
 from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_bytes, picture
 
 from config.model.multimodal.vision import VisionFacts
