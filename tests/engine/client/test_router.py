@@ -296,7 +296,7 @@ class Restorations:
         self.restored: list[tuple[int, int]] = []
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Not recorded."""
+        """Ignored: only restored engines are recorded."""
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         self.restored.append((client.engine, len(client.queues)))

@@ -256,7 +256,7 @@ def test_11_large_integers_wrap_in_lazy_mode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_11_wide_and_complex_numbers_are_refused(dtype: torch.dtype) -> None:
+def test_11_64_bit_floats_and_complex_numbers_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
 
     with emulated(), pytest.raises(RuntimeError, match=f"{name} is not supported by hpu"):
@@ -368,7 +368,7 @@ def test_14_a_fork_of_the_holder_is_refused() -> None:
         assert os.waitstatus_to_exitcode(status) == 7
 
 
-def test_15_a_rank_in_another_bucket_is_an_error_and_no_deadlock(tmp_path: Path) -> None:
+def test_15_a_rank_in_another_bucket_is_an_error_instead_of_a_deadlock(tmp_path: Path) -> None:
     context = child_context()
     ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in range(3)]
     for child in ranks:

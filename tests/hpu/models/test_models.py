@@ -405,7 +405,7 @@ def test_packed_bfloat16_weights_give_the_logits_of_unpacked_weights(tmp_path: P
 
     rigs = [PagedHarness(plain), PagedHarness(packed)]
     expected, found = (rig.prefill(prompt)[0] for rig in rigs)
-    # A single row also takes the short form of the norms.
+    # A single row also runs `mirrored_rms_norm`, which is for few rows.
     expected_next, found_next = (rig.decode({0: 5})[0] for rig in rigs)
 
     assert "model.layers.0.self_attn.qkv_proj.weight" not in packed.state_dict()

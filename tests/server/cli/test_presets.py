@@ -129,7 +129,7 @@ def test_a_setting_or_another_device_turns_the_preset_off(model: Any, more: list
     assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
 
 
-def test_a_model_that_does_not_fit_is_refused_by_the_start(
+def test_a_model_that_does_not_fit_gets_no_preset(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     argv = [model("70b", LLAMA_70B), "--device", "hpu"]

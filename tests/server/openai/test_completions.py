@@ -82,7 +82,7 @@ async def test_max_tokens_is_16_unless_given() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_without_output_needs_no_token(stream: bool) -> None:
+async def test_an_echo_with_max_tokens_0_generates_no_token(stream: bool) -> None:
     async with in_memory() as rig:
         response = await rig.complete(
             "Hello", echo=True, max_tokens=0, stream=stream, logprobs=1, return_token_ids=True

@@ -91,7 +91,8 @@ def is_text(prompt: Prompt) -> np.ndarray:
 def test_images_in_bfloat16_agree_with_transformers(
     folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
-    """In bfloat16, a CPU multiplies in the compiled library, which lacks cross-attention layers."""
+    """In bfloat16, the CPU back end uses the compiled library, which lacks cross-attention
+    layers."""
     prompt = write(text(1, 7), pictures[1], text(2, 6))
     rig = WorkerRig(folder, dtype="bfloat16", images_per_request=6)
     try:
