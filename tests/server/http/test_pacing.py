@@ -83,7 +83,7 @@ async def test_calls_of_an_iteration_stop_at_the_maximum_weight() -> None:
 
 
 class Closed:
-    """A transport that counts in `closed` when it is closed."""
+    """A transport that appends its number to `closed` when it is closed."""
 
     def __init__(self, number: int, closed: list[int]) -> None:
         self._number = number

@@ -262,7 +262,7 @@ def long_text(characters: int) -> str:
     return " ".join(words)
 
 
-async def test_a_100_000_token_text_blocks_neither_the_loop_nor_short_texts() -> None:
+async def test_a_text_of_700_000_tokens_blocks_neither_the_loop_nor_short_texts() -> None:
     encoder = Encoder(
         models.BPE(
             vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},
