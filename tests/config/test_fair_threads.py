@@ -69,7 +69,7 @@ def test_the_next_call_runs_after_errors_and_cancelled_calls() -> None:
         assert last.result(timeout=10) == 2
 
 
-def test_shutdown_cancels_calls_in_the_queue_and_outside_of_it() -> None:
+def test_shutdown_cancels_all_waiting_calls() -> None:
     gate = threading.Event()
     threads = FairThreads(1, "test")
     running = submit(threads, "busy", gate.wait)

@@ -174,7 +174,7 @@ def test_flags_and_variables_of_a_pod_exist(path: Path, template: Document) -> N
     assert all(name in allowed or name.startswith("data-parallel-") for name in flags)
 
 
-def test_containers_of_kuberay_have_the_probes_that_it_would_add() -> None:
+def test_kuberay_containers_have_the_probes_that_kuberay_would_add() -> None:
     containers = [
         template["spec"]["containers"][0]
         for path, template in PODS
