@@ -32,7 +32,7 @@ def pod_variables(shutdown_timeout_s: float) -> dict[str, str]:
         "GAUDISERVE_SHUTDOWN_TIMEOUT": str(shutdown_timeout_s),
         "GAUDISERVE_API_KEY": "pod-key",
     }
-    # The folders of the image.
+    # Drop the image's cache folder, so that the server uses the cache of this test run.
     return {name: given[name] for name in given if name != "XDG_CACHE_HOME"} | changed
 
 

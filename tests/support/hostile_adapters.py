@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPONENTIAL = "(([a-z0-9_.]+)+)+!"
-"""Pattern that takes Python's `re` practically unlimited time."""
+"""Pattern that takes Python's `re` exponential time."""
 FIELDS = (
     *("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "layers_pattern"),

@@ -113,7 +113,7 @@ def test_the_memory_in_the_guide_gives_about_the_blocks_in_the_guide() -> None:
     assert split.num_blocks == 1518
 
 
-def test_a_launch_larger_than_free_memory_leaves_no_cache() -> None:
+def test_a_launch_larger_than_free_memory_is_refused_with_the_flag() -> None:
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         _split(CacheConfig(), reserve=2_000_000, num_sharing=0)
 
