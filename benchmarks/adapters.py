@@ -1,13 +1,13 @@
-"""The cost of LoRA adapters: tokens per second of the same streams without adapters, with a common
-adapter, and with several mixed, in alternating rounds of a process.
+"""Cost of LoRA adapters: tokens per second of the same streams without adapters, with a common
+adapter, and with several adapters, in alternating rounds of a process.
 
     python benchmarks/adapters.py [--model FOLDER] [--streams 1 32] [--adapters 8] [--rank 16]
     python benchmarks/adapters.py --server 'NAME=COMMAND --port {port} --lora-modules {modules}'
 
-The adapters have random weights for all linear layers. Streams decode greedily; the best of the
-rounds counts, since other work on the machine only takes time. With `--server` OpenAI servers do
-the same over HTTP, in sequence: each server is started by its command, in which {modules} are the
-adapters as NAME=FOLDER. Run nothing else at the same time.
+The adapters have random weights for all linear layers. Streams decode greedily. The best
+round is reported, since other work on the machine can only slow a round. With `--server`, OpenAI
+servers are measured over HTTP, in sequence: each server is started by its command, in which
+{modules} is replaced by the adapters as NAME=FOLDER. Run nothing else at the same time.
 """
 
 import argparse
@@ -38,7 +38,7 @@ PROMPT = "The history of the city begins with"
 
 
 def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
-    """An adapter for all linear layers that changes little."""
+    """Write an adapter for all linear layers whose products are small beside the model's."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in BaseModules(read_model_config(model)).modules.items():
@@ -55,12 +55,12 @@ def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
 
 
 Rate = Callable[[int, list[str | None]], float]
-"""Output tokens per second of a number of streams; the streams use the adapters of a list in turn.
-"""
+"""Function of (number of streams, adapters that the streams use in turn) that returns output tokens
+per second."""
 
 
 def offline(stack: ExitStack, args: argparse.Namespace, model: str, modules: list[str]) -> Rate:
-    """The rate of an LLM in this process."""
+    """Rate of an LLM in this process."""
     llm = stack.enter_context(
         LLM(
             model,
@@ -89,7 +89,7 @@ def offline(stack: ExitStack, args: argparse.Namespace, model: str, modules: lis
 
 
 def of_server(stack: ExitStack, command: str, num_tokens: int, modules: list[str]) -> Rate:
-    """The rate of the server that `command` starts."""
+    """Rate of the server that `command` starts."""
     server = stack.enter_context(started(command.replace("{modules}", " ".join(modules))))
     options = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
 

@@ -12,7 +12,7 @@ TIMEOUT_S = 600.0
 
 
 def quoting_messages() -> list[list[dict[str, str]]]:
-    """Chats that ask for an edit or a quote of a text in the prompt."""
+    """Chats that request an edit or a quote of a text in the prompt."""
     chats = json.loads(QUOTING.read_text(encoding="utf-8"))
     return [[{"role": "user", "content": f"{chat['task']}\n\n{chat['text']}"}] for chat in chats]
 

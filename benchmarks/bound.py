@@ -1,6 +1,5 @@
-"""Upper bound of a machine's speed on a model, from its memory bandwidth (reading weights) and its
-matrix-product rate. Attention, KV cache and all other work count as free.
-"""
+"""Upper bound of a machine's speed with a model, from its memory bandwidth (reading weights) and
+its matrix-product rate. Attention, KV cache and all other work count as free."""
 
 import json
 import struct
@@ -59,7 +58,7 @@ class Weights:
 def machine_rates() -> Rates:
     """Rates measured with all cores: the faster of this project's and PyTorch's matrix product, and
     the faster of two ways to read memory (a sum, and a product of a single row)."""
-    CpuBackend()  # sets the number of threads as in the server
+    CpuBackend()  # Sets the number of threads as in the server
     with torch.inference_mode():
         x, weight = torch.randn(ROWS, INPUTS).bfloat16(), torch.randn(OUTPUTS, INPUTS).bfloat16()
         torchs = _seconds(lambda: torch.nn.functional.linear(x, weight))
@@ -117,7 +116,7 @@ def least_seconds(
 def least_first_token_ms(
     weights: Weights, rates: Rates, *, prompt: int, requests: int
 ) -> tuple[float, float]:
-    """Least median and maximum time to first token of `requests` prompts that arrive at once and
-    are processed in sequence."""
+    """Lower bounds of the median and maximum time to first token of `requests` prompts that arrive
+    at once and are processed in sequence."""
     each = (prompt * weights.used + weights.head) / rates.multiplies * 1e3
     return each * (requests + 1) / 2, each * requests

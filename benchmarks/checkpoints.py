@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 STD = 0.02
 SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"
-"""How a byte-level vocabulary writes a space."""
+"""A space in a byte-level vocabulary."""
 
 
 def tensors(config: dict[str, Any], words: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -114,7 +114,7 @@ def _ones(size: int) -> Tensor:
 
 
 def word_ids(tokenizer: Path) -> Tensor:
-    """Ids of the tokens that are ASCII letters, with or without a space before."""
+    """Ids of tokens of ASCII letters, with or without a leading space."""
     vocabulary: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
     words = (token.removeprefix(SPACE) for token in vocabulary)
     return torch.tensor(
@@ -136,7 +136,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config, out = CONFIGS[arguments.shape], arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    # Newer releases of transformers write the chat template into a file of its own.
+    # Newer releases of transformers write the chat template to a separate file.
     for source in (*arguments.tokenizer.glob("tokenizer*"), *arguments.tokenizer.glob("chat_*")):
         shutil.copy(source, out)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id")}

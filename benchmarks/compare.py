@@ -1,15 +1,16 @@
-"""Servers under the same load on one machine: a table with ratios.
+"""Compares servers under the same load on one machine; writes a table with ratios.
 
     python benchmarks/compare.py --out benchmarks/results/cpu \
         --server 'gaudiserve=gaudiserve serve demo --max-model-len 2048 --port {port}' \
         --server 'other=other-server --port {port}' --flags 'other=--no-ignore-eos'
 
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
-next one starts. With `--turns` all servers run, and each load goes from server to server: for two
-versions of a server, whose difference is smaller than the drift of the machine between two runs.
+next one starts. With `--turns` all servers run at once, and each load is sent to one server after
+the other. Use it for two versions of a server whose difference is smaller than the machine's drift
+between two runs.
 Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A server that does
-not start is reported and skipped, and the exit status is 1. With `--weights` of the model's folder,
-the tables have a column with what the machine's memory and matrix products allow at most
+not start is reported and skipped, and the exit status is 1. With `--weights` and the model's
+folder, the tables have a column with the upper bound of the machine's memory and matrix products
 (`bound.py`).
 """
 
@@ -77,7 +78,7 @@ def quick(workload: Workload) -> Workload:
 
 @dataclass
 class Measured:
-    """One server: medians over the rounds."""
+    """Results of a server: medians over the rounds."""
 
     name: str
     command: str
@@ -95,7 +96,7 @@ class Running(NamedTuple):
     measured: Measured
     port: int
     flags: list[str]
-    """For `bench serve`."""
+    """Flags of `bench serve` for this server."""
 
 
 def main() -> int:
@@ -217,7 +218,7 @@ def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[st
 
 
 def _first_token_ms(run: dict[str, object], percentile: str) -> float:
-    """Infinite if no request was answered."""
+    """Infinity if no request was answered."""
     numbers = run.get("ttft_ms")
     return float(numbers[percentile]) if isinstance(numbers, dict) else math.inf
 

@@ -33,7 +33,7 @@ from gaudiserve import LLM
 SIDES = ("gaudiserve", "continuous", "generate")
 Prompts = list[list[int]]
 Generate = Callable[[Prompts], int]
-"""Completes all prompts at once and returns the number of output tokens."""
+"""Function that completes all prompts at once and returns the number of output tokens."""
 
 
 def write_checkpoint(options: argparse.Namespace, folder: str) -> None:

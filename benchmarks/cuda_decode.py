@@ -141,10 +141,10 @@ class Decoding:
         blocks_a_row = -(-(context + num_steps + 1) // block_size)
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
-        # The same choice as in hpu/worker/build.py.
+        # Same choice as in hpu/worker/build.py.
         make = partial(InputBuffers, decode_sets=2 * decodes)
         input_buffers = InputBufferPool(backend, make)
-        # The same choice as in hpu/worker/build.py.
+        # Same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)
         self._graphs = GraphCache(

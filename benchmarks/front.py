@@ -36,7 +36,7 @@ STORY = [{"role": "user", "content": "Tell me a short story about the sea."}]
 
 
 class Target:
-    """A server under load: its address, and the API-server processes whose CPU time counts."""
+    """Server under load: its address, and the API-server processes whose CPU time counts."""
 
     def __init__(self, name: str, url: str, processes: list[psutil.Process]) -> None:
         self.name, self.server, self._processes = name, Server(url), processes
@@ -95,7 +95,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, timeout_s: float =
 
 
 def tokens_out(target: Target, count: int, max_tokens: int) -> Row:
-    """`count` streams at once, the second of two rounds."""
+    """Results of `count` concurrent streams, from the second of two rounds."""
     streams = target.streams(count)
     request = target.server.request(CHAT, target.body(max_tokens))
     for _ in range(2):
@@ -123,7 +123,7 @@ def tokens_out(target: Target, count: int, max_tokens: int) -> Row:
 
 
 def first_byte(target: Target, count: int) -> Row:
-    """Streams of a single token, in sequence, on an idle server."""
+    """Time to first byte of streams of a single token, in sequence, on an idle server."""
     (stream,) = target.streams(1)
     request = target.server.request(CHAT, target.body(1))
     firsts, texts, tokens = [], [], []
@@ -145,7 +145,7 @@ def first_byte(target: Target, count: int) -> Row:
 
 
 def requests_in(target: Target, count: int, seconds: float) -> Row:
-    """Short chats of a single token in a closed loop."""
+    """Rate of short chats of a single token in a closed loop."""
     streams = target.streams(count)
     request = target.server.request(CHAT, target.body(1, stream=False))
     closed_loop(streams, request, seconds / 4)
@@ -185,7 +185,7 @@ def long_prompt(target: Target, step_ms: float, num_tokens: int) -> Row:
 
 
 def idle_streams(target: Target, count: int) -> Row:
-    """`count` streams that wait for a token: memory per stream, and CPU time of all."""
+    """Cost of `count` streams that wait for a token: memory per stream, and CPU time of all."""
     warm = target.streams(100)
     request = target.server.request(CHAT, target.body(4))
     for stream in warm:

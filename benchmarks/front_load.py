@@ -1,5 +1,5 @@
-"""Load client that uses a tenth of the CPU time of the server: raw sockets, counts events without
-parsing them, supports only the HTTP that these answers need."""
+"""Load client that uses about a tenth of the server's CPU time: it uses raw sockets, counts events
+without parsing them, and supports only the HTTP that these answers need."""
 
 import json
 import re
@@ -20,7 +20,8 @@ LAST = b"0\r\n\r\n"
 
 @dataclass(slots=True)
 class Stream:
-    """A connection and what it received. Times are seconds of the client's monotonic clock."""
+    """A connection and the data that it received. Times are seconds of the client's monotonic
+    clock."""
 
     socket: socket.socket
     asked_s: float = 0.0
@@ -28,7 +29,7 @@ class Stream:
     first_text_s: float = 0.0
     events: int = 0
     reads_s: list[float] = field(default_factory=list)
-    """Times of received bytes."""
+    """Times at which bytes arrived."""
     tail: bytes = b""
     """The last bytes of a streamed answer, or all bytes of an answer that is not streamed."""
 

@@ -1,5 +1,5 @@
 """Cost of the engine with a simulated device: time from a result to the next plan by batch size,
-waiting queue and context; device utilisation; admission; a long run.
+waiting queue and context; device utilization; admission; a long run.
 
     python benchmarks/host.py --json host.json --markdown host.md
 """
@@ -37,8 +37,9 @@ def cases() -> list[tuple[int, int, int]]:
 
 
 def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
-    """Microseconds from a result to the next plan, and the ratio to the same batch without waiting
-    queue and long context. The minimum of all repeats, since other work may use the machine."""
+    """Microseconds from a result to the next plan, and the ratio to the same batch without a
+    waiting queue or a long context. Each figure is the minimum of all repeats, since other work may
+    use the machine."""
     found: list[Numbers] = []
     for rows, waiting, context in cases():
         runs = [watch_decodes(rows, waiting, context, num_steps) for _ in range(repeats)]
@@ -56,7 +57,7 @@ def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
 
 
 def measure_overlap(repeats: int) -> list[Numbers]:
-    """Device utilisation with real processes: the maximum of all repeats."""
+    """Device utilization with real processes: the maximum of all repeats."""
     found: list[Numbers] = []
     for rows, step_ms in ((256, 5.0), (256, 1.0), (1024, 5.0)):
         runs = [

@@ -1,4 +1,4 @@
-"""Utilisation of a simulated device behind real engine and worker processes, without an API
+"""Utilization of a simulated device behind real engine and worker processes, without an API
 server."""
 
 import asyncio
@@ -35,8 +35,8 @@ class Steps:
 async def watch_steps(
     num_rows: int, step_s: float, num_steps: int, *, num_workers: int = 1
 ) -> Steps:
-    """Steps of a batch on a device with `step_s` per step. `num_workers` processes get each plan;
-    the first answers."""
+    """Times of the steps of a batch on a device with `step_s` per step. `num_workers` processes get
+    each plan; the first answers."""
     config = dataclasses.replace(
         make_config(num_rows, PROMPT_TOKENS + 3 * num_rows + WARM_STEPS + 2 * num_steps),
         parallel=ParallelConfig(tensor_parallel_size=num_workers),
@@ -86,7 +86,7 @@ async def watch_steps(
 
 
 def _cpu_seconds(pid: int) -> tuple[float, float]:
-    """CPU seconds of a process: of its main thread, and of all others."""
+    """CPU seconds of a process: of its main thread, and of all other threads."""
     main = others = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         seconds = int((task / "schedstat").read_text().split()[0]) / 1e9

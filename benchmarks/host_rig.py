@@ -172,15 +172,16 @@ def watch_decodes(
 
 @dataclass
 class Admission:
-    """CPU seconds of the engine's thread: to queue all requests, from the first frame on, and to
-    abort them all."""
+    """CPU seconds of the engine's thread to queue all requests (from the first frame on) and to
+    abort all of them."""
 
     queue_s: float
     abort_s: float
 
 
 def watch_admission(num_requests: int, num_tokens: int) -> Admission:
-    """Decode, hash and queue `num_requests` requests, then abort all, running and waiting."""
+    """Decode, hash and queue `num_requests` requests, then abort all of them, running and
+    waiting."""
     config = make_config(256, num_tokens + 512)
     device = NullDevice(config)
     ready = device.start(lambda progress: None)

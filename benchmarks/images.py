@@ -1,5 +1,5 @@
-"""Chats with pictures of 448 x 448 pixels: time to first token and tokens per second of a server at
-one and eight requests, whether a picture is encoded once, and the same in transformers' own loop.
+"""Chats with images of 448 x 448 pixels: time to first token and tokens per second of a server with
+one and eight requests, the number of encodings of a repeated image, and the same for transformers.
 
     python benchmarks/images.py make TOKENIZER_FOLDER OUT_FOLDER
     python benchmarks/images.py serve "gaudiserve serve OUT_FOLDER --port {port}"
@@ -56,7 +56,8 @@ PREPROCESSOR = {
 
 
 def make(source: Path, out: Path) -> None:
-    """Write the checkpoint with the tokenizer in `source`, which gets the special tokens."""
+    """Write the checkpoint with the tokenizer in `source`, to which the special tokens are
+    added."""
     out.mkdir(parents=True, exist_ok=True)
     for file in source.glob("tokenizer*"):
         shutil.copy(file, out)
@@ -114,7 +115,7 @@ def make(source: Path, out: Path) -> None:
 
 
 def picture(seed: int) -> bytes:
-    """A PNG that differs for each seed."""
+    """A PNG of noise that differs for each seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (28, 28, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(noise).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(file, "PNG")
@@ -155,7 +156,7 @@ async def chat(http: httpx.AsyncClient, model: str, seed: int) -> tuple[float, i
 
 
 async def measure(url: str) -> list[str]:
-    """Rows of the table, and the metric's count for a repeated picture."""
+    """Rows of the table, and a line about an image that is sent again."""
     async with httpx.AsyncClient(base_url=url, timeout=300) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         await chat(http, model, 0)
@@ -176,14 +177,14 @@ async def measure(url: str) -> list[str]:
         again = [(await chat(http, model, seed))[0] for _ in range(ROUNDS)]
         first_ms, count = 1000 * statistics.median(again), await encoded(http) - before
         lines.append(
-            f"\nA picture that is sent again: {first_ms:.0f} ms to the first token, {count:.0f} "
-            "pictures encoded."
+            f"\nAn image that is sent again: {first_ms:.0f} ms to the first token, {count:.0f} "
+            "images encoded."
         )
     return lines
 
 
 async def encoded(http: httpx.AsyncClient) -> float:
-    """Number of pictures that the tower has encoded; NaN for a server without this metric."""
+    """Number of images that the tower has encoded; NaN for a server without this metric."""
     name = "gaudiserve:encoded_images_total"
     found = [
         line for line in (await http.get("/metrics")).text.splitlines() if line.startswith(name)
@@ -192,7 +193,7 @@ async def encoded(http: httpx.AsyncClient) -> float:
 
 
 def generate(folder: Path) -> list[str]:
-    """Lines of the table for transformers: one picture, and eight in one batch."""
+    """Lines of the table for transformers: an image, and eight images in a batch."""
     kind: Any = transformers.Qwen2_5_VLForConditionalGeneration
     model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)

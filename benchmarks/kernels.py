@@ -5,11 +5,12 @@ an earlier state of the kernels, in alternating rounds of a process.
     python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"
     python benchmarks/kernels.py --quantization none int8 int4 stored4
 
-Weights are random. The bound of a launch is the longer of two times: to read its weights and its
-cached keys and values once, and to compute its products, at the rates that the same threads reach
-when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with decode.cpp, whose
-structures must equal this tree's. Several `--kv-cache-dtype` or `--quantization` are compared
-in the place of two states; `stored4` are the 4 bits of AWQ and GPTQ checkpoints, in groups of 64.
+Weights are random. The bound of a launch is the longer of two times: the time to read its weights
+and its cached keys and values once, and the time to compute its products, at the rates that the
+same threads reach when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with
+decode.cpp, whose structures must equal this tree's. Without `--before`, several `--kv-cache-dtype`
+or `--quantization` can be compared; `stored4` is the 4-bit format of AWQ and GPTQ checkpoints, in
+groups of 64.
 """
 
 import argparse
@@ -128,14 +129,14 @@ QUANTIZATIONS: dict[str, Callable[[], QuantizationScheme] | None] = {
 
 @dataclass(frozen=True)
 class Work:
-    """Least bytes and operations of a launch."""
+    """Minimum bytes and operations of a launch."""
 
     bytes: float
     operations: float
 
 
 class Launches:
-    """A model with random weights on one library, and its launches."""
+    """A model with random weights and the kernels of a library, and its launches."""
 
     def __init__(
         self,
@@ -172,8 +173,9 @@ class Launches:
         self._each = -(-context // BLOCK_SIZE)
         """Blocks of a stream."""
         num_blocks = max(64, streams * self._each)
-        # Write all of the cache: reads of memory that was never written cost nothing. Blocks
-        # differ, so that streams differ and choose different experts.
+        # Write all of the cache: reads of memory that was never written would cost nothing. of
+        # memory that was never written cost nothing. Blocks differ, so that streams differ and
+        # choose different experts.
         self._caches = [
             tuple(_filled(shape, config, format) for shape in shapes)
             for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
@@ -181,7 +183,7 @@ class Launches:
         self.model.bind_caches(self._caches, BLOCK_SIZE)
 
     def launch(self, name: str) -> Callable[[], Tensor]:
-        """The call of a launch, for `LAUNCHES`; its result is the tokens."""
+        """Function that runs a launch of `LAUNCHES`; its result is the tokens."""
         kind, size = name.split()
         if kind == "decode":
             return self._decode(int(size))
@@ -231,7 +233,7 @@ class Launches:
 
 
 def work_of(shape: dict[str, Any], name: str, context: int) -> Work:
-    """Least bytes and operations of a launch in bfloat16."""
+    """Minimum bytes and operations of a launch in bfloat16."""
     kind, size = name.split()
     batch_text, _, length_text = size.rpartition("x")
     batch, length = (
@@ -343,7 +345,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="seconds per launch")
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    CpuBackend()  # sets the number of threads as in the server
+    CpuBackend()  # Sets the number of threads as in the server
     threads = torch.get_num_threads()
     library = open_library(kernel_folder(None), threads)
     if library is None:

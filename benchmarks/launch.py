@@ -1,13 +1,13 @@
-"""Cost of a decode step on the worker's thread, with host logic and launching apart, on a device
-with captured graphs. A tiny model with random weights; the step plans are constants. A second table
-has the host time per token, the engine's included, with several decodes in a step.
+"""Cost of a decode step on the worker's thread, separately for host logic and launching, on a
+device with captured graphs. The model is tiny and random; the step plans are constants. A second
+table has the host time per token, including the engine's time, with several decodes in a step.
 
     python benchmarks/launch.py --json launch.json --markdown launch.md   (--device cuda: a GPU)
 
-On the emulator every call of the runtime is a stand-in in Python, and a replay computes on the CPU.
-Both are reported separately and say nothing about a card; each batch size is measured a second time
-with replays that return at once. On other devices a call of the runtime counts as part of its
-caller.
+On the emulator, calls of the runtime are emulated in Python, and a replay computes on the CPU. The
+times of both are reported separately and say nothing about a card; each batch size is measured a
+second time with replays that return at once. On other devices, a call of the runtime counts as part
+of its caller.
 """
 
 import argparse
@@ -113,7 +113,7 @@ Numbers = dict[str, float]
 
 @contextmanager
 def returning_at_once() -> Iterator[None]:
-    """Replays of the emulated card do nothing here: outputs keep their values."""
+    """Make replays of the emulated card do nothing here: outputs keep their values."""
     before = getattr(HPUGraph, REPLAY)
     setattr(HPUGraph, REPLAY, lambda graph, tensors: None)
     try:
@@ -254,7 +254,7 @@ def markdown(device: str, lines: list[Numbers], counts: Numbers) -> str:
 
 
 def open_device(name: str) -> Backend:
-    """The back end of `name` as a worker opens it; exits with a sentence on failure."""
+    """The back end of `name` as a worker opens it; exits with a message on failure."""
     try:
         return select_backend(EngineConfig("none", device=name, seed=0))
     except ConfigError as error:

@@ -1,12 +1,12 @@
-"""The rate at which weights are loaded, beside the disk's own rate for the files.
+"""Rate of loading weights, compared with the disk's own rate for the files.
 
     python benchmarks/load.py make FOLDER --layers 45      a checkpoint of 0.54 GB + 0.44 GB a layer
-    python benchmarks/load.py measure FOLDER               the disk alone and our loader in turn
+    python benchmarks/load.py measure FOLDER               the disk alone, and the loader
     python benchmarks/load.py model FOLDER --layers 17     the first layers on the CPU back end
 
 `measure` loads into parameters that share their memory, so that any size fits; with --dtype float32
-they are converted. "read" has as many reads at once as our loader. Files are dropped from the page
-cache before each measurement, or stay in it with --cached.
+they are converted. "read" has as many concurrent reads as the loader. Files are dropped from the
+page cache before each measurement, or stay in it with --cached.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _weights(rows: int, columns: int) -> Tensor:
 
 
 def timed(folder: Path, name: str, work: Callable[[], object], *, cached: bool) -> None:
-    """Run `work` and print the rate at which it went through the files of `folder`."""
+    """Run `work` and print the rate at which it processed the files of `folder`."""
     files = sorted(folder.glob("*.safetensors"))
     if not cached:
         for file in files:
@@ -108,7 +108,7 @@ def timed(folder: Path, name: str, work: Callable[[], object], *, cached: bool) 
 
 
 def read(folder: Path, num_threads: int) -> None:
-    """Read all files piece by piece into buffers that are used again."""
+    """Read all files in pieces into buffers that are reused."""
     buffers = [bytearray(PIECE_BYTES) for _ in range(num_threads)]
 
     def read_every(first: int) -> None:
@@ -124,7 +124,7 @@ def read(folder: Path, num_threads: int) -> None:
 
 
 def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
-    """The model of `folder`; all parameters of the same shape share their memory."""
+    """The model of `folder`, in which parameters of the same shape share memory."""
     model_config = read_model_config(str(folder))
     model = build_model(model_config, dtype=dtype, device=torch.device("meta"), max_model_len=8)
     memory: dict[torch.Size, nn.Parameter] = {}
@@ -134,7 +134,7 @@ def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
                 zeros = torch.zeros(parameter.shape, dtype=dtype)
                 memory[parameter.shape] = nn.Parameter(zeros, requires_grad=False)
             setattr(module, name, memory[parameter.shape])
-    # named_parameters leaves out tensors that it has seen under another name by default.
+    # By default, named_parameters omits tensors that it has seen under another name.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     model.named_parameters = parameters.items  # type: ignore[method-assign,assignment]
     return model
@@ -150,7 +150,8 @@ def measure(folder: Path, dtype: str, rounds: int, *, cached: bool) -> None:
 
 
 def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
-    """The first layers: the weights alone, then as a worker loads them, with packed products."""
+    """Time the load of the first layers: the weights alone, then as a worker loads them, with
+    packed products."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         part = Path(name)
         _write_config(part, num_layers)
@@ -175,7 +176,7 @@ def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
 
 
 def main() -> None:
-    """Run one of the commands."""
+    """Run a command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -93,7 +93,7 @@ class ClockExecutor:
         return StepResult(plan.step, [self._draw(masks.get(row)) for row in rows])
 
     def _draw(self, mask: memoryview | None) -> int:
-        """A random allowed token, found quickly: on a real device it takes no host time."""
+        """A random allowed token, chosen cheaply: on a real device it takes no host time."""
         if mask is None:
             return 0
         words = np.frombuffer(mask, np.uint8)

@@ -92,7 +92,7 @@ class NullDevice(Executor):
         return result
 
     handle = send
-    """The worker accepts all messages in the same way."""
+    """A worker receives all messages in the same way as an executor."""
 
     def take_messages(self) -> list[FromWorker]:
         return []

@@ -69,7 +69,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.engine:
         return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
-    # Start the unchanged server, except for the command that starts its engine.
+    # Start the server, unchanged except for the command that starts its engine.
     command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
     supervisor.launch = partial(launch, command=command)  # type: ignore[attr-defined] # replaced
     return cli.main(["serve", *arguments.flags])

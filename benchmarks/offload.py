@@ -1,10 +1,10 @@
-"""Time to first token of conversations that take turns over a cache that holds only a few: with
-evicted blocks in host memory, in files after a restart, and computed again.
+"""Time to first token of conversations that alternate in a cache that holds only a few of them:
+with evicted blocks in host memory, in files after a restart, and recomputed.
 
     python benchmarks/offload.py [--model FOLDER] [--conversations 64] [--tokens 2000] [--fits 8]
 
-Each conversation has one turn, then each has a second one, which adds tokens to the first. Requests
-run alone, and a request's time is the time of the whole call for a single token.
+Each conversation has one turn, then each has a second turn, which adds tokens to the first.
+Requests run alone; the time of a request is the time of a call that generates a single token.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from gaudiserve import LLM, SamplingParams
 
 BLOCK_SIZE = 32
 MORE_TOKENS = 20
-"""Tokens that the second turn adds."""
+"""Number of tokens that the second turn adds."""
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 

@@ -168,7 +168,7 @@ def waste(launches: Launches, found: dict[Bucket, tuple[Shape, bool]]) -> Waste:
 
 
 def measure(limits: BucketLimits, tables: Tables, launches: Launches) -> tuple[Waste, Waste]:
-    """Waste of the plug-in's buckets and of this project's buckets."""
+    """Padding of the plug-in's buckets and of this project's buckets."""
     shapes, table = tables
     theirs = {launch: plugin_lookup(shapes[launch[0]], launch, limits) for launch in launches}
     found = {launch: table.find(*launch) for launch in launches}

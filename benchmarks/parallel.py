@@ -6,7 +6,7 @@
 Four parts, all by default:
 
 engine  a step of 256 requests with 1, 2, 4 and 8 workers whose simulated devices take 5 ms a step:
-        CPU time of the engine, and utilisation of the devices
+        CPU time of the engine, and utilization of the devices
 tensor  a random model on the CPU, `-tp 2` compared with one process on the same cores, alternating
 data    two engines with simulated devices compared with one engine: requests per second
 router  prefix hits of chats on four engines compared with one engine that has all of the cache"""
@@ -132,8 +132,8 @@ def measure_model(size: int) -> float:
 
 async def requests_per_s(num_engines: int, num_requests: int) -> float:
     """Requests per second of `num_engines` engines with simulated devices, with 25 % more requests
-    than rows. Counts the time between the first and the last finished request: the rows are not all
-    in use outside of it."""
+    than rows. The first and the last requests, one for each row, are not counted, so that all rows
+    are in use."""
     config = dataclasses.replace(
         make_config(DATA_ROWS, PROMPT_TOKENS + DATA_OUTPUT + 8),
         data_parallel=DataParallelConfig(data_parallel_size=num_engines),
@@ -177,7 +177,7 @@ def data_rows(repeats: int) -> Rows:
 
 
 def router_rows(repeats: int) -> Rows:
-    """Prefix hits of chats; simulated, so once is enough."""
+    """Prefix hits of simulated chats, which are deterministic and need no repeats."""
     del repeats
     traffic, num_blocks = Traffic(), 8000
     large = simulate(1, num_blocks, traffic, max_num_seqs=128)
@@ -209,7 +209,7 @@ def markdown(name: str, rows: Rows) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write the requested files."""
+    """Measure the chosen parts, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/performance.md from the tables of benchmarks/results.
+"""Draws the charts of docs/performance.md from the tables of benchmarks/results.
 
 Run: python benchmarks/pictures.py
 """
@@ -83,7 +83,7 @@ def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "middl
 
 
 def pictures() -> dict[str, str]:
-    """SVG text by file name."""
+    """SVG text of each chart, by file name."""
     heads, loads = table("cpu-2026-11-22.md", "| prompt/output tokens, streams | gaudiserve | vLLM")
     first_heads, first = table(
         "cpu-avx512-2026-11-27.md", "| model, requests | gaudiserve | vLLM CPU |"
@@ -98,7 +98,7 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the pictures."""
+    """Write the charts."""
     for name, text in pictures().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
     return 0

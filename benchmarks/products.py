@@ -29,7 +29,7 @@ from hpu.ops.cpu import packed_linear
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 """(outputs, inputs)"""
 BYTES = 120 << 20
-"""Weights per shape: more than the last-level cache."""
+"""Bytes of weights per shape: more than the last-level cache."""
 
 Product = Callable[[Tensor], Tensor]
 
@@ -47,7 +47,7 @@ def products(shape: tuple[int, int], library: Library | None) -> list[Product]:
 
 
 def rates(kinds: Sequence[Sequence[Product]], x: Tensor, size: int, rounds: int) -> list[float]:
-    """Median GB/s of each kind, whose products have `size` bytes; the kinds alternate."""
+    """Median GB/s of each kind of product, whose weights have `size` bytes; the kinds alternate."""
     seconds: list[list[float]] = [[] for _ in kinds]
     for _ in range(rounds):
         for kind, times in zip(kinds, seconds, strict=True):
@@ -59,7 +59,7 @@ def rates(kinds: Sequence[Sequence[Product]], x: Tensor, size: int, rounds: int)
 
 
 def reading_rate(rounds: int) -> float:
-    """GB/s of a sum over an array in memory."""
+    """GB/s at which a sum reads an array in memory."""
     memory = torch.zeros(BYTES // 8, dtype=torch.int64)
     times = []
     for _ in range(rounds):
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
-    CpuBackend()  # sets the number of threads as in the server
+    CpuBackend()  # Sets the number of threads as in the server
     threads = torch.get_num_threads()
     library = open_library(kernel_folder(None), threads)
     if library is None:

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(name: str, command: str, model: str | None, max_tokens: int, turns: int) -> Measured:
-    """Start a server, ask it all chats `turns` + 1 times, one chat after the other."""
+    """Start a server and send it all chats `turns` + 1 times, one chat after the other."""
     rates, num_tokens = [], 0
     with started(command, model) as server:
         options = {"model": model or server.model, "max_tokens": max_tokens, "temperature": 0}
@@ -77,7 +77,7 @@ def measure(name: str, command: str, model: str | None, max_tokens: int, turns: 
 
 
 def table(measured: list[Measured]) -> str:
-    """Medians, and their ratio to the first server's."""
+    """Markdown table of the servers' median rates, and their ratios to the first server's rate."""
     first = statistics.median(measured[0].rates)
     lines = [
         f"{datetime.date.today().isoformat()}, {machine()}.",

@@ -1,4 +1,4 @@
-"""Prefix hits of several engines behind the router, next to the hits of a single engine with all of
+"""Prefix hits of several engines behind the router, compared with a single engine that has all of
 the cache.
 
     python benchmarks/router.py
@@ -6,7 +6,7 @@ the cache.
 
 Real routers, clients and engine cores, with a device that computes nothing, in simulated time: each
 engine takes one step a tick. Conversations begin at random; each turn sends all of the conversation
-so far and a new message, a random while after the answer. Prints, for the router, for round robin
+so far and a new message, after a random pause. Prints, for the router, for round robin
 and for a single large engine: the share of prompt tokens that were found in a prefix cache, and how
 evenly the requests were spread.
 """
@@ -57,7 +57,7 @@ class Traffic:
 
 @dataclass
 class Result:
-    """What a simulation found."""
+    """Results of a simulation."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -77,7 +77,7 @@ class Result:
 
 
 class CoreClient(SingleEngineClient):
-    """The client of an engine core that a simulation steps."""
+    """Client of an engine core that a simulation steps."""
 
     def __init__(
         self, config: EngineConfig, limits: QueueLimits, clock: Callable[[], float], engine: int
@@ -126,7 +126,7 @@ def engine_config(num_blocks: int, max_num_seqs: int) -> EngineConfig:
 
 
 class Simulation:
-    """Conversations with a client, tick by tick."""
+    """Simulation of conversations with a client, tick by tick."""
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class Simulation:
             at += self._random.expovariate(1 / self._traffic.between_arrivals)
             system = self._systems[number % len(self._systems)]
             turns = self._random.randint(*self._traffic.num_turns)
-            # A conversation draws its own numbers: they do not depend on the order of events.
+            # Each conversation has its own generator, so that its numbers do not depend on the
+            # order of events.
             own = random.Random(self._random.getrandbits(64))
             heapq.heappush(self._due, (at, number, Conversation(array("I", system), turns, own)))
         open_requests: dict[int, tuple[int, Conversation, RequestOutputQueue]] = {}

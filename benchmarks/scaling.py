@@ -153,8 +153,7 @@ def several_cards() -> str:
 
 
 def one_node() -> str:
-    """The load of every part of eight servers of the small model. Each has a card and an API
-    server."""
+    """Load of every part of eight servers of the small model. Each has a card and an API server."""
     batch, cards = 256, 8
     lines = []
     for card in CARDS:

@@ -1,15 +1,15 @@
-"""Tokens a second with and without speculation, offline on this machine's CPU.
+"""Tokens per second with and without speculation, offline on this machine's CPU.
 
     python benchmarks/speculation.py [--model demo] [--drafts 8] [--out FILE.json]
     python benchmarks/speculation.py --draft-model FOLDER --drafts 4 --only draft
 
 Workloads: edits and quotes of a text in the prompt, greedily with one stream
-(`benchmarks/quoting.json`, which `benchmarks/quoting.py` asks any server); and drafts that are
-always wrong, with 1 and 32 streams, against random prompts. The engines without and with
-speculation take turns. Run nothing else at the same time.
+(`benchmarks/quoting.json`, which `benchmarks/quoting.py` sends to any server); and random prompts
+with drafts that are always wrong, with 1 and 32 streams. The engines without and with speculation
+alternate. Run nothing else at the same time.
 
-With --draft-model also the prompts of benchmarks/truncated_draft.py, which makes such a folder,
-with one stream, and random prompts: a draft model with random weights is always wrong there.
+With --draft-model, the workloads also include the prompts of benchmarks/truncated_draft.py, which
+makes such a folder, with one stream, and random prompts, for which the draft model is always wrong.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from hpu.worker import drafting
 
 
 class WrongProposer:
-    """Always wrong drafts with the confidence of a long match."""
+    """Proposer of drafts that are always wrong, with the confidence of a long match."""
 
     def __init__(self) -> None:
         self._rng = random.Random(1)
@@ -58,7 +58,7 @@ class WrongProposer:
 
 
 def propose_wrong(method: SpeculationMethod, launcher: object) -> Proposer:
-    """Replacement of `select_proposer`."""
+    """Replacement of `select_proposer` that returns a WrongProposer."""
     return WrongProposer()
 
 

@@ -30,7 +30,7 @@ class Started:
     pid: int
     port: int
     model: str
-    """Name in requests."""
+    """Model name in requests."""
     start_s: float
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 
 class Stopwatch:
-    """Context manager that replaces methods by timed ones; for one thread. The overhead of about
-    half a microsecond per call counts for the caller."""
+    """Context manager that replaces methods by timed methods, for a single thread. The overhead of
+    about half a microsecond per call counts for the caller."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._within: list[float] = []
-        """For each running call, outermost first: seconds of the timed calls in it."""
+        """Seconds of the timed calls in each running call, outermost call first."""
         self._replaced: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> "Stopwatch":
@@ -40,7 +40,7 @@ class Stopwatch:
         setattr(owner, name, timed)
 
     def take(self) -> tuple[dict[str, float], Counter[str]]:
-        """Seconds and calls by `Owner.name` since the last call."""
+        """Seconds and numbers of calls by `Owner.name` since the last call of `take`."""
         found = self._seconds, self._calls
         self._seconds, self._calls = defaultdict(float), Counter()
         return found

@@ -3,8 +3,8 @@
     python benchmarks/truncated_draft.py FOLDER [--layers 2] [--seconds 200]
     python benchmarks/speculation.py --draft-model FOLDER --only draft
 
-Embedding and head stay. The drafter learns the answers to PROMPTS, which the benchmark asks again:
-its ratio holds for a drafter that fits its workload, and not for other texts.
+Embedding and head are unchanged. The drafter learns the answers to PROMPTS, which the benchmark
+sends again: the measured ratio holds for a drafter that fits its workload, not for other texts.
 """
 
 import argparse

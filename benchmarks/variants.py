@@ -44,7 +44,7 @@ def fastest(variants: Mapping[str, Callable[[], object]], repeats: int) -> Figur
 
 
 def softmax_variants(num_rows: int) -> dict[str, Callable[[], object]]:
-    """The references of a decode of `num_rows` sequences, by the values of --block-softmax."""
+    """Softmax references of a decode of `num_rows` sequences, by the values of --block-softmax."""
     rows = torch.arange(num_rows).repeat_interleave(BLOCKS_OF_A_SEQUENCE)
     mapping = (torch.arange(num_rows).unsqueeze(1) == rows).float()
     blocks = Blocks(torch.randn(len(rows), HEADS), rows, mapping)
@@ -52,7 +52,7 @@ def softmax_variants(num_rows: int) -> dict[str, Callable[[], object]]:
 
 
 def top_k_variants(num_rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
-    """A top-k of `num_rows` rows with the ties of the k-th token kept, or cut."""
+    """Top-k of `num_rows` rows with the ties of the k-th token kept, or cut."""
     weights = torch.rand(num_rows, vocab_size)
     top_k = torch.full((num_rows, 1), TOP_K)
 

@@ -1,5 +1,5 @@
-"""Runs a command, and says on stderr for how many seconds it has been running: no user has to guess
-whether a command that is silent for minutes still works.
+"""Runs a command, and prints on stderr for how many seconds it has been running, so that users can
+see that a command that is silent for minutes is still running.
 
 Imports only the standard library: it runs before anything is installed.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 TERMINAL_S, LINE_S = 1.0, 5.0
-"""Between two counts, on a terminal and elsewhere."""
+"""Seconds between two counts, on a terminal and elsewhere."""
 MAX_REPEAT_S = 20.0
-"""Elsewhere, words without words are repeated after twice the time of the last repetition, at most
-this."""
+"""Maximum seconds until an unchanged count is repeated, except on a terminal. The interval doubles
+with each repetition."""
 MAX_CHARACTERS = 72
 CLEAR_LINE = "\r\x1b[K"
 WARNING = "WARNING:"
@@ -33,7 +33,8 @@ PIP_STEPS = (
     (re.compile(r"Successfully built ()"), "preparing the installation"),
 )
 PIP_INSTALLS = re.compile(r"Installing collected packages: (.*)")
-"""Lines of pip that begin a step. Its lines of an uninstall do not: it still installs then."""
+"""Lines of pip that begin a step. Lines about an uninstallation begin no step: pip is still
+installing."""
 
 
 def num_installed(environment: Path) -> int:
@@ -43,7 +44,7 @@ def num_installed(environment: Path) -> int:
 
 
 def pip_step(line: str) -> str:
-    """The step that a line of pip begins, in words; empty if it begins no step."""
+    """Description of the step that a line of pip begins; empty if it begins no step."""
     if found := PIP_INSTALLS.match(line):
         return f"installing {len(found[1].split(','))} packages"
     for pattern, words in PIP_STEPS:
@@ -53,7 +54,7 @@ def pip_step(line: str) -> str:
 
 
 def shorten(line: str, most: int = MAX_CHARACTERS) -> str:
-    """A line of `most` characters at most, which ends with a whole word where it has several."""
+    """`line`, cut to at most `most` characters and at the end of a word if it has several words."""
     if len(line) <= most:
         return line
     words = line[: most - 3]
@@ -61,8 +62,8 @@ def shorten(line: str, most: int = MAX_CHARACTERS) -> str:
 
 
 class Installed:
-    """How far pip's installation of `names` is, by the distributions in `environment`, which had
-    `before` of them."""
+    """Progress of pip's installation of `names`: the distributions in `environment` beyond the
+    `before` that were there at the start."""
 
     def __init__(self, names: list[str], environment: Path, before: int) -> None:
         self._names = names
@@ -71,16 +72,17 @@ class Installed:
         self._most = 0
 
     def describe(self) -> str:
-        """The number of installed packages, and the name of the next."""
-        # An upgrade removes a package before it installs the other one.
+        """Number of installed packages, and the name of the next."""
+        # An upgrade removes a package before it installs the new version.
         self._most = max(self._most, num_installed(self._environment) - self._before)
-        # pip installs in the order of its line.
+        # pip installs packages in the order of its line.
         following = self._names[self._most : self._most + 1]
         return f", {self._most} done" + "".join(f", now {name}" for name in following)
 
 
 class Counter:
-    """The count: a line that is written anew on a terminal, elsewhere a line each time."""
+    """Display of the elapsed seconds: a line that is rewritten on a terminal, and a new line each
+    time elsewhere."""
 
     def __init__(self, words: str, out: IO[str], line_s: float = LINE_S) -> None:
         self._words = words
@@ -92,21 +94,21 @@ class Counter:
         self.interval_s = TERMINAL_S if self._is_terminal else line_s
         self._due_s = self._begun_s + self.interval_s
         self._last_words = ""
-        """The words of the last count, without the seconds."""
+        """Step and progress of the last count, without the seconds."""
         self._repeat_s = self.interval_s
-        """Time between the last count and a count of the same words."""
+        """Seconds until the same step and progress are shown again."""
         self.step = ""
-        """The step of the command, in words."""
+        """Description of the command's current step."""
         self.progress: Callable[[], str] = str
-        """How far the step is, in words."""
+        """Function that describes the progress of the step."""
 
     def silence_left_s(self) -> float:
-        """Seconds until the count is due: `interval_s` after the last line. A line of the command
-        may be its last, and a count right behind the line would seem to be about later work."""
+        """Seconds until the next count: `interval_s` after the last line. A count right after a
+        line of the command would seem to be about later work."""
         return max(0.0, self._due_s - time.monotonic())
 
     def show(self) -> None:
-        """Write the count, except off a terminal a repetition that comes too soon."""
+        """Write the count. Outside of a terminal, omit a repetition before its time."""
         now_s = time.monotonic()
         words = f": {self.step}{self.progress()}" if self.step else ""
         line = shorten(f"{self._words}, {now_s - self._begun_s:.0f} s{words}")
@@ -122,7 +124,8 @@ class Counter:
             self._due_s = now_s + self.interval_s
 
     def relay(self, lines: IO[str]) -> None:
-        """Write `lines` of the command between the counts, a repeated warning once."""
+        """Write `lines` of the command between the counts; write a repeated warning only warning
+        once."""
         warnings = set()
         for line in lines:
             if line not in warnings:
@@ -131,8 +134,8 @@ class Counter:
                 warnings.add(line)
 
     def follow(self, lines: IO[str], environment: Path) -> None:
-        """Keep the last step among `lines` of pip for the count. pip says nothing while it installs
-        packages into `environment`, so these are counted there."""
+        """Record the last step in `lines` of pip for the count. pip prints nothing while it
+        installs packages into `environment`, so installed packages are counted."""
         before = num_installed(environment)
         for line in map(str.strip, lines):
             self.step = pip_step(line) or self.step
@@ -152,7 +155,8 @@ class Counter:
 
 
 def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
-    """The command's exit status. With `summarizes` it is pip, whose steps are in the count."""
+    """Run the command and return its exit status. `summarizes`: the command is pip, whose steps are
+    shown in the count."""
     stdout = subprocess.PIPE if summarizes else None
     with subprocess.Popen(
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -166,7 +170,7 @@ def run(command: list[str], counter: Counter, *, summarizes: bool) -> int:
             )
         for reader in readers:
             reader.start()
-        # Ctrl-C reaches the command too, which ends by itself.
+        # Ctrl-C also reaches the command, which ends by itself.
         with contextlib.suppress(KeyboardInterrupt):
             _count_until_end(process, counter)
         status = process.wait()
@@ -191,7 +195,7 @@ def _ends_within(seconds: float, process: "subprocess.Popen[str]") -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command of the arguments; returns its exit status."""
+    """Run the command in `arguments`; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--summarize", action="store_true", help="the command is pip: show its steps in the count"

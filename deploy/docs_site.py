@@ -35,7 +35,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite relative links to the addresses of the site. A link to no file stays broken."""
+    """Rewrite relative links to addresses of the site. Links to missing files stay broken."""
     uri = page.file.src_uri
     path = uri.removeprefix(FOLDER) if uri.startswith(FOLDER) else f"docs/{uri}"
 

@@ -1,7 +1,7 @@
 """Health check of an image: asks the server of this container for /live; status 0 if it is live.
 
 Port, Unix socket and TLS are read from the flags of the container's first process, then from the
-environment. Needs nothing but the standard library: importing the server would take longer than the
+environment. Imports only the standard library: importing the server would take longer than the
 request.
 """
 
@@ -18,7 +18,7 @@ FIRST_PROCESS = Path("/proc/1/cmdline")
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """A connection to a Unix socket."""
+    """HTTP connection to a Unix socket."""
 
     def __init__(self, path: str) -> None:
         super().__init__("localhost", timeout=TIMEOUT_S)
@@ -33,7 +33,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 def setting(name: str, words: Sequence[str], environment: Mapping[str, str]) -> str:
     """Value of a flag of the server, or of its variable; empty if neither is set. The last flag
-    wins, as for the server."""
+    takes precedence, as for the server."""
     found = environment.get(f"GAUDISERVE_{name.upper().replace('-', '_')}", "")
     spellings = (f"--{name}", f"--{name.replace('-', '_')}")
     for index, word in enumerate(words):
@@ -44,13 +44,13 @@ def setting(name: str, words: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def connection(words: Sequence[str], environment: Mapping[str, str]) -> http.client.HTTPConnection:
-    """A connection to the server that `words` have started."""
+    """HTTP connection to the server that the command line `words` started."""
     if path := setting("uds", words, environment):
         return UnixConnection(path)
     port = int(setting("port", words, environment) or 8000)
     if not setting("ssl-certfile", words, environment):
         return http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-    # The certificate has the name by which clients reach the server, not this address.
+    # The certificate names the host that clients use, not this address.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return http.client.HTTPSConnection("127.0.0.1", port, timeout=TIMEOUT_S, context=context)

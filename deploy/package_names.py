@@ -1,7 +1,7 @@
 """Fails if another distribution owns one of gaudiserve's top-level packages and would hide it.
 
-Reads package metadata only and needs nothing but the standard library, so that an image's build
-can run it.
+Reads only package metadata and imports only the standard library, so that the build of an image can
+run it.
 """
 
 import sys
@@ -12,7 +12,7 @@ PACKAGES = frozenset({"server", "engine", "hpu", "config"})
 
 
 def top_level_names(distribution: Distribution) -> set[str]:
-    """Top-level modules of a distribution; from its file list if it does not list them itself."""
+    """Top-level modules of a distribution, from top_level.txt or from its file list."""
     listed = (distribution.read_text("top_level.txt") or "").split()
     files = distribution.files or ()
     return set(listed) or {
@@ -21,7 +21,7 @@ def top_level_names(distribution: Distribution) -> set[str]:
 
 
 def conflicts() -> list[str]:
-    """One line for each distribution other than gaudiserve that owns one of our packages."""
+    """Line for each distribution other than gaudiserve that owns one of its packages."""
     found = []
     for distribution in distributions():
         name = distribution.metadata["Name"]
@@ -32,7 +32,7 @@ def conflicts() -> list[str]:
 
 
 def main() -> int:
-    """1 and the conflicts on stderr if there are any."""
+    """Print the conflicts on stderr; the exit status is 1 if there are any."""
     found = conflicts()
     for line in found:
         print(f"package_names: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Fetches the page's JavaScript libraries from npm, as server/page/vendor/packages.json says.
+"""Fetches the page's JavaScript libraries from npm, as listed in server/page/vendor/packages.json.
 
 To update a library, change its version in packages.json and run `make page-libraries`: the script
 replaces the files and their SHA-256 digests. Imports only the standard library.
@@ -19,7 +19,7 @@ SOURCE_MAP = b"//# sourceMappingURL="
 
 
 def fetch(package: str, folder: Path) -> tarfile.TarFile:
-    """The archive of a package, `name@version`; npm checks its integrity."""
+    """Archive of a package, `name@version`; npm checks its integrity."""
     command = ["npm", "pack", "--silent", "--pack-destination", str(folder), package]
     packed = subprocess.run(
         command, capture_output=True, text=True, timeout=NPM_TIMEOUT_S, check=True
@@ -28,7 +28,7 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
 
 
 def without_source_map(content: bytes) -> bytes:
-    """A script without its link to a source map, which the package does not have."""
+    """The script without its link to a source map, which the package does not have."""
     lines = [line for line in content.splitlines() if not line.startswith(SOURCE_MAP)]
     return b"\n".join(lines) + b"\n"
 

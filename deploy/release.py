@@ -1,5 +1,5 @@
-"""Checks that a tag of git is the version of this tree, which CHANGELOG.md describes. Prints
-`version=...` for a workflow, and on failure one line that says what to change.
+"""Checks that a git tag equals the version of this tree, and that CHANGELOG.md has an entry for it.
+Prints `version=...` for a workflow, and on failure one line with the necessary change.
 
 Imports only the standard library: it runs before anything is installed.
 """
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problem(tag: str, version: str, changelog: str) -> str:
-    """What keeps `tag` from being released; empty if nothing does."""
+    """Reason why `tag` cannot be released; empty if it can."""
     if tag != f"v{version}":
         return f"the tag is {tag}, and VERSION in config/version.py is {version}: tag v{version}"
     if not re.search(

@@ -1,5 +1,5 @@
-"""Chooses where pip takes torch from: without an NVIDIA GPU the CPU build, which avoids a download
-of gigabytes of CUDA. Prints arguments for pip, and on stderr one line that says which and why.
+"""Chooses the build of torch that pip installs: without an NVIDIA GPU the CPU build, which avoids a
+download of gigabytes of CUDA. Prints arguments for pip, and on stderr one line with the reason.
 
 Imports only the standard library: it runs before anything is installed.
 """
@@ -17,15 +17,16 @@ from pathlib import Path
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_TIMEOUT_S = 60.0
-"""Long: the choice without an answer is an error."""
+"""Time limit for the index. It is long, because without an answer the choice fails."""
 PIP_TIMEOUT_S = 120.0
-"""Long: on a busy machine pip alone takes tens of seconds, and no answer means no CPU build."""
+"""Time limit for pip. It is long, because pip takes tens of seconds on a busy machine, and no
+answer means that there is no CPU build."""
 GPU_TIMEOUT_S = 10.0
 AS_PIP_FINDS = ("", "none")
 
 
 class NoCpuBuild(Exception):
-    """There is no CPU build within reach, and no choice of the user."""
+    """No index has a CPU build, and the user selected no index."""
 
 
 def choose(
@@ -39,11 +40,12 @@ def choose(
 ) -> tuple[list[str], str]:
     """(arguments for pip, reason) for torch `version`.
 
-    `index` is the user's own (None: not given; empty or `none`: as pip finds torch), `installed`
-    the version that is there, `offered` the versions that pip finds, `problem` says why an index
-    cannot be used (empty: it can). Asks no more than it needs.
-    The CPU build is named in full: pip would otherwise take the build with CUDA from its own
-    index when the other index fails later. Raises NoCpuBuild.
+    `index`: the user's index (None: not given; empty or `none`: the build that pip finds);
+    `installed`: the installed version; `offered`: returns the versions that pip finds; `problem`:
+    returns the reason why an index cannot be used (empty: it can be used). The functions are called
+    only if needed.
+    The CPU build is requested by its full version: otherwise, pip would take the CUDA build from
+    its own index if the other index fails later. Raises NoCpuBuild.
     """
     if installed is not None and installed.partition("+")[0] == version:
         return [], f"torch {installed} is installed already; for another build: make clean"
@@ -72,7 +74,7 @@ def _from(index: str) -> list[str]:
 
 
 def pinned(pyproject: str) -> str:
-    """The version of torch in the text of pyproject.toml (Python 3.10 has no TOML reader)."""
+    """Version of torch in the text of pyproject.toml (Python 3.10 has no TOML reader)."""
     found = re.search(r'^cpu = \["torch==([\d.]+)"\]', pyproject, re.MULTILINE)
     assert found is not None, "pyproject.toml pins no torch in its extra `cpu`"
     return found[1]
@@ -81,7 +83,8 @@ def pinned(pyproject: str) -> str:
 def has_nvidia_gpu(
     devices: Path = Path("/dev"), command: tuple[str, ...] = ("nvidia-smi", "-L")
 ) -> bool:
-    """Whether the driver shows a GPU: as a device, or (WSL has none) to its own tool."""
+    """Whether there is an NVIDIA GPU: a device of the driver or, in WSL, which has none, a line of
+    nvidia-smi."""
     if any(devices.glob("nvidia[0-9]*")):
         return True
     try:
@@ -92,7 +95,7 @@ def has_nvidia_gpu(
 
 
 def offered_versions() -> list[str]:
-    """The versions of torch that pip finds with its own settings; none if it cannot say."""
+    """Versions of torch that pip finds with its own settings; empty if pip fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     command += ["--retries", "0", "index", "versions", "torch"]
     try:
@@ -103,7 +106,8 @@ def offered_versions() -> list[str]:
 
 
 def index_problem(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> str:
-    """Why a package index cannot be used for torch; empty if it has torch and says so in time."""
+    """Reason why a package index cannot be used for torch; empty if it has torch and answers in
+    time."""
     found: list[str] = []
 
     def ask() -> None:
@@ -112,12 +116,13 @@ def index_problem(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> str:
             with urllib.request.urlopen(request, timeout=timeout_s):
                 found.append("")
         except (OSError, HTTPException) as error:
-            # Any status but 2xx, name servers, networks. No answer in time has its own words.
+            # Statuses other than 2xx, failed name look-ups and network errors. Timeouts are
+            # reported below.
             reason = getattr(error, "reason", error)
             if not isinstance(reason, TimeoutError):
                 found.append(str(error) or type(error).__name__)
 
-    # On a thread, because the time limit of urlopen does not hold for name servers and redirects.
+    # Use a thread, because the timeout of urlopen does not cover name look-ups and redirects.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(timeout_s)
@@ -125,7 +130,7 @@ def index_problem(index: str, timeout_s: float = INDEX_TIMEOUT_S) -> str:
 
 
 def installed_version() -> str | None:
-    """The version of torch in this environment."""
+    """Version of torch in this environment; None without torch."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""Keeps a Gaudi machine's own torch: finds it, pins it for pip, and tells when it was replaced.
+"""Keeps the vendor's torch on a Gaudi machine: finds it, pins it for pip, and reports a
+replacement.
 
-Knows only package metadata: it imports neither torch nor anything of ours.
+Reads only package metadata: it imports neither torch nor a module of this project.
 """
 
 import sys
@@ -11,13 +12,13 @@ KEPT = (
     *("torch", "habana-torch-plugin", "numpy"),
     # Compiled against the vendor's torch.
     *("torchvision", "torchaudio"),
-    # Faster than Pillow, whose files pip would write over it in the same folder.
+    # Faster than Pillow, which pip would install over it in the same folder.
     "pillow-simd",
 )
 
 
 def installed() -> dict[str, str]:
-    """The versions of those packages whose vendor build must stay."""
+    """Versions of the installed packages whose vendor build must stay."""
     present = {
         distribution.metadata["Name"].lower().replace("_", "-") for distribution in distributions()
     }
@@ -25,7 +26,8 @@ def installed() -> dict[str, str]:
 
 
 def overwritten() -> str | None:
-    """What is wrong if Pillow lies in the folder of Pillow-SIMD: both write the package PIL."""
+    """Error message if Pillow was installed over Pillow-SIMD, whose package is also PIL; otherwise
+    None."""
     folders = {}
     for distribution in distributions():
         name = distribution.metadata["Name"].lower().replace("_", "-")
@@ -37,7 +39,7 @@ def overwritten() -> str | None:
 
 
 def missing() -> str | None:
-    """Why this Python cannot run on Gaudi; None if it can."""
+    """Reason why this Python cannot use a Gaudi; None if it can."""
     if "torch" not in installed():
         return f"{sys.executable} has no torch; start from a Gaudi PyTorch image or installation"
     if find_spec("habana_frameworks") is None:
@@ -49,7 +51,8 @@ def missing() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """`check`, `constraints` or `same FILE`; 1 and a sentence on stderr if something is wrong."""
+    """Run `check`, `constraints` or `same FILE`; returns 1 and prints the reason on stderr if a
+    check fails."""
     command = arguments[0] if arguments else ""
     pins = "".join(f"{name}=={number}\n" for name, number in installed().items())
     if command == "check":

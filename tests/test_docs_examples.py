@@ -84,7 +84,8 @@ class Servers:
         self._running: dict[tuple[str, ...], LiveServer] = {}
 
     def of(self, block: Block) -> LiveServer:
-        """The server that the page starts before a block, otherwise the demo model's server."""
+        """Server for the requests of a block: the embedding server, the server that the page starts
+        before the block, or the demo model's server."""
         if block.page in EMBEDDING_PAGES:
             return self.embedding()
         if command := serve_before(block):
@@ -198,7 +199,7 @@ def test_a_block_runs_as_written(block: Block, servers: Servers, workplace: Path
             assert answer == example
 
 
-def test_every_metric_in_the_documents_is_served(servers: Servers) -> None:
+def test_every_metric_in_metrics_md_is_served(servers: Servers) -> None:
     page = ROOT / "docs" / "metrics.md"
     named = set(re.findall(r"`((?:vllm:|hpu_|gaudiserve:)\w+)`", page.read_text(encoding="utf-8")))
     (block, *_) = (block for block in BLOCKS if block.page == "README.md")

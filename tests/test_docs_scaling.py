@@ -116,7 +116,7 @@ def test_the_ratios_to_vllm_equal_the_results(page: str, results: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(pictures()))
-def test_a_picture_of_the_page_is_drawn_from_the_results(name: str) -> None:
+def test_a_chart_of_the_page_is_drawn_from_the_results(name: str) -> None:
     drawn = (ROOT / "docs" / name).read_text(encoding="utf-8")
 
     assert drawn == pictures()[name], "run `python benchmarks/pictures.py`"

@@ -1,4 +1,4 @@
-"""Pictures through the SDKs: OpenAI's chats and responses, Anthropic's messages."""
+"""Images through the SDKs: OpenAI's chats and responses, Anthropic's messages."""
 
 import base64
 from collections.abc import Iterator
@@ -139,12 +139,12 @@ def test_images_in_tool_results_have_the_same_token_count_on_every_route(
         counted = other.messages.count_tokens(model="tiny", messages=messages)
 
     assert response.usage is not None
-    # The picture takes 16 tokens.
+    # The image takes 16 tokens.
     assert response.usage.input_tokens > 16 + len(TEXT)
     assert prompt_tokens(message.usage) == response.usage.input_tokens == counted.input_tokens
 
 
-def test_a_file_that_is_not_a_picture_is_refused_with_a_400(vision: LiveServer) -> None:
+def test_a_file_that_is_not_an_image_is_refused_with_a_400(vision: LiveServer) -> None:
     broken = "data:image/png;base64," + base64.b64encode(b"no picture").decode()
     with (
         openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk,

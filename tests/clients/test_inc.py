@@ -373,7 +373,7 @@ def test_scales_on_a_gaudi_3_use_the_fp8_range_of_gaudi_3(llama: Path, tmp_path:
     assert len({token for tokens in found for token in tokens}) > 20
 
 
-def test_latent_attention_is_quantized_with_its_cache(tmp_path: Path) -> None:
+def test_mla_is_quantized_with_its_cache(tmp_path: Path) -> None:
     folder = make_tiny("deepseek_v3", tmp_path / "model")
     quantizing = measure(folder, tmp_path / "out")
 

@@ -73,7 +73,7 @@ def test_a_streamed_text_completion_equals_the_whole_completion(client: openai.O
     assert "".join(pieces) == whole
 
 
-async def test_concurrent_async_requests_get_the_answers_of_single_requests(
+async def test_an_async_stream_equals_the_whole_answer_and_its_usage(
     async_client: openai.AsyncOpenAI,
 ) -> None:
     stream = await async_client.chat.completions.create(

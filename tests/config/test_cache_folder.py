@@ -36,7 +36,7 @@ def no_installed_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_installed", lambda: None)
 
 
-def test_a_file_in_place_of_the_cache_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_file_in_place_of_the_cache_folder(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.write_text("")
     source = write_gguf(tmp_path / "tiny.gguf")
@@ -49,7 +49,7 @@ def test_a_file_in_place_of_the_cache_folder_is_named(tmp_path: Path) -> None:
             use()
 
 
-def test_a_read_only_home_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_read_only_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr(Path, "mkdir", read_only)
 
@@ -129,7 +129,7 @@ def test_without_a_home_the_cache_has_an_absolute_path(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("failing", ("tempfile.gettempdir", "tempfile.mkdtemp"))
-def test_a_temporary_folder_that_is_full_is_named(
+def test_the_error_names_a_full_temporary_folder(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failing, no_room)
@@ -175,7 +175,7 @@ def test_a_missing_folder_and_a_folder_of_a_group_are_accepted(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("what", ("folder", "file"))
-def test_a_converted_model_of_another_user_in_an_own_folder_is_refused(
+def test_a_converted_model_of_another_user_in_the_users_folder_is_refused(
     what: str, tmp_path: Path
 ) -> None:
     source = write_gguf(tmp_path / "tiny.gguf")
@@ -187,7 +187,7 @@ def test_a_converted_model_of_another_user_in_an_own_folder_is_refused(
         converted(source, tmp_path, progress=False)
 
 
-def test_a_demo_model_of_another_user_in_an_own_folder_is_refused(tmp_path: Path) -> None:
+def test_a_demo_model_of_another_user_in_the_users_folder_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "demo" / FILE_NAME
     file.parent.mkdir()
     with file.open("wb") as opened:
@@ -198,7 +198,7 @@ def test_a_demo_model_of_another_user_in_an_own_folder_is_refused(tmp_path: Path
         fetch_demo(str(tmp_path), progress=False)
 
 
-def test_overrides_of_another_user_in_an_own_folder_are_refused(tmp_path: Path) -> None:
+def test_overrides_of_another_user_in_the_users_folder_are_refused(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "model")
     overridden = Path(with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path)))
     _give_away(model / "tokenizer.json")  # A link to the file is not a file of the cache.
@@ -209,7 +209,7 @@ def test_overrides_of_another_user_in_an_own_folder_are_refused(tmp_path: Path) 
         with_overrides(str(model), '{"rope_theta": 5000.0}', str(tmp_path))
 
 
-def test_a_tokenizer_of_another_user_in_an_own_folder_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_user_in_the_users_folder_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "tokenizers" / "0"
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text("{}")

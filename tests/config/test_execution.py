@@ -153,5 +153,5 @@ def test_an_invalid_profile_setting_is_refused_with_the_allowed_form(
         ("2.7.1", False),
     ],
 )
-def test_torch_builds_by_habana_are_recognised(version: str, is_vendor: bool) -> None:
+def test_torch_builds_by_habana_are_recognized(version: str, is_vendor: bool) -> None:
     assert is_vendor_torch(version) == is_vendor

@@ -31,7 +31,8 @@ def test_a_new_client_waits_for_one_call_of_each_other_client() -> None:
         for call in [first, *calls]:
             call.result(timeout=10)
 
-    # The queue had the other client's call before the first call of the busy client ended.
+    # "other 0" was in the pool's queue while the busy client's first call ran; "busy 0" entered the
+    # queue after that call.
     assert order == ["other 0", "busy 0", "other 1", "busy 1", "busy 2"]
 
 
@@ -68,7 +69,7 @@ def test_the_next_call_runs_after_errors_and_cancelled_calls() -> None:
         assert last.result(timeout=10) == 2
 
 
-def test_shutdown_cancels_calls_in_the_queue_and_outside_of_it() -> None:
+def test_shutdown_cancels_all_waiting_calls() -> None:
     gate = threading.Event()
     threads = FairThreads(1, "test")
     running = submit(threads, "busy", gate.wait)
@@ -87,7 +88,7 @@ def test_shutdown_cancels_calls_in_the_queue_and_outside_of_it() -> None:
         submit(threads, "late", int, "1")
 
 
-def test_an_event_loop_runs_its_calls_in_turns() -> None:
+def test_clients_of_an_event_loop_take_turns() -> None:
     gate, order = threading.Event(), list[str]()
 
     async def request(client: str, count: int) -> None:

@@ -51,7 +51,7 @@ thread.join()
     ],
     ids=["engine", "API server"],
 )
-def test_at_most_1_5_mib_of_40_mib_that_a_thread_freed_are_retained(
+def test_a_thread_that_freed_40_mib_retains_at_most_1_5_mib(
     setting: str, added: dict[str, str]
 ) -> None:
     script = SCRIPT.format(setting=setting)

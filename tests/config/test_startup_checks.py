@@ -40,7 +40,7 @@ def test_a_draft_model_with_pipeline_stages_is_refused(folder: str, tmp_path: Pa
 
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "granitemoehybrid"])
-def test_drafts_for_a_model_with_states_are_refused(
+def test_drafts_for_a_model_with_recurrent_states_are_refused(
     family: str, method: str, tmp_path: Path
 ) -> None:
     folder = str(make_tiny(family, tmp_path))

@@ -73,6 +73,6 @@ def test_an_unusable_traffic_file_is_refused(text: str, words: str) -> None:
         parse_traffic(text)
 
 
-def test_a_missing_file_is_named() -> None:
+def test_the_error_names_a_missing_file() -> None:
     with pytest.raises(ConfigError, match=r"/no/such.*cannot be read"):
         read_traffic("/no/such")

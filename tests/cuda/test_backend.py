@@ -163,7 +163,9 @@ def test_graphs_of_one_pool_may_run_in_any_order(backend: CudaBackend) -> None:
     assert found == [[expected[i] for i in order] for order in orders]
 
 
-def test_a_graph_captured_in_inference_mode_sees_writes_made_in_it(backend: CudaBackend) -> None:
+def test_a_graph_captured_in_inference_mode_sees_writes_of_inference_mode(
+    backend: CudaBackend,
+) -> None:
     with torch.inference_mode():
         cache = backend.zeros((8, 2), torch.float32)
         slots = backend.zeros((2,), backend.index_dtype)
@@ -181,7 +183,7 @@ def test_a_graph_captured_in_inference_mode_sees_writes_made_in_it(backend: Cuda
     assert cache.sum(1).tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0, 0.0, 0.0]
 
 
-def test_out_of_memory_is_recognised_and_leaves_the_device_usable(backend: CudaBackend) -> None:
+def test_out_of_memory_is_recognized_and_leaves_the_device_usable(backend: CudaBackend) -> None:
     _, total = backend.memory()
 
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -174,7 +174,7 @@ def test_flags_and_variables_of_a_pod_exist(path: Path, template: Document) -> N
     assert all(name in allowed or name.startswith("data-parallel-") for name in flags)
 
 
-def test_containers_of_kuberay_have_the_probes_that_it_would_add() -> None:
+def test_kuberay_containers_have_the_probes_that_kuberay_would_add() -> None:
     containers = [
         template["spec"]["containers"][0]
         for path, template in PODS
@@ -306,7 +306,7 @@ def test_a_pod_has_no_token_no_rights_and_writes_to_volumes_only(
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    # The folders that the image sets, and the folder of temporary files.
+    # Cache and log folders that the image sets, and the folder of temporary files.
     assert {"/cache", "/tmp", "/var/log/gaudiserve"} <= set(mounts.values())
     # A folder in the claim of recipes would be made by the host's root.
     assert mounts["hub"] == ("/hub" if "recipes" in mounts else "/cache/huggingface")

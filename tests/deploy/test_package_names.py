@@ -43,7 +43,7 @@ def test_this_environment_has_no_conflict(tmp_path: Path) -> None:
     ("top_level", "file"),
     [("engine\nother\n", "engine/__init__.py"), (None, "engine/__init__.py"), (None, "engine.py")],
 )
-def test_another_owner_of_a_package_is_named(
+def test_another_owner_of_a_package_is_reported(
     top_level: str | None, file: str, tmp_path: Path
 ) -> None:
     distribution(tmp_path, "intruder", top_level, file)

@@ -36,7 +36,7 @@ def workflow(name: str) -> dict[str, Any]:
         ("v1x2.0", "1x2.0", "CHANGELOG.md has no entry"),
     ],
 )
-def test_a_tag_is_released_if_it_is_the_version_and_has_an_entry(
+def test_a_release_tag_must_equal_the_version_and_have_a_changelog_entry(
     tag: str, version: str, word: str
 ) -> None:
     found = problem(tag, version, CHANGELOG)

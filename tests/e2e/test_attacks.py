@@ -12,14 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-from costly_bodies import ATTACKS as BODIES
+from expensive_bodies import ATTACKS as BODIES
 from live import LiveServer, children_of, command_of, running
 from tiny_models import make_tiny
 from watch import Family, SecondClient
 
 ATTEMPTS = 8
-"""Attempts per attack: while other tests use the cores, a process may wait a tenth of a second for
-one. A delay that the attack causes is in each attempt."""
+"""Attempts per attack: other tests on the same cores can delay an attempt by a tenth of a second; a
+delay that the attack causes is in each attempt."""
 
 LEFT_BYTES = 50 * 2**20
 """Growth that is allowed for all bodies together, after their memory has been returned."""
@@ -100,7 +100,8 @@ def test_an_attack_is_refused_quickly_without_delaying_other_clients(
     else:
         raise AssertionError(f"{took_s} s, the second client {max(other.latencies_s)} s")
 
-    # 503 on a busy machine, where the wall time of an isolation process ends before its CPU time.
+    # 503: on a busy machine, the wall-clock limit of an isolation process can expire before its CPU
+    # limit.
     assert answer.status_code in (400, 503), answer.text
     assert other.failures == []
     assert family.resident_bytes() - before < 50 * 2**20
@@ -172,7 +173,7 @@ def asked_with_other_clients(
     return answer, min(slowest_s)
 
 
-def test_costly_bodies_leave_no_memory_behind(attacked: LiveServer) -> None:
+def test_expensive_bodies_leak_no_memory(attacked: LiveServer) -> None:
     family = Family(attacked.pid)
     before = family.resident_bytes()
 
@@ -207,7 +208,7 @@ def test_requests_succeed_after_the_isolation_processes_are_killed(attacked: Liv
 
 
 @pytest.mark.slow
-def test_ten_thousand_connections_leave_no_memory_behind(attacked: LiveServer) -> None:
+def test_ten_thousand_connections_leak_no_memory(attacked: LiveServer) -> None:
     family = Family(attacked.pid)
     assert attacked.ask("/health").status_code == 200
     before = family.resident_bytes()

@@ -44,8 +44,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(
     llama: Path, deepseek: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, dict[str, Any], Draft]]:
-    """By method, with "-other" for another layout of its checkpoints: the target, config keys, and
-    expected drafts."""
+    """Cases by method, with "-other" for another layout of its checkpoints: the target, config
+    keys, and expected drafts."""
     eagle, eagle3 = tmp_path_factory.mktemp("eagle"), tmp_path_factory.mktemp("eagle3")
     others: list[tuple[str, Path, Draft]] = []
     for name, is_other in itertools.product(("medusa", "mlp_speculator"), (False, True)):

@@ -385,7 +385,7 @@ STEPPED: dict[str, dict[str, Any]] = {
     ("shape", "num_steps"),
     [("short of blocks", 3), ("no overlap", 2), ("no prefixes", 8)],
 )
-def test_every_sampling_rule_gives_the_tokens_of_a_decode_per_step(
+def test_several_decodes_per_step_change_no_token_of_any_sampling_rule(
     folder: Path, shape: str, num_steps: int
 ) -> None:
     params = [rule.replace(logprobs=3) for rule in EVERY_SAMPLING_RULE]
@@ -408,7 +408,7 @@ def test_every_sampling_rule_gives_the_tokens_of_a_decode_per_step(
     assert stats.blocks_used == 0
 
 
-def test_drafts_give_the_tokens_of_a_decode_per_step(folder: Path) -> None:
+def test_drafts_with_several_decodes_per_step_change_no_token(folder: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     shape = {**FEW_BLOCKS, "speculative_config": {**drafts, "adaptive": False}}
     expected, _ = run(folder, FEW_BLOCKS, PROMPTS, GREEDY)
@@ -430,7 +430,7 @@ def test_drafts_give_the_tokens_of_a_decode_per_step(folder: Path) -> None:
         pytest.param("deepseek_v2", {}, marks=pytest.mark.slow),
     ],
 )
-def test_states_windows_and_latents_advance_with_each_decode_of_a_step(
+def test_recurrent_states_windows_and_mla_advance_with_each_decode_of_a_step(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     model = make_tiny(family, tmp_path, seed=3, **overrides)

@@ -1,4 +1,4 @@
-"""Costly pictures from one API key, beside another key and a client that only requests /health."""
+"""Expensive images from one API key, beside another key and a client that only requests /health."""
 
 import base64
 import json
@@ -9,16 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
-from hostile_pictures import GREY, black_png, chunk
+from hostile_images import GREY, black_png, chunk
 from live import LiveServer, children_of, command_of, running
 from tiny_vision import image_bytes, make_tiny_vision, picture
 from watch import SecondClient
 
 ATTACKER, OTHER = "key-of-the-attacker", "key-of-another"
 NUM_ATTACKS = 40
-"""Number of costly pictures; each takes a second of CPU time."""
+"""Number of expensive images; each takes a second of CPU time."""
 ANSWER_S = 20.0
-"""Time limit for another key's picture; in a single queue it would wait for minutes."""
+"""Time limit for another key's image; in a single queue it would wait for minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def costly(number: int) -> str:
-    """A unique base64 picture of 16-bit grey for each number."""
+    """A unique base64 image of 16-bit gray for each number."""
     more = chunk(b"tEXt", b"number\0%d" % number)
     return base64.b64encode(black_png(8192, 8192, GREY, 16, more=more)).decode()
 
@@ -64,7 +64,8 @@ FORMS = (
 
 
 def attack(live: LiveServer, number: int) -> socket.socket:
-    """Send a request with a costly picture over its own connection, without reading the answer."""
+    """Send a request with an expensive image over its own connection, without reading the
+    answer."""
     route, form = FORMS[number % len(FORMS)]
     body = json.dumps(form(costly(number)))
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
@@ -81,7 +82,7 @@ def image_calls(live: LiveServer) -> list[int]:
     return [pid for server in servers for pid in children_of(server)]
 
 
-def seconds_of_a_picture(live: LiveServer, seed: int) -> float:
+def seconds_of_an_image(live: LiveServer, seed: int) -> float:
     data = base64.b64encode(image_bytes(picture(56, 56, seed))).decode()
     began_s = time.monotonic()
     answer = httpx.post(
@@ -95,15 +96,15 @@ def seconds_of_a_picture(live: LiveServer, seed: int) -> float:
     return time.monotonic() - began_s
 
 
-def test_costly_pictures_delay_no_other_key_and_are_cancelled_with_their_client(
+def test_expensive_images_delay_no_other_key_and_end_with_their_client(
     live: LiveServer,
 ) -> None:
-    seconds_of_a_picture(live, 0)
+    seconds_of_an_image(live, 0)
 
     with SecondClient(live.url) as health:
         connections = [attack(live, number) for number in range(NUM_ATTACKS)]
         wait_for(lambda: len(image_calls(live)) > 0, 30)
-        taken_s = [seconds_of_a_picture(live, seed) for seed in range(1, 4)]
+        taken_s = [seconds_of_an_image(live, seed) for seed in range(1, 4)]
         still_waiting = len(image_calls(live))
         for connection in connections:
             connection.close()

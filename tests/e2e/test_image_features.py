@@ -1,4 +1,4 @@
-"""Pictures with adapters, pipeline stages, grammars, several choices, and the other APIs."""
+"""Images with adapters, pipeline stages, grammars, several choices, and the other APIs."""
 
 import base64
 import json
@@ -40,7 +40,7 @@ def tokens_of(llm: LLM, prompts: list[Any], **options: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_a_text_model_adapter_is_applied_after_pictures(folder: Path, tmp_path: Path) -> None:
+def test_a_text_model_adapter_is_applied_after_images(folder: Path, tmp_path: Path) -> None:
     # The tower has no modules with these names.
     adapter = write_adapter(tmp_path / "adapter", folder, targets=MLP)
     whole = merge(tmp_path / "merged", folder, adapter)
@@ -55,7 +55,7 @@ def test_a_text_model_adapter_is_applied_after_pictures(folder: Path, tmp_path: 
     assert plain != found
 
 
-def test_phi_4_uses_its_built_in_adapter_for_prompts_with_pictures(
+def test_phi_4_uses_its_built_in_adapter_for_prompts_with_images(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_tiny_vision("phi4_multimodal", tmp_path / "phi")
@@ -86,7 +86,7 @@ def test_phi_4_uses_its_built_in_adapter_for_prompts_with_pictures(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
-def test_pipeline_stages_give_the_same_tokens_for_pictures_and_videos(
+def test_pipeline_stages_give_the_same_tokens_for_images_and_videos(
     family: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_vision(family, tmp_path)
@@ -130,7 +130,7 @@ def ask(live: LiveServer, path: str, **body: Any) -> dict[str, Any]:
     return answer.json()  # type: ignore[no-any-return]
 
 
-def test_a_grammar_is_enforced_after_pictures_and_a_video(live: LiveServer) -> None:
+def test_a_grammar_is_enforced_after_images_and_a_video(live: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"it": {"enum": ["cat", "dog"]}},
@@ -215,7 +215,7 @@ def test_all_apis_give_the_same_answer_and_usage_for_several_images(live: LiveSe
 
 
 def test_images_of_every_turn_affect_the_output(live: LiveServer) -> None:
-    """Pictures in the turns of a system, an assistant and a tool, as this template renders them."""
+    """Images in the turns of a system, an assistant and a tool, as this template renders them."""
 
     def told(pictures: list[str]) -> Any:
         image = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]

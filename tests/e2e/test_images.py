@@ -428,7 +428,7 @@ MARK = TINY["qwen2_vl"].mark
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_of_the_page_run(
+def test_the_documented_examples_run(
     live: LiveServer, folder: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if family != "qwen2_vl":

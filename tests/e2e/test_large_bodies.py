@@ -17,13 +17,12 @@ from tiny_models import make_tiny
 from watch import SecondClient
 
 SLICE_S = 0.1
-"""CPU seconds, since wall time depends on other work on the machine."""
+"""Limit of an event-loop slice in CPU seconds: wall time depends on other work on the machine."""
 MEDIAN_S = 0.5
 """Wall-time limit for the median request of another client."""
 ATTEMPTS = 5
-"""Attempts per body: while the event loop waits for a core that other work uses, its slice also
-counts the CPU time of its process's other threads. A slice that the body causes is in each
-attempt."""
+"""Attempts per body. While the event loop waits for a core, its slice also counts CPU time of the
+other threads of its process; a slice that the body causes is in each attempt."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 20_000
 LONG = [65] * 18_000
@@ -123,7 +122,8 @@ def test_a_large_body_delays_no_other_client(
 
 
 def assert_delays_no_other_client(slices: LoopSlices, attempt: Callable[[], SecondClient]) -> None:
-    """At least one attempt keeps both limits, and no request of the other client fails."""
+    """Assert that at least one attempt keeps both limits, and that no request of the other client
+    fails."""
     measured = []
     for _ in range(ATTEMPTS):
         begun_s = time.monotonic()

@@ -116,7 +116,7 @@ def test_two_ranks_copy_blocks_in_the_format_of_their_cache(
     assert counts["loaded"] > 10
 
 
-def test_the_server_of_the_page_finds_blocks_in_files_after_its_engine_is_killed(
+def test_the_documented_server_finds_blocks_in_files_after_an_engine_kill(
     folder: str, tmp_path: Path
 ) -> None:
     page = PAGE.read_text(encoding="utf-8")

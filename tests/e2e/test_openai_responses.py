@@ -173,7 +173,7 @@ async def test_structured_answers_are_parsed_whole_and_streamed(sdk: openai.Asyn
     assert parsed.output_parsed == final.output_parsed == Weather(city="Oslo", degrees=7)
 
 
-async def test_the_examples_of_the_page_run(
+async def test_the_documented_examples_run(
     sdk: openai.AsyncOpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAGE.read_text(encoding="utf-8")

@@ -113,7 +113,7 @@ async def run_examples(address: str) -> None:
     names["client"].close()
 
 
-async def test_the_examples_of_the_page_run(
+async def test_the_documented_examples_run(
     client: openai.AsyncOpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run_examples(str(client.base_url).rstrip("/"))
@@ -135,7 +135,7 @@ async def test_the_examples_of_the_page_run(
     ],
     ids=("text-alone", "calls-alone"),
 )
-async def test_the_examples_of_the_page_run_for_other_answers(
+async def test_the_documented_examples_run_for_other_answers(
     reply: str, lines: list[str] | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with on_port(TalkingClient(reply)) as rig:

@@ -32,7 +32,7 @@ def pod_variables(shutdown_timeout_s: float) -> dict[str, str]:
         "GAUDISERVE_SHUTDOWN_TIMEOUT": str(shutdown_timeout_s),
         "GAUDISERVE_API_KEY": "pod-key",
     }
-    # The folders of the image.
+    # Drop the image's cache folder, so that the server uses the cache of this test run.
     return {name: given[name] for name in given if name != "XDG_CACHE_HOME"} | changed
 
 
@@ -144,7 +144,7 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
 def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts(
     tiny_model: str, tmp_path: Path
 ) -> None:
-    """With a timeout longer than the grace period, which the manifests do not allow."""
+    """The server's timeout exceeds the grace period, which the manifests do not allow."""
     live = start(tiny_model, tmp_path, shutdown_timeout_s=60)
     try:
         live.wait_ready()

@@ -151,7 +151,7 @@ def test_a_pair_has_two_token_types_and_is_scored_by_the_head(tmp_path: Path) ->
     assert score.outputs.score == pytest.approx(float(torch.sigmoid(logit)), abs=1e-5)
 
 
-def test_the_examples_of_the_page_run(
+def test_the_documented_examples_run(
     embedder: LiveServer, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = PAGE.read_text(encoding="utf-8").replace("http://localhost:8000", embedder.url)

@@ -147,7 +147,7 @@ async def test_a_stored_response_is_complete_after_an_engine_kill(live: LiveServ
     assert live.ask("/v1/responses", more).status_code == 200
 
 
-async def test_requests_wait_and_probes_fail_during_an_engine_restart(live: LiveServer) -> None:
+async def test_requests_wait_and_readiness_fails_during_an_engine_restart(live: LiveServer) -> None:
     body = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
     expected = live.ask("/v1/completions", body).json()["choices"]
 

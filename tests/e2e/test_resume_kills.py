@@ -178,8 +178,8 @@ async def test_kills_at_random_moments_lose_and_repeat_no_token(
 async def test_streams_pause_for_less_than_a_second_when_one_of_two_engines_is_killed(
     tmp_path: Path,
 ) -> None:
-    """In bfloat16, like the demo model's default: the pause is the time that the other engine takes
-    to compute the contexts."""
+    """The model runs in bfloat16, the demo model's default. The pause is the time that the other
+    engine takes to compute the contexts."""
     body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with running("demo", tmp_path / "log", "--data-parallel-size=2") as live:
         async with httpx.AsyncClient(base_url=live.url, timeout=ANSWER_TIMEOUT_S) as http:

@@ -1,4 +1,4 @@
-"""Benchmarks that start servers: of quoting answers, and of adapters."""
+"""Benchmarks that start servers: answers that quote their prompts, and adapters."""
 
 import json
 import shlex
@@ -57,7 +57,7 @@ def test_the_quoting_benchmark_compares_servers_with_the_first_server(
 @pytest.mark.slow
 def test_adapters_are_measured_over_http(tiny_model: str) -> None:
     lora = ("--enable-lora", "--max-loras=2", "--max-lora-rank=4", "--lora-modules", "{modules}")
-    # The adapters' names remain words of the command.
+    # Unquote {modules}, so that each adapter becomes a separate word.
     server = command(tiny_model, *lora).replace("'{modules}'", "{modules}")
 
     printed = run(

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from adapters import write_adapter
 from gguf_adapters import as_gguf
-from hostile import MAX_ANSWER_S, Hostile, Outcome, Target, attack, encoded, picture_chat
+from hostile import MAX_ANSWER_S, Hostile, Outcome, Target, attack, encoded, image_chat
 from live import LiveServer, running
 from tiny_models import make_tiny
 from tiny_vision import make_tiny_vision
@@ -36,15 +36,15 @@ KEY = "correct-key"
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("takes_pictures", [False, True], ids=["text", "pictures"])
+@pytest.mark.parametrize("takes_images", [False, True], ids=["text", "pictures"])
 def test_hostile_requests_leave_the_server_unchanged(
-    tmp_path: Path, pytestconfig: pytest.Config, takes_pictures: bool
+    tmp_path: Path, pytestconfig: pytest.Config, takes_images: bool
 ) -> None:
     seconds: float = pytestconfig.getoption("--fuzz-seconds") / 2
     first_seed: int = pytestconfig.getoption("--fuzz-seed")
     base = make_tiny("llama", tmp_path / "tiny", max_position_embeddings=2048)
     model = base
-    if takes_pictures:
+    if takes_images:
         model = make_tiny_vision("llava", tmp_path / "vision", max_position_embeddings=2048)
     adapter = write_adapter(tmp_path / "adapters" / "good", base)
     gguf = as_gguf(tmp_path / "good.gguf", adapter, base)
@@ -54,8 +54,8 @@ def test_hostile_requests_leave_the_server_unchanged(
     ]
     with running(str(model), tmp_path / "log", *flags) as server:
         family = Family(server.pid)
-        target = Target(server.url, server.port, KEY, takes_pictures, adapter, gguf)
-        warm_up(server, first_seed, takes_pictures)
+        target = Target(server.url, server.port, KEY, takes_images, adapter, gguf)
+        warm_up(server, first_seed, takes_images)
         attacked(server, target, first_seed - 10**6, WARM_UP_SHARE * seconds)
         forget_grammars(server)
         time.sleep(SETTLE_S)
@@ -100,11 +100,11 @@ def attacked(server: LiveServer, target: Target, first_seed: int, seconds: float
     return [reports.get(timeout=2 * MAX_ANSWER_S) for _ in attackers]
 
 
-def warm_up(server: LiveServer, seed: int, takes_pictures: bool) -> None:
+def warm_up(server: LiveServer, seed: int, takes_images: bool) -> None:
     """Send a request of each kind, so that lazy initialization is done."""
-    if takes_pictures:
+    if takes_images:
         for i in range(10):
-            status_of(server, *picture_chat(seed - 1 - i))
+            status_of(server, *image_chat(seed - 1 - i))
     sent_kinds: set[str] = set()
     for i in range(200):
         route, body = Hostile(seed - 1 - i).chat()

@@ -84,7 +84,7 @@ def test_without_a_quota_the_affinity_mask_counts(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == len(os.sched_getaffinity(0))
 
 
-def test_bfloat16_is_fast_only_with_an_instruction_for_it(tmp_path: Path) -> None:
+def test_bfloat16_is_fast_only_with_bfloat16_instructions(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     _lay_out(old, {"proc/cpuinfo": "flags : avx2 avx512f\n"})
     _lay_out(new, {"proc/cpuinfo": "model : x\nflags : avx2 avx512_bf16\n"})

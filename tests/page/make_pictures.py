@@ -1,4 +1,5 @@
-"""Makes the pictures of docs/page.md, from a server with scripted answers: `make page-pictures`."""
+"""Makes the screenshots of docs/page.md, from a server with scripted answers: `make
+page-pictures`."""
 
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def opened(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Pa
 
 
 def main() -> None:
-    """Write the pictures into docs/."""
+    """Write the screenshots to docs/."""
     # A script writes the answer, so the name must not belong to a real model.
     names = ("your-model",)
     with serving(context=8192, reasoning_parser="qwen3", served_model_names=names) as server:

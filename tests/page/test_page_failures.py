@@ -124,7 +124,7 @@ def test_a_retry_that_fails_keeps_the_old_answer(page: Page, server: PageServer)
     expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
 
 
-def test_a_failed_engine_is_named(page: Page, server: PageServer) -> None:
+def test_a_failed_engine_is_reported(page: Page, server: PageServer) -> None:
     server.client.failure = "out of memory"
 
     expect(page.locator("#status")).to_have_text("failed")

@@ -1,4 +1,4 @@
-"""The page of a complete server: pictures for a vision model, and a killed engine."""
+"""The page of a complete server: images for a vision model, and a killed engine."""
 
 import os
 import re
@@ -87,7 +87,7 @@ def test_images_can_be_chosen_dropped_pasted_removed_and_sent(
     assert 0 < body["max_tokens"] < 512
 
 
-def test_an_answer_survives_an_engine_kill_and_a_text_model_offers_no_pictures(
+def test_an_answer_survives_an_engine_kill_and_a_text_model_offers_no_images(
     browser: Browser, tmp_path: Path
 ) -> None:
     with running("demo", tmp_path / "log") as live, window(browser) as page:

@@ -136,7 +136,7 @@ def test_the_server_view_has_its_own_url_and_working_links(
 
 
 @pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
-def test_the_api_documentation_follows_the_colour_scheme_of_the_browser(
+def test_the_api_documentation_follows_the_color_scheme_of_the_browser(
     browser: Browser, server: PageServer, scheme: str, is_dark: bool
 ) -> None:
     with window(browser, scheme=scheme) as page:

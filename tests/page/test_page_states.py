@@ -35,7 +35,7 @@ def locked() -> Iterator[PageServer]:
 
 @pytest.mark.parametrize("scale", (1, 1.5))
 def test_the_header_has_room_for_the_name_of_the_model(browser: Browser, scale: float) -> None:
-    """On a phone, with the longest status, and with larger text as its owner may choose."""
+    """The window is a phone's, with the longest status, at normal and at larger text size."""
     with window(browser, 360) as page:
         with serving() as server:
             open_page(page, server.url)

@@ -46,7 +46,7 @@ print("finished", flush=True)
 """
 
 
-def test_a_killed_rank_of_torchrun_is_named_and_ends_the_other_rank(tmp_path: Path) -> None:
+def test_torchrun_reports_a_killed_rank_and_ends_the_other_rank(tmp_path: Path) -> None:
     folder = str(make_tiny("llama", tmp_path / "tiny", max_position_embeddings=2000))
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

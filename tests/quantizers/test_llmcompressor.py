@@ -121,7 +121,7 @@ def test_fp8_keeps_the_last_layer_unless_all_layers_are_requested(
 
 
 @pytest.mark.parametrize("name", ["model.layers.7.mlp.up_proj", "re:.*experts.*", "re:("])
-def test_a_path_without_a_layer_is_named_in_an_error(
+def test_the_error_names_a_path_without_a_layer(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_tiny("llama", tmp_path / "plain", **SHAPE)

@@ -151,7 +151,7 @@ def count(history: int, generated: int, sampling: RequestSampling) -> int:
 
 
 def counting_executor(config: EngineConfig) -> InprocExecutor:
-    """A CountingWorker in this process."""
+    """An executor with a CountingWorker in this process."""
     worker: Any = CountingWorker(config)
     return InprocExecutor(worker)
 

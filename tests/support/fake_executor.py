@@ -88,7 +88,7 @@ class FakeExecutor(Executor):
         self.ready = ready
         self.max_num_reqs = max_num_reqs
         self.table: BucketTable | None = None
-        """If set, a launch must use a prepared bucket of this table."""
+        """Prepared buckets that launches must use; None: launches may have any shape."""
         self.next_token = next_token
         self.plans: list[StepPlan] = []
         self.requests: dict[int, LiveRequest] = {}
@@ -96,8 +96,8 @@ class FakeExecutor(Executor):
         self.max_in_flight = 0
         self.collected = 0
         self.early_every = 0
-        """If not 0, every `early_every`-th time that the engine asks, a result is available before
-        the next plan."""
+        """Period of early results: every `early_every`-th time that the engine asks, a result is
+        available before the next plan. 0: never."""
         self._asked = 0
         self.warmed: list[WarmedBuckets] = []
         """Messages to be received next."""
@@ -122,7 +122,8 @@ class FakeExecutor(Executor):
         self.bad_files: set[bytes] = set()
         """Files that are found to be corrupt."""
         self.corrupt_every = 0
-        """If not 0, every `corrupt_every`-th block loaded from the host has wrong contents."""
+        """Period of corrupt blocks: every `corrupt_every`-th block loaded from the host has wrong
+        contents. 0: none."""
         self.num_loaded = 0
         self.fetch_delay = 0
         """Number of calls of `take_fetched` that return no answer before the answer is

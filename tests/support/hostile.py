@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 from hostile_adapters import write_hostile
-from hostile_pictures import HostilePictures
+from hostile_images import HostileImages
 from hostile_traffic import many_keys, stored_stream, write_hostile_gguf
 
 MAX_ANSWER_S = 20.0
@@ -443,7 +443,7 @@ class Target(NamedTuple):
     url: str
     port: int
     key: str
-    takes_pictures: bool
+    takes_images: bool
     adapter: Path
     """An adapter that the server loads; hostile adapters are written beside it."""
     gguf: Path
@@ -453,7 +453,7 @@ class Target(NamedTuple):
 def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> None:
     """Send hostile requests until `over`, then put the outcome into `told`. Entry point of a
     separate process, so that generating requests does not delay the measured client."""
-    url, port, key, takes_pictures, adapter, gguf = target
+    url, port, key, takes_images, adapter, gguf = target
     outcome = Outcome()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     with httpx.Client(base_url=url, timeout=MAX_ANSWER_S, verify=False, headers=headers) as http:
@@ -472,16 +472,16 @@ def attack(target: Target, seed: int, over: Event, told: "Queue[Outcome]") -> No
                 _send(partial(stored_stream, http, seed, key), "stored stream", seed, outcome)
             elif draw < 0.38:
                 _send(partial(many_keys, http, seed), "many keys", seed, outcome)
-            elif takes_pictures and draw < 0.6:
-                _ask(http, *picture_chat(seed), seed, outcome)
+            elif takes_images and draw < 0.6:
+                _ask(http, *image_chat(seed), seed, outcome)
             else:
                 _ask(http, *hostile.chat(), seed, outcome)
     told.put(outcome)
 
 
-def picture_chat(seed: int) -> tuple[str, dict[str, Any]]:
-    """A route and a body with hostile pictures."""
-    pictures = HostilePictures(seed)
+def image_chat(seed: int) -> tuple[str, dict[str, Any]]:
+    """A route and a body with hostile images."""
+    pictures = HostileImages(seed)
     count = random.Random(seed).choice((1, 1, 1, 4))
     parts = [{"type": "image_url", "image_url": {"url": pictures.url()}} for _ in range(count)]
     messages = [{"role": "user", "content": parts}]

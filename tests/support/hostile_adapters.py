@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPONENTIAL = "(([a-z0-9_.]+)+)+!"
-"""Pattern that takes Python's `re` practically unlimited time."""
+"""Pattern that takes Python's `re` exponential time."""
 FIELDS = (
     *("target_modules", "target_parameters", "rank_pattern", "alpha_pattern"),
     *("exclude_modules", "layers_pattern"),
 )
 LARGE_WEIGHT = 3e4
-"""A weight that is served, times `lora_alpha` / `r`."""
+"""A value of all weights that the server accepts, although products of the layers overflow
+float16."""
 BESIDE = (
     *("embed_tokens.weight", "embed_tokens.base_layer.weight", "norm.weight"),
     *("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.base_layer.weight"),

@@ -1,4 +1,4 @@
-"""Prompts with pictures for a worker driven by hand-made plans."""
+"""Prompts with images for a worker driven by hand-made plans."""
 
 import random
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from hpu.protocol import EncoderInput, ImagePlacement, InputTensor, Ranks
 
 @dataclass
 class Prompt:
-    """Tokens, and the placements of pictures in them."""
+    """Tokens, and the placements of images in them."""
 
     tokens: list[int]
     placements: tuple[ImagePlacement, ...]
@@ -25,8 +25,7 @@ class Prompt:
 
 
 def write(*parts: list[int] | tuple[bytes, Picture]) -> Prompt:
-    """A prompt of texts and pictures in this order; pictures are given with their content
-    hashes."""
+    """A prompt of texts and images in this order; images are given with their content hashes."""
     tokens: list[int] = []
     placements, pictures = [], []
     for part in parts:
@@ -47,7 +46,7 @@ def text(seed: int, length: int) -> list[int]:
 
 
 def encoded(content: bytes, picture: Picture) -> EncoderInput:
-    """The picture in the form of a plan."""
+    """The image in the form of a plan."""
     tensors = [_tensor(name, tensor) for name, tensor in picture.tensors.items()]
     return EncoderInput(content, picture.num_embeddings, tensors)
 
@@ -60,7 +59,7 @@ def _tensor(name: str, tensor: Tensor) -> InputTensor:
 
 @dataclass
 class ImageRig:
-    """Encodes each picture once, before the first request that contains it."""
+    """Encodes each image once, before the first request that contains it."""
 
     rig: WorkerRig
     encoded: set[bytes] = field(default_factory=set)
@@ -77,7 +76,7 @@ class ImageRig:
         self.rig.admit(req_index, tokens, images=prompt.placements, **options)
 
     def free_all(self) -> None:
-        """Make the next plan drop all pictures."""
+        """Make the next plan drop all images."""
         self.rig.free_images(*self.encoded)
         self.encoded.clear()
 
@@ -85,7 +84,7 @@ class ImageRig:
 def random_images(
     rig: WorkerRig, pictures: list[Picture], *, max_chunk: int, rounds: int = 5
 ) -> list[list[int]]:
-    """Tokens of two requests at a time, with or without pictures: prefills in chunks, then
+    """Tokens of two requests at a time, with or without images: prefills in chunks, then
     decodes."""
     luck = random.Random(3)
     images = ImageRig(rig)

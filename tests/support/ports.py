@@ -5,8 +5,8 @@ import secrets
 import socket
 
 FIRST, COUNT = 10_000, 20_000
-"""Below the ports that Linux gives to clients (32768 and more): a client of another test could take
-a port between this choice and the start of the server."""
+"""First port, below Linux's ephemeral ports (32768 and more): a client of another test could take a
+port between this choice and the start of the server."""
 
 
 def free_port() -> int:

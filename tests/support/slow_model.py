@@ -213,8 +213,8 @@ class SlowPool:
         return self.names.index(name) if name in self.names else None
 
     def forget(self) -> None:
-        """Order of allocation: blocks without cached contents first, each kind in order of
-        release."""
+        """Drop all cached contents. Allocation order: blocks that had no contents first, each kind
+        in order of release."""
         plain = [block for block in self._given_back if self.names[block] is None]
         filed = [block for block in self._given_back if self.names[block] is not None]
         self._given_back = plain + filed

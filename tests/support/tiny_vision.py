@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of vision models as folders, and pictures for them."""
+"""Tiny random checkpoints of vision models as folders, and images for them."""
 
 import io
 import json
@@ -502,7 +502,7 @@ def _write_tokenizer(folder: Path, family: _Family) -> dict[str, int]:
 
 
 def picture(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """A picture with shapes and noise; equal arguments give equal pictures."""
+    """An image with shapes and noise; equal arguments give equal images."""
     random = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width]
     channels = [(x * (3 + seed) + y * (1 + i)) % 256 for i in range(4)]
@@ -534,7 +534,7 @@ def mp4_bytes(frames: list[Image.Image], fps: int = 10, kind: str = "mp4") -> by
 
 
 def image_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """The picture as a file of Pillow's format `kind`."""
+    """The image as a file of Pillow's format `kind`."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

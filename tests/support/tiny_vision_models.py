@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of vision models, pictures for them, and the results of transformers'
+"""Tiny random checkpoints of vision models, images for them, and the results of transformers'
 multimodal models."""
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from server.multimodal.phi4_images import Phi4ImageProcessor
 IMAGE, BREAK, START, VIDEO, END = 310, 311, 312, 313, 314
 """Tokens of the checkpoints."""
 SIZES = ((60, 45), (31, 52), (28, 28), (90, 33))
-"""(width, height) of the pictures."""
+"""(width, height) of the images."""
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -117,7 +117,7 @@ class Picture:
 
 
 Process = Callable[[list[Image.Image]], list[dict[str, Tensor]]]
-"""Function that returns the tensors of each picture."""
+"""Function that returns the tensors of each image."""
 
 
 @dataclass(frozen=True)
@@ -616,7 +616,7 @@ def _set_no_image_outputs(module: Any, given: Any, output: Any) -> None:
 
 
 def draw(index: int) -> Image.Image:
-    """A picture that differs for each index."""
+    """An image that differs for each index."""
     width, height = SIZES[index % len(SIZES)]
     noise = np.random.default_rng(index).integers(0, 256, (height, width, 3), np.uint8)
     noise[: height // 2, :, index % 3] = 250
@@ -625,7 +625,7 @@ def draw(index: int) -> Image.Image:
 
 @torch.inference_mode()
 def prepare(name: str, whole: Any, indices: list[int]) -> list[Picture]:
-    """The pictures with these indices."""
+    """The images with these indices."""
     family = VISION_FAMILIES[name]
     found = []
     for tensors in family.process([draw(index) for index in indices]):

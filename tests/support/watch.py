@@ -25,7 +25,7 @@ class SecondClient:
         body: dict[str, Any] | None = None,
         interval_s: float = POLL_S,
     ) -> None:
-        """With a `body` the request is a POST."""
+        """`body`: JSON of a POST; None: the request is a GET."""
         self._method = "GET" if body is None else "POST"
         self._path, self._body = path, body
         self._interval_s = interval_s

@@ -83,7 +83,7 @@ def test_interleaved_rows_of_q_and_k_are_restored_to_their_order(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
-def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
+def test_quantized_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
     tmp_path: Path, kind: str
 ) -> None:
     name, qtype = "blk.0.ffn_up.weight", GGMLQuantizationType[kind]
@@ -99,7 +99,7 @@ def test_quantised_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
-def test_a_one_dimensional_quantised_tensor_is_a_single_row(tmp_path: Path, kind: str) -> None:
+def test_a_one_dimensional_quantized_tensor_is_a_single_row(tmp_path: Path, kind: str) -> None:
     name, qtype = "blk.0.attn_norm.weight", GGMLQuantizationType[kind]
     weights = family_weights("llama")
     weights[name] = np.linspace(0.5, 1.5, HIDDEN, dtype=np.float32)
@@ -447,7 +447,7 @@ def test_the_demo_models_special_tokens_equal_the_file() -> None:
 
 
 def test_the_demo_model_splits_digits_as_in_training() -> None:
-    # transformers treats this file's splitting rule as GPT-2's, which lets a digit split the spaces
+    # transformers applies GPT-2's splitting rule to this file, which lets a digit split the spaces
     # or line ends before it; the file itself asks for single digits.
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
 

@@ -147,7 +147,7 @@ def test_a_model_that_generates_has_no_pooling(tmp_path: Path) -> None:
         ("glm4moe", {"nextn_predict_layers": 3}, "num_hidden_layers"),
     ],
 )
-def test_settings_that_do_not_fit_the_tensors_are_named(
+def test_the_error_names_settings_that_do_not_fit_the_tensors(
     tmp_path: Path, case: str, settings: dict[str, Any], message: str
 ) -> None:
     tensors = write_checkpoint(tmp_path / "hf", case)
@@ -158,7 +158,7 @@ def test_settings_that_do_not_fit_the_tensors_are_named(
         converted(source, tmp_path / "cache", progress=False)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_tensor(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path / "hf", "gemma2")
     del tensors["model.layers.1.post_feedforward_layernorm.weight"]
     source = write_case(tmp_path / "m.gguf", "gemma2", tensors)

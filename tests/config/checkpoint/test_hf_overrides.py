@@ -123,7 +123,7 @@ def test_a_field_of_another_type_is_refused_and_leaves_no_folder(
     assert list((cache / "hf-overrides").iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
 
     with pytest.raises(ConfigError, match=r"the overridden config\.json cannot be written"):

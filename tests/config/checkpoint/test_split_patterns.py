@@ -20,7 +20,8 @@ ORDINARY = {
         f"{name}, {index}": pattern
         for name, patterns in _SEQUENCES.items()
         for index, pattern in enumerate(patterns)
-        # `\s+$` looks for the end of the text at every space; published files have it, too.
+        # Exclude `\s+$`, which scans to the end of the text at every space; published files contain
+        # it.
         if pattern != r"\s+$"
     },
     "gpt2": GPT2,

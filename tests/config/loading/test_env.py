@@ -277,7 +277,7 @@ def test_several_workers_do_not_inherit_one_card_and_too_few_cards_are_refused(
         module_id(2, 3)
 
 
-def test_the_rank_is_read_from_the_launcher_and_a_missing_variable_is_named(
+def test_the_rank_is_read_from_the_launchers_variables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, word in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):

@@ -214,7 +214,7 @@ def test_vllms_variables_select_the_bucketing_strategy(
     assert loaded.engine.buckets.strategy == strategy
 
 
-def test_a_traffic_without_the_strategy_that_reads_it_is_refused() -> None:
+def test_a_traffic_file_needs_a_strategy_that_reads_it() -> None:
     message = "--bucketing-strategy is 'linear' and --bucketing-traffic is 'x.jsonl'"
     with pytest.raises(ConfigError, match=message):
         given("--bucketing-strategy", "linear", "--bucketing-traffic", "x.jsonl")

@@ -250,7 +250,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_sentence(
         load(path, llama)
 
 
-def test_a_tensor_that_is_not_low_rank_is_named(llama: BaseModules, tmp_path: Path) -> None:
+def test_the_error_names_a_tensor_that_is_not_low_rank(llama: BaseModules, tmp_path: Path) -> None:
     norm = {"blk.0.attn_norm.weight": np.ones(64, np.float32)}
     file = write_pairs(tmp_path / "a.gguf", "llama", {QUERY: PAIR}, metadata=METADATA, further=norm)
 
@@ -280,7 +280,7 @@ def test_inputs_in_another_order_are_refused(tmp_path: Path) -> None:
         (lambda data: b"", "cannot be read as a GGUF file"),
     ],
 )
-def test_a_damaged_file_is_named(
+def test_the_error_names_a_damaged_file(
     change: Callable[[bytes], bytes], message: str, llama: BaseModules, tmp_path: Path
 ) -> None:
     file = write_pairs(tmp_path / "a.gguf", "llama", {QUERY: PAIR}, metadata=METADATA)

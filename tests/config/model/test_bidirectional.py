@@ -9,7 +9,7 @@ from config.errors import ConfigError
 from config.model.read_config import read_model_config
 
 
-def test_paligemma_as_transformers_4_saves_it_is_refused(tmp_path: Path) -> None:
+def test_paligemma_saved_by_transformers_4_is_refused(tmp_path: Path) -> None:
     text = {
         "model_type": "gemma2",
         "hidden_size": 64,

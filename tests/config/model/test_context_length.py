@@ -1,4 +1,4 @@
-"""Context length: max_position_embeddings and the rope scaling, with both field names of the
+"""Context length: max_position_embeddings and the RoPE scaling, with both field names of the
 scaling."""
 
 import json
@@ -53,7 +53,7 @@ def _read(folder: Path, **changes: Any) -> ModelConfig:
         (2**20, {"rope_type": "linear", "factor": 1000.0}, 2**24, 2**24),
     ],
 )
-def test_a_rope_with_a_factor_extends_the_context(
+def test_a_rope_factor_extends_the_context(
     tmp_path: Path, name: str, positions: int, rope: dict[str, Any], default: int, longest: int
 ) -> None:
     facts = _read(tmp_path, max_position_embeddings=positions, **{name: rope})
@@ -76,7 +76,7 @@ def test_longrope_defaults_to_its_original_length_and_allows_the_extended_length
 
 
 @pytest.mark.parametrize("scaled", [FULL, SLIDING])
-def test_the_context_length_follows_the_layer_type_with_a_factor(
+def test_the_context_length_follows_the_layer_type_with_a_rope_factor(
     tmp_path: Path, scaled: str
 ) -> None:
     ropes: dict[str, dict[str, Any]] = {FULL: {"rope_theta": 1e4}, SLIDING: {"rope_theta": 1e4}}

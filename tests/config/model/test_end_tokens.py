@@ -115,7 +115,7 @@ def test_an_end_token_of_the_tokenizer_outside_the_vocabulary_is_ignored(
     assert _ends(tmp_path) == (7,)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
     _write(tmp_path, tokenizer_config={"eos_token": END})
     (tmp_path / "tokenizer.json").write_text("{")
 

@@ -34,7 +34,7 @@ def test_all_ranks_may_share_one_measurement_file(tmp_path: Path) -> None:
     assert config.measures
 
 
-def test_a_missing_measurement_file_is_named_with_the_configuration(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_measurement_file_and_the_configuration(tmp_path: Path) -> None:
     config = read_quant_config(str(written(tmp_path, mode="QUANTIZE")))
     (tmp_path / "stats_hooks_maxabs_0_2.npz").touch()
 

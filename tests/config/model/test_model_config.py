@@ -139,7 +139,9 @@ LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
         {"rope_theta": 1e6, "rope_scaling": LINEAR, "rope_local_base_freq": 5e3},
     ],
 )
-def test_windowed_layers_may_have_their_own_rope(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_sliding_window_layers_may_have_their_own_rope_parameters(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     config = _read(tmp_path, **fields)
 
     assert config.rope == RopeConfig(1e6, RopeScaling("linear", factor=8.0))
@@ -147,7 +149,9 @@ def test_windowed_layers_may_have_their_own_rope(tmp_path: Path, fields: dict[st
 
 
 @pytest.mark.parametrize("kinds", [(FULL, SLIDING), (FULL,), (SLIDING,)])
-def test_equal_ropes_of_all_layers_are_merged(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_equal_rope_parameters_of_all_layers_are_merged(
+    tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
     config = _read(tmp_path, rope_parameters={kind: {"rope_theta": 5e3} for kind in kinds})
 
     assert (config.rope, config.local_rope) == (RopeConfig(5e3), None)

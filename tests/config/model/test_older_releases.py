@@ -41,7 +41,7 @@ WINDOWS = {"sliding_window": 9, "num_hidden_layers": 6}
 
 
 class Form(NamedTuple):
-    """How a release before 5 saves a family, apart from the rope and the data type."""
+    """How a release before 5 saves a family, apart from the RoPE fields and the data type."""
 
     model_type: str
     given: Mapping[str, Any] = {}

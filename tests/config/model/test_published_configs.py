@@ -93,7 +93,7 @@ def test_omitted_text_config_fields_have_the_defaults_of_transformers(tmp_path: 
 
     for model_type in TEXT_DEFAULTS:
         config = CONFIG_MAPPING[model_type]
-        # Ropes have separate defaults; tied embeddings are a field of the outer config.
+        # RoPE parameters have their own defaults; tied embeddings are a field of the outer config.
         defaults = {
             name: entry.default
             for name, entry in config.__dataclass_fields__.items()
@@ -116,7 +116,7 @@ def test_omitted_text_config_fields_have_the_defaults_of_transformers(tmp_path: 
             assert decoder_spec(short) == decoder_spec(full), model_type
 
 
-def test_a_text_model_that_is_not_built_in_is_named_with_its_neighbours() -> None:
+def test_the_error_for_an_unsupported_text_model_names_the_nearest_models() -> None:
     whole = {
         "architectures": ["LlavaForConditionalGeneration"],
         "text_config": {"model_type": "qwen4_text"},

@@ -24,7 +24,7 @@ def test_an_empty_rope_object_is_ignored(empty: Any) -> None:
     assert rope_fields(_fields(rope_parameters=empty, rope_scaling=empty)) == {}
 
 
-def test_rope_scaling_applies_to_full_attention_layers_if_layer_types_have_own_ropes() -> None:
+def test_rope_scaling_applies_to_full_attention_if_rope_is_set_per_layer_type() -> None:
     several = {FULL: {"rope_theta": 5e5}, SLIDING: DEFAULT}
 
     found = rope_fields(_fields(rope_parameters=several, rope_scaling=YARN))

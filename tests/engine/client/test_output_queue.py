@@ -1,4 +1,4 @@
-"""engine/client/output_queue.py: how a reader gets output that it has not read for long."""
+"""engine/client/output_queue.py: delivery of merged output to a slow reader."""
 
 import asyncio
 import math

@@ -177,7 +177,7 @@ async def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server() -
         assert rig.observer.num_lost == 0 and rig.client.failure == rig.ends[0]
 
 
-async def test_a_restart_that_its_settings_forbid_ends_the_server(tmp_path: Path) -> None:
+async def test_a_restart_refused_by_its_config_ends_the_server(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     async with restart_rig(f"step_s=0.01,refuse_if={mark}") as rig:
         (queue,) = await rig.streaming(1, 1000)

@@ -161,7 +161,8 @@ def test_started_requests_without_tokens_are_suspects_and_resume_before_waiting_
     "ends", [[False, False], [True, True, True], [True, False, False], [False, True, False]]
 )
 def test_a_poison_request_is_not_sent_again(front: Front, ends: list[bool]) -> None:
-    """After two crashes, or after three if another process ended any of the engines."""
+    """The request fails after two crashes, or after three if another process ended any of the
+    engines."""
     good, poison = front.open(1), front.open(2)
     for is_external in ends[:-1]:
         front.says([good, poison])

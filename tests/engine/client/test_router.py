@@ -193,7 +193,7 @@ async def test_waiting_requests_are_counted_before_the_engine_reports_them() -> 
     assert [len(engine.added) for engine in engines] == [2, 2]
 
 
-async def test_a_prompt_that_another_front_end_sent_is_known() -> None:
+async def test_a_prompt_is_routed_to_a_prefix_that_another_front_end_sent() -> None:
     router, engines = await started()
     hashes = block_hashes(chat(5, 64), BLOCK)
 
@@ -296,7 +296,7 @@ class Restorations:
         self.restored: list[tuple[int, int]] = []
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Not recorded."""
+        """Ignored: only restored engines are recorded."""
 
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         self.restored.append((client.engine, len(client.queues)))

@@ -1,6 +1,6 @@
-"""Ratios of the engine's time per step: benchmarks/host.py has the numbers. Measured as CPU time of
-a single thread: the minimum of a few alternating runs, and of more runs if a ratio fails, because
-other work on the machine takes caches and clock rate away, sometimes for seconds."""
+"""Ratios of the engine's CPU time per step; benchmarks/host.py has absolute numbers. Each number is
+the minimum of a few alternating runs of a single thread, and of more runs if a ratio fails: other
+work on the machine can take caches and clock rate away for seconds."""
 
 from statistics import median
 

@@ -122,7 +122,7 @@ def test_messages_received_during_a_call_still_wake_a_waiter(
     assert is_announced and isinstance(result, StepResult)
 
 
-def test_ranks_that_wait_for_each_other_are_named_with_their_buckets(
+def test_stalled_ranks_are_logged_with_their_buckets(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -1,4 +1,4 @@
-"""Report on a bucket table: numbers, picture and file."""
+"""Report on a bucket table: numbers, plot and file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_report_names_the_rule_of_each_bucket() -> None:
     assert listed and text.count("made by linear: all") == 1
 
 
-def test_a_picture_has_a_circle_for_each_bucket() -> None:
+def test_a_plot_has_a_circle_for_each_bucket() -> None:
     table = planned_table(config("exponential-v3"))
 
     root = ElementTree.fromstring(plot(table, "exponential-v3"))
@@ -81,7 +81,7 @@ def test_a_picture_has_a_circle_for_each_bucket() -> None:
     assert titles == {str(bucket[1:]) for bucket in table.buckets}
 
 
-def test_an_exact_table_shows_no_buckets() -> None:
+def test_an_exact_table_has_no_buckets_to_report() -> None:
     with pytest.raises(ConfigError, match="0 buckets"):
         planned_table(config("exact"))
 

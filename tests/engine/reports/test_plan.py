@@ -80,7 +80,7 @@ def test_memory_parts_of_a_plan_add_up_to_the_memory_of_the_card() -> None:
 
 
 def test_windows_are_planned_per_request_without_prefix_caching() -> None:
-    # Every second of 32 layers has a window of 1024 tokens.
+    # 16 of the 32 layers have a window of 1024 tokens.
     layers = ("sliding_attention", "full_attention") * 16
     facts = replace(FACTS, sliding_window=1024, layer_types=layers)
     off = CacheConfig(gpu_memory_utilization=0.5, enable_prefix_caching=False)

@@ -136,7 +136,7 @@ def test_different_images_never_share_blocks() -> None:
         add(rig, key, 5, content(number), 5)
         rig.run()
 
-    # All prompts share the 4 tokens before the image; equal pictures share the rest.
+    # All prompts share the 4 tokens before the image; equal images share the rest.
     cached = [new.num_computed_tokens for plan in rig.plans for new in plan.new_requests]
     assert cached == [0, 4, 12]
 

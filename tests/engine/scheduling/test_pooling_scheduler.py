@@ -56,7 +56,7 @@ def test_token_vectors_are_sent_on_request_also_truncated() -> None:
     assert rig.vectors[2] == (1, vector([20, 30], 2))
 
 
-def test_the_models_normalisation_is_the_default() -> None:
+def test_the_models_normalization_is_the_default() -> None:
     rig = PoolingRig()
     for key, normalize in enumerate((None, True, False)):
         rig.add(key, [20], normalize=normalize)

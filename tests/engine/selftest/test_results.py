@@ -162,7 +162,7 @@ def test_a_failed_check_of_two_cards_does_not_affect_a_model_on_one_card() -> No
     assert [choice.value for choice in choices_for(pair, pair, found)] == ["torch-compile"]
 
 
-def test_a_fallback_of_a_check_that_holds_is_refused(
+def test_a_fallback_of_a_check_that_holds_is_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "selftest.json"

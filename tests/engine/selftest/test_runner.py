@@ -136,7 +136,9 @@ def test_a_hang_takes_no_time_from_other_checks(
     assert statuses(results) == {**hung, "a": status}
 
 
-def test_a_silent_check_is_named_while_it_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_check_is_reported_while_it_runs(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "NOTICE_S", 0.1)
     waits: list[str] = []
 

@@ -398,7 +398,7 @@ def test_a_hostile_spec_is_refused_in_under_two_seconds_and_costs_no_memory(
     error = shared_compiler.compile(GrammarSpec(*HOSTILE[name])).exception(TIMEOUT_S)
 
     assert time.monotonic() - start < 2
-    # Overloaded on a busy machine, where the wall time ends before the CPU time.
+    # Overloaded: on a busy machine, the wall-clock limit can expire before the CPU limit.
     assert isinstance(error, UserError | Overloaded)
     assert process.memory_info().rss - before < 50 * 2**20
 

@@ -108,7 +108,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(vocabulary: Vocabulary, sch
         ({"grammar": "%ignore /a/"}, "no start rule found"),
     ],
 )
-def test_a_refusal_is_the_reason_without_the_parsers_drawing(
+def test_a_refusal_is_a_single_line_with_the_reason(
     vocabulary: Vocabulary, asked: dict[str, Any], reason: str
 ) -> None:
     (kind,) = asked
@@ -124,7 +124,7 @@ def test_a_property_may_be_named_type(vocabulary: Vocabulary) -> None:
     compiled(vocabulary, json={"properties": {"type": {"type": ["string", "null"]}}})
 
 
-def test_the_page_lists_enforced_and_refused_keywords(vocabulary: Vocabulary) -> None:
+def test_the_docs_list_enforced_and_refused_keywords(vocabulary: Vocabulary) -> None:
     page = (Path(__file__).parents[3] / "docs/structured-output.md").read_text(encoding="utf-8")
     lists = re.findall(
         r"^\*\*(Enforced|Accepted|Refused)\b.*\n\n```json\n([^`]+)```", page, re.MULTILINE

@@ -240,8 +240,8 @@ def _target(link: Path) -> str:
 async def test_thousands_of_foreign_peers_during_a_blocked_loop_delay_no_message(
     zmq_context: ZmqContext, listening: ZmqContext, tmp_path: Path
 ) -> None:
-    """Otherwise ZeroMQ's own thread would wait for a reader of the events, and deliver no messages
-    meanwhile."""
+    """ZeroMQ's own thread must not wait for a reader of the connection events: it would deliver no
+    messages meanwhile."""
     address, path = endpoint(str(tmp_path), "fe0.sock"), tmp_path / "fe0.sock"
     board = listening.bind_router(address, FromEngine)
     crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)

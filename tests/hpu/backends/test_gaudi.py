@@ -58,7 +58,7 @@ def test_captured_graphs_of_each_family_give_the_tokens_of_the_cpu(
 
 
 EXPERTS = {
-    # Softmax routing, and a shared expert with a gate, beside a dense layer.
+    # Softmax routing, a gated shared expert, and a dense layer.
     "qwen2_moe": {"mlp_only_layers": [0]},
     # Sigmoid routing with a correction bias, groups, a scaling factor and a shared expert.
     "glm4_moe": {},
@@ -66,8 +66,7 @@ EXPERTS = {
     "olmoe": {},
 }
 ONLY_EXPERTS = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-"""A single layer with experts: each kind of layer is compiled for each bucket, so more kinds take
-longer."""
+"""A single MoE layer: each kind of layer is compiled for each bucket, so more kinds take longer."""
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_block_selection_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_
 DENSE: dict[str, dict[str, Any]] = {
     # Norms in float32, and scaled embeddings.
     "gemma": {"head_dim": 16, "initializer_range": 0.3},
-    # Norms before and after each block and per head, a separate rope for each kind of layer, a
-    # window, and capped logits.
+    # Norms before and after each block and per head, separate RoPE parameters for each layer type,
+    # a window, and capped logits.
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 9,
@@ -114,15 +113,15 @@ DENSE: dict[str, dict[str, Any]] = {
     },
     # Norms after attention and MLP.
     "olmo2": {},
-    # Norms before and after each block, and rotation of half of each head.
+    # Norms before and after each block, and RoPE on half of each head.
     "glm4": {"head_dim": 16},
     # A shared layer norm for attention and MLP, norms per head, no bias.
     "cohere": {"use_qk_norm": True, "logit_scale": 0.75},
     # Two layer norms and an MLP without a gate.
     "gpt_neox": {},
-    # Learned positions without rotation, and a single KV head.
+    # Learned position embeddings without RoPE, and a single KV head.
     "gpt_bigcode": {"n_inner": 128},
-    # One layer without rotation.
+    # One layer without RoPE.
     "smollm3": {"no_rope_layers": [1, 0]},
 }
 COMPILED = ("gemma", "gemma3_text", "gpt_neox", "gpt_bigcode", "smollm3")
@@ -175,8 +174,7 @@ def test_mixed_layer_kinds_give_the_tokens_of_the_cpu_and_compile_nothing_after_
             marks=pytest.mark.slow,
         ),
         ("GptOssForCausalLM", {}, False, "hpu-graphs"),
-        # Routing weights applied to the inputs of the experts, and a shared expert, beside a dense
-        # layer.
+        # Routing weights applied to the inputs of the experts, a shared expert, and a dense layer.
         ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, False, "hpu-graphs"),
         # Two experts per token, chosen in sequence.
         ("PhimoeForCausalLM", {}, False, "hpu-graphs"),
@@ -355,7 +353,7 @@ def test_a_replay_reads_its_given_tensors() -> None:
         ),
     ],
 )
-def test_float16_gives_the_likeliest_tokens(
+def test_float16_gives_the_most_likely_tokens(
     window: int | None, card: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny("mistral", tmp_path, sliding_window=window)

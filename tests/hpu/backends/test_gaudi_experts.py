@@ -142,7 +142,7 @@ def test_an_mxfp4_kernel_with_wrong_results_is_not_used_and_weights_stay_packed(
     assert difference.sqrt() < 0.02
 
 
-def test_a_release_without_the_operator_is_named(
+def test_the_error_names_a_release_without_the_operator(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KERNELS, f"mixture_of_experts.{ALL_KERNELS[1]}", Kernel(BOTH, None))

@@ -1,5 +1,5 @@
-"""GaudiGroup between two processes, each with an emulated card: the sum at the start, and a rank
-without a partner."""
+"""GaudiGroup between two processes, each with an emulated card: the all-reduce at the start, and a
+rank without a partner."""
 
 import os
 from pathlib import Path
@@ -24,8 +24,8 @@ def backend_of(ranks: Ranks) -> GaudiBackend:
 
 
 def run_rank(store: Path, rank: int) -> None:
-    """Exits with 7 if the sum over both ranks is right, on this rank's card and with collectives
-    that graphs can contain."""
+    """Exits with 7 if the all-reduce over both ranks is right, on this rank's card and with
+    collectives that graphs can contain."""
     import torch
 
     variables = {**VARIABLES, "HABANA_VISIBLE_MODULES": "5,6"}
@@ -50,7 +50,7 @@ def run_alone(store: Path) -> None:
     os._exit(1)
 
 
-def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
+def test_two_ranks_all_reduce_over_both_cards(tmp_path: Path) -> None:
     context = child_context()
     ranks = [context.Process(target=run_rank, args=(tmp_path / "store", rank)) for rank in (0, 1)]
 

@@ -1,4 +1,4 @@
-"""Latent attention on the strict emulated card."""
+"""MLA on the strict emulated card."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 NO_QUERY_LATENT = {"q_lora_rank": None, "v_head_dim": 28}
 """Values are wider than keys, so that keys are padded."""
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-"""A single layer with experts, because each kind of layer is compiled for each bucket."""
+"""A single MoE layer, because each kind of layer is compiled for each bucket."""
 
 OPERATORS = {
     "matmul_qk": "Matmul",

@@ -1,4 +1,4 @@
-"""Layers with recurrent states on the emulated card."""
+"""Recurrent layers on the emulated card."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from config.execution import ExecutionConfig
         pytest.param("lfm2_moe", "torch-compile", marks=pytest.mark.slow),
     ],
 )
-def test_states_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
+def test_recurrent_layers_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
     family: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)
@@ -32,5 +32,5 @@ def test_states_give_the_tokens_of_the_cpu_and_compile_nothing_after_warmup(
         max_model_len=256,
     )
 
-    # Prefix caching is on; without prefix caching, decodes read the cache as a slice.
+    # Models with recurrent states have no prefix caching, so decodes read the cache as a slice.
     assert not ready.bucket_limits.merged_prefill and ready.contiguous

@@ -131,7 +131,7 @@ def test_a_prompt_longer_than_the_traffic_is_not_padded_to_the_largest_bucket(
     assert table.find(PREFILL, 1, 120, 0).bucket == (1, 128, 0)
 
 
-def test_launches_of_a_traffic_include_chunks_contexts_and_decodes() -> None:
+def test_launches_of_traffic_include_chunks_contexts_and_decodes() -> None:
     traffic = [Lengths(300, 3), Lengths(100, 1), Lengths(40, 4, 32)]
 
     launches = launches_of(traffic, LIMITS)

@@ -1,4 +1,4 @@
-"""Ranks that run the CPU's compiled decoder and sum in shared memory."""
+"""Ranks that run the CPU's compiled decoder and all-reduce in shared memory."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ def test_ranks_that_share_memory_give_the_logits_of_a_single_process(
     found = pool.run(size, logits_of, folder, str(kernel_folder))
 
     assert all(torch.equal(entry, found[0]) for entry in found)
-    # Sums have another order, and integer products scale the inputs of each rank by themselves.
+    # The all-reduce adds in another order, and integer products scale the inputs of each rank
+    # separately.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.01 * expected.std()
 
@@ -88,7 +89,7 @@ def grow(group: ProcessGroup) -> list[int]:
     return found
 
 
-def test_the_shared_buffer_of_sums_grows_on_all_ranks(pool: RankPool) -> None:
+def test_the_shared_all_reduce_buffer_grows_on_all_ranks(pool: RankPool) -> None:
     assert pool.run(2, grow) == [[16, 16, 32, 4000]] * 2
 
 

@@ -61,7 +61,7 @@ def run_all(group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def run_all_of_made_groups(world: ProcessGroup) -> dict[str, Tensor]:
-    """All collectives in the tensor group of two ranks that `make_groups` makes."""
+    """Results of all collectives in the tensor group of two ranks that `make_groups` makes."""
     groups = make_groups(tensor=2, data=2)
     sizes = groups.tensor.size, groups.data.size, groups.expert.size, groups.pipeline.size
     assert sizes == (2, 2, 4, 1)

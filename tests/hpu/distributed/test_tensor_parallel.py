@@ -55,7 +55,7 @@ CASES = {
     "olmoe": Case("olmoe", {}, 4),
     "olmoe, one KV head": Case("olmoe", {"num_key_value_heads": 1}),
     "minimax_m2": Case("minimax_m2"),
-    # One KV head and learned positions.
+    # One KV head and learned position embeddings.
     "gpt_bigcode": Case("gpt_bigcode", {"n_inner": 128}),
     # Queries, keys and values interleaved by head, and another name of the LM head.
     "gpt_neox": Case("gpt_neox", {}, 4),
@@ -63,7 +63,7 @@ CASES = {
     "phi": Case("phi", {"vocab_size": 321}),
     # A separate norm tensor per head.
     "stablelm": Case("stablelm", {"qk_layernorm": True}, 4),
-    # Float32 norms per head, and a separate rope for each kind of layer.
+    # Float32 norms per head, and separate RoPE parameters for each layer type.
     "gemma3": Case(
         "gemma3_text", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),
@@ -83,7 +83,7 @@ CASES = {
     "gpt_oss": Case("gpt_oss", {}, 4),
     # Chunked attention, experts with weighted inputs, (in, out) matrices.
     "llama4": Case("llama4_text"),
-    # Latents are replicated on every rank.
+    # MLA latents are replicated on every rank.
     "deepseek_v2": Case("deepseek_v2", {"attention_bias": True}),
     "deepseek_v3, no latent of queries": Case("deepseek_v3", {"q_lora_rank": None}, 4),
     # Mamba 2: all ranks share a group, or each pair of four ranks, or each rank has its own group.
@@ -213,7 +213,7 @@ def test_ranks_with_another_kv_cache_dtype_agree_with_a_single_process(
     found = pool.run(2, decode_cached, str(folder), kv_cache_dtype)
 
     assert torch.equal(*found)
-    # Sums in another order round some cached numbers to a neighbouring value.
+    # The all-reduce adds in another order, which rounds some cached numbers to a neighboring value.
     error = (found[0] - expected).square().mean().sqrt()
     assert error < 0.02 * expected.std()
 

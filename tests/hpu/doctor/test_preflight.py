@@ -111,7 +111,7 @@ def test_device_indices_in_a_container_are_not_reported(gaudi: GaudiMachine) -> 
     assert levels(gaudi.seen()) == {}
 
 
-def test_driver_and_runtime_of_two_releases_are_named(gaudi: GaudiMachine) -> None:
+def test_driver_and_runtime_of_two_releases_are_reported(gaudi: GaudiMachine) -> None:
     gaudi.driver = "1.20.0-bd4b6a8"
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.about == "driver version"]
@@ -162,7 +162,7 @@ def test_an_operation_that_fails_names_both_releases(gaudi: GaudiMachine) -> Non
         (0o600, "docker run --user {user}.*udev rule"),
     ],
 )
-def test_a_node_that_this_user_may_not_open_is_named_with_its_owner_and_the_remedy(
+def test_a_node_that_this_user_may_not_open_is_reported_with_owner_and_remedy(
     mode: int, remedy: str, gaudi: GaudiMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = gaudi.root / "dev/accel/accel3"
@@ -200,7 +200,7 @@ def test_an_unknown_driver_version_is_reported_as_unknown(gaudi: GaudiMachine) -
     assert (found.level, found.what) == (OK, "driver version unknown")
 
 
-def test_a_torch_of_another_release_is_named_with_both_versions(gaudi: GaudiMachine) -> None:
+def test_a_torch_of_another_release_is_reported_with_both_versions(gaudi: GaudiMachine) -> None:
     gaudi.versions["torch"] = "2.9.0+hpu.1.23.0.695"
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
@@ -327,7 +327,7 @@ def test_preflight_runs_on_this_machine() -> None:
     assert preflight(Machine(environment={})).findings
 
 
-def test_links_between_cards_that_are_down_are_named(gaudi: GaudiMachine) -> None:
+def test_links_that_are_down_are_reported(gaudi: GaudiMachine) -> None:
     def told() -> list[str]:
         found = preflight(gaudi.seen(), num_cards=8).findings
         return [f"{entry.level} {entry.what}" for entry in found if entry.about == "links"]

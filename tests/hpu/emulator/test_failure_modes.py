@@ -99,7 +99,7 @@ def test_5_the_first_calls_input_is_overwritten() -> None:
         assert card.counters.counts["input_overwritten"] == 1
 
 
-def test_6_without_tensor_cache_intermediates_are_gone_unless_listed() -> None:
+def test_6_without_tensor_cache_intermediates_are_freed_unless_listed() -> None:
     kept: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
@@ -256,7 +256,7 @@ def test_11_large_integers_wrap_in_lazy_mode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_11_wide_and_complex_numbers_are_refused(dtype: torch.dtype) -> None:
+def test_11_64_bit_floats_and_complex_numbers_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
 
     with emulated(), pytest.raises(RuntimeError, match=f"{name} is not supported by hpu"):
@@ -313,7 +313,7 @@ def test_13_compile_only_mode_changes_no_memory_but_by_copies_from_the_host() ->
         assert card.counters.counts["compilations"] > compilations
 
 
-def test_13_an_older_runtime_does_not_know_compile_only_mode() -> None:
+def test_13_an_older_runtime_lacks_compile_only_mode() -> None:
     with emulated(unknown_variables=frozenset({"PT_COMPILE_ONLY_MODE"})):
         from habana_frameworks.torch.internal import bridge_config
 
@@ -368,7 +368,7 @@ def test_14_a_fork_of_the_holder_is_refused() -> None:
         assert os.waitstatus_to_exitcode(status) == 7
 
 
-def test_15_a_rank_in_another_bucket_is_named_instead_of_a_deadlock(tmp_path: Path) -> None:
+def test_15_a_rank_in_another_bucket_is_an_error_instead_of_a_deadlock(tmp_path: Path) -> None:
     context = child_context()
     ranks = [context.Process(target=_rank, args=(tmp_path / "store", rank)) for rank in range(3)]
     for child in ranks:

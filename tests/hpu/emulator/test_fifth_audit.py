@@ -83,7 +83,7 @@ def test_an_index_assignment_broadcasts_a_host_tensor_before_the_copy() -> None:
 def test_the_host_waits_for_an_asynchronous_copy_that_changes_the_dtype(
     source: torch.dtype,
 ) -> None:
-    """Only in lazy mode: the eager copies here stay asynchronous."""
+    """The host waits only in lazy mode; the eager copies here stay asynchronous."""
     for lazy in (True, False):
         with emulated(lazy=lazy) as card:
             given = _ones(dtype=source)

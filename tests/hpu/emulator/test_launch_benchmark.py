@@ -47,8 +47,8 @@ def test_a_greedy_step_is_two_replays_two_recipes_and_one_copy_each_way() -> Non
 
     for numbers, counts in runs:
         assert counts["graphs replayed"] == 2
-        # One copy each way; two recipes write the last tokens into the inputs, two store and copy
-        # the new tokens.
+        # Six operators: a copy each way, two that write the last tokens into the inputs, and two
+        # that store and copy the new tokens.
         assert counts["operators beside the graphs, views included"] == 6
         assert counts["recipes launched for them"] == 2
         assert counts["copies to the device"] == counts["copies to the host"] == 1

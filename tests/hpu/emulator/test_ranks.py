@@ -1,4 +1,5 @@
-"""Ranks and sums of several emulated cards: the bridge's `hccl` module and its process groups."""
+"""Ranks and collectives of several emulated cards: the bridge's `hccl` module and its process
+groups."""
 
 import importlib
 import os

@@ -129,7 +129,7 @@ def test_supported_dtypes_differ_by_generation(generation: str, fallbacks: int) 
     [torch.uint16, torch.uint32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
 )
-def test_types_that_the_runtime_does_not_know_are_refused(dtype: torch.dtype) -> None:
+def test_types_unknown_to_the_runtime_are_refused(dtype: torch.dtype) -> None:
     with emulated(), pytest.raises(RuntimeError, match="is not supported by hpu"):
         torch.ones(2).to(dtype).to("hpu")
 

@@ -175,7 +175,7 @@ def test_the_inverse_of_a_norm_has_the_dtype_of_the_norm(weight: torch.dtype) ->
         assert (normed.dtype, inverse.dtype) == (weight, weight)
 
 
-def test_a_rotation_by_a_cache_leaves_the_rest_and_the_dtype() -> None:
+def test_rope_with_a_cache_keeps_the_dtype_and_unrotated_entries() -> None:
     with emulated():
         from habana_frameworks.torch.hpex.kernels import RotaryPosEmbeddingHelperV3
 

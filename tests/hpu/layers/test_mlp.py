@@ -1,4 +1,4 @@
-"""Activations against transformers' activations."""
+"""Activations compared with transformers' activations."""
 
 import pytest
 import torch

@@ -128,7 +128,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("family", STATES)
-def test_layers_with_a_state_have_adapters(family: str, tmp_path: Path) -> None:
+def test_recurrent_layers_have_adapters(family: str, tmp_path: Path) -> None:
     base = make_tiny(family, tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
     two = write_adapter(tmp_path / "two", base, targets=STATES[family][1:2], seed=2)
@@ -138,9 +138,7 @@ def test_layers_with_a_state_have_adapters(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", STATES)
-def test_layers_with_a_state_have_adapters_on_the_emulated_card(
-    family: str, tmp_path: Path
-) -> None:
+def test_recurrent_layers_have_adapters_on_the_emulated_card(family: str, tmp_path: Path) -> None:
     base = make_tiny(family, tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, targets=STATES[family], seed=1)
 

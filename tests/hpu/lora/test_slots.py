@@ -104,7 +104,7 @@ def test_an_expert_adapter_that_overflows_affects_only_tokens_that_chose_the_exp
                 part.a.mul_(size if part.expert == 1 else 1.0)
             slots.set(1, slots.stage(parts))
         method = LoRAMoEMethod(base.method, context, w13, w2)
-        # Row 4, of the adapter too, chose the other expert.
+        # Row 4 uses the same adapter, but chose the other expert.
         ids, ones = torch.tensor([[1], [1], [1], [0], [0]]), torch.ones(len(ROWS), 1)
         found.append(method.apply(base, hidden, ids, ones))
 

@@ -151,7 +151,7 @@ def test_loading_needs_at_most_one_shard_beside_the_weights(tmp_path: Path) -> N
             assert (model.get_parameter(name) == shard).all()
 
 
-def test_a_file_that_is_truncated_while_it_is_read_is_named(folder: Path) -> None:
+def test_the_error_names_a_file_that_is_truncated_while_it_is_read(folder: Path) -> None:
     stored = read_header(folder / WEIGHTS)[-1]
     with (folder / WEIGHTS).open("r+b") as file:
         file.truncate(stored.offset + 1)
@@ -164,7 +164,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(folder: Path) -> Non
         list(reader.read(folder / WEIGHTS, [Read(stored, target)]))
 
 
-def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
+def test_the_error_names_a_missing_tensor_and_its_shape(folder: Path) -> None:
     _change(folder, model__layers__1__mlp__up_proj__weight=None)
 
     with pytest.raises(
@@ -254,14 +254,14 @@ def test_merged_expert_tensors_are_loaded_into_the_same_parameters(tmp_path: Pat
         assert torch.equal(state[prefix + name], tensors[prefix + stored])
 
 
-def test_a_missing_expert_is_named_with_its_shape(experts: Path) -> None:
+def test_the_error_names_a_missing_expert_and_its_shape(experts: Path) -> None:
     _change(experts, model__layers__1__mlp__experts__7__up_proj__weight=None)
 
     with pytest.raises(ConfigError, match=r"are missing: model.layers.1.mlp.experts.7.up_proj.wei"):
         load_decoder(experts)
 
 
-def test_layers_that_predict_further_tokens_are_left_out(experts: Path) -> None:
+def test_multi_token_prediction_layers_are_skipped(experts: Path) -> None:
     expected = _state(experts)
     _change(
         experts,
@@ -274,21 +274,21 @@ def test_layers_that_predict_further_tokens_are_left_out(experts: Path) -> None:
     assert _state(experts).keys() == expected.keys()
 
 
-def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+def test_the_error_names_an_unexpected_tensor(folder: Path) -> None:
     _change(folder, model__layers__0__mlp__extra__weight=torch.zeros(2))
 
     with pytest.raises(ConfigError, match=r"does not have model.layers.0.mlp.extra.weight in"):
         load_decoder(folder)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+def test_the_error_names_a_tensor_of_another_shape_and_both_shapes(folder: Path) -> None:
     _change(folder, model__layers__0__self_attn__k_proj__weight=torch.zeros(64, 64))
 
     with pytest.raises(ConfigError, match=r"k_proj.weight in .* is 64x64, the model needs 32x64"):
         load_decoder(folder)
 
 
-def test_all_kinds_of_mismatches_are_named_in_one_error(folder: Path) -> None:
+def test_an_error_names_all_kinds_of_mismatches(folder: Path) -> None:
     _change(
         folder,
         model__layers__0__self_attn__k_proj__weight=torch.zeros(64, 64),
@@ -309,7 +309,7 @@ def test_all_kinds_of_mismatches_are_named_in_one_error(folder: Path) -> None:
     )
 
 
-def test_integer_weights_are_refused_as_quantised(folder: Path) -> None:
+def test_integer_weights_are_refused_as_quantized(folder: Path) -> None:
     _change(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
 
     with pytest.raises(ConfigError, match=r"model.norm.weight .* is I8"):
@@ -346,7 +346,7 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         load_decoder(folder)
 
 
-def test_a_truncated_weight_file_is_named(folder: Path) -> None:
+def test_the_error_names_a_truncated_weight_file(folder: Path) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
 

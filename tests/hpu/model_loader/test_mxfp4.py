@@ -39,7 +39,7 @@ def converted(folder: Path, name: str) -> Tensor:
     return convert_moe_packed_tensors(*halves).transpose(1, 2)  # type: ignore[no-any-return, no-untyped-call]  # theirs
 
 
-def test_every_code_and_scale_has_the_value_of_transformers() -> None:
+def test_every_code_and_scale_is_dequantized_as_in_transformers() -> None:
     # All byte values, with all scales that give finite products.
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 16)
     blocks = blocks.repeat(1, 252).view(16, 252, 16)
@@ -103,7 +103,7 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
     assert_lazy_load_copies_nothing(folder, load_decoder(folder, dtype=torch.bfloat16).state_dict())
 
 
-def test_a_missing_half_and_a_half_of_another_dtype_are_named(folder: Path) -> None:
+def test_the_error_names_missing_scales_and_blocks_of_another_dtype(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = f"{EXPERTS}down_proj_scales"
     scales = tensors.pop(name)
@@ -117,7 +117,7 @@ def test_a_missing_half_and_a_half_of_another_dtype_are_named(folder: Path) -> N
         load_decoder(folder)
 
 
-def test_a_nan_scale_is_named(folder: Path) -> None:
+def test_the_error_names_a_nan_scale(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = f"{EXPERTS}down_proj_scales"
     tensors[name][1, 2, 0] = 255

@@ -1,4 +1,4 @@
-"""Chunked attention, sinks, soft caps, ALiBi and several ropes in models: compared with
+"""Chunked attention, sinks, soft caps, ALiBi and several RoPE settings in models: compared with
 transformers in float32, and on the strict emulated card."""
 
 import json
@@ -126,7 +126,7 @@ def test_clamped_projections_equal_transformers(clip: float, tmp_path: Path) -> 
 
 
 @torch.inference_mode()
-def test_layers_are_rotated_by_their_own_rope(tmp_path: Path) -> None:
+def test_each_layer_type_uses_its_own_rope_parameters(tmp_path: Path) -> None:
     folder = make_tiny(
         "qwen3", tmp_path, use_sliding_window=True, sliding_window=9, max_window_layers=1
     )

@@ -1,4 +1,4 @@
-"""Latent attention and the routers of DeepSeek compared with transformers, in float32."""
+"""MLA and the routers of DeepSeek compared with transformers, in float32."""
 
 import json
 from pathlib import Path

@@ -611,7 +611,7 @@ def test_unsupported_settings_are_refused_by_field(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("heads", [4, 9])
 @torch.inference_mode()
-def test_a_baichuan_without_rotation_has_alibi(heads: int, tmp_path: Path) -> None:
+def test_a_baichuan_without_rope_has_alibi(heads: int, tmp_path: Path) -> None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 16 * heads}
     original = make_tiny("llama", tmp_path / "llama", **sizes)
     folder = make_tiny("llama", tmp_path / "baichuan", **sizes)
@@ -627,7 +627,7 @@ def test_a_baichuan_without_rotation_has_alibi(heads: int, tmp_path: Path) -> No
 
 
 def llama_with_alibi(folder: Path, tokens: list[int]) -> Tensor:
-    """Logits (tokens, vocab) of a Llama without rotation, with ALiBi biases as in the paper and
+    """Logits (tokens, vocab) of a Llama without RoPE, with ALiBi biases as in the paper and
     Baichuan's code."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)  # type: ignore[no-untyped-call]  # theirs
     heads, head_dim = model.config.num_attention_heads, 16

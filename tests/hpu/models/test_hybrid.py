@@ -1,4 +1,5 @@
-"""Families with states against transformers in float32: chunks, padding, batches, preemption."""
+"""Recurrent and hybrid families compared with transformers in float32: chunks, padding, batches,
+preemption."""
 
 import json
 from dataclasses import replace

@@ -49,12 +49,12 @@ def assert_transformers_agrees(model: Decoder, folder: Path) -> None:
         assert_same_as_transformers(found, PROMPTS, load_reference(folder), TOLERANCE)
 
 
-def test_the_chosen_blocks_equal_transformers(folder: Path) -> None:
+def test_block_sparse_attention_equals_transformers(folder: Path) -> None:
     assert_transformers_agrees(load_decoder(folder), folder)
 
 
 @pytest.mark.parametrize("fused_sdpa", [True, False])
-def test_the_kernels_of_a_gaudi_see_the_chosen_blocks(folder: Path, fused_sdpa: bool) -> None:
+def test_gaudi_kernels_attend_to_the_chosen_blocks(folder: Path, fused_sdpa: bool) -> None:
     with emulated(lazy=False, generation="gaudi3", runs_on_host=True):
         from hpu.ops.gaudi import GaudiKernels
 

@@ -405,7 +405,7 @@ def test_packed_bfloat16_weights_give_the_logits_of_unpacked_weights(tmp_path: P
 
     rigs = [PagedHarness(plain), PagedHarness(packed)]
     expected, found = (rig.prefill(prompt)[0] for rig in rigs)
-    # A single row also takes the short form of the norms.
+    # A single row also runs `mirrored_rms_norm`, which is for few rows.
     expected_next, found_next = (rig.decode({0: 5})[0] for rig in rigs)
 
     assert "model.layers.0.self_attn.qkv_proj.weight" not in packed.state_dict()
@@ -442,7 +442,7 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     }
 
 
-def test_an_unknown_architecture_is_named() -> None:
+def test_the_error_names_an_unknown_architecture() -> None:
     config = ModelConfig("somewhere", "OwnForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8)
 
     with pytest.raises(ConfigError, match="OwnForCausalLM, which is not supported"):
@@ -457,7 +457,7 @@ def test_experts_are_not_quantized(tmp_path: Path) -> None:
         build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme)
 
 
-def test_an_unknown_activation_is_named() -> None:
+def test_the_error_names_an_unknown_activation() -> None:
     config = ModelConfig("somewhere", "LlamaForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8, hidden_act="tan")
 
     with pytest.raises(ConfigError, match="hidden_act is 'tan', it must be one of silu"):

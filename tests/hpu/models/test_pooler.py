@@ -79,7 +79,7 @@ def test_several_modes_are_concatenated() -> None:
     assert torch.equal(found, torch.cat(parts, dim=-1))
 
 
-def test_a_narrower_width_keeps_the_leading_dimensions_normalised_to_length_1() -> None:
+def test_a_narrower_width_keeps_the_leading_dimensions_normalized_to_length_1() -> None:
     hidden, asked = torch.randn(1, QUERY, HIDDEN), inputs([(4, 0, HIDDEN, 1)])
     whole = pooler("mean")
     facts = PoolingFacts(tasks=("embed",), width=2, token_width=HIDDEN)
@@ -91,7 +91,7 @@ def test_a_narrower_width_keeps_the_leading_dimensions_normalised_to_length_1() 
     torch.testing.assert_close(found, leading / leading.norm(dim=-1, keepdim=True))
 
 
-def test_token_vectors_are_truncated_and_normalised_separately() -> None:
+def test_token_vectors_are_truncated_and_normalized_separately() -> None:
     hidden = torch.randn(2, QUERY, HIDDEN)
 
     found = pooler("mean").by_token(hidden, inputs([(7, 0, 3, 1), (7, 0, 6, 0)]))

@@ -142,7 +142,7 @@ def test_a_model_without_pairs_concatenates_two_texts(family: str, tmp_path: Pat
     np.testing.assert_array_equal(pair, read)
 
 
-def test_dense_modules_come_between_the_pooling_and_the_normalisation(tmp_path: Path) -> None:
+def test_dense_modules_come_between_the_pooling_and_the_normalization(tmp_path: Path) -> None:
     folder = make_pooling("bert", tmp_path)
     pooling = {"pooling_mode": "mean"}
     write_modules(folder, "Transformer", "Pooling", "Dense", "Normalize", pooling=pooling)

@@ -349,8 +349,8 @@ OF_TEXT = ("lm_head.", "model.embed_tokens.", "model.norm.", "model.layers.")
 
 
 def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -> Any:
-    """Write a DeepSeek without latent attention, with `fields` in config.json and language_config
-    as published, and `prefix` before names of the text model. Returns the model of transformers."""
+    """Write a DeepSeek without MLA, with `fields` in config.json and language_config as published,
+    and `prefix` before names of the text model. Returns the model of transformers."""
     whole = make_whole("deepseek_ocr2", folder)
     rewrite(
         folder,
@@ -384,7 +384,7 @@ def write_deepseek_published(folder: Path, *, prefix: str = "", **fields: Any) -
     ids=["DeepSeek-VL2-Tiny", "DeepSeek-OCR", "DeepSeek-OCR-2"],
 )
 @torch.inference_mode()
-def test_deepseek_without_latent_attention_is_served_as_published(
+def test_deepseek_without_mla_is_served_as_published(
     prefix: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     """These models use the attention of the first DeepSeek MoE."""
@@ -396,7 +396,7 @@ def test_deepseek_without_latent_attention_is_served_as_published(
 
 @torch.inference_mode()
 def test_the_first_deepseek_moe_is_served_as_published(tmp_path: Path) -> None:
-    """The config has no use_mla, and no field of latent attention."""
+    """The config has no use_mla and no other MLA field."""
     whole = write_deepseek_published(tmp_path)
     rewrite(
         tmp_path,
@@ -475,7 +475,7 @@ def test_stacked_experts_are_served_as_by_transformers(family: str, tmp_path: Pa
 
 @torch.inference_mode()
 def test_llama4_scout_is_served_as_first_published(tmp_path: Path) -> None:
-    """Both frequency factors of its rope are 1, and attn_temperature_tuning is a number."""
+    """Both RoPE frequency factors are 1, and attn_temperature_tuning is a number."""
     rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
     make_tiny("llama4_text", tmp_path, rope_parameters=rope)

@@ -172,7 +172,7 @@ def test_the_text_model_of_a_checkpoint_saved_with_its_tower_equals_transformers
     assert (found - expected).abs().max() < TOLERANCE
 
 
-def test_an_unknown_text_model_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_unknown_text_model(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     wrap(folder, "LlavaForConditionalGeneration", *NEW)
     file = folder / "config.json"

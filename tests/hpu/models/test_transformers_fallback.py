@@ -406,7 +406,7 @@ def test_the_inner_size_of_a_model_with_sizes_per_layer_is_the_largest(tmp_path:
         read_model_config(str(folder))
 
 
-def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+def test_the_error_names_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     folder = make_tiny("olmo2", tmp_path)
     file = folder / "model.safetensors"
     tensors = load_file(file)

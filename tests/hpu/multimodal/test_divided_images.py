@@ -55,8 +55,7 @@ def settings_of(group: ProcessGroup, store: Path) -> dict[str, Any]:
 
 
 def several(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
-    """Tokens of all pictures in one plan, then of a single picture, with decodes of both
-    requests."""
+    """Tokens of all images in one plan, then of a single image, with decodes of both requests."""
     images = ImageRig(rig)
     named = [(b"picture %d" % index, item) for index, item in enumerate(pictures)]
     images.admit(0, write(text(1, 3), *named[:-1], text(2, 4)))
@@ -71,7 +70,7 @@ def several(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
 
 
 def traffic(rig: WorkerRig, pictures: list[Picture]) -> list[list[int]]:
-    """Tokens of two pictures in one plan, then of random requests."""
+    """Tokens of two images in one plan, then of random requests."""
     images = ImageRig(rig)
     for index in range(2):
         images.admit(index, write(text(index, 3), (b"new %d" % index, pictures[index])))

@@ -33,7 +33,7 @@ def test_embeddings_are_written_to_the_rows_of_the_image(cache: EncoderCache) ->
     assert found.tolist() == torch.arange(12.0).view(3, 4).tolist()
 
 
-def test_an_image_over_the_budget_is_named_with_both_numbers(cache: EncoderCache) -> None:
+def test_an_image_over_the_budget_is_refused_with_both_numbers(cache: EncoderCache) -> None:
     cache.allocate(b"one", 4)
 
     with pytest.raises(RuntimeError, match="has 7 embeddings, 6 of 10 rows are free"):

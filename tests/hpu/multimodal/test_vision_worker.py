@@ -21,7 +21,7 @@ NEW_TOKENS = 4
 
 
 class Model:
-    """A checkpoint, and a prompt with a picture."""
+    """A checkpoint, and a prompt with an image."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
@@ -122,7 +122,7 @@ def test_a_wrong_number_of_embeddings_fails_only_the_requests_of_the_image(
 
         assert found[0] == -1 and found[1] >= 0
         assert f"makes {count} embeddings of an image, the plan says {count + 1}" in caplog.text
-        # The next picture of the same size is a different image.
+        # The next request has another image of the same size.
         rig.free(0)
         images.admit(0, write(text(1, 5), (b"right", picture)))
         rig.prefill({0: None})

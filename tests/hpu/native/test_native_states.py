@@ -23,7 +23,7 @@ def packed(folder: Path, library: Library) -> CompiledDecoder:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
-def test_layers_with_states_run_on_torch(family: str, library: Library, tmp_path: Path) -> None:
+def test_recurrent_layers_run_on_torch(family: str, library: Library, tmp_path: Path) -> None:
     # Each token uses all experts, so that rounding does not change the routing.
     folder = make_tiny(family, tmp_path, num_experts_per_tok=4)
     prompt = {0: list(range(10, 60))}

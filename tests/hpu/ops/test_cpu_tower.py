@@ -48,7 +48,7 @@ def test_embeddings_equal_plain_modules(
     if not is_ours and not can_pack(torch.bfloat16, CPU):
         pytest.skip("no products in bfloat16")
     whole = make_tiny_vision(name, tmp_path)
-    # A picture with windows of several sizes.
+    # An image with windows of several sizes.
     (picture,) = prepare(name, whole, [3])
     exact = load(tmp_path, torch.float32)(picture.tensors)
     tower = load(tmp_path, torch.bfloat16)

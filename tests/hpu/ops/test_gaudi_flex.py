@@ -14,7 +14,7 @@ from hpu.ops import gaudi_modules
 
 
 @pytest.mark.parametrize("mode", ["eager", "torch-compile"])
-def test_flex_attention_gives_the_likeliest_tokens(
+def test_flex_attention_gives_the_most_likely_tokens(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("llama", tmp_path)

@@ -126,7 +126,7 @@ def test_every_accepted_rope_type_is_compared() -> None:
     assert {"default", *(scaling.kind for scaling in SCALINGS.values())} == set(ROPE_TYPES)
 
 
-def test_an_unknown_scaling_is_named() -> None:
+def test_the_error_names_an_unknown_scaling() -> None:
     rope = replace(ROPE, scaling=RopeScaling("spiral"))
 
     with pytest.raises(ConfigError, match="'spiral' is not one of default, linear"):

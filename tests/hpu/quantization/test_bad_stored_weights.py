@@ -82,7 +82,7 @@ def one_group_beyond(tensor: Tensor) -> Tensor:
         ),
     ],
 )
-def test_a_wrong_tensor_is_named_with_its_file(
+def test_the_error_names_a_wrong_tensor_and_its_file(
     name: str,
     tensor: str,
     change: Callable[[Tensor], Tensor | None],

@@ -214,7 +214,7 @@ def refusal(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("name", "damage"), damages())
-def test_a_damaged_tensor_is_named_with_its_file(
+def test_the_error_names_a_damaged_tensor_and_its_file(
     name: str, damage: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder, case = copy(originals(name), tmp_path / "damaged"), CASES[name]
@@ -241,7 +241,7 @@ def test_checkpoints_with_harmless_changes_are_loaded(
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
-def test_a_truncated_file_is_named(
+def test_the_error_names_a_truncated_file(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = copy(originals(name), tmp_path / "damaged")
@@ -332,7 +332,9 @@ def find_scale(file: Path) -> int:
         ("infinite scale", r"model.layers.1.mlp.down_proj.weight in .*m.gguf has \d+ of \d+ w"),
     ],
 )
-def test_a_damaged_gguf_file_is_named(kind: str, damage: str, message: str, tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_gguf_file(
+    kind: str, damage: str, message: str, tmp_path: Path
+) -> None:
     file = gguf(tmp_path / "m.gguf", kind)
     damage_gguf(file, damage)
 

@@ -88,9 +88,7 @@ def test_a_card_gives_the_tokens_of_the_cpu(kv_cache_dtype: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])
-def test_latents_and_windows_of_a_card_give_the_tokens_of_the_cpu(
-    family: str, tmp_path: Path
-) -> None:
+def test_mla_and_windows_on_a_card_give_the_tokens_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path)
 
     assert on_card(folder, "fp8")[0] == on_cpu(folder, "fp8")

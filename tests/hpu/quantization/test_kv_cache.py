@@ -219,7 +219,7 @@ def test_a_cached_prefix_gives_the_logits_of_a_single_launch(
 @torch.inference_mode()
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text", "gpt_oss"])
-def test_latents_windows_and_sinks_are_cached_in_the_format(
+def test_mla_windows_and_sinks_are_cached_in_the_format(
     name: str, family: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)

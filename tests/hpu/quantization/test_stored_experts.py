@@ -70,7 +70,7 @@ def stacked(experts: Experts, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_packed_experts_equal_the_tools_packing_exactly(name: str, make: Make) -> None:
+def test_packed_experts_are_dequantized_exactly(name: str, make: Make) -> None:
     quantized = make(name)
     expected = experts_of(load_decoder(quantized.reference))
 

@@ -204,7 +204,7 @@ def test_a_bitsandbytes_head_outside_the_skip_list_is_quantized(tmp_path: Path) 
     assert all(torch.equal(tensor, expected[path]) for path, tensor in found.items())
 
 
-def test_modules_of_gptq_with_other_bits_are_dequantized_exactly(tmp_path: Path) -> None:
+def test_gptq_modules_with_other_bits_are_dequantized_exactly(tmp_path: Path) -> None:
     first, second = "model.layers.0", "model.layers.1"
     reference = make_tiny("llama", tmp_path / "reference", **SIZES)
     quantize(FORMATS["gptq"], reference, tmp_path / "four", other=(second,))
@@ -257,7 +257,7 @@ def test_weights_of_other_families_are_dequantized_exactly(
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_packed_weights_equal_the_tools_packing_exactly(name: str, make: Make) -> None:
+def test_packed_weights_are_dequantized_exactly(name: str, make: Make) -> None:
     quantized = make(name)
     expected = load_decoder(quantized.reference).state_dict()
 

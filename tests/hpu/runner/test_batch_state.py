@@ -94,7 +94,7 @@ def test_prompts_in_one_row_are_consecutive() -> None:
     assert arrays.req_indices.tolist() == [0, 4, 4]
 
 
-def test_a_row_that_is_too_short_for_its_prompts_is_named_with_its_numbers() -> None:
+def test_a_row_too_short_for_its_prompts_is_an_error_with_the_numbers() -> None:
     state = _state()
     state.add_request(_new(0, [1, 2, 3], [5]))
     state.add_request(_new(1, [1, 2, 3], [6]))
@@ -201,7 +201,9 @@ def test_prompt_targets_end_with_the_prompt() -> None:
         (Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]), "its blocks hold 4"),
     ],
 )
-def test_a_prefill_that_does_not_fit_is_named_with_its_numbers(launch: Launch, words: str) -> None:
+def test_a_prefill_that_does_not_fit_its_bucket_is_an_error_with_the_numbers(
+    launch: Launch, words: str
+) -> None:
     state = _state()
     state.add_request(_new(0, list(range(8)), [5]))
 
@@ -209,7 +211,7 @@ def test_a_prefill_that_does_not_fit_is_named_with_its_numbers(launch: Launch, w
         _prefill(state, launch)
 
 
-def test_a_decode_that_does_not_fit_its_bucket_is_named_with_its_numbers() -> None:
+def test_a_decode_that_does_not_fit_its_bucket_is_an_error_with_the_numbers() -> None:
     state = _state()
     state.add_request(_new(0, list(range(8)), [5, 6, 7]))
     _prefill(state, Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]))

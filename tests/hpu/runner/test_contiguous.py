@@ -79,7 +79,7 @@ def greedy(rig: WorkerRig, *, packs: bool = False) -> list[list[int]]:
 
 
 LATENT = [name for name in ("deepseek_v3",) if name in FAMILIES]
-"""Empty for releases of transformers without deepseek_v3."""
+"""MLA families; empty for releases of transformers without deepseek_v3."""
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", *LATENT])

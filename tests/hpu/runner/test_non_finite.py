@@ -179,7 +179,7 @@ def test_requests_in_the_same_launches_are_not_affected_by_a_nan_request(
 def test_overflowing_products_affect_no_other_request(
     device: str, size: float, tmp_path: Path
 ) -> None:
-    """Queries and keys are finite, and their scores are not in float16."""
+    """Queries and keys are finite, but their scores overflow float16."""
     folder = overflowing("llama", tmp_path, size)
     with working(folder, device, dtype="float16") as rig:
         expected = answers(rig)

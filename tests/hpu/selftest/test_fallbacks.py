@@ -32,7 +32,8 @@ class Case(NamedTuple):
     """Whether greedy tokens are wrong without the fallback; otherwise only speed, sampled tokens or
     memory suffer."""
     dtype: str = "float32"
-    """In other dtypes, the tokens must equal a card's without the fault, not the CPU's."""
+    """Dtype of the model. In float32, the tokens must equal the CPU's; in other dtypes, the tokens
+    of a card without the fault."""
 
 
 WIDE: dict[str, Any] = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

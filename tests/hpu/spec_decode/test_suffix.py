@@ -88,7 +88,7 @@ def test_prompts_of_earlier_requests_are_not_drafted() -> None:
     assert draft(proposer, tokens(30)) == []
 
 
-def test_the_likeliest_continuation_is_followed_while_it_is_likely() -> None:
+def test_the_most_likely_continuation_is_followed_while_it_is_likely() -> None:
     text = tokens(1, 2, 9, 1, 2, 8, 1, 2, 9, 4, 1, 2)
     unsure = make(factor=2.0, least=0.5)
     unsure.add_request(0, text)

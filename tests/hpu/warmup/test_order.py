@@ -77,7 +77,7 @@ def test_the_most_used_buckets_of_the_traffic_come_first(table: BucketTable) -> 
     assert sum(shares[bucket] for bucket in rest) < 0.03
 
 
-def test_without_a_traffic_buckets_are_ordered_by_their_use_in_general_traffic(
+def test_without_a_traffic_file_buckets_are_ordered_by_their_use_in_general_traffic(
     table: BucketTable,
 ) -> None:
     launches = general_launches(LIMITS)
@@ -95,7 +95,7 @@ def test_without_a_traffic_buckets_are_ordered_by_their_use_in_general_traffic(
         assert set(most_used) <= set(first)
 
 
-def test_buckets_are_ordered_by_their_share_of_the_launches_of_a_traffic(
+def test_buckets_are_ordered_by_their_share_of_the_launches_in_traffic(
     table: BucketTable,
 ) -> None:
     # Each prompt of 100 tokens is followed by decodes of a single sequence, and no other launch

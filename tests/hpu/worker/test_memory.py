@@ -94,7 +94,7 @@ def test_without_captures_nothing_is_reserved_for_graphs() -> None:
     assert split == MemorySplit(num_blocks=500 - 1, graph_bytes=0, usable_bytes=500_000)
 
 
-def test_the_memory_of_the_guide_gives_about_the_blocks_that_it_logs() -> None:
+def test_the_memory_in_the_guide_gives_about_the_blocks_in_the_guide() -> None:
     demand = KVCacheDemand(
         block_size=128, block_bytes=16 * 1024**2, max_model_len=4096, max_num_seqs=128
     )
@@ -113,7 +113,7 @@ def test_the_memory_of_the_guide_gives_about_the_blocks_that_it_logs() -> None:
     assert split.num_blocks == 1518
 
 
-def test_a_launch_larger_than_free_memory_leaves_no_cache() -> None:
+def test_a_launch_larger_than_free_memory_is_refused_with_the_flag() -> None:
     with pytest.raises(ConfigError, match="--max-num-batched-tokens"):
         _split(CacheConfig(), reserve=2_000_000, num_sharing=0)
 

@@ -132,8 +132,8 @@ def test_on_a_cpu_the_start_log_names_the_memory_of_the_host(
 def test_the_documented_example_logs_the_documented_buckets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The README of release 1.22: a context of 4096 tokens and 5746 blocks. A narrow model: the
-    buckets do not depend on its width."""
+    """The example in the fork's README of release 1.22: a context of 4096 tokens and 5746 blocks.
+    The model is narrow, because buckets do not depend on its width."""
     narrow: dict[str, Any] = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 8)
     heads: dict[str, Any] = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 1)
     folder = make_tiny(
@@ -164,7 +164,8 @@ def test_the_documented_example_logs_the_documented_buckets(
     assert bounds + "block:[128, 128, 5746, 14]" in lines
     form = r"Generated (\d+) (prompt|decode) buckets \[bs, query, num_blocks\]: (.*)"
     prompts, decodes = (found for line in lines if (found := re.fullmatch(form, line)))
-    # Beyond the list of the documents: 13 prompts with context, for the chunks of a prompt.
+    # The documents do not list the 13 prompt buckets with context, which later chunks of a prompt
+    # need.
     assert [prompts[1], prompts[2]] == ["49", "prompt"]
     expected = {tuple(bucket) for bucket in lists["36 prompt buckets, no prefix caching"]}
     without_context = {bucket for bucket in ast.literal_eval(prompts[3]) if not bucket[2]}

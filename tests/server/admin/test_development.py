@@ -32,7 +32,7 @@ class Sleeper(TalkingClient):
         return self.stats.sleep
 
 
-async def test_a_sleeping_server_reports_it_and_serves_after_wake_up() -> None:
+async def test_a_sleeping_server_reports_its_state_and_serves_after_wake_up() -> None:
     engine = Sleeper()
     async with in_memory(engine, **ASKED) as rig:
         rig.http.headers.update(KEY)

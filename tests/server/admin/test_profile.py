@@ -1,4 +1,4 @@
-"""The development routes: off by default, behind a key, errors in OpenAI's format."""
+"""The profiling routes: off by default, behind a key, errors in OpenAI's format."""
 
 from typing import Any
 

@@ -408,7 +408,7 @@ def test_wrong_flags_are_refused(flags: list[str], message: str) -> None:
         main(flags)
 
 
-def test_a_port_without_a_server_is_named() -> None:
+def test_the_error_names_a_port_without_a_server() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"

@@ -36,7 +36,9 @@ def test_lines_of_files_other_than_jsonl_are_plain_texts(tmp_path: Path) -> None
         ('{"messages": []}', "must be a string, or an object with prompt, text or messages"),
     ],
 )
-def test_an_invalid_sample_is_named_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+def test_the_error_names_an_invalid_sample_and_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(f'"good"\n{line}\n')
 

@@ -40,7 +40,7 @@ def refusal(status: int, body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_a_closed_port_is_named(host: str) -> None:
+async def test_the_error_names_a_closed_port(host: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://{host}:{unused.getsockname()[1]}"
@@ -50,13 +50,13 @@ async def test_a_closed_port_is_named(host: str) -> None:
     assert said == f"no server answers at {url}: start the server, or correct the URL"
 
 
-async def test_a_socket_without_a_server_is_named() -> None:
+async def test_the_error_names_a_socket_without_a_server() -> None:
     said = await failure("unix:/no/such.sock")
 
     assert said == "no server answers at unix:/no/such.sock: start the server, or correct the URL"
 
 
-async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_names_an_unknown_host(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 

@@ -132,7 +132,7 @@ def test_a_wrong_option_is_refused_in_one_line_with_status_2(
         ("none.gguf", "no such file or folder"),
     ],
 )
-def test_a_missing_model_is_named(
+def test_the_error_names_a_missing_model(
     name: str,
     words: str,
     tmp_path: Path,

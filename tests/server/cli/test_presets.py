@@ -129,7 +129,7 @@ def test_a_setting_or_another_device_turns_the_preset_off(model: Any, more: list
     assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
 
 
-def test_a_model_that_does_not_fit_is_refused_by_the_start(
+def test_a_model_that_does_not_fit_gets_no_preset(
     model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     argv = [model("70b", LLAMA_70B), "--device", "hpu"]
@@ -148,7 +148,7 @@ def test_free_cards_are_cards_of_one_generation_without_a_process(tmp_path: Path
     assert free_cards(machine.seen()) == ("gaudi3", 4)
 
 
-def test_a_wrong_number_of_cards_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_number_of_cards_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["presets", "--cards", "0"]) == 2
 
     assert "at least 1" in capsys.readouterr().err

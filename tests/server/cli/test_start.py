@@ -34,7 +34,9 @@ def test_a_converted_tokenizer_is_written_to_the_cache_folder_of_the_flag(
     assert folders == [tmp_path]
 
 
-def test_a_missing_adapter_is_named_with_its_flag_before_anything_starts(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_adapter_and_its_flag_before_anything_starts(
+    tmp_path: Path,
+) -> None:
     engine = EngineConfig(
         model="tiny", lora=LoRAConfig(enable_lora=True, lora_modules=(f"a={tmp_path}/nosuch",))
     )

@@ -152,7 +152,7 @@ def test_a_vllm_command_that_is_installed_later_is_run(
     assert (done.returncode, done.stdout, done.stderr) == (0, "the real one serve m\n", "")
 
 
-def test_a_folder_that_cannot_be_written_is_named(
+def test_the_error_names_a_folder_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sysconfig.get_path", "/no/such/folder".format)

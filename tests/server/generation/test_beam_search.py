@@ -57,7 +57,7 @@ async def test_the_best_beams_are_the_choices() -> None:
         response = await rig.complete(use_beam_search=True, n=2, max_tokens=3, logprobs=1)
 
         answer = response.json()
-        # B, end: -1.25 / 2. B, D, end: -1.6 / 3. A, C, C: -2.6 / 3.
+        # Scores: [B, end] -1.25 / 2, [B, D, end] -1.6 / 3, [A, C, C] -2.6 / 3.
         texts = [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
         assert texts == [("bd", "stop"), ("b", "stop")]
         logprobs = answer["choices"][0]["logprobs"]
@@ -79,7 +79,8 @@ async def test_a_length_penalty_prefers_short_beams_and_chat_supports_beams() ->
         )
 
         choices = response.json()["choices"]
-        # B, end: -2.5. B, D: -3; its last token also ends the text, and is not part of it.
+        # Scores: [B, end] -2.5, [B, D] -3. D is a stop token: it ends the text and is not part of
+        # it.
         assert [choice["message"]["content"] for choice in choices] == ["b", "b"]
         assert [choice["token_ids"] for choice in choices] == [[B, EOS], [B, D]]
         assert [choice["stop_reason"] for choice in choices] == [None, D]

@@ -136,7 +136,7 @@ async def test_stop_strings_before_min_tokens_are_ignored() -> None:
     assert (output.text, output.token_ids) == ("axb", ids("axbx"))
 
 
-async def test_a_stop_token_ends_the_text_before_it() -> None:
+async def test_a_stop_token_is_not_part_of_the_text() -> None:
     client = ScriptedClient(ready())
     generation = await start(client, stop_token_ids=(ids("!")[0],))
     client.queues[0].say(*ids("yes!"), finish="stop", stop_token=ids("!")[0])

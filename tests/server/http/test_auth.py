@@ -69,7 +69,7 @@ def test_a_duplicate_key_has_a_single_owner() -> None:
     assert len(owners) == 1
 
 
-def test_requests_without_a_key_have_no_owner() -> None:
+def test_requests_that_need_no_key_have_no_owner() -> None:
     keys = ApiKeys(["one"])
 
     owners = [

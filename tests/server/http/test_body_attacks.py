@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from costly_bodies import ATTACKS, CHAT, MIB
+from expensive_bodies import ATTACKS, CHAT, MIB
 from http_rig import TOKENIZER, Rig, TalkingClient, ids, on_port
 from pooling_client import PoolingClient
 from pydantic import ValidationError
@@ -48,7 +48,9 @@ class Other:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-async def test_a_costly_body_is_refused_quickly_without_delaying_other_clients(kind: str) -> None:
+async def test_an_expensive_body_is_refused_quickly_without_delaying_other_clients(
+    kind: str,
+) -> None:
     path, made, param = ATTACKS[kind]
     data = made()
     headers = {"content-type": "application/json"}

@@ -15,10 +15,10 @@ from scripted_client import ScriptedClient, ScriptedQueue
 from starlette.types import ASGIApp, Message
 
 SLICE_S = 0.05
-"""CPU seconds, since wall time depends on other work on the machine."""
+"""Limit of an event-loop slice in CPU seconds: wall time depends on other work on the machine."""
 ATTEMPTS = 4
-"""Attempts, because another process may stop the event loop's thread while another thread of this
-process works."""
+"""Attempts per answer: another process may stop the event loop's thread while another thread of
+this process works."""
 PIECE_BYTES = 2**19
 QUOTES = '"' * (2 * 2**20)
 IDS = TOKENIZER.encode_now('"', False) * 100_000

@@ -83,7 +83,7 @@ async def test_calls_of_an_iteration_stop_at_the_maximum_weight() -> None:
 
 
 class Closed:
-    """A transport that counts in `closed` when it is closed."""
+    """A transport that appends its number to `closed` when it is closed."""
 
     def __init__(self, number: int, closed: list[int]) -> None:
         self._number = number
@@ -93,7 +93,7 @@ class Closed:
         self._closed.append(self._number)
 
 
-async def test_a_number_of_connections_is_closed_in_each_iteration_in_order() -> None:
+async def test_a_limited_number_of_connections_is_closed_in_each_iteration_in_order() -> None:
     pacer, closed, seen = ClosingPacer(), list[int](), list[int]()
     transports = [Closed(number, closed) for number in range(3 * MAX_CLOSINGS_PER_ITERATION)]
 

@@ -807,7 +807,7 @@ def test_several_connections_are_accepted_in_an_iteration_of_the_event_loop(
     assert num_iterations < 32
 
 
-def test_a_tls_client_of_an_http_port_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_a_tls_client_of_an_http_port(caplog: pytest.LogCaptureFixture) -> None:
     with served() as rig, caplog.at_level(logging.INFO), connect(rig) as client:
         client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         assert b" 400 " in read_all(client)

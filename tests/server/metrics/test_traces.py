@@ -124,7 +124,9 @@ async def test_an_unreachable_collector_logs_at_most_one_warning_and_delays_no_r
     assert all("does not accept spans" in warning.getMessage() for warning in warnings)
 
 
-def test_a_wrong_endpoint_and_a_missing_extra_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_wrong_endpoint_or_a_missing_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert make_tracer(None, "0.1.0") is None
     with pytest.raises(ConfigError, match=r"'localhost:4317', it must be a URL such as http://"):
         make_tracer("localhost:4317", "0.1.0")

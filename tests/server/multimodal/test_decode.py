@@ -1,11 +1,11 @@
-"""Bytes of clients become RGB pictures, or an error with the reason."""
+"""Bytes of clients become RGB images, or an error with the reason."""
 
 import io
 import struct
 import tracemalloc
 import zlib
 
-import hostile_pictures as hostile
+import hostile_images as hostile
 import numpy as np
 import pytest
 from PIL import Image
@@ -76,7 +76,7 @@ def test_sixteen_bit_images_are_scaled_to_eight_bits() -> None:
     assert np.asarray(found)[..., 0].tolist() == [[0, 100], [200, 255]]
 
 
-def test_the_picture_is_rotated_by_its_exif_orientation() -> None:
+def test_the_image_is_rotated_by_its_exif_orientation() -> None:
     image = Image.new("RGB", (30, 10), "black")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -233,15 +233,15 @@ def test_files_near_the_decoding_limits_are_decoded() -> None:
 
 
 @pytest.mark.slow
-def test_hostile_pictures_are_reproducible_and_decoded_or_refused() -> None:
+def test_hostile_images_are_reproducible_and_decoded_or_refused() -> None:
     for seed in range(60):
-        data, _ = hostile.HostilePictures(seed).picture()
+        data, _ = hostile.HostileImages(seed).picture()
         try:
             image = decode(data)
         except BadImage:
             continue
         assert image.mode == "RGB" and image.width * image.height <= KEPT_PIXELS
-    first, second = hostile.HostilePictures(3).picture(), hostile.HostilePictures(3).picture()
+    first, second = hostile.HostileImages(3).picture(), hostile.HostileImages(3).picture()
     assert first == second
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from picture_server import HOST, PNG, endless, fetcher, ok, serving, to
+from image_server import HOST, PNG, endless, fetcher, ok, serving, to
 
 from config.errors import UserError
 from server.multimodal.fetch import (
@@ -160,7 +160,7 @@ async def test_an_address_that_is_not_public_is_not_connected_to(address: str) -
 @pytest.mark.parametrize(
     "address", ["8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "64:ff9b::808:808"]
 )
-def test_public_addresses_are_recognised(address: str) -> None:
+def test_public_addresses_are_recognized(address: str) -> None:
     assert is_public_address(address)
 
 
@@ -304,7 +304,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
         pytest.param(OK_HEAD + b"0\r\n", b"a: b\r\n" * 1000, id="trailers"),
     ],
 )
-async def test_a_server_that_sends_costly_bytes_is_disconnected_before_the_timeout(
+async def test_a_server_that_sends_expensive_bytes_is_disconnected_before_the_timeout(
     head: bytes, piece: bytes
 ) -> None:
     async with serving(lambda path: endless(head, piece)) as (port, _):
@@ -314,7 +314,7 @@ async def test_a_server_that_sends_costly_bytes_is_disconnected_before_the_timeo
     assert reason == "the image could not be fetched"
 
 
-async def test_costly_bytes_do_not_block_the_event_loop() -> None:
+async def test_expensive_bytes_do_not_block_the_event_loop() -> None:
     turns_s: list[float] = []
 
     async def watch() -> None:

@@ -136,6 +136,6 @@ def test_a_processed_image_has_the_inputs_of_the_tower(model_type: str, tmp_path
         ({"max_tiles": "ten"}, "max_tiles in preprocessor_config.json is 'ten'"),
     ],
 )
-def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
+def test_the_error_names_wrong_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Lfm2VlImageProcessor(fields)

@@ -60,7 +60,7 @@ def test_tiles_are_ordered_by_rows_and_the_whole_image_is_last() -> None:
     )
 
 
-def test_a_small_image_is_one_tile_with_black_beside_it() -> None:
+def test_a_small_image_is_one_tile_padded_with_black() -> None:
     processor = Llama4ImageProcessor({"size": {"height": 56, "width": 56}, "max_patches": 4})
 
     tiles = processor(images=[picture(56, 20)])["pixel_values"]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hostile_pictures import GREY, black_png
+from hostile_images import GREY, black_png
 from live import children_of
 from PIL import Image
 from tiny_vision import FAMILIES, UNLISTED, image_bytes, make_tiny_vision, picture
@@ -302,7 +302,7 @@ COSTLY = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=2**30, stack_bytes=2**23)
 
 
 class Payloads(ForkServer):
-    """Makes isolated_calls sleep for pictures that request it."""
+    """Makes isolated_calls sleep for images that request it."""
 
     def call(self, payload: bytes, *arguments: Any) -> bytearray:
         name, _, rest = payload[1:].partition(b" ")

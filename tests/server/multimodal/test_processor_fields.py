@@ -124,7 +124,7 @@ MAKERS: Mapping[str, tuple[Callable[[dict[str, Any]], object], dict[str, list[An
 @pytest.mark.parametrize(
     ("family", "field"), [(family, field) for family in MAKERS for field in MAKERS[family][1]]
 )
-def test_a_wrong_field_is_named_with_its_value(family: str, field: str) -> None:
+def test_the_error_names_a_wrong_field_and_its_value(family: str, field: str) -> None:
     make, fields = MAKERS[family]
 
     for value in fields[field]:
@@ -150,7 +150,7 @@ def test_published_fields_are_accepted() -> None:
         check_fields(processor_fields(fields))
 
 
-def test_fields_of_a_nested_processor_are_named_with_its_place() -> None:
+def test_the_error_names_the_path_of_a_nested_processors_field() -> None:
     with pytest.raises(ConfigError, match="image_std in image_processor in preprocessor_config"):
         check_fields(processor_fields({"image_processor": {"image_std": [0, 1, 1]}}))
 

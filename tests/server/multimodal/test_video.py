@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import hostile_pictures as hostile
+import hostile_images as hostile
 import msgspec
 import numpy as np
 import pytest

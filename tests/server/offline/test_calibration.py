@@ -47,7 +47,7 @@ def test_attention_products_get_the_measurements_of_the_cache() -> None:
     assert nodes[f"{IMPL}.matmul_av"]["inputs"] == [scalar(0.5), scalar(3.0)]
 
 
-def test_the_measurement_of_a_latent_cache_applies_to_both_products() -> None:
+def test_the_measurement_of_an_mla_cache_applies_to_both_products() -> None:
     latent = attention(cache=("latent_cache_k", "unused"))
 
     nodes = repair(latent)["Nodes"]
@@ -106,7 +106,7 @@ def test_measurement_files_are_written_for_each_divisor_of_the_ranks(tmp_path: P
             assert value.tolist() == scalar(3.0)
 
 
-def test_a_rank_without_measurements_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_rank_without_measurements(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no measures were written: .*_0_2\.json"):
         finish_measures(tmp_path, 2)
 
@@ -162,7 +162,7 @@ def test_a_model_without_the_default_modules_gets_a_hint_to_all_modules(tmp_path
 
 
 @pytest.mark.parametrize("largest", [0.0, 0.25])
-def test_a_layer_that_no_sample_reaches_is_named(largest: float, tmp_path: Path) -> None:
+def test_the_error_names_a_layer_that_no_sample_reaches(largest: float, tmp_path: Path) -> None:
     measures = record(
         **{
             "model.layers.1.self_attn.q_proj": {"inputs": [scalar(4.0)]},

@@ -38,7 +38,7 @@ def store(folder: Path, *results: CheckResult) -> None:
     write(env.selftest_file(engine), SelfTest(identity, True, results))
 
 
-def test_a_stored_result_changes_settings_and_variables_with_the_lines_of_serve(
+def test_a_stored_result_changes_settings_and_logs_the_lines_of_serve(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store(

@@ -425,7 +425,7 @@ def test_messages_of_real_clients_are_accepted(message: dict[str, Any]) -> None:
     check_messages([message])
 
 
-def test_a_refused_message_is_named_by_its_index() -> None:
+def test_the_error_has_the_index_of_a_refused_message() -> None:
     with pytest.raises(UserError, match=r"messages\[1\]\.content is 5, it must be"):
         check_messages([{"role": "user", "content": "x"}, {"role": "user", "content": 5}])
 

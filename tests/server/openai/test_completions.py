@@ -82,7 +82,7 @@ async def test_max_tokens_is_16_unless_given() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_without_output_needs_no_token(stream: bool) -> None:
+async def test_an_echo_with_max_tokens_0_generates_no_token(stream: bool) -> None:
     async with in_memory() as rig:
         response = await rig.complete(
             "Hello", echo=True, max_tokens=0, stream=stream, logprobs=1, return_token_ids=True
@@ -254,7 +254,7 @@ class UnevenClient(TalkingClient):
         queue.say(*tokens, finish="length", logprobs=None if count is None else [columns(rows)])
 
 
-async def test_best_of_returns_the_likeliest_samples_and_counts_tokens_of_all_samples() -> None:
+async def test_best_of_returns_the_most_likely_samples_and_counts_tokens_of_all_samples() -> None:
     async with in_memory(UnevenClient()) as rig:
         answer = (await rig.complete(["p", "q"], n=2, best_of=4, echo=True, max_tokens=9)).json()
 

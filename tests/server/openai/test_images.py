@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
-from picture_server import HOST, endless, fetcher, ok, serving, to
+from image_server import HOST, endless, fetcher, ok, serving, to
 from tiny_vision import image_bytes, make_tiny_vision, picture
 
 from config.errors import ConfigError
@@ -165,7 +165,7 @@ async def test_the_text_of_a_user_never_becomes_an_image(said: str, rig: Rig) ->
     assert rig.client.queues[1].prompt[first.offset : first.offset + 4] == [PAD] * 4
 
 
-async def test_an_image_is_named_and_reused_without_being_sent(rig: Rig) -> None:
+async def test_an_image_uuid_reuses_an_image_that_was_sent_before(rig: Rig) -> None:
     assert (await chat(rig, part(uuid="cat"))).status_code == 200
 
     again = await chat(rig, {"type": "image_url", "uuid": "cat", "image_url": None})

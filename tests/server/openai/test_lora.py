@@ -288,7 +288,7 @@ async def test_errors_show_the_path_that_was_sent(
 
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "linked"])
-async def test_an_adapter_that_changed_after_its_load_is_named_without_its_folder(
+async def test_an_adapter_changed_after_its_load_fails_without_showing_its_folder(
     change: str, client: httpx.AsyncClient, folders: dict[str, Path]
 ) -> None:
     folder = write_adapter(folders["root"] / "allowed" / change, folders["base"], seed=9)

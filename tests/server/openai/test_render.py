@@ -140,7 +140,7 @@ async def test_rendered_completions_are_a_list_for_texts_and_token_ids() -> None
         ("guided_json", {"type": "object"}, {"json": {"type": "object"}}),
     ],
 )
-async def test_a_rendered_grammar_applies_when_it_generates(
+async def test_a_rendered_grammar_applies_when_the_request_generates(
     field: str, value: Any, wanted: Any
 ) -> None:
     async with in_memory() as rig:

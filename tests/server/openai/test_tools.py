@@ -529,7 +529,7 @@ async def test_only_allowed_tools_are_shown(route: str) -> None:
     assert prompts[0] == prompts[1] != prompts[2]
 
 
-async def test_a_mode_of_allowed_tools_requires_a_call_of_them() -> None:
+async def test_allowed_tools_in_required_mode_force_a_call() -> None:
     reply = '[{"name": "now", "parameters": {}}]'
     async with with_tools(reply) as rig:
         answers = []

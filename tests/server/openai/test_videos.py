@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from http_rig import Rig, TalkingClient, in_memory
-from picture_server import HOST, fetcher, ok, serving
+from image_server import HOST, fetcher, ok, serving
 from tiny_vision import clip, gif_bytes, image_bytes, make_tiny_vision, mp4_bytes, picture
 
 from config.model.multimodal.vision import VisionFacts
@@ -129,7 +129,7 @@ async def test_an_mp4_may_be_sent_or_fetched(rig: Rig) -> None:
     assert asked == ["/a.mp4"]
 
 
-async def test_a_video_is_named_apart_from_images(rig: Rig) -> None:
+async def test_uuids_of_videos_and_images_are_separate(rig: Rig) -> None:
     assert (await chat(rig, video(uuid="it"))).status_code == 200
 
     again = await chat(rig, {"type": "video_url", "video_url": None, "uuid": "it"})

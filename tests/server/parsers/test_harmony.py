@@ -104,7 +104,7 @@ def test_an_answer_may_continue_the_reasoning_of_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 30])
-def test_a_call_cut_by_length_keeps_the_arguments_that_came(length: int) -> None:
+def test_a_call_cut_by_length_keeps_its_partial_arguments(length: int) -> None:
     text = f'{CALL}{{"city": "{"x" * length}'
 
     found: Any = read_every_way(parser, text, is_cut=True)

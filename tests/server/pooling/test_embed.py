@@ -102,7 +102,7 @@ def test_pieces_of_vectors_concatenate_to_the_whole_vectors(shape: tuple[int, ..
     assert base64.b64decode(json.loads(text)["a"][0]) == vectors.tobytes()
 
 
-async def test_inputs_of_text_parts_are_texts() -> None:
+async def test_text_parts_of_an_input_are_joined() -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     async with in_memory(client()) as rig:
         answer = await embed(rig, inputs=[{"content": parts}])
@@ -164,6 +164,6 @@ async def test_the_input_type_names_a_prompt_of_the_model() -> None:
         ({"texts": ["a"], "input_type": "x"}, "input_type"),
     ],
 )
-async def test_invalid_fields_are_named(body: dict[str, Any], param: str) -> None:
+async def test_the_error_names_invalid_fields(body: dict[str, Any], param: str) -> None:
     async with in_memory(client()) as rig:
         assert (await refused(rig, **body))["param"] == param

@@ -90,7 +90,7 @@ def test_batches_are_limited_in_characters_and_keep_the_order() -> None:
     assert made == [["aa", ("a", "b")], ["a" * 9], ["b", "c"]]
 
 
-def test_a_long_input_is_named_by_its_place_over_all_batches() -> None:
+def test_the_error_has_the_index_of_a_long_input_over_all_batches() -> None:
     texts: list[Text] = ["hello " * 4] * 3_000 + ["hello " * 9]
 
     with pytest.raises(PromptTooLong, match=r"8 tokens\. .* 11 tokens in input\[3000\]") as refusal:

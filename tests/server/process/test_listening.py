@@ -34,6 +34,6 @@ def test_a_file_that_is_not_a_socket_is_refused_and_kept(tmp_path: Path) -> None
     assert file.read_text() == "data"
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on .*none/s: No such file"):
         bind_path(str(tmp_path / "none" / "s"))

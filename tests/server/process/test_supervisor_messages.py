@@ -73,6 +73,6 @@ def test_a_restarted_api_server_starts_with_the_events_before(supervisor: Superv
     assert second.args.restart == 1
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"/missing cannot be written .* set TMPDIR"):
         Supervisor(EngineConfig(model="tiny"), ServerConfig(), f"{tmp_path}/missing", "token")

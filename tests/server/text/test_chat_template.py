@@ -392,7 +392,7 @@ async def test_a_template_that_iterates_over_parts_gets_parts() -> None:
     assert rendered == "<system>sys|<user>one|two|"
 
 
-async def test_a_template_that_accepts_both_gets_the_sent_form() -> None:
+async def test_a_template_that_accepts_strings_and_parts_gets_content_as_sent() -> None:
     parts = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": " sys"}, {"role": "user", "content": parts}]
 
@@ -640,7 +640,7 @@ def test_the_chat_template_flag_accepts_a_file_or_the_template_text(tmp_path: Pa
     assert (from_file, from_text) == ("{{ 'é' }}", "{{ messages }}")
 
 
-def test_a_missing_template_file_is_named() -> None:
+def test_the_error_names_a_missing_template_file() -> None:
     with pytest.raises(ConfigError, match=r"'nowhere\.jinja'"):
         read_template("nowhere.jinja")
     with pytest.raises(ConfigError, match="it has more, at most 33554432 are allowed"):
@@ -800,7 +800,7 @@ async def test_a_hostile_request_template_neither_blocks_the_server_nor_uses_its
         await asyncio.sleep(0.005)
         gaps_s.append(time.monotonic() - core_wait_s() - before_s)
 
-    # Overloaded on a busy machine, where the wall time ends before the CPU time.
+    # Overloaded: on a busy machine, the wall-clock limit can expire before the CPU limit.
     assert isinstance(render.exception(), UserError | Overloaded)
     assert time.monotonic() - began_s < 2
     assert sorted(gaps_s)[-2] < 0.1

@@ -69,7 +69,7 @@ def test_texts_get_the_tokens_of_tiktoken(pieces: list[str], tmp_path: Path) -> 
     assert tokenizer.encode_now("<sop>", False) == [len(RANKS) + 2]
 
 
-def test_an_invalid_line_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_invalid_line(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "tokenizer.model").write_text("AA== 0\nBB==\n")
 
@@ -108,7 +108,7 @@ def test_a_vocabulary_with_too_many_token_pairs_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", ["-5", "3", "1000000000"])
-def test_an_added_token_follows_the_vocabulary(number: str, tmp_path: Path) -> None:
+def test_the_id_of_an_added_token_must_follow_the_vocabulary(number: str, tmp_path: Path) -> None:
     write(tmp_path, added_tokens_decoder={number: {"content": "<x>", "special": True}})
 
     with pytest.raises(ConfigError, match=f"has the id {number}, it must be {len(RANKS)} to"):

@@ -213,7 +213,7 @@ def test_a_folder_without_a_tokenizer_is_reported_with_a_remedy(tmp_path: Path) 
         Tokenizer.load(str(tmp_path))
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_broken_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
 
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
@@ -262,7 +262,7 @@ def long_text(characters: int) -> str:
     return " ".join(words)
 
 
-async def test_a_100_000_token_text_blocks_neither_the_loop_nor_short_texts() -> None:
+async def test_a_text_of_700_000_tokens_blocks_neither_the_loop_nor_short_texts() -> None:
     encoder = Encoder(
         models.BPE(
             vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))},

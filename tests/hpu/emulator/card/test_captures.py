@@ -1,4 +1,4 @@
-"""Events that end or refuse a capture or a replay: the bridge's HPUGraph.cpp,
+"""Events that end or prevent a capture or a replay: the bridge's HPUGraph.cpp,
 torch/hpu/graphs.py."""
 
 from typing import Any

@@ -559,7 +559,7 @@ def test_a_norm_with_a_weight_of_another_dtype_returns_float32() -> None:
         assert FusedRMSNorm.apply(x, x[0].clone(), 1e-5).dtype == torch.bfloat16
 
 
-def test_a_rotation_by_float32_angles_returns_float32() -> None:
+def test_rope_with_float32_angles_returns_float32() -> None:
     with emulated():
         from habana_frameworks.torch.hpex.kernels import apply_rotary_pos_emb
 

@@ -91,7 +91,8 @@ def is_text(prompt: Prompt) -> np.ndarray:
 def test_images_in_bfloat16_agree_with_transformers(
     folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
-    """In bfloat16, a CPU multiplies in the compiled library, which lacks cross-attention layers."""
+    """In bfloat16, the CPU back end uses the compiled library, which lacks cross-attention
+    layers."""
     prompt = write(text(1, 7), pictures[1], text(2, 6))
     rig = WorkerRig(folder, dtype="bfloat16", images_per_request=6)
     try:
@@ -126,7 +127,7 @@ def test_each_token_attends_to_the_same_images_as_in_transformers(
         kept = is_text(prompt)
         np.testing.assert_allclose(values[kept], expected(whole, prompt)[kept], atol=2e-5)
         assert (values[~kept] == -np.inf).all()
-    # The log-probabilities differ if the pictures differ, even for tokens before a picture.
+    # The log-probabilities differ if the images differ, even for tokens before an image.
     other = write(text(1, 7), three, text(2, 6))
     assert np.abs(expected(whole, other) - expected(whole, prompts[2]))[:6].max() > 1e-3
 

@@ -70,7 +70,7 @@ def test_a_card_with_fixed_shapes_serves_only_text_and_logs_the_reason(
     assert "Images are not served" in caplog.text and "has no fixed shapes" in caplog.text
 
 
-def test_why_images_are_not_served_is_logged(
+def test_the_reason_why_images_are_not_served_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = read("ovis2", tmp_path)

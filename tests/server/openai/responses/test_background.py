@@ -115,7 +115,7 @@ async def test_cancelling_frees_the_engine_and_keeps_the_output() -> None:
         )
 
 
-async def test_deleting_a_response_ends_it() -> None:
+async def test_deleting_a_background_response_aborts_the_request() -> None:
     client, serving = endless()
     async with serving as rig:
         first = await begun(rig, stream=False)

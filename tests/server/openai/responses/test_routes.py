@@ -364,7 +364,7 @@ async def test_responses_with_store_false_are_not_stored() -> None:
         assert error_of(next_one)[:2] == (404, "previous_response_id")
 
 
-async def test_a_server_without_a_store_reports_it() -> None:
+async def test_a_server_without_a_store_refuses_stored_responses() -> None:
     async with speaking("x", responses_store_max_count=0) as rig:
         made = await resolve_request(rig)
 

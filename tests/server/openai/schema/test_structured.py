@@ -165,7 +165,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
         ),
     ],
 )
-async def test_a_grammar_that_cannot_be_compiled_is_named_by_its_path(
+async def test_the_error_has_the_path_of_a_grammar_that_cannot_be_compiled(
     path: str, fields: dict[str, Any], place: str
 ) -> None:
     prompts = {

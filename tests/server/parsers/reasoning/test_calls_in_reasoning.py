@@ -95,7 +95,7 @@ def test_a_call_ends_the_reasoning_for_every_split(
     assert good_calls(found) == [("f", arguments) for arguments in calls]
 
 
-def test_a_cut_call_in_the_reasoning_keeps_the_arguments_that_came() -> None:
+def test_a_cut_call_in_the_reasoning_keeps_its_partial_arguments() -> None:
     text = f"hm\n{CODER[: CODER.index('A') + 1]}"
 
     found = read_every_way(parser_of("qwen3", "qwen3_coder"), text, is_cut=True)

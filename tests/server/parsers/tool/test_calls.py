@@ -56,7 +56,7 @@ def test_a_valid_call_is_kept_if_the_next_call_is_invalid() -> None:
     assert found[1] == "<tool_call>{oops</tool_call>"
 
 
-def test_a_call_cut_by_length_keeps_the_arguments_that_came() -> None:
+def test_a_call_cut_by_length_keeps_its_partial_arguments() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "xy'
 
     found = read_every_way(partial(parser_of, "hermes"), text, is_cut=True)

@@ -1,4 +1,4 @@
-"""A TLS server for pictures, and a fetcher that treats this machine as a public host."""
+"""A TLS server for images, and a fetcher that treats this machine as a public host."""
 
 import asyncio
 import ssl

@@ -1,4 +1,4 @@
-"""Pictures and videos of attackers: small files that are costly to decode, and broken files."""
+"""Hostile images and videos: small files that are expensive to decode, and broken files."""
 
 import base64
 import io
@@ -91,7 +91,7 @@ def exif_of(orientation: int, num_entries: int, size: int) -> bytes:
 
 
 def animation(kind: str, side: int, count: int) -> bytes:
-    """`count` frames that change a pixel of a large picture."""
+    """`count` frames that change a pixel of a large image."""
     frames = [Image.new("P", (side, side)) for _ in range(2)]
     frames[1].putpixel((0, 0), 1)
     for frame in frames:
@@ -115,8 +115,8 @@ def file_of(image: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-class HostilePictures:
-    """Random hostile pictures; equal seeds give equal pictures."""
+class HostileImages:
+    """Random hostile images; equal seeds give equal images."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -134,7 +134,7 @@ class HostilePictures:
         return data, kind
 
     def url(self) -> str:
-        """A random picture as a data: URL."""
+        """A random image as a data: URL."""
         data, kind = self.picture()
         return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -227,7 +227,7 @@ class HostilePictures:
         return data, f"image/{kind.lower()}"
 
     def _changed(self) -> Named:
-        """A picture with some bytes changed or missing."""
+        """An image with some bytes changed or missing."""
         kind = self._random.choice(("PNG", "JPEG", "WEBP", "GIF", "BMP"))
         data = bytearray(file_of(Image.effect_noise((60, 40), 90).convert("RGB"), kind))
         for _ in range(self._random.choice((1, 1, 5, 50))):

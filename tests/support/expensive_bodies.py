@@ -1,4 +1,4 @@
-"""Bodies that would be costly for a server; each is refused."""
+"""Request bodies that would be expensive for a server; each is refused."""
 
 from collections.abc import Callable
 
@@ -52,4 +52,4 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes], str | None]] = {
     ),
     "a long stop": (CHAT, lambda: chat(b'"stop":"%s"' % TEXT), "stop"),
 }
-"""Costly bodies by name: path, body, and `param` of the error."""
+"""Bodies by name: path, body, and `param` of the error."""
