@@ -393,7 +393,7 @@ def _num_requests(loaded: LoadedModel) -> int:
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
     """Free memory after loading, without the fixed buffers (_fixed_bytes), and the memory peak of
     the largest launches over at most `profile_blocks` blocks. The peak is measured with a cache of
-    a single block, or estimated if the back end does not report memory."""
+    a single block, or estimated if the back end does not report memory or does not pad."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
