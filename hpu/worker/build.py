@@ -11,7 +11,7 @@ from config.checkpoint.draft import check_target
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
-from config.model.window_cache import CacheSizes, rings_hold_more
+from config.model.window_cache import CacheSizes, rings_fit_more_blocks
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
@@ -503,7 +503,7 @@ def _choose_rings(loaded: LoadedModel) -> int:
     if backend.shares_host_memory:
         wanted = demand.host_blocks
     wanted = config.cache.num_blocks or wanted
-    holds_more = loaded.agreement.all_true(rings_hold_more(sizes, available, wanted))
+    holds_more = loaded.agreement.all_true(rings_fit_more_blocks(sizes, available, wanted))
     if holds_more and not loaded.prefix_caching:
         return _num_requests(loaded) + 1
     logger.info(
