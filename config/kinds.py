@@ -47,7 +47,7 @@ class Kinds(Generic[K_co]):
             raise ConfigError(f"{name!r} is not a known {self._noun}, it must be one of {known}")
         return name
 
-    def half(self, name: str, package: str, attribute: str) -> Any:
+    def counterpart(self, name: str, package: str, attribute: str) -> Any:
         """Entry `name` of the mapping `attribute` in the module of `package` that has the same file
         name as the kind's own module, for example the backend of a device. Imports only that module
         of `package`. Raises ConfigError for an unknown name."""

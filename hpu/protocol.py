@@ -285,7 +285,8 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     """Log-probabilities of `len(ranks) / 4` positions: the sampled token, then the `k` most likely.
 
     `ids` is int32 and `values` float32, both (positions, k + 1) and little-endian; `ranks` is int32
-    (positions,): 1 for the most likely token. Values are log-softmax of the raw logits.
+    (positions,): 1 for the most likely token. Values are the log-softmax of the raw logits, for
+    sampled tokens as --logprobs-mode says.
     """
 
     k: int

@@ -26,7 +26,7 @@ class CacheSizes(NamedTuple):
         return self._replace(block=self.block + size, full_block=full_block)
 
 
-def rings_hold_more(sizes: CacheSizes, available: int, wanted_blocks: int) -> bool:
+def rings_fit_more_blocks(sizes: CacheSizes, available: int, wanted_blocks: int) -> bool:
     """Whether more of `wanted_blocks` fit into `available` bytes with rings than without, or as
     many in fewer bytes.
 

@@ -264,16 +264,17 @@ class SingleEngineClient:
     def add(
         self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS
     ) -> RequestOutputQueue:
-        """Send a sequence; sets its key, its timeout and its tenant.
+        """Set the key, the timeout and the tenant of a sequence, and send it.
 
         The prompt contains the placeholder tokens of its images; `sampling.n` is ignored. A
-        continuation of a sequence that was accepted before is exempt from the limits on waiting
-        requests and is scheduled before all waiting requests. While the engine is being restarted,
-        the request waits for the new engine.
+        continuation of a sequence that was accepted before is exempt from the front end's limits on
+        waiting requests (see AddRequest.is_continuation for its order). While the engine is being
+        restarted, the request waits for the new engine.
 
-        Raises Overloaded when too many requests wait or the engine is not ready, EngineDied when
-        the engine has failed, DeadlineExceeded when the deadline of `request_limits` has passed,
-        and UserError when the request cannot be encoded. Does not wait.
+        Raises Overloaded when too many requests wait, the engine is not ready or it has left too
+        many messages unread, EngineDied when the engine has failed, DeadlineExceeded when the
+        deadline of `request_limits` has passed, and UserError when the request cannot be encoded.
+        Does not wait.
         """
         self.state.check(self.progress)
         timeout_s = request_limits.timeout_s()

@@ -31,7 +31,7 @@ from engine.process.engine_orders import (
     PROFILE_EXIT,
     EngineOrders,
     front_end_endpoint,
-    ready_mark,
+    ready_file,
 )
 from engine.process.restarts import MAX_WAIT_S, RestartLimit, mark_ready
 from engine.transport.channels import SocketDirectory, new_token
@@ -147,7 +147,7 @@ class EngineProcesses:
         parallel = config.data_parallel
         engines = range(parallel.first_engine, parallel.first_engine + parallel.num_local)
         self._limits = {
-            engine: RestartLimit(Path(ready_mark(directory, engine)), max_restarts, max_wait_s)
+            engine: RestartLimit(Path(ready_file(directory, engine)), max_restarts, max_wait_s)
             for engine in engines
         }
         self._has_closed = threading.Event()

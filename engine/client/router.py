@@ -35,8 +35,8 @@ from hpu.protocol import TOKEN_BYTES
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
 """An engine is clearly busier than another engine if it has more than BUSY_RATIO times as many
-tokens in hand (see `tokens_in_hand`), and at least BUSY_TOKENS more in addition to the tokens that
-its longer cached prefix saves."""
+outstanding tokens (see `outstanding_tokens`), and at least BUSY_TOKENS more in addition to the
+tokens that its longer cached prefix saves."""
 
 MAX_BLOCKS = 1024
 """Maximum number of leading prompt blocks to hash; less than a millisecond on the event loop."""
@@ -52,7 +52,7 @@ PREFIX, BUSY, ROOM, LOAD = REASONS = ("prefix", "busy", "room", "load")
 """Reasons for choosing an engine. PREFIX: longest cached prefix. BUSY: the engine with the longest
 prefix is clearly busier. ROOM: the engine with the longest prefix has a full cache and only a short
 match. LOAD: no engine has cached a prefix; this engine has the fewest waiting and running tokens
-(Candidate.tokens_in_hand)."""
+(Candidate.outstanding_tokens)."""
 
 
 class CachedPrefixes:
@@ -98,7 +98,7 @@ class Candidate:
 
     cached_tokens: int
     """Tokens of the request's prompt in the engine's prefix cache."""
-    tokens_in_hand: int
+    outstanding_tokens: int
     """Waiting prompt tokens, and tokens in the KV cache of running requests."""
     num_routed: int = 0
     """Requests routed to the engine so far; breaks ties."""
@@ -117,7 +117,7 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
     indices = range(len(candidates))
 
     def load(index: int) -> tuple[int, int]:
-        return candidates[index].tokens_in_hand, candidates[index].num_routed
+        return candidates[index].outstanding_tokens, candidates[index].num_routed
 
     idlest = min(indices, key=load)
     longest = max(candidate.cached_tokens for candidate in candidates)
@@ -125,7 +125,7 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
         return idlest, LOAD
     nearest = min((i for i in indices if candidates[i].cached_tokens == longest), key=load)
     saved = longest - candidates[idlest].cached_tokens
-    busy, idle = candidates[nearest].tokens_in_hand, candidates[idlest].tokens_in_hand
+    busy, idle = candidates[nearest].outstanding_tokens, candidates[idlest].outstanding_tokens
     if busy > BUSY_RATIO * idle and busy - idle > BUSY_TOKENS + saved:
         return idlest, BUSY
     fill = candidates[nearest].fill
@@ -410,7 +410,7 @@ class RouterClient:
         candidates = [
             Candidate(
                 self._prefixes[engine.engine].num_cached(hashes) * ready.block_size,
-                tokens_in_hand(engine, ready.block_size),
+                outstanding_tokens(engine, ready.block_size),
                 self._num_routed[engine.engine],
                 self._prefixes[engine.engine].fill,
             )
@@ -420,7 +420,7 @@ class RouterClient:
         return engines[index], reason, hashes
 
 
-def tokens_in_hand(engine: SingleEngineClient, block_size: int) -> int:
+def outstanding_tokens(engine: SingleEngineClient, block_size: int) -> int:
     """Prompt tokens that wait for `engine`, and tokens in the KV cache of its running requests.
 
     The engine reports its waiting tokens over all front ends with each step. The report may lack

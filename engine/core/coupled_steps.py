@@ -45,7 +45,7 @@ _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_para
 
 
 class StepGroup(Protocol):
-    """Group of engines that step together, as one of its engines sees it."""
+    """Connection of an engine to the group of engines that step together."""
 
     def is_called(self, step: int) -> bool:
         """Whether another engine has proposed `step`. Does not block."""

@@ -454,7 +454,8 @@ class EngineCore:
     def step(self) -> list[tuple[int, StepOutput]]:
         """Submit a plan if fewer than `max_inflight_steps` plans are in flight; then wait for the
         oldest result if the limit is reached or nothing was submitted. If a result is already
-        available, only process that result.
+        available, only process that result. Sets `is_waiting` instead of waiting if nothing was
+        submitted and no plan is in flight, or the engine is coupled.
 
         Returns (front end, message) pairs, at most one message per front end.
         """

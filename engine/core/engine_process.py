@@ -25,7 +25,7 @@ from engine.process.engine_orders import (
     CONFIG_ERROR_EXIT,
     PROFILE_EXIT,
     EngineOrders,
-    ready_mark,
+    ready_file,
 )
 from engine.process.restarts import mark_ready
 from engine.transport.channels import (
@@ -145,7 +145,7 @@ class MessageSender:
         self._sockets: list[PairSocket[FromEngine, ToEngine] | None] = [
             self._connected(index) for index in range(orders.num_front_ends)
         ]
-        self._ready_mark = Path(ready_mark(orders.directory, orders.engine))
+        self._ready_file = Path(ready_file(orders.directory, orders.engine))
         # Reentrant: STOP can interrupt the main thread while it holds the lock, and then sends
         # Failed.
         self._lock = threading.RLock()
@@ -157,7 +157,7 @@ class MessageSender:
         """Send to `front_end`, or to all front ends if None. Thread-safe."""
         try:
             if isinstance(message, Ready):
-                mark_ready(self._ready_mark)
+                mark_ready(self._ready_file)
             with self._lock:
                 to = range(len(self._sockets)) if front_end is None else (front_end,)
                 for index in to:

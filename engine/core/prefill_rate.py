@@ -27,7 +27,8 @@ class PrefillRate:
         self._last_s = now_s
 
     def observe(self, num_tokens: int, now_s: float, *, has_waiting: bool) -> None:
-        """Record a finished step that computed `num_tokens` prompt tokens."""
+        """Record a finished step. `num_tokens`: prompt tokens that it computed, plus the
+        prefix-cache hits of the requests that it started."""
         seconds, self._last_s = now_s - self._last_s, now_s
         if has_waiting and not self._had_waiting:
             self._window_s = FIRST_S

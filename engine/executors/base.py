@@ -38,8 +38,8 @@ class Executor(ABC):
     @abstractmethod
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
         """Messages that have arrived since the last call: StepResult, WarmedBuckets, AdapterLoaded
-        and BlocksFetched, each merged over all workers. `waits`: block until there is a message.
-        Raises EngineDied when a worker has died."""
+        and BlocksFetched, one for the whole group of workers. `waits`: block until there is a
+        message. Raises EngineDied when a worker has died."""
 
     @abstractmethod
     def call(self, name: str, level: int = 0) -> str:

@@ -1,7 +1,7 @@
 """RayLauncher: runs workers on the hosts of a Ray cluster.
 
-Ray chooses the hosts and cards. An actor on each host starts the worker as its child process; steps
-are sent over the executor's own TCP channel.
+Ray chooses the hosts and cards. An actor for each worker, on the worker's host, starts it as its
+child process; steps are sent over the executor's own TCP channel.
 """
 
 import contextlib

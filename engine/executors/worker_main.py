@@ -69,7 +69,8 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     ranks: Ranks = SINGLE_RANK
     log: LogConfig = DEFAULT
     sends_results: bool = True
-    """Whether this worker sends results; exactly one worker of a group does."""
+    """Whether this worker sends all results: one worker of a group does. The other workers send
+    only the results of plans that load blocks."""
 
 
 class StepChannel:

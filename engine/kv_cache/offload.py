@@ -85,7 +85,8 @@ class KVOffload:
 
     def evicted(self, block: int, block_hash: bytes) -> None:
         """Schedule a copy to the host of a block that is being reallocated. Does nothing if the
-        host already has the block."""
+        host has the block or no free slot, or if only blocks of preempted requests are offloaded
+        and the block is not one of them."""
         if self._only_preempted and block_hash not in self._preempted:
             return
         slot = self._index.store(block_hash)

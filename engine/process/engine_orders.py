@@ -112,6 +112,6 @@ def _remote_endpoint(index: int, engine: int, data_parallel: DataParallelConfig)
     return f"tcp://{data_parallel.data_parallel_address}:{port}"
 
 
-def ready_mark(directory: str, engine: int) -> str:
+def ready_file(directory: str, engine: int) -> str:
     """Path of the file that an engine creates when it is ready."""
     return str(Path(directory, f"e{engine}.ready"))

@@ -12,20 +12,20 @@ FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 default maximum wait; seconds. The first restart is immediate."""
 
 
-def mark_ready(mark: Path) -> None:
-    """Record in the modification time of `mark` that this process is ready now. Uses the monotonic
-    clock, which all processes of a machine share: the wall clock can be set."""
-    mark.touch()
+def mark_ready(ready_file: Path) -> None:
+    """Record in the modification time of `ready_file` that this process is ready now. Uses the
+    monotonic clock, which all processes of a machine share: the wall clock can be set."""
+    ready_file.touch()
     now_s = time.monotonic()
-    os.utime(mark, (now_s, now_s))
+    os.utime(ready_file, (now_s, now_s))
 
 
 class RestartLimit:
-    """Counts restarts of a process, which calls `mark_ready(mark)` each time it is ready."""
+    """Counts restarts of a process, which calls `mark_ready(ready_file)` each time it is ready."""
 
-    def __init__(self, mark: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
+    def __init__(self, ready_file: Path, max_restarts: int, max_wait_s: float = MAX_WAIT_S) -> None:
         """Allow `max_restarts` consecutive restarts, each at most `max_wait_s` after the end."""
-        self._mark = mark
+        self._ready_file = ready_file
         self._max_wait_s = max_wait_s
         self.max_restarts = max_restarts
         self.in_a_row = 0
@@ -34,8 +34,8 @@ class RestartLimit:
         """Count an exit of the process. Returns the wait before its restart in seconds, or None if
         it must not be restarted."""
         try:
-            life_s = time.monotonic() - self._mark.stat().st_mtime
-            self._mark.unlink()
+            life_s = time.monotonic() - self._ready_file.stat().st_mtime
+            self._ready_file.unlink()
             if life_s > STABLE_S:
                 self.in_a_row = 0
         except OSError:

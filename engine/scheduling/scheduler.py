@@ -470,8 +470,8 @@ class Scheduler:
         return budget
 
     def _admit(self, output: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests strictly by priority key while all their tokens fit. Requests
-        whose blocks are being read from files are skipped.
+        """Admit waiting requests in the order of `_turns` while the free blocks hold all their
+        tokens. Requests whose blocks are being read from files are skipped.
 
         Allocates only the blocks of the first chunk. No reservation is needed: if budget is left,
         either all requests in prefill have their blocks or no block is free.

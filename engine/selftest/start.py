@@ -165,7 +165,7 @@ def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
 
 def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
     """The result that a server starts with: a stored result, else the result of the quick checks,
-    which run now. Empty if the self-test is off or cannot run."""
+    which run now. Empty if the self-test is off or cannot run, and by default on the emulator."""
     config = loaded.engine
     when = config.execution.selftest
     if not is_gaudi(config) or when == "off":

@@ -191,12 +191,11 @@ named `(3` for example, that precedes the rule that contains the group."""
 
 def check_cycles(lark: str) -> None:
     """Raise UserError for a rule that can derive just itself, such as `a: a? | "x"`, and for too
-    many references between mutually recursive rules.
+    many references between mutually recursive rules (MAX_RECURSIVE_ITEMS).
 
-    Texts then have infinitely many derivations, and the library (1.9) never finishes with some of
-    these grammars. Syntax: https://github.com/guidance-ai/llguidance. Invalid syntax is left to the
-    library.
-    """
+    A rule that derives itself gives texts infinitely many derivations, and the library (1.9) never
+    finishes with some of these grammars. Syntax: https://github.com/guidance-ai/llguidance. Invalid
+    syntax is left to the library."""
     rules = _rules(_DIRECTIVE.sub("", lark))
     empty, before = {_EMPTY}, 0
     while len(empty) > before:

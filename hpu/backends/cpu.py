@@ -249,7 +249,7 @@ class CpuBackend(Backend):
             return None
         if isinstance(experts, Mxfp4Experts):
             return Mxfp4MoEMethod(experts) if experts.has_whole_blocks else None
-        can_pack = all(can_pack_integers(weight) for _, weight in experts.products)
+        can_pack = all(can_pack_integers(weight) for _, weight in experts.named_weights)
         return PackedMoEMethod(experts) if can_pack else None
 
     def kv_cache_format(self, kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:

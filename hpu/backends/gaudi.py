@@ -362,7 +362,7 @@ class GaudiBackend(Backend):
             return None
         if isinstance(experts, Mxfp4Experts):
             return self._mxfp4_method(experts)
-        weights = [weight for _, weight in experts.products]
+        weights = [weight for _, weight in experts.named_weights]
         if can_multiply(experts) and all(self._expands_fp8(weight) for weight in weights):
             return Fp8BlockMoEMethod(experts, self._fp8_range(card), self._end_recipe)
         if can_expand_experts(experts):

@@ -37,5 +37,7 @@ def select_backend(
                 "%s have no effect on this device: they choose how a Gaudi executes the model",
                 ", ".join(changed),
             )
-    backend: Backend = DEVICES.half(device, "hpu.backends", "BACKENDS")(config, ranks, on_step)
+    backend: Backend = DEVICES.counterpart(device, "hpu.backends", "BACKENDS")(
+        config, ranks, on_step
+    )
     return backend

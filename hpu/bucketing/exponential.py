@@ -20,7 +20,7 @@ LONG_CONTEXT = 8192
 def exponential_points(
     low: int, step: int, high: int, limit: int, *, fill: bool, exact_last: bool = False
 ) -> list[int]:
-    """At most `limit` points from `low` to `high`, in a constant ratio.
+    """`low`, and at most `limit` points up to `high`, in a constant ratio.
 
     Points are rounded up to multiples of `step`; with `fill` a duplicate is replaced by the nearest
     unused multiple. The last point is `high`, rounded up unless `exact_last`.

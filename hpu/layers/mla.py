@@ -188,8 +188,8 @@ class PagedLatentAttention(nn.Module):
         self.kv_cache_spec = self.kv_cache_spec._replace(format=format)
 
     def bind_caches(self, *caches: Tensor, block_size: int) -> None:
-        """Use the cache, (blocks * block_size, 1, latent size), or encoded entries of the
-        format."""
+        """Use the latent cache (blocks * block_size, 1, latent size), in the model's dtype or in
+        the format of `kv_cache_spec`."""
         (self._latents,) = caches
         format, weight = self.kv_cache_spec.format, self.w_uv
         self._encoded = None

@@ -95,7 +95,7 @@ class FullQKNorm(nn.Module):
         device: torch.device,
         group: ProcessGroup = SINGLE,
     ) -> None:
-        """Numbers of heads on this rank."""
+        """`num_heads` and `num_kv_heads`: heads on this rank."""
         super().__init__()
         self._sizes = [num_heads * head_dim, num_kv_heads * head_dim]
         weight = torch.empty(sum(self._sizes), dtype=dtype, device=device)

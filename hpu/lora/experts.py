@@ -124,8 +124,8 @@ class LoRAMoEMethod:
             chosen = ids == index
             scale = (weights * chosen).sum(-1, keepdim=True)
             if not groups_rows:
-                product = self._expert(layer, index, hidden, slots) * scale
-                out = out + of_chosen(product, chosen)
+                output = self._expert(layer, index, hidden, slots) * scale
+                out = out + of_chosen(output, chosen)
                 continue
             rows = chosen.any(-1).nonzero().view(-1)
             if len(rows):

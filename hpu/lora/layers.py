@@ -57,7 +57,7 @@ def wrap_linear(layer: LinearBase, slots: Slots) -> None:
 
 class HeadSlots:
     """Slots of the head. `extend` multiplies by the LoRA `a` matrices in the forward pass and
-    appends the results to the hidden states; `product` multiplies them by the `b` matrices."""
+    appends the results to the hidden states; `apply` multiplies them by the `b` matrices."""
 
     def __init__(self, slots: PerAdapterSlots | PaddedSlots, context: LoRAContext) -> None:
         self._slots = slots
@@ -67,7 +67,7 @@ class HeadSlots:
         """(B, Q, hidden) to (B, Q, hidden + slots * rank)."""
         return torch.cat((hidden, self._slots.low_rank(hidden)), dim=-1)
 
-    def product(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def apply(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Logits of extended hidden states (M, hidden + slots * rank), or of hidden states without
         adapters (M, hidden)."""
         size = self._slots.in_features
@@ -90,14 +90,14 @@ class _HeadMethod:
         self._base.process_weights(layer)
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._slots.product(lambda own: self._base.apply(layer, own, bias), x)
+        return self._slots.apply(lambda own: self._base.apply(layer, own, bias), x)
 
 
 def wrap_head(head: ParallelLMHead, slots: HeadSlots) -> None:
     """Make the head accept extended hidden states."""
     kernel = head.kernel
     if kernel is not None:
-        head.use_kernel(lambda x: slots.product(kernel, x))
+        head.use_kernel(lambda x: slots.apply(kernel, x))
     else:
         head.method = _HeadMethod(head.method, slots)
 

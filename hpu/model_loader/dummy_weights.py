@@ -18,7 +18,7 @@ NUM_VALUES = 1_048_573
 
 def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:
     """Fill all parameters of `modules`: floats with values that depend only on the parameter's
-    name, other dtypes with zeros. `on_progress`: see load_weights."""
+    name, KV-cache scales with 1, other dtypes with zeros. `on_progress`: see load_weights."""
     generator = torch.Generator().manual_seed(0)
     values = torch.empty(NUM_VALUES).uniform_(-LIMIT, LIMIT, generator=generator)
     parameters = [named for module in modules for named in module.named_parameters()]

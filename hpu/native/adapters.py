@@ -19,7 +19,7 @@ OVERREAD = 1024
 """Bytes after the last matrix that a tile may read."""
 RANKS = 8
 """Ranks are padded to a multiple of this."""
-PRODUCTS = ("qkv", "out", "gate_up", "down")
+LINEARS = ("qkv", "out", "gate_up", "down")
 MAX_OUTPUTS = 3
 
 
@@ -62,7 +62,7 @@ class AdapterRows(ctypes.Structure):
     )
 
 
-class ProductSlots:
+class LinearSlots:
     """Adapter slots of a matmul."""
 
     def __init__(self, output_sizes: Sequence[int], max_loras: int) -> None:
@@ -101,10 +101,10 @@ def pack(a: Tensor, b: Tensor) -> LowRankPair:
     return LowRankPair(torch.cat(steps), panels.contiguous(), rank)
 
 
-def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
+def _together(linears: Mapping[str, Packed]) -> dict[str, Packed]:
     """Copy the matrices into contiguous huge pages: for each matmul, first all `a`, then all
     `b`."""
-    pairs = [pair for packed in products.values() for pair in packed if pair is not None]
+    pairs = [pair for packed in linears.values() for pair in packed if pair is not None]
     pages = HugePages(
         sum(tensor.nbytes + LINE_BYTES for pair in pairs for tensor in pair[:2]) + OVERREAD
     )
@@ -113,7 +113,7 @@ def _together(products: Mapping[str, Packed]) -> dict[str, Packed]:
         return pages.allocate(tensor.shape, tensor.dtype).copy_(tensor)
 
     found: dict[str, Packed] = {}
-    for name, packed in products.items():
+    for name, packed in linears.items():
         firsts = [None if pair is None else moved(pair.a) for pair in packed]
         found[name] = [
             None if pair is None or a is None else LowRankPair(a, moved(pair.b), pair.rank)
@@ -132,15 +132,15 @@ class NativeAdapters:
 
     def __init__(
         self,
-        products: Mapping[str, Sequence[int]],
+        linears: Mapping[str, Sequence[int]],
         max_loras: int,
         max_rank: int,
         *,
         has_tiles: bool,
     ) -> None:
-        """`products`: output sizes by matmul name."""
+        """`linears`: output sizes by matmul name."""
         self._chunk_rows = CHUNK_ROWS_OF_TILES if has_tiles else CHUNK_ROWS
-        self.slots = {name: ProductSlots(sizes, max_loras) for name, sizes in products.items()}
+        self.slots = {name: LinearSlots(sizes, max_loras) for name, sizes in linears.items()}
         self._max_rank = -(-max_rank // PANEL) * PANEL
         self._foreign: set[int] = set()
         """Slots whose adapters have weights that the library cannot apply."""

@@ -33,7 +33,7 @@ from hpu.layers.state_cache import StateCacheSpec
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
-from hpu.native.adapters import PRODUCTS, NativeAdapters, can_pack
+from hpu.native.adapters import LINEARS, NativeAdapters, can_pack
 from hpu.native.library import (
     ExpertsStructure,
     Library,
@@ -59,7 +59,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "mixture")),
         ("window", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("key_scale", "value_scale")),
-        *((f"low_{name}", ctypes.c_void_p) for name in PRODUCTS),
+        *((f"low_{name}", ctypes.c_void_p) for name in LINEARS),
     )
 
 
@@ -546,8 +546,8 @@ def _address(column: Tensor) -> int:
 def _low_ranks(adapters: NativeAdapters | None, index: int) -> list[int | None]:
     """Addresses of the adapter slots of a layer's matmuls; None: no adapters."""
     if adapters is None:
-        return [None] * len(PRODUCTS)
-    found = (adapters.slots.get(f"{index}.{name}") for name in PRODUCTS)
+        return [None] * len(LINEARS)
+    found = (adapters.slots.get(f"{index}.{name}") for name in LINEARS)
     return [None if module is None else ctypes.addressof(module.structure) for module in found]
 
 

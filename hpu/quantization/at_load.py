@@ -120,7 +120,7 @@ class AtLoadMoEMethod(HostMoEMethod):
         w13, w2 = (_stored(self._scheme, stack[0]) for stack in plain.values())
         experts = StoredExperts(w13, w2, layer.num_experts, self._activation)
         method = self._make_method(experts)
-        for prefix, weight in experts.products:
+        for prefix, weight in experts.named_weights:
             stack = plain.pop(prefix)
             if not method:
                 for own in stack:

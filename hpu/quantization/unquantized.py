@@ -106,11 +106,11 @@ def _apply_to_all(layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Ten
     return out
 
 
-def of_chosen(product: Tensor, is_chosen: Tensor) -> Tensor:
-    """The output `product` (T, hidden) of an expert for the tokens that are routed to it (any of
+def of_chosen(output: Tensor, is_chosen: Tensor) -> Tensor:
+    """The `output` (T, hidden) of an expert for the tokens that are routed to it (any of
     `is_chosen` (T, experts per token)), else 0. Not multiplied by 0: the expert may overflow for
     other tokens."""
-    return torch.where(is_chosen.any(-1, keepdim=True), product, 0)
+    return torch.where(is_chosen.any(-1, keepdim=True), output, 0)
 
 
 UNQUANTIZED_MOE = UnquantizedMoEMethod()

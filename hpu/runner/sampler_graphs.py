@@ -33,8 +33,8 @@ class SamplerGraph(NamedTuple):
 
 
 class SamplerGraphs:
-    """A graph for each batch width and each set of stages that `Sampler.whole` supports, in the
-    memory reserved for graphs.
+    """A graph for each batch width and each set of stages that `Sampler.fused_function` supports,
+    in the memory reserved for graphs.
 
     Captured only on a device whose graphs read the inputs of each replay, and used only by decodes
     whose forward pass has a graph: their hidden states all have one memory layout, which is part of
@@ -67,7 +67,7 @@ class SamplerGraphs:
         width = bucket[1]
         if stages not in self._functions:
             self._functions[stages] = _sampling_function(
-                self._model, self._sampler.whole(stages), self._backend.index_dtype
+                self._model, self._sampler.fused_function(stages), self._backend.index_dtype
             )
 
         def inputs() -> tuple[Tensor, ...]:

@@ -36,8 +36,8 @@ GREEDY = RequestSampling(temperature=0.0)
 DRAWN = RequestSampling(top_k=2, top_p=0.5)
 UNFILTERED = RequestSampling()
 SORTED = RequestSampling(top_p=0.5)
-WHOLE_SETTINGS = (GREEDY, UNFILTERED, DRAWN, SORTED)
-"""Settings that cover all kinds of launches supported by `Sampler.whole`."""
+FUSED_SETTINGS = (GREEDY, UNFILTERED, DRAWN, SORTED)
+"""Settings that cover all kinds of launches supported by `Sampler.fused_function`."""
 ALL_STAGES = RequestSampling(
     temperature=0.5,
     top_k=2,
@@ -133,14 +133,14 @@ class Sampler:
         """Settings that together run every stage. With static shapes, sampling once with each
         setting compiles everything for a batch width."""
         if self._static_shapes:
-            return *WHOLE_SETTINGS, MANY_WORDS, ALL_STAGES
+            return *FUSED_SETTINGS, MANY_WORDS, ALL_STAGES
         return GREEDY, DRAWN
 
     @property
     def captured_settings(self) -> tuple[RequestSampling, ...]:
-        """See StepRunner.captured_settings. With static shapes: WHOLE_SETTINGS, whose launches are
+        """See StepRunner.captured_settings. With static shapes: FUSED_SETTINGS, whose launches are
         sampled by a single captured function, and a setting that needs several functions."""
-        return (*WHOLE_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
+        return (*FUSED_SETTINGS, MANY_WORDS) if self._static_shapes else (GREEDY,)
 
     def add_request(
         self,
@@ -319,26 +319,26 @@ class Sampler:
         return self._sample_exact(logits, launch)
 
     def fusable_stages(self, req_indices: list[int]) -> Stages | None:
-        """Stages of a launch that the fused function of `whole` can sample; None if the launch
+        """Stages of a launch that the function of `fused_function` can sample; None if the launch
         needs several functions."""
         if self._static is None:
             return None
         if self._columns.all_plain_greedy(req_indices):
             return _NO_STAGES
         stages = self._stages(req_indices, np.array(req_indices, dtype=np.int64))
-        return None if self._static.whole(stages) is None else stages
+        return None if self._static.fused_function(stages) is None else stages
 
-    def whole(self, stages: Stages) -> TokensOf:
+    def fused_function(self, stages: Stages) -> TokensOf:
         """Fused sampler for a launch with these stages, as a pure function: maps logits (B, V), and
         the parameters of `begin_fused` if it draws, to tokens (B,) (see SamplerOutput)."""
         assert self._static is not None, "shapes follow the requests"
-        function = self._static.whole(stages)
+        function = self._static.fused_function(stages)
         assert function is not None, f"no function samples {stages}"
         return function
 
     def fused_greedy(self, logits: Tensor) -> Tensor:
         """Greedy sampling as a pure function that can be captured or compiled (see `greedy`)."""
-        return self.whole(_NO_STAGES)(logits)
+        return self.fused_function(_NO_STAGES)(logits)
 
     def params(self, width: int) -> Tensor:
         """Device tensor of the parameters for launches of batch `width`."""
@@ -347,8 +347,8 @@ class Sampler:
     def begin_fused(
         self, req_indices: list[int], stages: Stages, width: int
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Upload the parameters of a launch that the function of `whole` samples. Returns `params`
-        and the host tensors to keep. Counts a generated token per request."""
+        """Upload the parameters of a launch that the function of `fused_function` samples. Returns
+        `params` and the host tensors to keep. Counts a generated token per request."""
         launch = self._begin(np.array(req_indices, dtype=np.int64), stages, width)
         self._columns.advance(launch.indices)
         return self.params(width), tuple(launch.pinned)

@@ -80,7 +80,7 @@ class StaticStages:
         V) of the draw."""
         return self._draws[_draw_stages(stages)](scores, params)
 
-    def whole(self, stages: Stages) -> TokensOf | None:
+    def fused_function(self, stages: Stages) -> TokensOf | None:
         """Fused sampler as a pure, uncompiled function: maps logits, and params if `stages` draw,
         to tokens. None if no function covers `stages`. Few combinations are supported, because each
         is captured for every width."""

@@ -196,7 +196,8 @@ class DraftLengths:
         return True
 
     def _try_s(self, count: int, rows: int, num_requests: int) -> float:
-        """Seconds that `count` trial drafts add to a launch of `rows` rows."""
+        """Seconds that `count` trial drafts add to a launch of `rows` rows; for the first trial
+        of a launch at least LEAST_TRY of the launch without drafts."""
         assert self.costs is not None
         needed = self.costs.seconds(rows + count) - self.costs.seconds(rows)
         if self._has_try:

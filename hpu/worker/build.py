@@ -11,7 +11,7 @@ from config.checkpoint.draft import check_target
 from config.engine import CacheConfig, EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
-from config.model.window_cache import CacheSizes, rings_hold_more
+from config.model.window_cache import CacheSizes, rings_fit_more_blocks
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
@@ -393,7 +393,7 @@ def _num_requests(loaded: LoadedModel) -> int:
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
     """Free memory after loading, without the fixed buffers (_fixed_bytes), and the memory peak of
     the largest launches over at most `profile_blocks` blocks. The peak is measured with a cache of
-    a single block, or estimated if the back end does not report memory."""
+    a single block, or estimated if the back end does not report memory or does not pad."""
     backend, is_pooling = loaded.backend, loaded.pooler is not None
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
@@ -503,7 +503,7 @@ def _choose_rings(loaded: LoadedModel) -> int:
     if backend.shares_host_memory:
         wanted = demand.host_blocks
     wanted = config.cache.num_blocks or wanted
-    holds_more = loaded.agreement.all_true(rings_hold_more(sizes, available, wanted))
+    holds_more = loaded.agreement.all_true(rings_fit_more_blocks(sizes, available, wanted))
     if holds_more and not loaded.prefix_caching:
         return _num_requests(loaded) + 1
     logger.info(

@@ -13,7 +13,7 @@ from config.model.architectures import ARCHITECTURES
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts, cross_cache_tiles, encoder_cache_rows
 from config.model.split import check_split, check_stages
-from config.model.window_cache import rings_hold_more
+from config.model.window_cache import rings_fit_more_blocks
 from config.parallel import WHOLE, Stage
 from config.params.offload import OffloadConfig
 from hpu.gaudi_devices import GENERATIONS, generation
@@ -296,7 +296,7 @@ def _plan_stage(model_config: ModelConfig, demand: CardDemand, stage: Stage) -> 
         stage.size == 1
         and demand.max_tokens_per_step == 1
         and (not demand.prefix_caching or has_states)
-        and rings_hold_more(
+        and rings_fit_more_blocks(
             sizes,
             int(kv_bytes) if demand.num_blocks is None else max(0, free),
             demand.num_blocks or demand.max_num_seqs * context_blocks,

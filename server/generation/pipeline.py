@@ -356,7 +356,7 @@ class Generation:
     async def __anext__(self) -> list[Delta]:
         if self._instant and not self._aborted:
             instant, self._instant = self._instant, []
-            return [sequence.take_nothing() for sequence in instant]
+            return [sequence.finish_without_output() for sequence in instant]
         try:
             while self._queues and not self._aborted:
                 if len(self._sequences) == 1:

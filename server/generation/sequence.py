@@ -71,7 +71,7 @@ class Sequence:
             self.timing = Timing(finish.queue_s, finish.prefill_s, finish.decode_s)
         return delta
 
-    def take_nothing(self) -> Delta:
+    def finish_without_output(self) -> Delta:
         """Finish a choice with max_tokens 0. Returns its only delta."""
         self.is_finished = True
         return Delta(self.index, finish_reason="length")

@@ -37,8 +37,8 @@ from server.http.tls import Tls
 logger = logging.getLogger(__name__)
 
 MIN_BODY_BYTES_PER_S = 1024
-"""Minimum rate of a request body; a slower body must arrive within `request_body_timeout_s` in
-total."""
+"""Minimum rate of a request body: a body may be at most `request_body_timeout_s` later than a body
+of this rate."""
 UNREAD_TIMEOUT_S = 600.0
 """Time in which a client must read MIN_READ_BYTES of an incompletely read response. A client that
 reads 20 KB/s takes 300 s to empty a receive buffer of 6 MB; until then, no bytes are acknowledged

@@ -66,6 +66,9 @@ def test_half_imports_only_the_module_of_the_requested_kind(package: str, tmp_pa
         path.parent.mkdir(exist_ok=True)
         path.write_text("HALVES = {'red': 'r', 'blue': 'b'}", encoding="utf-8")
 
-    assert Kinds[int](package, "COLOURS", "colour").half("blue", f"{package}_too", "HALVES") == "b"
+    assert (
+        Kinds[int](package, "COLOURS", "colour").counterpart("blue", f"{package}_too", "HALVES")
+        == "b"
+    )
     assert f"{package}_too.bb" in sys.modules
     assert f"{package}_too.aa" not in sys.modules

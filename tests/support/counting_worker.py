@@ -21,7 +21,7 @@ from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
 from engine.process.child_process import read_orders
-from engine.process.engine_orders import EngineOrders, ready_mark
+from engine.process.engine_orders import EngineOrders, ready_file
 from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
     SINGLE_RANK,
@@ -192,5 +192,5 @@ def sockets_in(directory: str) -> list[str]:
     if not os.path.isdir(directory):
         return []
     return sorted(
-        {*os.listdir(directory)} - {LOCK, DIRECTORY, os.path.basename(ready_mark(directory, 0))}
+        {*os.listdir(directory)} - {LOCK, DIRECTORY, os.path.basename(ready_file(directory, 0))}
     )

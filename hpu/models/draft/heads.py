@@ -294,8 +294,8 @@ def build_draft_head(
 
 
 def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-    """Kept layers of an EAGLE-3 head for a target of `num_layers`; see DraftHead.kept_layers.
-    Raises ConfigError unless config.json names 3 of these layers."""
+    """Kept layers of an EAGLE-3 head for a target of `num_layers`, from config.json or by default;
+    see DraftHead.kept_layers. Raises ConfigError unless they are 3 of these layers."""
     names = "eagle_aux_hidden_state_layer_ids"
     raw = config.fields.raw
     own = raw.get("eagle_config")

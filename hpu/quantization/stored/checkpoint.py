@@ -40,11 +40,13 @@ class CheckpointScheme:
         if any(shard.spec.mxfp4 for shard in w2):
             method = self._make_moe_method(Mxfp4Experts.of(w2, hidden_size, inner_size))
             return method or UNQUANTIZED_MOE
-        products = _stored_weight(experts.w13, hidden_size), _stored_weight(w2, inner_size)
-        if products[0] is None or products[1] is None:
+        stored_weights = _stored_weight(experts.w13, hidden_size), _stored_weight(w2, inner_size)
+        if stored_weights[0] is None or stored_weights[1] is None:
             return UNQUANTIZED_MOE
         num_experts = w2[0].spec.num_experts or len({shard.spec.expert for shard in w2})
-        stored = StoredExperts(products[0], products[1], num_experts, experts.activation)
+        stored = StoredExperts(
+            stored_weights[0], stored_weights[1], num_experts, experts.activation
+        )
         return self._make_moe_method(stored) or UNQUANTIZED_MOE
 
 

@@ -169,7 +169,7 @@ class Fp8MoEMethod(StoredMoEMethod):
 
     def process_weights(self, layer: ExpertsLayer) -> None:
         tensors: dict[str, Tensor] = {}
-        for prefix, weight in self._experts.products:
+        for prefix, weight in self._experts.named_weights:
             parts = weight.take_parameters(layer, prefix)
             values, scales = parts["values"], torch.empty(parts["values"].shape[:2])
             for index, own in enumerate(each_expert(parts)):
@@ -297,7 +297,7 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
         self._end_slice = end_slice
 
     def process_weights(self, layer: ExpertsLayer) -> None:
-        for prefix, weight in self._experts.products:
+        for prefix, weight in self._experts.named_weights:
             parts = weight.take_parameters(layer, prefix)
             for own in each_expert(parts):
                 # In place, for the same reason as in Fp8MoEMethod.

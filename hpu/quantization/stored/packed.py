@@ -55,7 +55,7 @@ class PackedMoEMethod(StoredMoEMethod):
 
     def process_weights(self, layer: ExpertsLayer) -> None:
         parts, stacks = {}, {}
-        for prefix, weight in self._experts.products:
+        for prefix, weight in self._experts.named_weights:
             parts[prefix] = weight.take_parameters(layer, prefix)
             sizes = [group_width(weight, own) for own in each_expert(parts[prefix])]
             # All experts need the same shape.

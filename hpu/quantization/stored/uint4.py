@@ -88,10 +88,10 @@ class Uint4MoEMethod(StoredMoEMethod):
         self._end_slice = end_slice
 
     def process_weights(self, layer: ExpertsLayer) -> None:
-        products = self._experts.products
-        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in products}
+        named_weights = self._experts.named_weights
+        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in named_weights}
         tensors: dict[str, list[Tensor]] = {}
-        for prefix, weight in products:
+        for prefix, weight in named_weights:
             for own in each_expert(parts[prefix]):
                 converted = _converted(weight, own, layer.dtype)
                 if converted is None:

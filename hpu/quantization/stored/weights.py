@@ -146,7 +146,7 @@ class StoredExperts:
     """See Experts.activation_name."""
 
     @property
-    def products(self) -> tuple[tuple[str, StoredWeight], ...]:
+    def named_weights(self) -> tuple[tuple[str, StoredWeight], ...]:
         """Both weights with the prefixes of their parameters."""
         return ((W13, self.w13), (W2, self.w2))
 
@@ -165,7 +165,7 @@ class StoredExperts:
             stacked = (layer.get_parameter(prefix + name).detach().unbind(0) for name in names)
             return list(zip(*stacked, strict=True))
 
-        numbers = sum(weight.in_features * weight.out_features for _, weight in self.products)
+        numbers = sum(weight.in_features * weight.out_features for _, weight in self.named_weights)
         return ExpandedExperts(
             operands(W13),
             operands(W2),
@@ -188,7 +188,7 @@ class StoredMoEMethod:
         self, layer: ExpertsLayer, num_experts: int, hidden_size: int, inner_size: int
     ) -> None:
         layer.w13_weight = layer.w2_weight = None
-        for prefix, weight in self._experts.products:
+        for prefix, weight in self._experts.named_weights:
             weight.create_parameters(layer, prefix, num_experts)
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class StoredMoEMethod:
         """Set the weights of `layer` to the dequantized `parts` (by prefix, from
         take_parameters)."""
         plain = {}
-        for prefix, weight in self._experts.products:
+        for prefix, weight in self._experts.named_weights:
             count = self._experts.num_experts
             shape = (count, weight.out_features, weight.in_features)
             stacked = torch.empty(shape, dtype=layer.dtype)

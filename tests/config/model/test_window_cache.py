@@ -3,7 +3,7 @@ context."""
 
 import pytest
 
-from config.model.window_cache import CacheSizes, ring_blocks, rings_hold_more
+from config.model.window_cache import CacheSizes, ring_blocks, rings_fit_more_blocks
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 17, 128])
@@ -41,9 +41,9 @@ def test_window_caches_are_chosen_by_tokens_then_by_bytes(
 ) -> None:
     sizes = CacheSizes(block=100, full_block=20, rings=400)
 
-    assert rings_hold_more(sizes, available, wanted) == holds_more
+    assert rings_fit_more_blocks(sizes, available, wanted) == holds_more
 
 
 @pytest.mark.parametrize("full_block", [0, 100])
 def test_window_caches_need_both_full_and_windowed_layers(full_block: int) -> None:
-    assert not rings_hold_more(CacheSizes(100, full_block, rings=1), 10000, 100)
+    assert not rings_fit_more_blocks(CacheSizes(100, full_block, rings=1), 10000, 100)

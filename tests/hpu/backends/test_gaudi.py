@@ -33,7 +33,7 @@ from hpu.gaudi_devices import BOTH, KERNELS, Kernel
 from hpu.profiling.diagnostics import Diagnostics
 from hpu.protocol import DECODE, RequestSampling, StepPlan
 from hpu.runner.counters import Counters
-from hpu.sampling.sampler import WHOLE_SETTINGS
+from hpu.sampling.sampler import FUSED_SETTINGS
 from hpu.worker.load import choose_dtype
 from hpu.worker.serving import Serving
 
@@ -52,7 +52,7 @@ def test_captured_graphs_of_each_family_give_the_tokens_of_the_cpu(
 
     assert found == expected
     widths = {batch for phase, batch, *_ in rig.ready.buckets if phase == DECODE}
-    assert counts["captures"] == len(rig.ready.buckets) + len(widths) * len(WHOLE_SETTINGS)
+    assert counts["captures"] == len(rig.ready.buckets) + len(widths) * len(FUSED_SETTINGS)
     # Includes replays of the model and of the sampler.
     assert counts["replays"] > 2 * 12
 

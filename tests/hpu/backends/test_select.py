@@ -16,7 +16,7 @@ from hpu.backends.select import select_backend
 
 @pytest.mark.parametrize("device", DEVICES.all)
 def test_every_device_has_a_back_end_and_is_a_choice(device: str) -> None:
-    assert callable(DEVICES.half(device, "hpu.backends", "BACKENDS"))
+    assert callable(DEVICES.counterpart(device, "hpu.backends", "BACKENDS"))
     assert EngineConfig("m", device=device).device == device
 
 
@@ -24,7 +24,7 @@ def test_an_unknown_device_is_refused_with_all_devices() -> None:
     with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda, hpu, hpu-emulator"):
         EngineConfig("m", device="tpu")
     with pytest.raises(ConfigError, match="must be one of cpu, cuda, hpu, hpu-emulator"):
-        DEVICES.half("tpu", "hpu.backends", "BACKENDS")
+        DEVICES.counterpart("tpu", "hpu.backends", "BACKENDS")
 
 
 def without_effect(

@@ -18,7 +18,7 @@ from config.execution import EmulatorSettings
 from hpu.backends.gaudi import GaudiBackend
 from hpu.protocol import DECODE, Logprobs, RequestSampling
 from hpu.runner.model_runner import ModelRunner
-from hpu.sampling.sampler import WHOLE_SETTINGS
+from hpu.sampling.sampler import FUSED_SETTINGS
 
 TABLE = BucketConfig(
     strategy="linear",
@@ -151,7 +151,7 @@ def test_a_sampler_that_cannot_be_captured_runs_without_a_graph(
     assert found == expected
     assert len(tries) == num_tries == caplog.text.count(said_once)
     # Full memory ends all attempts; a refused graph only its own.
-    assert num_tries == (1 if "Workspace" in error else len(widths) * len(WHOLE_SETTINGS))
+    assert num_tries == (1 if "Workspace" in error else len(widths) * len(FUSED_SETTINGS))
     assert spent["replays"] == 1 + 5 and spent["compilations"] == 0
 
 
