@@ -258,8 +258,8 @@ class EngineConfig:
     )
     model_impl: str = setting(
         AUTO,
-        "native: gaudiserve's implementation of the model; transformers: the code of transformers; "
-        "auto: native if gaudiserve implements the architecture",
+        "native: gaudiserve's implementation of the model; transformers: the implementation of "
+        "transformers; auto: native if gaudiserve implements the architecture",
         choices=MODEL_IMPLS,
         spellings={"vllm": NATIVE},
     )

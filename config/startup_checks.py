@@ -106,22 +106,24 @@ def check_model_config(
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
             f"({model_config.quantization.method}), which require a native implementation, and "
-            f"{model_config.architecture} runs on the transformers implementation"
+            f"{model_config.architecture} runs on the transformers implementation: use a "
+            "checkpoint with unquantized weights"
         )
     if model_config.quantization is not None and model_config.encoder is not None:
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
-            f"({model_config.quantization.method}), which are not supported for encoders"
+            f"({model_config.quantization.method}), which are not supported for encoders: use a "
+            "checkpoint with unquantized weights"
         )
     if quantizes_at_load(config.quantization, model_config) and pooler is not None:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, for "
-            "which quantization is not supported"
+            "which quantization is not supported: leave quantization out"
         )
     if config.quantization == "gguf" and not (Path(folder) / BLOCKS).is_file():
         raise ConfigError(
-            f"quantization is gguf, and {folder} was not made from a GGUF file: give a GGUF file "
-            "as the model"
+            f"quantization is gguf, and {folder} was not made from a GGUF file: set --model to a "
+            "GGUF file"
         )
     return model_config, pooler
 
@@ -183,7 +185,7 @@ def _check_compressor(
     if not is_built_in:
         raise ConfigError(
             f"quantization is {INC}, and {model_config.path} is not a decoder with a native "
-            "implementation, which the compressor requires"
+            "implementation, which the compressor requires: leave --quantization out"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
         raise SettingError(

@@ -133,12 +133,12 @@ def _mtp_facts(target: ModelConfig) -> ModelConfig:
     if not target.num_mtp_layers:
         raise SettingError(
             f"--speculative-config names the method mtp, and {target.path} has no MTP layer "
-            "(num_nextn_predict_layers)"
+            "(num_nextn_predict_layers): use another method"
         )
     if target.is_quantized:
         raise SettingError(
             f"--speculative-config names the method mtp, and the weights of {target.path} are "
-            "quantized: MTP is supported for unquantized weights only"
+            "quantized, MTP is supported for unquantized weights only: use another method"
         )
     return replace(target, num_layers=target.num_layers + 1, num_mtp_layers=0)
 

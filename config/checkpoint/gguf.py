@@ -100,8 +100,8 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("Another process is converting the same file, waiting for it")
-            report("convert: another process is converting the same file, waiting for it", 0, 0)
+            logger.info("Another process is converting the same file: waiting for it")
+            report("convert: another process is converting the same file: waiting for it", 0, 0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -119,14 +119,14 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return (
             f"{model!r} is not a local folder and was not downloaded before, and HF_HUB_OFFLINE "
-            "forbids downloads: unset it, or give a local folder"
+            "forbids downloads: unset it, or use a local folder"
         )
     # Before version 1.0, an entry that is not in the cache raises an HTTP error without a response.
     if not isinstance(cause, errors.HfHubHTTPError) or cause.response is None:
         return (
             f"{model!r} is not a local folder and could not be downloaded from {hub} "
-            f"({type(cause).__name__}: {_first_line(cause)}); without a network give a folder or a "
-            "GGUF file, behind a proxy set HTTPS_PROXY, for a mirror HF_ENDPOINT"
+            f"({type(cause).__name__}: {_first_line(cause)}); without a network use a folder or a "
+            "GGUF file, behind a proxy set HTTPS_PROXY, for a mirror set HF_ENDPOINT"
         )
     status = cause.response.status_code
     if status in (401, 403):
@@ -142,7 +142,7 @@ def _reason(error: Exception, model: str, revision: str | None, folder: str | No
         return f"{model!r} is not a local folder, and {hub} has no model of that name"
     return (
         f"{model!r} could not be downloaded, {hub} answered {status} ({_first_line(cause)}); try "
-        "again later, or give a folder"
+        "again later, or use a folder"
     )
 
 

@@ -81,8 +81,8 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
         gguf = [name for name in names if name.lower().endswith(".gguf")]
         if gguf:
             return ConfigError(
-                f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: give the path of one "
-                "GGUF file"
+                f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: set the model to the "
+                "path of one GGUF file"
             )
     problem = f"{model} has no {' and no '.join(missing)}"
     if len(missing) == len(_NEEDED):

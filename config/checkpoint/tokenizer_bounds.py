@@ -300,7 +300,7 @@ class _Checker:
         )
 
 
-_GROWTH = "bytes that its normalizer and pre_tokenizer may produce for each byte of text"
+_GROWTH = "bytes per byte of text after its normalizer and pre_tokenizer"
 
 
 def _regex(step: Mapping[str, Any]) -> str:

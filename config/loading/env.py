@@ -194,7 +194,10 @@ def launched_rank() -> LaunchedRank:
             raise ConfigError(f"the variable {name} is {word!r}, it must be a number")
     ranks = LaunchedRank(*map(int, words))
     if ranks.rank >= ranks.world_size:
-        raise ConfigError(f"RANK is {ranks.rank} and WORLD_SIZE is {ranks.world_size}")
+        raise ConfigError(
+            f"RANK is {ranks.rank} and WORLD_SIZE is {ranks.world_size}: RANK must be below "
+            "WORLD_SIZE"
+        )
     return ranks
 
 

@@ -112,7 +112,7 @@ def load(
     named = {given.value for given in flags if given.name == "model"}
     # The value of an unknown flag may have been parsed as the argument MODEL.
     if len(named) > 1 and not problems:
-        problems.append(f"two models are named, {' and '.join(sorted(map(repr, named)))}")
+        problems.append(f"two different models are set, {' and '.join(sorted(map(repr, named)))}")
     loaded = _merge(_variables(environ), flags, problems, arguments, default_model, parser.kinds)
     return replace(loaded, words=tuple(argv or ()))
 
@@ -176,14 +176,16 @@ def _merge(
         # --served-model-name takes several names, so a MODEL after it counts as another name.
         problems += [
             f"{key.name} takes {' and '.join(map(repr, key.value))}, and no model is named: put "
-            "MODEL in front of the flags, or use --model"
+            "MODEL before the flags, or use --model"
             for key in explicit
             if isinstance(key.value, list)
         ]
         if default_model is not None:
             values["model"] = (default_model, DEFAULT)
         elif not problems:
-            problems.append("no model is given; give a folder, a .gguf file or a Hugging Face id")
+            problems.append(
+                "no model is set; set --model to a folder, a .gguf file or a Hugging Face id"
+            )
     model = str(values.get("model", ("",))[0])
     without_effect = _without_effect(chain(*layers), model, problems)
     notes += _without_absent_template(values)

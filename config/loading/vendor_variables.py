@@ -17,7 +17,7 @@ DATA = Path(__file__).with_suffix(".yaml")
 SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 RUNTIME = "runtime"
 """Reason for variables that the vendor's runtime reads, which do have an effect."""
-REASONS = ("not built", "not needed", "instead", RUNTIME)
+REASONS = ("not supported", "not needed", "instead", RUNTIME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +75,4 @@ def ignored_variables(environ: Mapping[str, str]) -> dict[str, str]:
         for name in fnmatch.filter(unread, variable.name)
     }
     unknown = [name for name in unread if name.startswith("VLLM_") and name not in reasons]
-    return {**reasons, **dict.fromkeys(unknown, "not known here")}
+    return {**reasons, **dict.fromkeys(unknown, "gaudiserve does not know this variable")}

@@ -124,7 +124,7 @@ VALUES = (
         "compilation-config optimization-level",
         (),
         "level 0 is --enforce-eager; else --execution-mode chooses how the "
-        "model is compiled, and the buckets (such as --decode-bs-bucket-max) which shapes",
+        "model is compiled, and the buckets (such as --decode-bs-bucket-max) choose the shapes",
     ),
     (
         "kv-transfer-config",
@@ -185,7 +185,7 @@ SWITCHES = (
         (),
         "llguidance compiles all grammars, and has no fallback",
     ),
-    ("disable-cascade-attn", (), "there is no cascade attention"),
+    ("disable-cascade-attn", (), "cascade attention is not supported"),
     ("disable-async-output-proc", (), "--overlap-depth 1 turns the overlap of steps off"),
     ("multi-step-stream-outputs", (), "the tokens of a step are sent when the step ends"),
     ("disable-frontend-multiprocessing", (), "each engine of a server runs in its own process"),
@@ -216,7 +216,7 @@ ABSENT = (
         "enable-dbo dbo-* ubatch-size",
         "--enable-expert-parallel gives each device the same number of experts, in order",
     ),
-    ("ray-workers-use-nsight worker-extension-cls", "there are no plug-ins for workers"),
+    ("ray-workers-use-nsight worker-extension-cls", "plug-ins for workers are not supported"),
     (
         "enable-lora-bias lora-extra-vocab-size long-lora-scaling-factors "
         "qlora-adapter-name-or-path enable-prompt-adapter max-prompt-adapters "
@@ -232,7 +232,7 @@ ABSENT = (
     (
         "mm-processor-cache-type mm-shm-cache-* mm-encoder-attn-* mm-tensor-ipc "
         "interleave-mm-strings video-pruning-rate enable-mm-embeds disable-chunked-mm-input",
-        "images have no options of this kind",
+        "these options of images are not supported",
     ),
     ("disable-mm-preprocessor-cache", "--mm-processor-cache-gb 0 keeps no preprocessed images"),
     (
@@ -243,7 +243,7 @@ ABSENT = (
     (
         "cudagraph-* cuda-graph-sizes max-cudagraph-capture-size",
         "--execution-mode chooses how the model is compiled, and the buckets (such as "
-        "--decode-bs-bucket-max) which shapes",
+        "--decode-bs-bucket-max) choose the shapes",
     ),
     (
         "attention-backend attention-config kernel-config",
@@ -287,7 +287,7 @@ ABSENT = (
     ("grpc", "the server speaks HTTP"),
     ("allow-credentials", "keys travel in the Authorization header, not in cookies"),
     ("exclude-tools-when-tool-choice-none", "send no tools with the request"),
-    ("tool-server", "tools are run by the client"),
+    ("tool-server", "the client runs the tools"),
     (
         "log-config-file max-log-len enable-log-outputs enable-log-deltas log-error-stack",
         "--log-level, --enable-log-requests and --disable-access-log choose what is logged",
@@ -298,7 +298,7 @@ ABSENT = (
         "/metrics and traces always have all measurements",
     ),
     ("profiler-config", "--profiler and --profiler-trace write a trace"),
-    ("override-neuron-config", "it is for another device"),
+    ("override-neuron-config", "the flag is for another device"),
 )
 
 

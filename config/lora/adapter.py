@@ -368,8 +368,8 @@ def _experts(
     depth = 1 if name != path else 0
     if depth >= len(parameters):
         raise ConfigError(
-            f"{file} has weights for {name}, and target_parameters of {config.file} names "
-            f"{len(parameters)} parameters of {path}"
+            f"{file} has weights for {name}, for which target_parameters of {config.file} must "
+            f"name at least {depth + 1} parameters of {path}, it names {len(parameters)}"
         )
     parameter = parameters[-1 - depth]
     projections = stack.parameters[parameter]

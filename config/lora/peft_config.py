@@ -255,7 +255,7 @@ def _numbers(file: str, name: str, value: Any, kind: type[Value]) -> dict[str, V
         raise ConfigError(f"{file} has {name} {shown(value)}, it must be an object")
     if len(value) > MAX_EXPRESSIONS:
         raise ConfigError(
-            f"{file} has {name} of {len(value)} modules, at most {MAX_EXPRESSIONS} are allowed"
+            f"{file} has {name} for {len(value)} modules, at most {MAX_EXPRESSIONS} are allowed"
         )
     return {
         key: _number(file, f"{name} of {shown(key)[1:-1]}", value, kind)

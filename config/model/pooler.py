@@ -77,7 +77,7 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
         if config.convert == "embed":
             raise SettingError(
                 "runner is 'generate' and convert is 'embed', which makes an embedding model: "
-                "leave out one of them"
+                "leave out one of the two"
             )
         return None
     if generates and config.convert == "none":

@@ -25,7 +25,7 @@ class OffloadConfig:
         minimum=0,
     )
     kv_offloading_backend: str = setting(
-        "native", "Code that offloads KV blocks", choices=("native",)
+        "native", "Back end that offloads KV blocks", choices=("native",)
     )
     kv_offloading_dir: str | None = setting(
         None,

@@ -218,7 +218,10 @@ def _speculation(options: Mapping[str, object]) -> SpeculationMethod:
         depth = _number(options, f"{_SUFFIX}max_tree_depth") or DEFAULT_SUFFIX_DEPTH
         options = {"num_speculative_tokens": min(depth, MAX_DRAFTS), **options}
     if "num_speculative_tokens" not in options:
-        raise ConfigError("speculative_config has no num_speculative_tokens")
+        raise ConfigError(
+            "speculative_config has no num_speculative_tokens: set it to the maximum number of "
+            "draft tokens, such as 5"
+        )
     if "model" in METHOD_KEYS[method] and not options.get("model"):
         raise ConfigError(
             f"speculative_config names the method {method} and no model: set model to the folder "
@@ -291,8 +294,8 @@ def _lookups(options: Mapping[str, object]) -> tuple[int, int]:
     longest, shortest = given[0], given[-1]
     if shortest > longest:
         raise ConfigError(
-            f"prompt_lookup_min is {shortest} and prompt_lookup_max is {longest}: the shortest "
-            "n-gram is longer than the longest"
+            f"prompt_lookup_min is {shortest} and prompt_lookup_max is {longest}: set "
+            "prompt_lookup_min to at most prompt_lookup_max"
         )
     return longest, shortest
 

@@ -436,7 +436,7 @@ class EngineLoop:
         # An API server that was drained has no open requests: a regular stop, not a warning.
         level = logging.WARNING if count else logging.DEBUG
         end = f"{counted(count, 'request')} of it {'is' if count == 1 else 'are'} aborted"
-        logger.log(level, "API server %d has gone: %s", front_end, end)
+        logger.log(level, "API server %d has disconnected: %s", front_end, end)
 
     def _emit_adapters(self, core: EngineCore) -> None:
         """Send the served adapters to all front ends if they have changed."""

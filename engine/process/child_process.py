@@ -159,7 +159,7 @@ class ChildProcess:
             except BlockingIOError:
                 num_written = 0
         if num_written < len(frame):
-            logger.error("%s reads no messages, it is killed", self._name)
+            logger.error("%s does not read its messages and is killed", self._name)
             self._process.kill()
 
     def stop(self) -> None:

@@ -95,7 +95,7 @@ def failures_of_requests(action: str, refusal: str, *, param: str | None = None)
         logger.warning("%s was interrupted: %s", action, error)
         raise Overloaded(f"{action} was interrupted: {error}") from None
     except (CallKilled, CallBroken) as error:
-        logger.warning("%s failed, its request is refused: %s", action, error)
+        logger.warning("%s failed, and its request is rejected: %s", action, error)
         raise UserError(f"{refusal}: {error}", param=param) from None
 
 

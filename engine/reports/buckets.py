@@ -141,7 +141,7 @@ def _makers(table: BucketTable, phase: int, strategy: str) -> str:
     count = sum(bucket[0] == phase for bucket in table.buckets) - len(added)
     if not added:
         return f"{strategy}: all"
-    why = "a chunk behind any context" if phase == PREFILL else "a decode of all sequences"
+    why = "a chunk after any context" if phase == PREFILL else "a decode of all sequences"
     listed = " ".join(f"({batch},{query},{blocks})" for batch, query, blocks in added)
     return f"{strategy}: {count}; added, so that {why} fits: {listed}"
 

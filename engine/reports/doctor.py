@@ -87,7 +87,7 @@ def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagn
     if device_name != "hpu" and not has_sign_of_gaudi(machine):
         gaudi = (Finding(OK, "cards", "none here: no runtime, no driver, no card"),)
     device = [
-        Finding(OK, "device", f"--device {config.device} takes {device_name}: {reason}"),
+        Finding(OK, "device", f"--device {config.device} selects {device_name}: {reason}"),
         *_device_problems(machine, device_name, cards),
         *_compressor(machine, config),
     ]
@@ -187,7 +187,7 @@ def _selftest(machine: Machine, config: EngineConfig) -> Finding:
             for result in wrong
             for fallback in result.fallbacks
         ]
-        do = "`serve` avoids the failures by these settings, unless you set them: "
+        do = "`serve` avoids the failures with these settings, unless you set them: "
         return Finding(WARN, "self-test", what, do + " ".join(dict.fromkeys(settings)))
     return Finding(
         OK,
@@ -202,8 +202,8 @@ def _host(machine: Machine) -> tuple[Finding, ...]:
     bfloat16 = "bfloat16 is multiplied in hardware"
     if not has_fast_bfloat16(machine.root):
         bfloat16 = (
-            "bfloat16 is multiplied by our kernels; --dtype auto is float32 for models that they "
-            "do not support"
+            "gaudiserve's kernels multiply bfloat16; --dtype auto is float32 for models that the "
+            "kernels do not support"
         )
     return (
         _cores(machine),

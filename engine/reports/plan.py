@@ -313,7 +313,7 @@ def _memory(plan: Plan) -> list[str]:
     adapters = [("adapters", card.adapter_bytes, "of all slots")]
     weights = ""
     if card.drafter.weight_bytes:
-        weights = f"{card.drafter.weight_bytes / GIB:.2f} of the drafter among them"
+        weights = f"{card.drafter.weight_bytes / GIB:.2f} of the drafter included"
     elif card.host_weight_bytes:
         weights = f"two layers in turn of {card.host_weight_bytes / GIB:.2f} in host memory"
     rows = (
@@ -328,7 +328,7 @@ def _memory(plan: Plan) -> list[str]:
         ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
         ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
         ("    KV cache", kv, blocks),
-        ("  margin", card.parts.margin, "never planned for"),
+        ("  margin", card.parts.margin, "not planned"),
     )
     which = "each card"
     if demand.num_stages > 1:

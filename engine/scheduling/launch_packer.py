@@ -81,8 +81,8 @@ class LaunchPacker:
         batch, query, blocks = max(prepared, key=lambda bucket: self._table.cost(phase, bucket))
         needed, available = f"over {num_blocks} KV blocks", f"over {blocks}"
         if phase == PREFILL:
-            needed = f"of {num_tokens} tokens behind {num_blocks} KV blocks"
-            available = f"of {query} behind {blocks}"
+            needed = f"of {num_tokens} tokens after {num_blocks} cached KV blocks"
+            available = f"of {query} after {blocks}"
         return (
             f"it needs a {name} {needed}, and no warmed-up bucket is large enough (the largest: "
             f"batch {batch}, {available}); on-unwarmed-shape is reject"

@@ -172,7 +172,7 @@ class Runner:
             if missing:
                 reason = f"it needs {', '.join(missing)}"
             elif check.num_ranks > self._place.num_cards:
-                reason = f"it needs {check.num_ranks} cards, visible: {self._place.num_cards}"
+                reason = f"it needs {check.num_ranks} cards, found {self._place.num_cards}"
             elif time.monotonic() >= self._end:
                 reason = f"the time budget of {self._budget_s:g} s was used up"
             if reason:

@@ -209,7 +209,7 @@ class Grammar:
         if self._debt_s > MAX_DEBT_S and not self.refusal:
             self.refusal = (
                 f"its outputs took {self._debt_s:.3f} s more than {STEP_S} s per token, at most "
-                f"{MAX_DEBT_S} s may"
+                f"{MAX_DEBT_S} s are allowed"
             )
 
     def _probe(self, kind: str) -> str | None:
@@ -431,7 +431,7 @@ def _overdue(spent_s: float, count: int) -> str | None:
     allowed_s = START_S + STEP_S * count
     if spent_s <= allowed_s:
         return None
-    return f"{count} tokens took {spent_s:.3f} s, at most {allowed_s} s may"
+    return f"{count} tokens took {spent_s:.3f} s, at most {allowed_s} s are allowed"
 
 
 def _json(text: str) -> str:

@@ -107,7 +107,7 @@ def _modules(machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int) 
                 ERROR,
                 MODULES,
                 f"the modules {','.join(map(str, used))} do not form a group of {num_cards}",
-                f"take one of {valid}",
+                f"use one of {valid}",
             )
         ]
     return [Finding(OK, MODULES, f"modules {text}")]

@@ -146,7 +146,7 @@ def release_mismatch(machine: Machine) -> str:
     )
 
 
-OTHER_RELEASE = "take the image of the driver's release, or update the driver on the host"
+OTHER_RELEASE = "use the image of the driver's release, or update the driver on the host"
 
 
 def _version_match(machine: Machine) -> list[Finding]:

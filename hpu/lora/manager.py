@@ -346,8 +346,8 @@ def keep_adapted_experts(
     for module in model.modules():
         if isinstance(module, MoE) and module.scales_input:
             raise ConfigError(
-                f"--lora-extra-targets has experts, and in {model_config.architecture} the "
-                "weights of experts multiply their inputs: leave them out"
+                f"--lora-extra-targets has experts, and in {model_config.architecture} the router "
+                "weights scale the inputs of the experts: leave experts out"
             )
         if isinstance(module, Experts):
             module.keeps_method = True

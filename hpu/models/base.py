@@ -51,7 +51,9 @@ class CausalLM(nn.Module):
         """Make each later `forward` keep the hidden states before `layers` in `kept_hidden_states`.
         Called once, before the caches are bound. Raises ConfigError if the model does not support
         it."""
-        raise ConfigError("the code of transformers runs the model, and returns no hidden states")
+        raise ConfigError(
+            "the model runs on the transformers implementation, which returns no hidden states"
+        )
 
     @property
     def kept_hidden_states(self) -> Tensor | None:

@@ -134,8 +134,8 @@ class ImageBuffers:
                 own = self._cache.rows(content)
                 if len(own) != expected:
                     raise RuntimeError(
-                        f"image {content.hex()} has {len(own)} embeddings, and takes the places of "
-                        f"{expected} tokens"
+                        f"image {content.hex()} has {len(own)} embeddings for {expected} image "
+                        "tokens, the numbers must be equal"
                     )
                 rows[owners == owner] = own[ranks[owners == owner]]
             out.image_rows.reshape(-1)[at] = rows
@@ -169,7 +169,9 @@ def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _
         found.append(image.offset + np.flatnonzero(is_image))
     counts = tuple(map(len, found))
     if not all(counts):
-        raise RuntimeError(f"images take the places of {counts} tokens, each must take at least 1")
+        raise RuntimeError(
+            f"images have {counts} image tokens in the prompt, each must have at least 1"
+        )
     positions = np.concatenate(found)
     axes: Integers = np.empty((3, 0), np.int64)
     offset = 0

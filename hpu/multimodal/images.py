@@ -189,7 +189,7 @@ class Images(ImageFeature):
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             # The tower is third-party code that reads files of the checkpoint. NaN embeddings end
             # only the requests that contain the image.
-            logger.exception("An image cannot be encoded, and its requests get an error")
+            logger.exception("An image cannot be encoded: its requests fail")
             shape = (len(rows), self._width)
             return torch.full(shape, math.nan, dtype=self._tower.dtype, device=device)
         if self._model.image_multiplier != 1:

@@ -38,7 +38,9 @@ def _unsupported_reason(
     import transformers
 
     if vision.uses_mrope and not is_native:
-        return "the code of transformers (--model-impl) takes positions with one axis"
+        return (
+            "the transformers implementation (--model-impl) supports positions with one axis only"
+        )
     # dir() instead of hasattr, which would import the model's code.
     if vision.architecture not in dir(transformers):
         return f"transformers {transformers.__version__} has no {vision.architecture}"

@@ -107,5 +107,5 @@ def check_count(found: int, rows: Integers) -> None:
     """Raise RuntimeError unless `found` equals the number of rows."""
     if found != len(rows):
         raise RuntimeError(
-            f"the vision tower makes {found} embeddings of an image, the plan says {len(rows)}"
+            f"the vision tower returned {found} embeddings of an image, the plan has {len(rows)}"
         )

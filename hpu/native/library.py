@@ -496,7 +496,12 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     path = folder / f"decode-{key}.so"
     reason = foreign_writer(folder)
     if reason:
-        logger.warning("Kernels: not read from %s and not kept: it %s; %s", folder, reason, HINT)
+        logger.warning(
+            "Kernels: not loaded from %s and not saved there, because it %s; %s",
+            folder,
+            reason,
+            HINT,
+        )
     elif _is_whole(path):
         return Library(path, num_threads)
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)

@@ -115,7 +115,7 @@ class IncCompressor:
         if self.config.measures:
             self._inc.finalize_calibration(model)
             file = self.config.measure_file(self._group.rank, self._group.size)
-            logger.info("Measures: written to %s", file)
+            logger.info("Measurements: written to %s", file)
 
     def quantizes_cache(self, model: nn.Module) -> bool:
         """Whether a patched model has an FP8 KV cache."""
@@ -132,8 +132,8 @@ class IncCompressor:
         if unmeasured:
             file = self.config.measure_file(self._group.rank, self._group.size)
             raise CheckpointError(
-                f"{file} has no measures of {len(unmeasured)} modules of the model, the first is "
-                f"{unmeasured[0]}: measure this model, with the same number of ranks"
+                f"{file} has no measurements of {len(unmeasured)} modules of the model, the first "
+                f"is {unmeasured[0]}: measure this model, with the same number of ranks"
             )
 
 

@@ -84,8 +84,9 @@ class BatchState:
             )
         if not new.num_computed_tokens < len(tokens) <= self._tokens.shape[1]:
             raise RuntimeError(
-                f"request {req_index}: {len(tokens)} tokens, {new.num_computed_tokens} of them "
-                f"computed, of at most {self._tokens.shape[1]}"
+                f"request {req_index} has {len(tokens)} tokens, {new.num_computed_tokens} of them "
+                f"computed: at least 1 must not be computed, and at most {self._tokens.shape[1]} "
+                "tokens are allowed"
             )
         self._is_live[req_index] = True
         self._tokens[req_index, : len(tokens)] = tokens
@@ -110,10 +111,14 @@ class BatchState:
         end = start + len(blocks)
         if not self._is_live[req_index] or end > self._block_tables.shape[1]:
             raise RuntimeError(
-                f"request {req_index}: {end} blocks, it takes {self._block_tables.shape[1]}"
+                f"request {req_index} is not live or has {end} blocks, at most "
+                f"{self._block_tables.shape[1]} are allowed"
             )
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.pad_block:
-            raise RuntimeError(f"request {req_index}: blocks {blocks} of 0 .. {self.pad_block - 1}")
+            raise RuntimeError(
+                f"request {req_index} has the blocks {blocks}, they must be from 0 to "
+                f"{self.pad_block - 1}"
+            )
         self._block_tables[req_index, start:end] = blocks
         self._num_blocks[req_index] = end
 
@@ -121,7 +126,8 @@ class BatchState:
         """Replace block sources[i] by targets[i] in every block table."""
         if not all(0 <= block < self.pad_block for block in (*sources, *targets)):
             raise RuntimeError(
-                f"blocks {sources} are moved to {targets}, there are 0 .. {self.pad_block - 1}"
+                f"blocks {sources} are moved to {targets}, they must be from 0 to "
+                f"{self.pad_block - 1}"
             )
         new = np.arange(self.pad_block + 1, dtype=np.int32)
         new[sources] = targets

@@ -202,18 +202,20 @@ def check_speculation(loaded: LoadedModel) -> None:
     if loaded.pooler is not None:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {what} is served for "
-            "pooling, which generates no tokens"
+            "pooling, which generates no tokens: leave --speculative-config out"
         )
     check_target(method, loaded.model_config)
     if loaded.prompt_vocab_size:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and prompts of {what} have "
-            "image tokens, whose ids are above the vocabulary and would be drafted"
+            "image tokens, whose ids are above the vocabulary and would be drafted: leave "
+            "--speculative-config out"
         )
     if not (loaded.backend.shares_host_memory or loaded.backend.compiles):
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and the device is "
-            f"{loaded.backend.name}: drafts are verified on hpu and on cpu"
+            f"{loaded.backend.name}, drafts are verified on hpu and cpu only: leave "
+            "--speculative-config out"
         )
 
 

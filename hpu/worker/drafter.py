@@ -107,8 +107,8 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
         if head.kept_layers:
             target.model.keep_hidden_states(head.kept_layers)
             logger.info(
-                "Speculation: the head reads hidden states in front of the layers %s, so the "
-                "target's layers run one by one",
+                "Speculation: the head reads hidden states before the layers %s, so the target's "
+                "layers run one by one",
                 ", ".join(map(str, head.kept_layers)),
             )
     return replace(target, drafter=drafter)

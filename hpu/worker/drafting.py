@@ -110,9 +110,9 @@ def with_draft_buffers(
     vision = loaded.model_config.vision
     if vision is not None and vision.uses_mrope:
         raise ConfigError(
-            f"--speculative-config names the method {method.method}, and {loaded.config.model} has "
-            f"positions with three axes: its drafts are verified on cpu, not on "
-            f"{loaded.backend.name}"
+            f"--speculative-config names the method {method.method}, and {loaded.config.model} "
+            "has positions with three axes, whose drafts are verified on cpu and not on "
+            f"{loaded.backend.name}: leave --speculative-config out"
         )
     stage = loaded.link.stage
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps

@@ -300,7 +300,7 @@ def load(
         check_memory(model_config, backend, max_model_len, on_device)
     if config.load_format == DUMMY:
         logger.warning(
-            "Weights: random, no files are read (--load-format dummy); the output means nothing"
+            "Weights: random, no files are read (--load-format dummy); the output is meaningless"
         )
     loading = _Loading(
         config,
@@ -620,7 +620,7 @@ def check_memory(
     rotary, host = rotary_peak_bytes(model_config, max_model_len), usable_memory()[1]
     if rotary > host:
         raise ConfigError(
-            f"the rotary table for {max_model_len} tokens takes {bytes_text(rotary)} to make, "
+            f"the rotary table for {max_model_len} tokens takes {bytes_text(rotary)} to compute, "
             f"this machine has {bytes_text(host)}: set a smaller --max-model-len"
         )
 

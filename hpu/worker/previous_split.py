@@ -98,7 +98,7 @@ class SplitRecord:
         try:
             write_cached(self._path, text.encode())
         except OSError as error:
-            logger.warning("The number of KV blocks is not remembered: %s", error)
+            logger.warning("The number of KV blocks is not saved for the next start: %s", error)
 
     def _entries(self) -> dict[str, Any]:
         """Entries by fingerprint, newest last; empty if the file is missing or invalid."""

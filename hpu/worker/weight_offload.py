@@ -88,12 +88,14 @@ def weights_in_host_memory(
     }
     for why, is_refused in refusals.items():
         if is_refused:
-            raise ConfigError(f"{what} {model_config.path} {why}: its weights stay on the device")
+            raise ConfigError(
+                f"{what} {model_config.path} {why}, so its weights stay on the device: set it to 0"
+            )
     spec = decoder_spec(model_config)
     if spec.mla is not None or spec.states:
         raise ConfigError(
-            f"{what} {model_config.path} has latent attention or recurrent layers: its weights "
-            "stay on the device"
+            f"{what} {model_config.path} has latent attention or recurrent layers, so its weights "
+            "stay on the device: set it to 0"
         )
     sizes = layer_bytes(model_config, num_cards=group.size, width=dtype.itemsize)
     layers = host_layers(config.offload, sizes)

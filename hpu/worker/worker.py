@@ -210,7 +210,7 @@ class Worker:
         gc.collect()
         free = backend.memory()[0]
         logger.info(
-            "Asleep at level %d: %s of memory given back", level, bytes_text(max(0, free - before))
+            "Asleep at level %d: %s of memory freed", level, bytes_text(max(0, free - before))
         )
 
     def wake_weights(self) -> None:

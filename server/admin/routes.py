@@ -35,16 +35,16 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/health",
         operation_id="health",
-        summary="As in vLLM: 503 until the server has started, then as /live",
+        summary="503 until the server has started, then the same as /live (as in vLLM)",
     )
     async def get_health() -> Response:
         return _health(state)
 
-    @get("/ping", operation_id="ping", summary="As /health")
+    @get("/ping", operation_id="ping", summary="Same as /health")
     async def get_ping() -> Response:
         return _health(state)
 
-    @router.post("/ping", operation_id="ping_by_post", summary="As /health", responses=ANSWERS)
+    @router.post("/ping", operation_id="ping_by_post", summary="Same as /health", responses=ANSWERS)
     async def post_ping() -> Response:
         return _health(state)
 

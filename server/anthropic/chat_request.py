@@ -143,11 +143,14 @@ class _MessageBuilder:
         last = self.messages[-1]
         if last["role"] == "assistant":
             if last.get("tool_calls"):
-                raise _bad("the last message uses a tool, a tool_result must follow")
+                raise _bad("the last message has a tool_use block: send its tool_result after it")
             if not any(part["text"] for part in last["content"]):
                 self.messages.pop()
                 if last.get("reasoning") or not self.messages:
-                    raise _bad("the last message is an assistant message without text to continue")
+                    raise _bad(
+                        "the last message is an assistant message without text to continue: add "
+                        "text, or end with a user message"
+                    )
                 last = {}
         for message in self.messages:
             parts = message["content"]

@@ -29,7 +29,7 @@ Prepare a model for FP8 on Gaudi with Intel Neural Compressor (pip install neura
 
 The model answers your samples in bfloat16 while the largest inputs of each matrix multiplication
 are measured. Then the model is quantized once with scales computed from these inputs. DIR gets the
-measures, the scales, maxabs_measure.json and maxabs_quant.json, the file to serve with.
+measurements, the scales, maxabs_measure.json and maxabs_quant.json, the file to serve with.
 """
 EPILOG = """\
 FILE holds samples of what users will send. Each line of a .jsonl file is a string, or an object
@@ -147,7 +147,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     _say(f"1/3 measure: {counted(len(samples), 'sample')} on {counted(num_ranks, 'card')}")
     with _model(args, measure_config) as llm:
         _answer(llm, samples, args.max_tokens)
-    _say("2/3 repair and unify the measures")
+    _say("2/3 repair and unify the measurements")
     sizes = finish_measures(folder, num_ranks)
     if not args.all_modules:
         keep_least_losing(quantize_config, num_ranks, with_attention=args.kv_cache_dtype == FP8_INC)

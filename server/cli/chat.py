@@ -152,7 +152,7 @@ class _Terminal:
             print("The conversation is forgotten.")
         elif command == "/system":
             self._begin(rest)
-            state = "the system prompt is new" if rest else "there is no system prompt"
+            state = "the system prompt was changed" if rest else "there is no system prompt"
             print(f"The conversation is forgotten; {state}.")
         elif text == HELP:
             print(f"Commands: {COMMANDS}. Ctrl-C stops an answer, Ctrl-D leaves.")

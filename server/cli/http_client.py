@@ -116,7 +116,7 @@ class HttpClient:
         """The error for a response with a status other than 200."""
         text = (_message_of(content) or "no reason is given").rstrip(".")
         if status == UNAUTHORIZED:
-            text += "; give the key of the server by --api-key"
+            text += "; set --api-key to the server's key"
         elif status == NOT_FOUND and path == MODELS_PATH:
             text += "; correct the URL"
         if self._socket_path:

@@ -242,10 +242,14 @@ def _check_options(options: Any, target: QuantizationTarget) -> None:
         raise ConfigError(f"--to {options.to} needs --data, a file with texts")
     if options.group_size is not None and not target.has_groups:
         raise ConfigError(
-            f"--group-size is {options.group_size}, and --to {options.to} has a scale per output"
+            f"--group-size is {options.group_size}, and --to {options.to} has a scale per "
+            "output: leave --group-size out"
         )
     if options.all_layers and not target.keeps_last_layer:
-        raise ConfigError(f"--all-layers is set, and --to {options.to} quantizes all layers anyway")
+        raise ConfigError(
+            f"--all-layers is set, and --to {options.to} quantizes all layers anyway: leave "
+            "--all-layers out"
+        )
     if not is_installed(LIBRARY):
         raise ConfigError(
             f"{LIBRARY} is not installed here: {install_command('cpu,quantize')}, in a "

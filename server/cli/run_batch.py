@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     with BatchOutput(Path(arguments.output_file)) as output:
         lines = _unanswered(Path(arguments.input_file), output)
         if output.num_answered:
-            _say(f"{output.num_answered} lines of {arguments.output_file} are answered already")
+            _say(f"{output.num_answered} lines of {arguments.output_file} are already answered")
         uvloop.run(_run(loaded, arguments, lines, output))
         print(f"{output.num_answered} lines answered, {output.num_errors} of them with an error")
     return 0

@@ -192,8 +192,7 @@ class Pipeline:
             count = getattr(params, name)
             if count is not None and count > self._max_logprobs:
                 raise UserError(
-                    f"{name} asks for {count} of each token, at most {self._max_logprobs} are "
-                    "allowed (--max-logprobs)",
+                    f"{name} is {count}, it must be at most {self._max_logprobs} (--max-logprobs)",
                     param=name,
                 )
 

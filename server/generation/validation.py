@@ -139,13 +139,13 @@ def check_allowed_tokens(params: SamplingParams, eos_ids: Iterable[int], vocab_s
         if len(all_banned) >= vocab_size and len(np.unique(all_banned)) >= vocab_size:
             raise UserError(
                 f"the vocabulary has {vocab_size} tokens, and bad_words, or min_tokens with "
-                "stop_token_ids, ban every one of them",
+                "stop_token_ids, ban all of them",
                 param="min_tokens" if params.min_tokens else "bad_words",
             )
     elif np.isin(token_array(params.allowed_token_ids), all_banned).all():
         raise UserError(
             f"allowed_token_ids has {num_ids(params.allowed_token_ids)} tokens, and bad_words or "
-            "min_tokens ban every one of them",
+            "min_tokens ban all of them",
             param="allowed_token_ids",
         )
 

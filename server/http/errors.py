@@ -147,7 +147,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, EngineFailed):
         return Fault(500, f"The engine failed: {_without_folders(error)}.", "server_error")
     if isinstance(error, EngineDied):
-        return Fault(503, f"The engine is gone: {_without_folders(error)}.", "server_error")
+        return Fault(503, f"The engine has died: {_without_folders(error)}.", "server_error")
     if isinstance(error, RequestFailed):
         # SDKs must not retry: the request would fail again.
         text = _without_folders(error)

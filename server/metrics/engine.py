@@ -33,7 +33,7 @@ SPEC_DECODE = (
 RANK_GAUGES = (
     ("weight_bytes", "hpu_rank_weights_bytes", "The weights of a rank."),
     ("kv_bytes", "hpu_rank_kv_cache_bytes", "The KV cache of a rank."),
-    ("graph_bytes", "hpu_rank_graph_memory_bytes", "Held by a rank's graphs after the warm-up."),
+    ("graph_bytes", "hpu_rank_graph_memory_bytes", "Memory of a rank's graphs after the warm-up."),
     ("total_bytes", "hpu_rank_memory_total_bytes", "Memory of a rank's device."),
     ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),
 )
@@ -140,7 +140,9 @@ class _EngineMetrics:
             )
         is_up = engine.ready is not None and engine.failure is None and engine.lost is None
         yield self._gauge(
-            "gaudiserve:engine_up", "1 while the engine takes requests, 0 once it died.", is_up
+            "gaudiserve:engine_up",
+            "1 while the engine accepts requests, 0 after it has died.",
+            is_up,
         )
         if engine.ready is not None:
             yield self._gauge(
@@ -195,7 +197,7 @@ class _EngineMetrics:
         silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
         yield self._gauge(
             "gaudiserve:oldest_waiting_seconds",
-            "How long the request that waits longest has waited in the queue.",
+            "Time that the oldest waiting request has been in the queue.",
             stats.oldest_waiting_s + silent_s,
         )
         yield self._counters(
@@ -219,7 +221,8 @@ class _EngineMetrics:
         ahead = stats.waiting_prompt_tokens + stats.prefilling_tokens
         yield self._gauge(
             "gaudiserve:expected_ttft_seconds",
-            "Time to first token behind the whole queue; with --max-ttft.",
+            "Estimated time to first token of a new request at the end of the queue; with "
+            "--max-ttft.",
             ahead / rate if rate else 0.0,
         )
         yield self._gauge(
@@ -308,19 +311,19 @@ class _EngineMetrics:
         ):
             yield self._counters(f"gaudiserve:lora_{name}", text, (), {(): count})
         yield self._gauge(
-            "gaudiserve:lora_bytes", "Of the adapters in host memory.", stats.lora_bytes
+            "gaudiserve:lora_bytes", "Size of the adapters in host memory.", stats.lora_bytes
         )
 
     def _images(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, count in (
             (
                 "encoder_cache_queries",
-                "Images of scheduled prompts that were looked up among the kept embeddings.",
+                "Images of scheduled prompts that were looked up in the encoder cache.",
                 stats.encoder_cache_queries,
             ),
             (
                 "encoder_cache_hits",
-                "Images whose embeddings were found.",
+                "Images whose embeddings were in the encoder cache.",
                 stats.encoder_cache_hits,
             ),
             ("encoded_images", "Images that the vision tower encoded.", stats.encoded_images),
@@ -333,7 +336,7 @@ class _EngineMetrics:
             yield self._counters(f"gaudiserve:{name}", text, (), {(): count})
         yield self._gauge(
             "gaudiserve:encoder_cache_tokens",
-            "Embeddings of images that the workers keep.",
+            "Embeddings of images in the encoder cache.",
             stats.encoder_cache_tokens,
         )
 
@@ -343,7 +346,7 @@ class _EngineMetrics:
         padding = {phase: stats.padding_tokens.get(phase[0], 0) for phase in phases}
         yield self._counters(
             "hpu_bucket_lookups",
-            "Launches by whether their padded shape was warmed up.",
+            "Launches, by whether their padded shape was warmed up.",
             ("phase", "result"),
             {
                 (phase, result): stats.lookups.get(f"{phase}.{result}", 0)
@@ -362,10 +365,10 @@ class _EngineMetrics:
             },
         )
         yield self._counters(
-            "hpu_useful_tokens", "Tokens computed that were real.", ("phase",), useful
+            "hpu_useful_tokens", "Computed tokens without padding.", ("phase",), useful
         )
         yield self._counters(
-            "hpu_padding_tokens", "Tokens computed as padding.", ("phase",), padding
+            "hpu_padding_tokens", "Computed tokens of padding.", ("phase",), padding
         )
         # Ratio of two counters, for dashboards that cannot divide.
         yield self._gauges(
@@ -402,7 +405,7 @@ class _EngineMetrics:
         positions = sorted(int(n.removeprefix(prefix)) for n in counts if n.startswith(prefix))
         yield self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by their position after the last known token.",
+            "Accepted draft tokens by their position in the draft.",
             ("position",),
             {(str(position),): counts[f"{prefix}{position}"] for position in positions},
         )
@@ -422,7 +425,7 @@ class _EngineMetrics:
                 weights, freed = 0, [*freed, "weight_bytes"]
         used = weights + kv + stats.graph_bytes
         yield self._gauge("hpu_graphs_cached", "Captured graphs.", stats.graphs)
-        yield self._gauge("hpu_graph_memory_bytes", "Held by graphs.", stats.graph_bytes)
+        yield self._gauge("hpu_graph_memory_bytes", "Memory of captured graphs.", stats.graph_bytes)
         for name, text, value in (
             ("hpu_memory_used_bytes", "Weights, KV cache and graphs.", used),
             ("hpu_memory_total_bytes", "Memory of the device.", total),

@@ -110,13 +110,13 @@ class Metrics:
         }
         self._image_seconds = self._registry.histogram(
             "gaudiserve:image_preprocessing_seconds",
-            "Decoding and preprocessing an image, waiting for a process included.",
+            "Time to decode and preprocess an image, with the wait for a process.",
             LABELS,
             IMAGE_S,
         ).labels(self._model_name, ENGINE)
         routed = self._registry.counter(
             "gaudiserve:routed_requests",
-            "Sequences that the router sent to an engine, by why it was chosen.",
+            "Sequences that the router sent to an engine, by the reason for the choice.",
             (*LABELS, "reason"),
         )
         self._routed = {

@@ -66,7 +66,7 @@ class RequestMetrics:
 
         timeouts = self._registry.counter(
             "gaudiserve:request_timeouts",
-            "Requests that were ended by their timeout, by what they did then.",
+            "Requests that were ended by their timeout, by their state at that time.",
             (*LABELS, "state"),
         )
         self._timeouts = {state: timeouts.labels(*self._labels, state) for state in TIMEOUT_STATES}
@@ -85,10 +85,12 @@ class RequestMetrics:
             return self._histogram(f"vllm:{name}_seconds", text, bounds)
 
         self.time_to_first_token = times(
-            "time_to_first_token", "From the request's arrival to its first token.", TTFT_S
+            "time_to_first_token", "Time from the request's arrival to its first token.", TTFT_S
         )
         self.inter_token_latency = times(
-            "inter_token_latency", "Between two steps that gave a sequence tokens.", TOKEN_S
+            "inter_token_latency",
+            "Time between two consecutive steps that produced tokens of a sequence.",
+            TOKEN_S,
         )
         # vLLM's former name of the same histogram, which dashboards still use; observed once.
         former = self._registry.histogram(
@@ -99,20 +101,29 @@ class RequestMetrics:
         )
         former.series[self._labels] = self.inter_token_latency
         self.time_per_output_token = times(
-            "request_time_per_output_token", "Mean over a request's tokens but the first.", TOKEN_S
+            "request_time_per_output_token",
+            "Mean time per output token of a request, without the first token.",
+            TOKEN_S,
         )
-        self.e2e_latency = times("e2e_request_latency", "From arrival to the end.", REQUEST_S)
+        self.e2e_latency = times(
+            "e2e_request_latency", "Time from the request's arrival to its end.", REQUEST_S
+        )
         self.queue_time = times("request_queue_time", "Spent in the waiting queue.", REQUEST_S)
         by_priority = self._registry.histogram(
             "gaudiserve:priority_queue_seconds",
-            "Spent in the waiting queue, by whether the request's priority is below 0, 0 or above.",
+            "Time in the waiting queue, by whether the request's priority is below 0, 0 or "
+            "above 0.",
             (*LABELS, "priority"),
             REQUEST_S,
         )
         self._queue_times = [by_priority.labels(*self._labels, name) for name in PRIORITIES]
-        self.prefill_time = times("request_prefill_time", "Spent on the prompt.", REQUEST_S)
-        self.decode_time = times("request_decode_time", "Spent after the first token.", REQUEST_S)
-        self.inference_time = times("request_inference_time", "Prefill and decode.", REQUEST_S)
+        self.prefill_time = times("request_prefill_time", "Time of the prefill.", REQUEST_S)
+        self.decode_time = times(
+            "request_decode_time", "Time from the first token to the last.", REQUEST_S
+        )
+        self.inference_time = times(
+            "request_inference_time", "Time of prefill and decode.", REQUEST_S
+        )
 
     def add_sizes(self, max_model_len: int) -> None:
         """Add the histograms whose buckets end at the context length, when the context length is

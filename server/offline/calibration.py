@@ -114,7 +114,7 @@ def _check_measured(record: Record) -> None:
     ]
     if unmeasured:
         raise ConfigError(
-            f"the samples gave {len(unmeasured)} of {len(record['Nodes'])} modules only zeros, the "
+            f"{len(unmeasured)} of {len(record['Nodes'])} modules had only zeros as inputs, the "
             f"first is {unmeasured[0]}: add samples that reach them (for a model with images: "
             "samples with images), or leave them in bfloat16 with --skip"
         )
@@ -127,7 +127,7 @@ def read_measures(path: Path) -> Record:
     try:
         record: Record = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"no measures were written: {file}: {error.strerror}") from error
+        raise ConfigError(f"no measurements were written: {file}: {error.strerror}") from error
     return record
 
 

@@ -78,7 +78,7 @@ function ask(content) {
   if (!server.facts) {
     putContent(content);
     const isLocked = server.status === "key needed";
-    return showFailure(isLocked ? "The server asks for an API key; give it above." : trouble() || "The server has not answered yet.");
+    return showFailure(isLocked ? "The server requires an API key; enter it above." : trouble() || "The server has not answered yet.");
   }
   const before = [...chat.messages], call = pendingCall();
   if (!before.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
@@ -163,7 +163,7 @@ function words(error) {
 
 function keep(kept) {
   if (kept.messages.length && !kept.isDeleted && !saveConversation(kept)) {
-    hint(`This conversation is not kept: this browser has no room, or it has over ${count(MAX_CHARACTERS)} characters.`);
+    hint(`This conversation is not saved: this browser has no room, or the conversation has over ${count(MAX_CHARACTERS)} characters.`);
   }
 }
 

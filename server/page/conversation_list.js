@@ -30,7 +30,7 @@ function deleteAll(chats, text) {
   byId("new-chat").focus();
   deletion.offer(text, () => {
     const areKept = chats.map(restoreConversation).every(Boolean);
-    if (!areKept) actions.say("This browser has no room for all of them: close other tabs of this server, and delete others.");
+    if (!areKept) actions.say("This browser has no room for all chats: close other tabs of this server, and delete other chats.");
     reopen();
     byId("new-chat").focus();
   });

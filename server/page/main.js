@@ -25,7 +25,7 @@ function drawStatus() {
   setText("trouble", trouble());
   byId("trouble").hidden = !trouble();
   byId("key-form").hidden = status !== "key needed";
-  setText("key-error", server.isKeyRefused ? "The server refuses this key. Check it and give it again." : "");
+  setText("key-error", server.isKeyRefused ? "The server rejected this key. Check it and enter it again." : "");
   byId("emulated").hidden = facts?.device !== "hpu-emulator";
   setText("facts", facts ? describe(facts) : "");
   if (facts) {

@@ -30,8 +30,8 @@ export function picture(url) {
 async function add(files) {
   if (byId("attach").hidden) return say("This model takes no pictures.");
   for (const file of files) {
-    if (!file.type.startsWith("image/")) say(`${file.name} is no picture.`);
-    else if (file.size > MAX_BYTES) say(`${file.name} has ${count(file.size)} bytes, at most ${count(MAX_BYTES)} are taken.`);
+    if (!file.type.startsWith("image/")) say(`${file.name} is not a picture.`);
+    else if (file.size > MAX_BYTES) say(`${file.name} has ${count(file.size)} bytes, at most ${count(MAX_BYTES)} are allowed.`);
     else urls.push(await dataUrl(file));
   }
   draw();

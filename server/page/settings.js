@@ -21,7 +21,7 @@ export function parseTools(text) {
   } catch (error) {
     throw new Error(`The tools are not JSON: ${error.message}`);
   }
-  if (!Array.isArray(tools)) throw new Error("The tools are not a list; write [ before and ] behind them.");
+  if (!Array.isArray(tools)) throw new Error("The tools are not a list; write [ before and ] after them.");
   return tools;
 }
 

@@ -5,7 +5,7 @@ const PREFIX = `gaudiserve:${location.pathname}:`;
 const CHAT = `${PREFIX}chat:`;
 export const MAX_CONVERSATIONS = 50;
 export const MAX_CHARACTERS = 500_000;
-export const PICTURE_NOT_KEPT = "(The picture is not kept.)";
+export const PICTURE_NOT_KEPT = "(The picture is not saved.)";
 const DEFAULTS = { system: "", temperature: "", maxTokens: 1024, endsRepeats: true, tools: "", model: "" };
 
 export const loadSettings = () => ({ ...DEFAULTS, ...read(`${PREFIX}settings`) });

@@ -409,7 +409,11 @@ class ApiServer:
             self._stage = progress.stage
             # The downloading process logs the later stages.
             if is_first:
-                logger.info("%s answers, not ready: %s", self._urls[0], progress.text)
+                logger.info(
+                    "%s answers health checks, but the server is not ready: %s",
+                    self._urls[0],
+                    progress.text,
+                )
         self.state.stage = progress.text
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)

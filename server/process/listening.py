@@ -40,7 +40,7 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
         hint = ""
         if error.errno == errno.EADDRINUSE:
             other = port + 1 if port < _MAX_PORT else port - 1
-            hint = f"; take another port: --port {other}, or make serve PORT={other}"
+            hint = f"; use another port: --port {other}, or make serve PORT={other}"
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}{hint}") from error
     return sock
 

@@ -74,7 +74,7 @@ class RequestTracker(Generic[StreamT]):
             deltas = await self.stream.__anext__()
         except StopAsyncIteration:
             if self._is_expired:
-                raise self._overdue("the engine had not ended it") from None
+                raise self._overdue("the engine had not finished it") from None
             if self._cancel_reason is not None:
                 raise Overloaded(
                     self._cancel_reason, retry_after_s=None, type="server_error"

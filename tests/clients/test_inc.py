@@ -459,7 +459,9 @@ def test_measurements_of_another_model_are_refused_with_file_and_module(
     }
     np.savez(out / file, record)
 
-    with pytest.raises(ConfigError, match=r"0_1\.npz has no measures of 11 .* model\.layers\.1"):
+    with pytest.raises(
+        ConfigError, match=r"0_1\.npz has no measurements of 11 .* model\.layers\.1"
+    ):
         served(llama, config)
 
 

@@ -59,7 +59,7 @@ def test_a_batch_that_is_killed_twice_answers_each_line_once(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr
-    assert "are answered already" in done.stderr
+    assert "are already answered" in done.stderr
     assert done.stdout == "200 lines answered, 1 of them with an error\n"
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(answer["custom_id"] for answer in answers) == sorted(
@@ -158,7 +158,7 @@ def test_a_terminal_chat_answers_and_forgets_the_conversation_on_clear(chat: Ter
     chat.send("/system\n")
     chat.wait_for("/system\r\nThe conversation is forgotten; there is no system prompt.\r\n> ")
     chat.send("/system be kind\n")
-    chat.wait_for("be kind\r\nThe conversation is forgotten; the system prompt is new.\r\n> ")
+    chat.wait_for("be kind\r\nThe conversation is forgotten; the system prompt was changed.\r\n> ")
     chat.send("/etc/hosts is a file\n")
     answer = chat.wait_for("\r\n> ").partition("a file\r\n")[2]
     assert answer and not answer.startswith("unknown command")

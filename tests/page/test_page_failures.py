@@ -206,17 +206,17 @@ def test_a_wrong_key_is_reported(browser: Browser) -> None:
         expect(page.locator("#key-error")).to_be_hidden()
         expect(page.locator("#key")).to_be_focused()
         send(page, "Hi")
-        refused(page, "Hi", "The server asks for an API key")
+        refused(page, "Hi", "The server requires an API key")
         for key in (MARKUP, "falsch-€"):
             page.fill("#key", key)
             page.click("#key-form button")
             expect(page.locator("#key-error")).to_have_text(
-                "The server refuses this key. Check it and give it again."
+                "The server rejected this key. Check it and enter it again."
             )
         # The message stays, although the page continues to poll without a key.
         for _ in range(2):
             page.wait_for_event("response", lambda r: r.url.endswith("/page/state"))
-        expect(page.locator("#key-error")).to_contain_text("refuses this key")
+        expect(page.locator("#key-error")).to_contain_text("rejected this key")
         page.fill("#key", KEY)
         page.press("#key", "Enter")
         expect(page.locator("#status")).to_have_text("ready")

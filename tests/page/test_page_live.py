@@ -61,7 +61,7 @@ def test_images_can_be_chosen_dropped_pasted_removed_and_sent(
         give(page, "paste", "cow.png", image_bytes(picture(40, 40)))
         expect(page.locator("#pictures img")).to_have_count(4)
         give(page, "drop", "song.mp3", b"ID3", "audio/mpeg")
-        expect(page.locator("#hint")).to_have_text("song.mp3 is no picture.")
+        expect(page.locator("#hint")).to_have_text("song.mp3 is not a picture.")
         for _ in range(2):
             page.locator("#pictures button").first.click()
         expect(page.locator("#pictures img")).to_have_count(2)
@@ -78,7 +78,7 @@ def test_images_can_be_chosen_dropped_pasted_removed_and_sent(
         expect(page.locator(".message.assistant .foot")).to_be_visible()
         page.reload()
         page.locator(".chat-name").click()
-        expect(page.locator(".message.user")).to_contain_text("(The picture is not kept.)")
+        expect(page.locator(".message.user")).to_contain_text("(The picture is not saved.)")
     (body,) = sent
     parts = body["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]

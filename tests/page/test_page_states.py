@@ -183,7 +183,7 @@ def key_states(page: Page, url: str) -> None:
     check(page, "key needed")
     page.fill("#key", "wrong")
     page.press("#key", "Enter")
-    expect(page.locator("#key-error")).to_contain_text("refuses this key")
+    expect(page.locator("#key-error")).to_contain_text("rejected this key")
     check(page, "wrong key")
 
 

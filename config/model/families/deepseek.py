@@ -146,8 +146,8 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek_v3,
         "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
-        "layers for multi-token prediction are not loaded; experts in FP8 (V3, R1, Kimi K2) are "
-        "converted to bfloat16 on a CPU",
+        "the layer for multi-token prediction is loaded only with the speculation method `mtp`; "
+        "experts in FP8 (V3, R1, Kimi K2) are converted to bfloat16 on a CPU",
         renamed=_ROTATED,
         defaults={
             "scoring_func": "sigmoid",

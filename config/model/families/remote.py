@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "BaichuanForCausalLM": _BAICHUAN,
-    "BaiChuanForCausalLM": _BAICHUAN._replace(models="Baichuan 7B and 13B, the first files"),
+    "BaiChuanForCausalLM": _BAICHUAN._replace(models="Baichuan 7B and 13B, as first published"),
     "ChatGLMForCausalLM": Family(
         _chatglm,
         "GLM-4-9B (2024), ChatGLM2 and ChatGLM3, as first published (`ChatGLMModel`)",

@@ -115,7 +115,7 @@ def _region(
     partitioner would leave out are counted as misuses and stay in the graph."""
     for name, reason in left_out(graph, is_dynamic=is_dynamic):
         device.counters.misuse(
-            "left_out_of_graph", f"{name} divides a compiled graph: {reason}", name
+            "left_out_of_graph", f"{name} breaks a compiled graph in two: {reason}", name
         )
     _write_in_place(graph)
     key = hashlib.sha256(graph.code.encode()).hexdigest()[:32]

@@ -121,7 +121,9 @@ class GraphedFunction:
     def _run_ungraphed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counters = self._device.counters
         counters.counts["ungraphed"] += 1
-        counters.misuse("max_graphs", f"{self._max_graphs} graphs are captured: this call has none")
+        counters.misuse(
+            "max_graphs", f"{self._max_graphs} graphs are captured: this call runs without a graph"
+        )
         return self._function(*args, **kwargs)
 
     def _capture(
@@ -135,8 +137,8 @@ class GraphedFunction:
         if self._outlines.setdefault(shape, key) != key:
             self._device.counters.misuse(
                 "scalar_in_key",
-                "the same shapes are captured again for another number or object among the "
-                "arguments",
+                "the same shapes are captured again, because a number or an object among the "
+                "arguments differs",
             )
         graph = HPUGraph(self._device)
         inputs = list(visible_tensors((args, kwargs)))
@@ -171,7 +173,7 @@ class GraphedFunction:
                 counters.misuse(lifetime.kind, lifetime.text)
             if given.dtype == dtype:
                 continue
-            text = f"captured with {dtype}, called with {given.dtype}: the key does not see types"
+            text = f"captured with {dtype}, called with {given.dtype}: the key has no dtypes"
             counters.misuse("dtype_hit", text)
             if not self._caches_tensors:
                 raise RuntimeError(f"the graph would reinterpret its input's memory: {text}")
@@ -195,7 +197,7 @@ class GraphedFunction:
                 raise AssertionError("a parameter and a plain tensor are different types")
             if not isinstance(target, HpuTensor):
                 target.copy_(given)
-                text = "a graph does not read the tensor of the host that a replay gives it"
+                text = "a replay does not read a tensor on the host among its arguments"
                 self._device.counters.misuse("host_input", text)
                 continue
             source = given.host if isinstance(given, HpuTensor) else given

@@ -187,7 +187,7 @@ def check_put(name: str, args: tuple[Tensor, list[Tensor | None], Tensor], repor
     the bridge's test calls it unsupported (test_index_put_4d.py)."""
     has_gap = not all(isinstance(index, Tensor) for index in args[1])
     if has_gap and args[2].numel() > 1:
-        report("index_values", "several values for an index behind a whole dimension", name)
+        report("index_values", "several values for an index after an unindexed dimension", name)
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
@@ -386,7 +386,7 @@ def add_by_index(
     rows = target.shape[dim] if target.dim() else 1
     has_equal = len(set(index.tolist())) < index.numel()
     if has_equal:
-        report("duplicate_index", "equal indices of a sum in lazy mode", name)
+        report("duplicate_index", "duplicate indices of a sum in lazy mode", name)
     is_valid = index.numel() and int(index.min()) >= 0 and int(index.max()) < rows
     if not (has_equal and is_valid and index.numel() <= rows):
         found: Tensor = run(func, args, kwargs, report)

@@ -130,7 +130,7 @@ def check_sdpa(
     ):
         raise RuntimeError(
             f"FusedSDPA: the key's shape {tuple(k.shape)} does not broadcast to the query's "
-            f"{tuple(q.shape)}: groups of heads are a dimension of their own"
+            f"{tuple(q.shape)}: groups of heads must be a separate dimension"
         )
     if q.shape[-1] > MAX_HEAD_SIZE:
         raise RuntimeError(
@@ -144,11 +144,11 @@ def check_sdpa(
     if valid_seq_len is not None and (not is_causal or mask is not None):
         raise RuntimeError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
     if seq_padding_type not in ("left", "right"):
-        raise RuntimeError(f"seq_padding_type is left or right, got {seq_padding_type!r}")
+        raise RuntimeError(f"seq_padding_type must be left or right, got {seq_padding_type!r}")
     if softmax_mode not in ("None", "none", "fast", "fp32"):
-        raise RuntimeError(f"softmax_mode is None, fast or fp32, got {softmax_mode!r}")
+        raise RuntimeError(f"softmax_mode must be None, fast or fp32, got {softmax_mode!r}")
     if p:
-        raise RuntimeError(f"FusedSDPA is emulated for inference: dropout is 0, got {p}")
+        raise RuntimeError(f"FusedSDPA is emulated for inference: dropout must be 0, got {p}")
 
 
 def _check_statistics(
@@ -160,7 +160,9 @@ def _check_statistics(
     if requires_backward and valid_seq_len is not None:
         raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
     if requires_backward and is_causal:
-        raise RuntimeError("FusedSDPA: statistics of a causal call are not those of a mask")
+        raise RuntimeError(
+            "FusedSDPA: a causal call returns other statistics than a call with a mask: pass a mask"
+        )
 
 
 def _valid_keys(lengths: Tensor, span: int, padding: str) -> Tensor:

@@ -50,7 +50,7 @@ def rotary(
     elif mode == 1:
         rotated = torch.stack((-input[..., 1::2], input[..., ::2]), -1).flatten(-2)
     else:
-        raise RuntimeError(f"rotary mode is 0 (blockwise) or 1 (pairwise), got {mode}")
+        raise RuntimeError(f"rotary mode must be 0 (blockwise) or 1 (pairwise), got {mode}")
     return (input * cos + rotated * sin).to(input.dtype)
 
 

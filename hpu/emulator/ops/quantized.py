@@ -319,7 +319,7 @@ class Fp8:
         worst = float(operand.float().abs().max()) if operand.numel() else 0.0
         if worst > self._largest:
             raise RuntimeError(
-                f"{name}: an operand holds {worst}, the device's largest is {self._largest}"
+                f"{name}: an operand has {worst}, the largest FP8 value is {self._largest}"
             )
 
 
@@ -341,9 +341,9 @@ def scale_for_cast(
     calls it for dynamic quantization (_core/fp_utils.py of fp8_quant).
     """
     if maxMode not in (NO_MAX, MAX_OF_TENSOR, MAX_OF_AXIS):
-        raise RuntimeError(f"calculate_scale_for_cast: maxMode is {maxMode}, it is 0, 1 or 2")
+        raise RuntimeError(f"calculate_scale_for_cast: maxMode is {maxMode}, it must be 0, 1 or 2")
     if scaleMode not in (NO_ROUNDING, POWER_OF_2):
-        raise RuntimeError(f"calculate_scale_for_cast: scaleMode is {scaleMode}, it is 0 or 1")
+        raise RuntimeError(f"calculate_scale_for_cast: scaleMode is {scaleMode}, it must be 0 or 1")
     scale = input.float()
     if maxMode == MAX_OF_TENSOR:
         scale = scale.abs().max().reshape(1)

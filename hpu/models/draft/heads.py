@@ -305,8 +305,8 @@ def eagle3_kept_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
         type(layer) is int and 0 <= layer < num_layers for layer in layers
     ):
         raise ConfigError(
-            f"{config.path} reads hidden states in front of the layers {layers}, it must be 3 of "
-            f"the {num_layers} layers of the target"
+            f"{config.path} reads hidden states before the layers {layers}, it must be 3 of the "
+            f"{num_layers} layers of the target"
         )
     return tuple(layers)
 

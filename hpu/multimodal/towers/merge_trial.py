@@ -35,13 +35,13 @@ def image_merge_error(config: ModelConfig) -> str:
     drop_language_model(whole)
     owner = features_owner(whole)
     if owner is None:
-        return f"the code of transformers has no embeddings of images for a {name}"
+        return f"transformers has no method that returns the image embeddings of a {name}"
     if hasattr(owner, "get_rope_index"):
         return f"a {name} has positions with three axes"
     names = set(inspect.signature(owner.forward).parameters)
     for unknown in ("token_type_ids", "mm_token_type_ids", "decoder_input_ids"):
         if unknown in names:
-            return f"the layers of a {name} see more of images than embeddings ({unknown})"
+            return f"the layers of a {name} need {unknown} beside the image embeddings"
     return _try(owner, config.vision.image_token_id, config.hidden_size)
 
 
@@ -63,11 +63,11 @@ def _try(owner: Any, image_token: int, hidden_size: int) -> str:
         order = torch.arange(tokens.shape[1])
         further = [name for name, value in given.items() if _is_more(name, value, order)]
         if further:
-            return f"its language model reads more of images than embeddings ({further[0]})"
+            return f"its language model needs {further[0]} beside the image embeddings"
         if not isinstance(found, Tensor) or not torch.equal(found.float(), expected):
-            return "its embeddings of images do not take the places of image tokens"
+            return "it does not replace the embeddings of image tokens by image embeddings"
         return ""
-    return f"its code cannot be tried ({reason})"
+    return f"its code cannot be run ({reason})"
 
 
 def _is_more(name: str, value: Any, order: Tensor) -> bool:

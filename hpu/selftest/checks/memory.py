@@ -139,7 +139,7 @@ CHECKS = (
     ),
     Check(
         name="metrics",
-        assumption="the metrics of compilations, fallbacks and recipes have our fields, and count",
+        assumption="the metrics of the runtime count compilations, fallbacks and recipes",
         source="HabanaAI/gaudi-pytorch-bridge, torch/hpu/metrics/metrics.py",
         program=metrics,
         fallbacks=(),

@@ -216,7 +216,10 @@ def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
     """Raise ConfigError for incompatible flags."""
     is_random = getattr(options, "dataset_name", "random") == "random"
     if not is_random and not options.dataset_path:
-        raise ConfigError("--dataset-name is sharegpt, it needs --dataset-path FILE")
+        raise ConfigError(
+            "--dataset-name is sharegpt and --dataset-path is not set: set it to a file of "
+            "conversations"
+        )
     total = (options.input_len or 128) + (options.output_len or 128)
     if is_random and max_model_len and total > max_model_len:
         raise ConfigError(
@@ -224,7 +227,9 @@ def _check(options: argparse.Namespace, max_model_len: int | None) -> None:
             f"{max_model_len}: lower the first two, or raise --max-model-len"
         )
     if options.output_json and not Path(options.output_json).parent.is_dir():
-        raise ConfigError(f"--output-json is {options.output_json}, its folder does not exist")
+        raise ConfigError(
+            f"--output-json is {options.output_json}, whose folder does not exist: create it"
+        )
 
 
 def _requests(llm: LLM, options: argparse.Namespace) -> list[BenchRequest]:

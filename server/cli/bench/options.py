@@ -40,7 +40,7 @@ _ABSENT = (
     ("goodput plot-* timeline-itl-thresholds", "it can be computed from the report of --json"),
     ("ramp-up-* self-timed probe-request-rate", "--request-rate is constant"),
     ("profile", "the routes of --enable-dev-endpoints start and stop a trace"),
-    ("use-beam-search", 'requests have other fields by --extra-body, like {"n": 2}'),
+    ("use-beam-search", '--extra-body adds other fields to requests, such as {"n": 2}'),
     ("lora-modules lora-assignment", "--model names what is loaded"),
     (
         "custom-* hf-* sonnet-* burstgpt-* spec-bench-* prefix-repetition-* blazedit-* asr-* "
@@ -49,7 +49,7 @@ _ABSENT = (
     ),
     ("ready-check-timeout-sec", "wait until /ready answers 200"),
     ("insecure", "the certificate of the server is always checked"),
-    ("chat-template-kwargs", "send them by --extra-body"),
+    ("chat-template-kwargs", "--extra-body sends them"),
     ("request-id-prefix", "the server names the requests"),
 )
 """Flags of `vllm bench serve` that do not exist here -> their replacements."""
@@ -291,9 +291,13 @@ def _check(options: argparse.Namespace) -> None:
     if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
         raise ConfigError(f"json is {options.json!r}, whose folder does not exist: create it")
     if options.prompt_kind == "tokens" and options.endpoint == "chat":
-        raise ConfigError("prompt-kind is tokens, but the chat endpoint takes text only")
+        raise ConfigError(
+            "prompt-kind is tokens, and the chat endpoint accepts text only: use --prompt-kind text"
+        )
     if options.prompt_kind == "tokens" and options.dataset_name == "sharegpt":
-        raise ConfigError("prompt-kind is tokens, but sharegpt has texts only")
+        raise ConfigError(
+            "prompt-kind is tokens, and sharegpt has texts only: use --prompt-kind text"
+        )
 
 
 def _extra_body(text: str) -> dict[str, Any]:

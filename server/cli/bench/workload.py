@@ -151,7 +151,7 @@ async def sharegpt_requests(
     if not requests:
         raise ConfigError(
             f"0 of {len(turns)} conversations have prompts of {MIN_TURN_LEN} to {MAX_INPUT_LEN} "
-            f"tokens and at most {MAX_TOTAL_LEN} with the answer, at least 1 conversation must"
+            f"tokens and at most {MAX_TOTAL_LEN} tokens with the answer, at least 1 is needed"
         )
     return requests + rng.choices(requests, k=shape.num_prompts - len(requests))
 

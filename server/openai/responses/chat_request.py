@@ -86,7 +86,7 @@ async def resolve_request(
         items = await asyncio.to_thread(read_items, body.input, number, kinds)
     items = await _with_references(store, items, owner)
     num_before = 0 if before is None else before.num_bytes
-    _check_bytes(num_before, "the conversation before has", "previous_response_id")
+    _check_bytes(num_before, "the previous conversation has", "previous_response_id")
     if num_bytes + num_before <= MANY_BYTES:
         return _resolve(body, items, before, number)
     return await asyncio.to_thread(_resolve, body, items, before, number)

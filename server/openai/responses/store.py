@@ -251,7 +251,7 @@ class ResponseStore:
         self._count_bytes(entry, num_bytes)
         if not self._evict() and entry.running is not None:
             raise Overloaded(
-                f"the stored responses have {self._max_bytes} bytes, the maximum "
+                f"the stored responses have {self._max_bytes} bytes, which is the maximum "
                 "(--responses-store-max-bytes)"
             )
 

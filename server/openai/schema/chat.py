@@ -389,7 +389,7 @@ def _check_message(message: Any, where: str, kinds: Collection[bytes]) -> None:
 
 def _check_many(entries: list[Any], where: str) -> None:
     if len(entries) > MAX_PARTS:
-        raise error_at_path(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are taken")
+        raise error_at_path(f"{where} has {len(entries)} entries, at most {MAX_PARTS} are allowed")
 
 
 def part_text(part: Any, where: str, taken: Sequence[str]) -> tuple[str, str]:

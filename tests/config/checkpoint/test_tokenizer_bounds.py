@@ -72,8 +72,8 @@ def test_the_refusal_has_both_numbers(tmp_path: Path) -> None:
 
     # The third step is not checked: the limit is already exceeded.
     assert str(error.value) == (
-        f"{folder}/tokenizer.json has 1000000 bytes that its normalizer and pre_tokenizer may "
-        f"produce for each byte of text, at most {MAX_GROWTH} are allowed"
+        f"{folder}/tokenizer.json has 1000000 bytes per byte of text after its normalizer and "
+        f"pre_tokenizer, at most {MAX_GROWTH} are allowed"
     )
 
 

@@ -254,7 +254,7 @@ def test_a_bucket_file_selects_the_file_strategy() -> None:
             "^--prompt-bs-bucket-min is 4 and --prompt-bs-bucket-max is 2,",
         ),
         (["--nnodes", "2"], "must be 1: --tensor-parallel-size"),
-        (["a", "--model", "b"], "two models are named, 'a' and 'b'"),
+        (["a", "--model", "b"], "two different models are set, 'a' and 'b'"),
         (["a", "b"], "takes no argument 'b'"),
         (["--port"], "--port: expected one argument"),
         (
@@ -390,7 +390,7 @@ def test_keyword_arguments_take_precedence_over_variables(monkeypatch: pytest.Mo
 
 
 def test_a_missing_model_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no model is given"):
+    with pytest.raises(ConfigError, match="no model is set"):
         load([], environ={})
 
 

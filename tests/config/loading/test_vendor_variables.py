@@ -60,12 +60,11 @@ def test_a_variable_without_effect_is_found_with_its_reason() -> None:
         "VLLM_DEFRAG_WITH_GRAPHS": "not needed: blocks move between launches, in shapes that "
         "warm-up has compiled",
         "VLLM_GC_THR_GEN0": "not needed: objects that exist after the start are frozen (gc.freeze)",
-        "VLLM_CPU_KVCACHE_SPACE": "instead: --kv-cache-memory-bytes, with a G behind the number "
-        "(40G)",
+        "VLLM_CPU_KVCACHE_SPACE": "instead: --kv-cache-memory-bytes, with the suffix G (40G)",
         "VLLM_CPU_OMP_THREADS_BIND": "instead: --num-threads for their number; taskset or a cgroup "
         "for the cores",
-        "VLLM_USE_V1": "not needed: there is one engine",
-        "VLLM_NOT_OF_THE_GUIDE": "not known here",
+        "VLLM_USE_V1": "not needed: there is a single engine implementation",
+        "VLLM_NOT_OF_THE_GUIDE": "gaudiserve does not know this variable",
     }
 
 

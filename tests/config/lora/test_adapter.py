@@ -154,7 +154,10 @@ def test_target_modules_may_be_a_list_a_regex_or_all(
         (fields(alpha_pattern={r"(?!q).*": 3}), "alpha_pattern of .* which has a lookahead"),
         (fields(target_modules=["q_proj"] * 200_000), "has 2000.. values, at most 200000"),
         (fields(target_modules=["q_proj"] * 70_000), "70000 target_modules, at most 65536"),
-        (fields(rank_pattern={f"a{i}": 4 for i in range(5000)}), "of 5000 modules, at most 4096"),
+        (
+            fields(rank_pattern={f"a{i}": 4 for i in range(5000)}),
+            "rank_pattern for 5000 modules, at most 4096",
+        ),
         (fields(modules_to_save=["a"] * 300_000), "has 3000.. values, at most 200000"),
         (fields(exclude_modules=[[]] * 20_000), "has 20003 lists and objects, at most 16384"),
         (fields(exclude_modules="a" * 2**21), "has 20.* bytes, at most 2097152 are allowed"),
@@ -395,11 +398,16 @@ def test_stacked_experts_have_a_module_for_each_expert(
 @pytest.mark.parametrize(
     ("parameters", "changes", "message"),
     [
-        (["experts.up_proj"], {}, "target_parameters of .* names 0 parameters"),
+        (
+            ["experts.up_proj"],
+            {},
+            "target_parameters of .* must name at least 2 parameters of .*, it names 0",
+        ),
         (
             ["experts.down_proj"],
             {},
-            "weights for .*experts.base_layer, and target_parameters of .* names 1 parameters",
+            "weights for .*experts.base_layer, for which .* must name at least 2 parameters "
+            "of .*, it names 1",
         ),
         (
             ["experts.gate_up_proj"],

@@ -123,7 +123,7 @@ def test_a_child_that_hangs_is_killed_when_its_pipe_is_full(
         child.process.send("x" * 1000)
 
     assert child.process.poll() == -signal.SIGKILL
-    assert "the child reads no messages, it is killed" in caplog.text
+    assert "the child does not read its messages and is killed" in caplog.text
     child.process.close()
 
 

@@ -66,7 +66,7 @@ def test_a_report_names_the_rule_of_each_bucket() -> None:
     text = report(table, None, strategy="linear")
 
     listed = " ".join(f"({b},{q},{n})" for _, b, q, n in table.added)
-    assert f"made by linear: 16; added, so that a chunk behind any context fits: {listed}" in text
+    assert f"made by linear: 16; added, so that a chunk after any context fits: {listed}" in text
     assert listed and text.count("made by linear: all") == 1
 
 

@@ -43,7 +43,7 @@ def test_a_plain_machine_serves_on_its_cpu(plain: GaudiMachine) -> None:
     text = as_text(found)
 
     assert found.can_serve
-    assert "--device auto takes cpu: habana_frameworks is not installed" in text
+    assert "--device auto selects cpu: habana_frameworks is not installed" in text
     assert "none here: no runtime, no driver, no card" in text
     assert "torch-compile" not in text
     assert "slow" not in text

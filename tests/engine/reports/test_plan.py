@@ -388,7 +388,7 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
     # Keys and values of 128 tokens in two layers with four heads of 64 numbers.
     assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert told["num_blocks"] < plain["num_blocks"]
-    assert f"{drafter / 2**30:.2f} of the drafter among them" in as_text(plan)
+    assert f"{drafter / 2**30:.2f} of the drafter included" in as_text(plan)
 
 
 def write_small_drafter(folder: Path) -> str:

@@ -168,7 +168,7 @@ def test_a_check_without_its_requirements_is_unknown(run: Run) -> None:
 
     assert statuses(results) == {"fail": "fails", "a": "unknown", "b": "unknown"}
     assert results[1].detail == "it needs fail"
-    assert results[2].detail == "it needs 2 cards, visible: 1"
+    assert results[2].detail == "it needs 2 cards, found 1"
 
 
 def test_a_check_of_two_ranks_holds_only_if_both_ranks_pass(run: Run) -> None:

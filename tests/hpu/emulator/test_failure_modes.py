@@ -450,7 +450,7 @@ def test_16_a_product_on_a_gaudi_2_refuses_fp8_values_of_a_gaudi_3() -> None:
     with emulated(generation="gaudi2"):
         weights = torch.full((2, 2), 448.0).to(torch.float8_e4m3fn).to("hpu")
 
-        with pytest.raises(RuntimeError, match=r"448\.0, the device's largest is 240\.0"):
+        with pytest.raises(RuntimeError, match=r"448\.0, the largest FP8 value is 240\.0"):
             torch.ops.hpu.fp8_gemm_v2(weights, False, weights, False, None, torch.bfloat16)
 
 

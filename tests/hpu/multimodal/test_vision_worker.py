@@ -121,7 +121,7 @@ def test_a_wrong_number_of_embeddings_fails_only_the_requests_of_the_image(
         found = rig.step().tokens
 
         assert found[0] == -1 and found[1] >= 0
-        assert f"makes {count} embeddings of an image, the plan says {count + 1}" in caplog.text
+        assert f"returned {count} embeddings of an image, the plan has {count + 1}" in caplog.text
         # The next request has another image of the same size.
         rig.free(0)
         images.admit(0, write(text(1, 5), (b"right", picture)))

@@ -239,7 +239,7 @@ def test_an_unwritable_folder_is_logged_in_one_line(
 
     record.write(SPLIT)
 
-    assert any("is not remembered" in text for text in caplog.messages)
+    assert any("is not saved for the next start" in text for text in caplog.messages)
 
 
 def test_a_record_of_another_user_is_ignored(

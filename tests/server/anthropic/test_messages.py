@@ -486,7 +486,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         (says({"type": "document"}), "has type 'document', it must be text"),
         (says({"type": "search_result"}), "'search_result'"),
         ({"messages": result(content=[{"type": "image"}])}, "content[0].content[0]"),
-        ({"messages": result()[:2]}, "a tool_result must follow"),
+        ({"messages": result()[:2]}, "send its tool_result"),
         ({"system": [{"type": "image"}]}, "system[0]"),
         ({"system": 5}, "system is 5, it must be a string or a list"),
         (

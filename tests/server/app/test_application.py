@@ -297,8 +297,8 @@ def test_a_port_that_is_taken_is_refused_even_if_it_could_be_shared(free_port: i
         other = free_port + 1
         with pytest.raises(
             Exception,
-            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; take another port: "
-            f"--port {other}, or make serve PORT={other}",
+            match=rf"cannot listen on 127.0.0.1:{free_port}: .*; use another port: "
+            rf"--port {other}, or make serve PORT={other}",
         ):
             bind("127.0.0.1", free_port, shared=True)
     assert ServerConfig().port == 8000

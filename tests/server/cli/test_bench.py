@@ -377,7 +377,7 @@ def test_the_table_has_the_requested_rows_and_columns() -> None:
         (["--input-len", "0"], "^--random-input-len is 0, it must be at least 1$"),
         (["--timeout", "inf"], "timeout is inf, it must be above 0"),
         (["--seed", "1.5"], "seed is 1.5, it must be a whole number"),
-        (["--endpoint", "chat", "--prompt-kind", "tokens"], "takes text only"),
+        (["--endpoint", "chat", "--prompt-kind", "tokens"], "accepts text only"),
         (["--num-prompt", "3"], "did you mean --num-prompts"),
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--extra-body", "{x"], "not JSON: a name in double quotes is missing, at column 2"),

@@ -86,10 +86,10 @@ def test_latency_measures_batches(
     ("argv", "words"),
     [
         (["latency", "--input-len=100", "--output-len=29"], "are 129 tokens .* is 128"),
-        (["throughput", "--dataset-name=sharegpt"], "needs --dataset-path"),
+        (["throughput", "--dataset-name=sharegpt"], "--dataset-path is not set"),
         (
             ["throughput", "--output-json=/no/such/file", "--input-len=9", "--output-len=9"],
-            "its folder does not exist",
+            "whose folder does not exist",
         ),
         (["latency", "--batch-size=0"], "batch-size is 0, it must be at least 1"),
     ],

@@ -98,8 +98,8 @@ async def test_a_wrong_key_names_the_flag() -> None:
         said = await failure(f"http://{address}")
 
     assert said == (
-        f"http://{address} answered /v1/models with 401: The API key is wrong; give the key of the "
-        "server by --api-key"
+        f"http://{address} answered /v1/models with 401: The API key is wrong; "
+        "set --api-key to the server's key"
     )
 
 

@@ -319,7 +319,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        message = f"^cannot listen on 127.0.0.1:{port}: .*take another port: --port {port + 1}"
+        message = f"^cannot listen on 127.0.0.1:{port}: .*use another port: --port {port + 1}"
         with pytest.raises(ConfigError, match=message):
             check_early(EngineConfig("./nosuch"), ServerConfig(host="127.0.0.1", port=port))
 

@@ -177,7 +177,7 @@ async def test_a_lost_sibling_is_reported(tmp_path: Path) -> None:
         unknown = await rig.http.get(f"{ROUTE}/resp_{Peers(7).new_id()}")
 
         assert answer.status_code == 503
-        assert "is gone" in answer.json()["error"]["message"]
+        assert "has exited" in answer.json()["error"]["message"]
         assert unknown.status_code == 404
 
 
@@ -223,7 +223,7 @@ async def test_a_hung_sibling_is_reported_as_lost(
         hung.close()
 
         assert answer.status_code == 503
-        assert "is gone" in answer.json()["error"]["message"]
+        assert "has exited" in answer.json()["error"]["message"]
 
 
 HEALTH = peer_proxy._encode(peer_proxy.ForwardedRequest("GET", "/health", b"", [], None, b""))

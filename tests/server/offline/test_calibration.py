@@ -107,7 +107,7 @@ def test_measurement_files_are_written_for_each_divisor_of_the_ranks(tmp_path: P
 
 
 def test_the_error_names_a_rank_without_measurements(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no measures were written: .*_0_2\.json"):
+    with pytest.raises(ConfigError, match=r"no measurements were written: .*_0_2\.json"):
         finish_measures(tmp_path, 2)
 
 
@@ -176,5 +176,7 @@ def test_the_error_names_a_layer_that_no_sample_reaches(largest: float, tmp_path
     if largest:
         assert finish_measures(tmp_path, 1) == [1]
         return
-    with pytest.raises(ConfigError, match=r"1 of 3 modules only zeros, .*o_proj: .* with images"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 modules had only zeros as inputs, .*o_proj: .* with images"
+    ):
         finish_measures(tmp_path, 1)

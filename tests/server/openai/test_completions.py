@@ -306,7 +306,7 @@ async def test_a_flag_limits_the_number_of_logprobs() -> None:
         assert given.status_code == 200
         assert refused.status_code == of_prompt.status_code == 400
         assert refused.json()["error"]["message"] == (
-            "logprobs asks for 4 of each token, at most 3 are allowed (--max-logprobs)"
+            "logprobs is 4, it must be at most 3 (--max-logprobs)"
         )
 
 

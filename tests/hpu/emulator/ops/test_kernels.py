@@ -99,7 +99,7 @@ def test_attention_refuses_arguments_that_the_kernel_does_not_support() -> None:
         # Grouped heads need a separate dimension.
         ((q, k.bfloat16(), None, False, False, None), "does not broadcast"),
         ((q, q, torch.zeros(1, 1, 2, 2), False, False, None), "the mask is torch.float32"),
-        ((q, q, None, True, True, None), "statistics of a causal call"),
+        ((q, q, None, True, True, None), "a causal call returns other statistics"),
         ((q, q, None, True, True, torch.tensor([1])), "without a backward pass"),
     ]
 
@@ -497,7 +497,10 @@ def test_fp8_experts_refuse_other_dtypes_scales_and_codes() -> None:
         ({"x": torch.ones(2, 4).bfloat16()}, "incompatible type, .* torch.bfloat16"),
         ({"shares": torch.ones(2, 1)}, "incompatible type, .* router weights torch.float32"),
         ({"of_w12": torch.ones(3)}, r"the scale is \(3,\), it must be \(\) or \(6,\)"),
-        ({"w12": torch.full((6, 4), 448.0).to(torch.float8_e4m3fn)}, "holds 448.* largest is 240"),
+        (
+            {"w12": torch.full((6, 4), 448.0).to(torch.float8_e4m3fn)},
+            "has 448.* largest FP8 value is 240",
+        ),
     ]
 
     with emulated(release="1.19.0"):

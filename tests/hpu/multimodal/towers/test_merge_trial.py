@@ -43,10 +43,10 @@ def test_listed_models_skip_the_merge_trial(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         # Tokens around an image also have embeddings from the tower.
-        ("ovis2", "cannot be tried .* has no attribute 'visual_indicator_features'"),
+        ("ovis2", "cannot be run .* has no attribute 'visual_indicator_features'"),
         ("qwen2_vl", "positions with three axes"),
-        ("gemma3", r"see more of images than embeddings \(token_type_ids\)"),
-        ("mllama", "has no embeddings of images"),
+        ("gemma3", r"need token_type_ids beside the image embeddings"),
+        ("mllama", "has no method that returns the image embeddings"),
     ],
 )
 def test_models_that_use_images_differently_are_refused_with_the_reason(
