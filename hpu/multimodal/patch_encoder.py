@@ -1,5 +1,5 @@
 """PatchEncoder: encodes images with any number of patches on a device that compiles each shape, one
-image per launch, padded to a fixed number of patches."""
+part of an image per launch and rank, padded to a fixed number of patches."""
 
 import logging
 from collections.abc import Callable, Mapping
