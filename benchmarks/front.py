@@ -1,4 +1,4 @@
-"""Throughput of the API server alone: the real server with an engine whose device only takes time.
+"""Throughput of the API server alone: the real server with an engine on a null device.
 
     python benchmarks/front.py --out benchmarks/results/front-DATE
     python benchmarks/front.py --peer 'other=http://127.0.0.1:9000' --out ...

@@ -1,5 +1,5 @@
 """Prefill and decode of the CPU's compiled kernels, compared with the machine's own bound and with
-an earlier state of the kernels, in alternating rounds of a process.
+an earlier version of the kernels, in alternating rounds in one process.
 
     python benchmarks/kernels.py --model demo --before ../before/hpu/native --markdown kernels.md
     python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"

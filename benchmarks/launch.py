@@ -113,7 +113,7 @@ Numbers = dict[str, float]
 
 @contextmanager
 def returning_at_once() -> Iterator[None]:
-    """Make replays of the emulated card do nothing here: outputs keep their values."""
+    """Make graph replays of the emulated card do nothing: outputs keep their values."""
     before = getattr(HPUGraph, REPLAY)
     setattr(HPUGraph, REPLAY, lambda graph, tensors: None)
     try:

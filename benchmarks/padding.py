@@ -71,7 +71,7 @@ class Waste(NamedTuple):
     blocks: float
     """Fraction of the blocks that decodes read."""
     work: float
-    """Fraction of the modelled cost of all launches."""
+    """Fraction of the modeled cost of all launches."""
     unprepared: float
     """Fraction of launches without a prepared bucket."""
 

@@ -48,8 +48,8 @@ class Measured:
 
 
 def tokens_per_s(llm: LLM, text: str, num_tokens: int, rounds: int) -> float:
-    """Tokens/s of a greedy stream after a short prompt, including the prompt: the median of
-    `rounds` rounds after a warm-up round."""
+    """Output tokens per second of a greedy request with a short prompt; the time includes its
+    prefill. Median of `rounds` rounds after a warm-up round."""
     prompt = windows(llm, text, PROMPT_TOKENS)[0]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     seconds = []

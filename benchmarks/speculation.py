@@ -83,7 +83,7 @@ def quote(llm: LLM) -> tuple[int, float]:
 
 
 def answer(llm: LLM) -> tuple[int, float]:
-    """(tokens, seconds) of the first PROMPTS in sequence."""
+    """(tokens, seconds) of the first four PROMPTS in sequence."""
     tokens, start = 0, time.perf_counter()
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     for prompt in PROMPTS[:4]:

@@ -1,4 +1,4 @@
-"""Checks before any process starts: installed packages for the device, the context length against
+"""Checks before any process starts: installed packages for the device, and the settings against
 the checkpoint. Imports no torch and opens no device."""
 
 import importlib

@@ -124,8 +124,7 @@ class Counter:
             self._due_s = now_s + self.interval_s
 
     def relay(self, lines: IO[str]) -> None:
-        """Write `lines` of the command between the counts; write a repeated warning only warning
-        once."""
+        """Write `lines` of the command between the counts, and a repeated warning only once."""
         warnings = set()
         for line in lines:
             if line not in warnings:

@@ -2,7 +2,7 @@
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
 Changes apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new
-requests, sampled tokens, bitmasks, grown blocks, launches in sequence.
+requests, images, sampled tokens, bitmasks, grown blocks, launches in sequence.
 """
 
 import math

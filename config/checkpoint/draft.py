@@ -146,7 +146,8 @@ def _mtp_facts(target: ModelConfig) -> ModelConfig:
 def _head_facts(
     config: EngineConfig, method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
 ) -> ModelConfig:
-    """`model_config` of an EAGLE head, with the architecture name of its decoder layers."""
+    """`model_config` of an EAGLE head or an MTP layer, with the architecture name of its decoder
+    layers."""
     name = re.sub("Eagle3?", "", model_config.architecture)
     if name not in ARCHITECTURES:
         raise ConfigError(

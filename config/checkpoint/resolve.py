@@ -40,7 +40,7 @@ def resolve(
     `has_weights` a folder may lack *.safetensors, and no weights are downloaded. `hf_overrides`:
     JSON object with fields that override config.json. `progress` shows progress bars on a terminal,
     and log lines elsewhere; `report` is called with the same progress. Raises CheckpointError,
-    which says what is missing or wrong.
+    which says what is missing or wrong, and SettingError for wrong `hf_overrides`.
     """
     parse_overrides(hf_overrides)
     folder = _folder(

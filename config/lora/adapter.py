@@ -292,7 +292,8 @@ def _modules(
 def _check_base_values(
     adapter: Adapter, tensor: BaseTensor, weights: OpenWeights, base: BaseModules
 ) -> None:
-    """Raise ConfigError unless `tensor` equals the base model's tensor."""
+    """Raise ConfigError if `tensor` differs from the base model's tensor. A tensor that the base
+    model does not store is ignored with a warning."""
     found = base.tensors.find(tensor.name)
     if found is None:
         logger.warning(

@@ -1,2 +1,2 @@
 """Parameters of a request (sampling, beam search, pooling, structured output), and settings of
-adapters and speculation."""
+adapters, offloading and speculation."""

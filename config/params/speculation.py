@@ -29,7 +29,7 @@ METHOD_KEYS: Mapping[str, tuple[str, ...]] = {
     MEDUSA: _HEAD,
     MLP_SPECULATOR: _HEAD,
 }
-"""SpeculationMethod.method -> keys that only this method accepts, besides the common keys."""
+"""SpeculationMethod.method -> keys that the method accepts besides the common keys."""
 NOT_BUILT = ("ngram_gpu", "custom_class")
 """Methods of vLLM that are not supported."""
 SPELLINGS: Mapping[str, str] = {"deepseek_mtp": MTP}
@@ -114,7 +114,7 @@ class SpeculationMethod:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Settings of speculative decoding. It is off unless a method is given."""
+    """Settings of speculative decoding. It is off unless a method or a model is given."""
 
     speculative_config: str | None = setting(
         None,

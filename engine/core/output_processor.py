@@ -361,7 +361,8 @@ def _continues(request: Request, tokens: list[int]) -> bool:
 
 
 def _num_accepted(request: Request, tokens: list[int]) -> int:
-    """How many of a step's tokens a request accepts: up to its end token or its length limit."""
+    """How many of a step's tokens a request accepts: up to its end token, its length limit or a
+    negative token."""
     count = 0
     room = request.max_num_tokens - request.num_tokens
     min_count = request.min_num_tokens - request.num_tokens

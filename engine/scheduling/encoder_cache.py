@@ -26,7 +26,8 @@ class EncoderCacheManager(RequestResource):
     An image is encoded with the first chunk that overlaps it, and is referenced until its last
     token is scheduled. Then it stays cached until it is evicted, least recently used first. Between
     two steps a request references at most the image that its chunk ended in, and needs no further
-    space to finish that image, so requests cannot deadlock.
+    space to finish that image, so requests cannot deadlock. Models with cross-attention to images
+    differ, see `request_tiles`.
     """
 
     def __init__(

@@ -403,8 +403,8 @@ class Scheduler:
         return True
 
     def _schedule_further_decodes(self, output: SchedulerOutput) -> None:
-        """Decode each request of the step again, up to `_max_decodes` times in total. Uses free
-        blocks only, without preemption."""
+        """Decode each request of the step again, up to `_max_decodes` times in total, unless one of
+        them has a grammar. Uses free blocks only, without preemption."""
         if any(request.sampling.masked for request in output.decodes):
             return
         counts = [1 + self._decode_ahead(request, output) for request in output.decodes]

@@ -149,7 +149,8 @@ def _is_known(result: CheckResult, checks: Mapping[str, Check], path: Path) -> b
 
 
 def _checked(result: CheckResult, check: Check, path: Path) -> CheckResult:
-    """`result` without fallbacks that its check does not define."""
+    """`result` without fallbacks that its check does not define, and without any fallback if it is
+    not wrong."""
     kept = []
     for fallback in result.fallbacks:
         if Fallback(fallback.setting, fallback.values) in check.fallbacks and result.is_wrong:

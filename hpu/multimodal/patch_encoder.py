@@ -1,5 +1,5 @@
 """PatchEncoder: encodes images with any number of patches on a device that compiles each shape, one
-image per launch, padded to a fixed number of patches."""
+part of an image per launch and rank, padded to a fixed number of patches."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -49,8 +49,8 @@ class PatchEncoder:
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """See TileEncoder.encode. Each of several ranks encodes an image of the launch; the images
-        of a launch have similar numbers of patches."""
+        """See TileEncoder.encode. Each of several ranks encodes a part (see `Patches.parts`) in a
+        launch; the parts of a launch have similar numbers of patches."""
         sized = [
             (self._size(rows), tensors, rows)
             for tensors, rows in (part for image in images for part in self._patches.parts(*image))

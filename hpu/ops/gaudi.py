@@ -1,5 +1,5 @@
 """GaudiKernels: the vendor's fused operations. Imported only by the Gaudi back end, after it has
-set up the runtime.
+set up the runtime, and by gaudi_flex.py.
 
 Sources of the call forms: the bridge's kernels package (FusedSDPA, FusedRMSNorm, rotary) in
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa

@@ -6,6 +6,8 @@ compile_seconds.{warmup,serving}                time of these compilations
 graphs, graph_bytes                             captured graphs and their memory (gauges)
 recompilations, cpu_fallbacks                   after warm-up, counted by the device's runtime
 recipe_hits, recipe_misses                      the runtime's recipe cache, since the start
+images_encoded, image_embeddings                encoded images and the rows of their embeddings
+spec_decode.*                                   see AcceptanceCounts
 """
 
 from hpu.protocol import PREFILL

@@ -320,7 +320,7 @@ class Sampler:
 
     def fusable_stages(self, req_indices: list[int]) -> Stages | None:
         """Stages of a launch that the function of `fused_function` can sample; None if the launch
-        needs several functions."""
+        needs several functions, or without static shapes."""
         if self._static is None:
             return None
         if self._columns.all_plain_greedy(req_indices):

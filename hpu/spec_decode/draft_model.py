@@ -149,7 +149,7 @@ class DraftModelProposer:
         return history[1:] if self._reads_hidden else history
 
     def _catch_up(self, req_index: int, history: Tokens) -> int:
-        """Compute all but the last tokens of `history`, if more than MAX_ROWS are missing. Returns
+        """Compute all but the last token of `history`, if more than MAX_ROWS are missing. Returns
         the number of computed tokens."""
         state, launcher = self._states[req_index], self._launcher
         last = len(history) - 1

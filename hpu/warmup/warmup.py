@@ -243,10 +243,10 @@ class Warmup:
         return is_on and self._runner.is_compilable
 
     def _compile_all(self, order: list[Bucket], progress: "_Progress") -> bool:
-        """Compile `order` without executing it, if the device supports this. The largest bucket of
-        each phase is executed first: its launch creates tensors that must not contain garbage. An
-        error ends this pass, since the failing bucket is not known; the next pass finds it. Returns
-        whether all buckets are compiled."""
+        """Compile `order` without executing it, if this is configured and supported. The largest
+        bucket of each phase is executed first: its launch creates tensors that must not contain
+        garbage. An error ends this pass, since the failing bucket is not known; the next pass finds
+        it. Returns whether all buckets are compiled."""
         if not self._compiles_first:
             return False
         largest = {bucket[0]: bucket for bucket in reversed(order)}

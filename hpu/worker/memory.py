@@ -1,6 +1,7 @@
 """Memory split after loading: KV blocks, graphs, and a reserve.
 
-Pure functions without torch, called once before anything is captured.
+Pure functions without torch. A worker calls them before anything is captured; `gaudiserve plan`
+uses the same split.
 """
 
 import math

@@ -69,7 +69,7 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint`; its errors are raised as CheckpointError."""
+    """Call `resolve_checkpoint`; its errors, except SettingError, are raised as CheckpointError."""
     with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
 

@@ -21,9 +21,9 @@ MAX_ADDED_IDS = 2**16
 
 
 def write_tokenizer(folder: Path, config: Json, target: Path) -> bool:
-    """Write the tokenizer.json of the checkpoint `folder` to `target`; returns False if the
-    tokenizer_class in `config`, its tokenizer_config.json, has another format. Raises
-    ConfigError."""
+    """Write the tokenizer.json of the checkpoint `folder` to `target`; returns False if the folder
+    has no tiktoken vocabulary, or the tokenizer_class in `config` (its tokenizer_config.json) is
+    unknown. Raises ConfigError."""
     name = config.get("tokenizer_class")
     if not isinstance(name, str) or name not in SPLITS or not (folder / VOCABULARY).is_file():
         return False

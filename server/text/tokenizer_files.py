@@ -122,7 +122,7 @@ def tokenizer_folder(path: str, cache_dir: Path, report: Report = unreported) ->
 
 def _mark_special(encoder: Encoder, config: dict[str, Any], named: dict[str, str]) -> None:
     """Mark tokens as special that only the configuration lists as special, and add tokens that only
-    the configuration lists."""
+    the configuration lists, if their ids follow the vocabulary."""
     known = {token.content: token for token in encoder.get_added_tokens_decoder().values()}
     added = config.get("added_tokens_decoder") or {}
     # The time of each library call grows with the number of added tokens.

@@ -26,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny("llama", tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def test_a_draft_model_with_pipeline_stages_is_refused(folder: str, tmp_path: Path) -> None:
+def test_pipeline_stages_limit_the_layers_of_the_target_and_not_of_the_draft_model(
+    folder: str, tmp_path: Path
+) -> None:
     small = make_tiny("llama", tmp_path, num_hidden_layers=1)
     method = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
     speculation = SpeculationConfig(speculative_config=json.dumps(method))

@@ -68,7 +68,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Any:
     options: dict[str, Any] = {
         "torch_dtype" if transformers_before("5") else "dtype": torch.float32
     }
-    # Releases with this option keep the weights quantised by default; older ones never do.
+    # Releases with this option keep the weights quantized by default; older ones never do.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()

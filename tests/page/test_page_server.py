@@ -150,7 +150,7 @@ def test_the_api_documentation_follows_the_color_scheme_of_the_browser(
             })"""
         )
 
-        # Without a background colour, the background is white.
+        # Without a background color, the background is white.
         shown = [colour.replace("rgba(0, 0, 0, 0)", "rgb(255, 255, 255)") for colour in colours]
         ground, text = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in shown)
         assert (ground < text) is is_dark, colours

@@ -13,7 +13,7 @@ SIDE = 8192
 """Side of the largest square that the server decodes: 64 Mi pixels."""
 PNG_START = b"\x89PNG\r\n\x1a\n"
 GREY, RGB, PALETTE, GREY_ALPHA, RGBA = 0, 2, 3, 4, 6
-"""Colour types of PNG."""
+"""Color types of PNG."""
 _CHANNELS = {GREY: 1, RGB: 3, PALETTE: 1, GREY_ALPHA: 2, RGBA: 4}
 _PASSES = (
     *((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4)),

@@ -1,4 +1,4 @@
-"""Calls for the tests of engine/process/isolation.py: each payload selects the behaviour of a call.
+"""Calls for the tests of engine/process/isolation.py: each payload selects the behavior of a call.
 
 The setup `fail` makes the preparation raise an exception; `spin 1` makes it compute for a second.
 """

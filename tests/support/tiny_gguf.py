@@ -54,7 +54,7 @@ def write_gguf(
     architecture: str = "llama",
     *,
     weights: Weights | None = None,
-    quantised: dict[str, GGMLQuantizationType] | None = None,
+    quantized: dict[str, GGMLQuantizationType] | None = None,
     raw: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
     settings: dict[str, Any] | None = None,
     tokenizer: str | None = "gpt2",
@@ -89,7 +89,7 @@ def write_gguf(
     elif tokenizer == "bert":
         _add_wordpiece(writer)
     for name, values in weights.items():
-        kind = (quantised or {}).get(name)
+        kind = (quantized or {}).get(name)
         if name in raw:
             writer.add_tensor(name, values, raw_dtype=raw[name])
         elif kind is None:

@@ -516,7 +516,7 @@ def clip(width: int, height: int, count: int) -> list[Image.Image]:
 
 
 def gif_bytes(frames: list[Image.Image], frame_ms: int = 500) -> bytes:
-    """The frames as a GIF animation, lossless up to 256 colours."""
+    """The frames as a GIF animation, lossless up to 256 colors."""
     return image_bytes(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=frame_ms)
 
 

@@ -51,8 +51,8 @@ def _llama4(config: ModelConfig) -> DecoderSpec:
 
 
 def _stacks_experts(config: ModelConfig) -> bool:
-    """Whether the checkpoint stacks the experts. Quantized checkpoints store experts separately,
-    except for fbgemm_fp8."""
+    """Whether the checkpoint stacks the experts. Quantized experts are stored separately, except by
+    fbgemm_fp8."""
     quantization = config.quantization
     if quantization is None or quantization.stacked is not None:
         return True

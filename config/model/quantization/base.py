@@ -98,8 +98,9 @@ class WeightPart(NamedTuple):
         return tuple(axis.size(sizes[axis.of]) for axis in self.axes)
 
     def fits(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Whether a tensor of `shape` has the `expected` shape, except for dimensions of size 1,
-        which formats write differently."""
+        """Whether a tensor of `shape` has the `expected` shape. Dimensions of size 1 are ignored
+        for scales and flat tensors, because formats write them differently. Codes and states may
+        have any shape."""
         if self.role in ("codes", "state", "nested_codes"):
             return True
         if self.role in ("scales", "input_scale") or self.flat:

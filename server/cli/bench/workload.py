@@ -74,7 +74,8 @@ def _draw(mean: int, ratio: float, rng: random.Random) -> int:
 
 
 def token_requests(shape: Shape, vocabulary: list[int]) -> list[BenchRequest]:
-    """Prompts of exactly the requested lengths, as token ids drawn from `vocabulary`."""
+    """Prompts as token ids drawn from `vocabulary`: the shared prefix, then exactly the requested
+    number of tokens."""
     rng = random.Random(f"{shape.seed} tokens")
     prefix = rng.choices(vocabulary, k=shape.shared_prefix_len)
     return [

@@ -150,7 +150,7 @@ def _read_escape(source: Source, sink: Sink) -> Steps[None]:
 
 def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
     """(offset, character) of the first non-whitespace character after the next `at` characters; the
-    character is "" at the end of the text."""
+    character is "" at the end of the text, and " " if all of the next MAX_BLANKS are blanks."""
     for place in range(at, at + MAX_BLANKS):
         character = yield from source.peek_at(place)
         if not character or character not in WHITESPACE:

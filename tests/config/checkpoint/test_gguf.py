@@ -88,7 +88,7 @@ def test_quantized_weights_are_exact_in_float32_and_rounded_once_in_bfloat16(
 ) -> None:
     name, qtype = "blk.0.ffn_up.weight", GGMLQuantizationType[kind]
     weights = family_weights("llama")
-    source = write_gguf(tmp_path / "m.gguf", weights=weights, quantised={name: qtype})
+    source = write_gguf(tmp_path / "m.gguf", weights=weights, quantized={name: qtype})
     wanted = torch.from_numpy(quants.dequantize(quants.quantize(weights[name], qtype), qtype))
 
     exact, rounded = _tensors(_convert(source)), _tensors(_convert(source, "bfloat16"))
@@ -103,7 +103,7 @@ def test_a_one_dimensional_quantized_tensor_is_a_single_row(tmp_path: Path, kind
     name, qtype = "blk.0.attn_norm.weight", GGMLQuantizationType[kind]
     weights = family_weights("llama")
     weights[name] = np.linspace(0.5, 1.5, HIDDEN, dtype=np.float32)
-    source = write_gguf(tmp_path / "m.gguf", weights=weights, quantised={name: qtype})
+    source = write_gguf(tmp_path / "m.gguf", weights=weights, quantized={name: qtype})
     wanted = torch.from_numpy(quants.dequantize(quants.quantize(weights[name], qtype), qtype))
 
     found = _tensors(_convert(source))

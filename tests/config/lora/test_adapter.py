@@ -257,8 +257,7 @@ def test_ensure_weight_tying_adds_the_head_to_the_targets(
 def add_base_tensors(
     folder: Path, base_folder: Path, dtype: torch.dtype, **changes: torch.Tensor
 ) -> Path:
-    """Write the base weights that PEFT writes besides the adapter's weights if it saves
-    embeddings."""
+    """Write the base model's tensors that PEFT saves with an adapter if it saves embeddings."""
     weights = load_file(base_folder / "model.safetensors")
     found = {
         "model.embed_tokens.base_layer.weight": weights["model.embed_tokens.weight"].to(dtype),

@@ -1,4 +1,4 @@
-"""Engine behaviour with several engines or several front ends."""
+"""Engine behavior with several engines or several front ends."""
 
 import dataclasses
 import time

@@ -30,7 +30,7 @@ def test_decodes_are_counted_only_while_requests_wait() -> None:
 
     now_s = observe(rate, now_s, [(0, 0.1, True)] * 5)
 
-    # The initial measurements weigh half a second.
+    # The initial measurements have the weight of half a second.
     assert rate.tokens_per_s == pytest.approx(500)
     observe(rate, now_s, [(0, 0.1, True)] * 40)
     assert rate.tokens_per_s == pytest.approx(100)

@@ -183,7 +183,7 @@ def test_a_data_type_that_gaudi_does_not_cache_in_is_refused() -> None:
         make_plan(FACTS, cached, Target(device="gaudi2"))
 
 
-def test_weights_of_quantized_checkpoints_are_counted_unquantized() -> None:
+def test_weights_in_an_unsupported_quantization_format_are_counted_in_bfloat16() -> None:
     raw = {"quantization_config": {"quant_method": "fp8"}}
     quantized = replace(FACTS, fields=Fields(raw, Path("config.json")))
 

@@ -1,4 +1,4 @@
-"""engine/scheduling/waiting_queue.py: the waiting queue."""
+"""engine/scheduling/waiting_queue.py: order, removal, and skipped requests."""
 
 import time
 

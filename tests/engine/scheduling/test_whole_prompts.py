@@ -37,7 +37,7 @@ def test_the_longest_prompt_runs_whole_beside_decodes() -> None:
     assert rig.reason(9) == "length"
 
 
-def test_a_prompt_waits_for_a_step_that_holds_it() -> None:
+def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
     rig = CoreRig(budget=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
     for key in range(3):
         rig.add(key, [key, *range(24)], max_tokens=1, ignore_eos=True)

@@ -406,7 +406,7 @@ def test_guides_that_share_a_start_advance_independently(
     assert third.allowed() == guide_of(grammar).allowed() == {a, c}
 
 
-def test_the_outputs_of_a_grammar_have_a_common_budget_of_time(
+def test_the_outputs_of_a_grammar_share_a_time_budget(
     vocabulary: Vocabulary, encoder: Tokenizer
 ) -> None:
     grammar = compiled(vocabulary, regex="a+")

@@ -131,7 +131,7 @@ def test_a_copy_to_unpinned_memory_joins_the_launches_before_it() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_answers_with_the_remaining_copy_method(
+def test_a_worker_serves_with_the_remaining_copy_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gaudi_copy_trials, "WATCHDOG_S", 0.2)

@@ -248,9 +248,7 @@ def test_ranks_give_the_hidden_states_of_a_single_process(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_has_the_parameters_and_caches_that_the_estimate_gives_it(
-    name: str, tiny: Tiny
-) -> None:
+def test_a_rank_has_the_estimated_parameters_and_caches(name: str, tiny: Tiny) -> None:
     case = CASES[name]
     config, size = read_model_config(str(tiny.make(case.family, case.overrides))), case.size
     group = ProcessGroup(range(size), rank=1)

@@ -121,6 +121,6 @@ def test_sizes_that_no_memory_holds_are_refused_before_they_are_allocated(tmp_pa
         )
 
 
-def test_random_weights_have_no_gguf_blocks() -> None:
+def test_gguf_quantization_of_random_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="quantization is gguf and load_format is dummy"):
         EngineConfig("m.gguf", quantization="gguf", load_format=DUMMY)

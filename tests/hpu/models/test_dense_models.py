@@ -714,7 +714,7 @@ def test_the_largest_alibi_bias_of_mpt_is_read_from_its_config(
     assert slopes is not None and slopes.tolist() == expected
 
 
-def test_mpt_for_causal_lm_with_the_first_name_has_the_same_spec(tmp_path: Path) -> None:
+def test_mpt_with_its_first_architecture_name_has_the_same_spec(tmp_path: Path) -> None:
     config = read_model_config(str(make_tiny("mpt", tmp_path)))
 
     first = replace(config, architecture="MPTForCausalLM")

@@ -449,7 +449,7 @@ def test_the_error_names_an_unknown_architecture() -> None:
         build_model(config, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def test_experts_are_not_quantized(tmp_path: Path) -> None:
+def test_quantization_of_experts_is_refused(tmp_path: Path) -> None:
     config = read_model_config(str(make_tiny("mixtral", tmp_path)))
     scheme = SCHEMES["int8"](EngineConfig(str(tmp_path)))
 

@@ -40,7 +40,7 @@ def test_an_image_over_the_budget_is_refused_with_both_numbers(cache: EncoderCac
         cache.allocate(b"two", 7)
 
 
-def test_a_missing_image_is_an_error(cache: EncoderCache) -> None:
+def test_reading_a_missing_image_or_encoding_twice_raises(cache: EncoderCache) -> None:
     with pytest.raises(RuntimeError, match="is not encoded, or was freed"):
         cache.rows(b"one")
     cache.allocate(b"one", 4)

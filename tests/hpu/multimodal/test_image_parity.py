@@ -44,7 +44,7 @@ def make_rig(case: Case) -> WorkerRig:
 
 
 def prompts_of(case: Case) -> list[Prompt]:
-    """Prompts with one image, two images after a text, no image, and four images."""
+    """Prompts with one image, two images, no image, and four images."""
     item, two, three, four = case.pictures
     return [
         write(text(1, 5), item, text(2, 4)),

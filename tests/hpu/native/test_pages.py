@@ -54,7 +54,7 @@ def test_a_piece_larger_than_a_map_gets_its_own_map() -> None:
 
 
 @needs_huge_pages
-def test_a_map_is_freed_with_its_last_piece() -> None:
+def test_a_mapping_is_freed_with_its_last_tensor() -> None:
     pages = HugePages()
     pieces = [pages.allocate((1000,), torch.uint8) for _ in range(2)]
     address = pieces[0].data_ptr()

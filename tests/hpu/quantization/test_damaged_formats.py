@@ -300,7 +300,7 @@ def gguf(path: Path, kind: str) -> Path:
     weights = family_weights("llama")
     matrices = [name for name in weights if name.startswith("blk.") and "norm" not in name]
     types = dict.fromkeys(matrices, GGMLQuantizationType[kind])
-    return write_gguf(path, weights=weights, quantised=types)
+    return write_gguf(path, weights=weights, quantized=types)
 
 
 def damage_gguf(file: Path, damage: str) -> None:

@@ -266,7 +266,9 @@ def test_calculated_scales_fit_the_numbers_that_are_cached(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_card_calculates_scales_for_its_own_codes(generation: str, tmp_path: Path) -> None:
+def test_scales_are_calculated_for_the_fp8_range_of_the_card(
+    generation: str, tmp_path: Path
+) -> None:
     folder = with_large_values(tmp_path, num_hidden_layers=1)
     emulator = EmulatorSettings(card=generation, is_strict=True)
 

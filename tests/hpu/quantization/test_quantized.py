@@ -227,7 +227,7 @@ def gguf(tmp_path: Path) -> str:
     for name in weights:
         if name.startswith("blk.") and "norm" not in name:
             types[name] = kinds[stems.get(name.split(".")[2], 3)]
-    source = write_gguf(tmp_path / "tiny.gguf", weights=weights, quantised=types)
+    source = write_gguf(tmp_path / "tiny.gguf", weights=weights, quantized=types)
     return resolve(str(source), cache_dir=str(tmp_path), progress=False, keep_blocks=True)
 
 

@@ -128,7 +128,7 @@ async def test_an_image_is_fetched_over_tls() -> None:
     assert asked == ["/a.png?b=c"]
 
 
-async def test_any_public_host_can_be_allowed_on_the_standard_port() -> None:
+async def test_a_wildcard_of_allowed_hosts_requires_port_443() -> None:
     async with serving(lambda path: ok()) as (port, asked):
         reason = await refusal(fetcher("*"), f"https://{HOST}:{port}/a.png")
 

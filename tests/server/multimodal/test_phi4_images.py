@@ -91,7 +91,7 @@ def test_images_equal_transformers(
         assert np.array_equal(found[name], expected[name])
     pixels, expected_pixels = found["image_pixel_values"], expected["image_pixel_values"].numpy()
     assert pixels.shape == expected_pixels.shape and pixels.dtype == np.float32
-    # Pillow and torch sometimes round a resized pixel differently by one grey level, which cubic
+    # Pillow and torch sometimes round a resized pixel differently by one gray level, which cubic
     # interpolation may amplify.
     levels = np.abs(pixels - expected_pixels) * 127.5
     assert levels.max() < 1.4 and levels.mean() < 0.3

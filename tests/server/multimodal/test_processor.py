@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processes(folder: Path) -> Iterator[ForkServer]:
-    """Processes of the whole file, because they take seconds to start."""
+    """Image processes that the tests of this file share, because they take seconds to start."""
     processes = image_processes(str(folder), "<|image_pad|>")
     yield processes
     processes.close()

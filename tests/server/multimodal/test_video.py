@@ -203,7 +203,7 @@ def test_qwen2_5_vl_time_steps_are_in_units_of_seconds(tmp_path: Path) -> None:
     [(1, (64, 64)), (2, (300, 90)), (4, (64, 500)), (5, (10, 40)), (7, (333, 217))],
 )
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
-def test_qwen3_reads_the_times_and_bounds_all_frames_together(
+def test_qwen3_prompts_have_timestamps_and_all_frames_share_the_pixel_limits(
     family: str, count: int, size: tuple[int, int], tmp_path: Path
 ) -> None:
     folder = make_tiny_vision(family, tmp_path, weights=False)

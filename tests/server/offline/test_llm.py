@@ -266,7 +266,7 @@ def test_a_config_error_of_the_worker_is_raised_with_its_message(
     assert our_threads() == before
 
 
-def test_a_folder_without_a_model_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_raises_and_leaves_no_threads(tmp_path: Path) -> None:
     before = our_threads()
 
     with pytest.raises(ConfigError):

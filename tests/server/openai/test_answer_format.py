@@ -131,7 +131,7 @@ async def test_tool_schemas_that_are_too_large_are_a_400_of_the_field_tools() ->
         assert "262144" in answer.json()["error"]["message"]
 
 
-async def test_with_channels_the_grammar_includes_the_thinking() -> None:
+async def test_channel_grammars_include_thinking_and_refuse_a_thinking_budget() -> None:
     config = {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
     async with in_memory(TalkingClient("x"), **MAY_THINK, **config) as rig:
         await rig.chat(**STRICT)

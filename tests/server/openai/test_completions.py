@@ -276,7 +276,7 @@ async def test_best_of_returns_the_most_likely_samples_and_counts_tokens_of_all_
         ({"best_of": 2, "use_beam_search": True}, "with use_beam_search it must be n, which is 1"),
     ],
 )
-async def test_best_of_has_bounds_and_is_not_streamed(
+async def test_best_of_is_bounded_and_must_equal_n_for_streams(
     fields: dict[str, object], words: str
 ) -> None:
     async with in_memory() as rig:

@@ -309,7 +309,7 @@ async def test_too_many_images_are_refused_with_both_numbers(rig: Rig) -> None:
     assert "the prompt has 5 images, at most 4 are allowed" in answer.json()["error"]["message"]
 
 
-async def test_a_prompt_with_images_is_not_truncated(rig: Rig) -> None:
+async def test_truncation_of_a_prompt_with_images_is_refused(rig: Rig) -> None:
     answer = await chat(rig, part(), truncate_prompt_tokens=5)
 
     assert answer.status_code == 400

@@ -219,7 +219,7 @@ async def test_unknown_sampling_parameters_are_ignored_and_named() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_requests_with_beams_or_best_of_are_not_rendered(path: str) -> None:
+async def test_rendering_beams_or_best_of_is_refused(path: str) -> None:
     async with in_memory() as rig:
         prompt = {"messages": HI} if path == CHAT else {"prompt": "hi"}
         fields = [{"use_beam_search": True, "n": 2}] + [{"best_of": 3}] * (path == TEXT)
@@ -229,7 +229,7 @@ async def test_requests_with_beams_or_best_of_are_not_rendered(path: str) -> Non
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_a_request_that_could_not_run_is_not_rendered(path: str) -> None:
+async def test_rendering_an_invalid_request_is_refused(path: str) -> None:
     async with in_memory() as rig:
         prompt = {"messages": HI} if path == CHAT else {"prompt": "hi"}
         for more, status, param in (
@@ -265,7 +265,7 @@ SET_FIELDS = {
 }  # fmt: skip
 
 
-async def test_every_sampling_parameter_that_is_rendered_can_be_generated_with() -> None:
+async def test_every_rendered_sampling_parameter_is_accepted_by_generate() -> None:
     async with in_memory(TalkingClient("abc")) as rig:
         (rendered,) = (await rig.post(TEXT, {"prompt": "hi", **SET_FIELDS})).json()
         sampling = rendered["sampling_params"]

@@ -108,7 +108,7 @@ def orders_of(blocks: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("calls", "thinking"), PAIRS)
-def test_a_mutated_answer_is_streamed_as_it_is_parsed_whole_and_loses_no_word(
+def test_streaming_a_mutated_answer_equals_parsing_it_whole_and_loses_no_word(
     calls: str, thinking: str
 ) -> None:
     check_mutations(calls, thinking)

@@ -1,4 +1,4 @@
-"""Behaviour of a captured graph at replay, and the parts of its cache key."""
+"""Behavior of a captured graph at replay, and the parts of its cache key."""
 
 from collections import UserDict
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def test_a_manually_captured_graph_reads_and_writes_its_own_tensors() -> None:
         assert card.counters.counts["compilations"] > 0
 
 
-def test_warm_up_mode_and_bypass_neither_replay_nor_capture() -> None:
+def test_warm_up_mode_captures_once_without_replays_and_bypass_uses_no_graph() -> None:
     with emulated() as card:
         graph = torch.hpu.wrap_in_hpu_graph_func(lambda x: x * 2)  # type: ignore[attr-defined]
         x = torch.ones(2, device="hpu")

@@ -534,7 +534,7 @@ def test_gelu_of_the_experts_is_the_approximation_by_tanh() -> None:
     assert not torch.allclose(out, functional.gelu(x) * 1.5, atol=1e-6)
 
 
-def test_release_1_20_takes_64_experts_in_a_call_and_layers_make_as_many_calls() -> None:
+def test_release_1_20_takes_64_experts_in_a_call_and_more_experts_are_split() -> None:
     torch.manual_seed(0)
     weights = ExpertWeights(torch.randn(70, 8, 4), torch.randn(70, 4, 4))
     x, shares = torch.randn(5, 4), torch.rand(5, 2)

@@ -85,7 +85,8 @@ def test_the_reason_why_images_are_not_served_is_logged(
 def test_a_model_unknown_to_transformers_serves_text(
     is_unlisted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An older transformers lacks listed models."""
+    """If `is_unlisted` is false, VISION_FAMILIES has the model, and the installed transformers is
+    too old for it."""
     config = read("lighton_ocr", tmp_path, "NobodyKnowsForConditionalGeneration")
     assert config.vision is not None
     vision = replace(config.vision, is_unlisted=is_unlisted)

@@ -185,7 +185,7 @@ async def test_followers_are_informed_of_a_cancel_or_delete() -> None:
         assert len(client.aborted) == 2
 
 
-async def test_an_unrequested_stream_is_not_kept() -> None:
+async def test_following_a_response_that_was_not_streamed_is_refused() -> None:
     async with in_memory(TalkingClient(TEXT)) as rig:
         first = await begun(rig)
         await ended(rig, first)
