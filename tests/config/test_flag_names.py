@@ -52,7 +52,7 @@ def test_no_error_names_a_setting_without_its_dashes() -> None:
     assert wrong == []
 
 
-def test_bare_names_finds_settings_without_dashes() -> None:
+def test_bare_names_finds_settings_without_leading_dashes() -> None:
     text = "max_model_len is 3 and --max-num-seqs is 4, set block-size"
 
     assert bare_names(text, allows_fields=False) == ["max_model_len", "block-size"]

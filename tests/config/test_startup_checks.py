@@ -116,7 +116,7 @@ def test_a_gpu_is_refused_where_torch_is_built_for_the_cpu() -> None:
         check_device("cuda")
 
 
-def test_checking_never_imports_torch() -> None:
+def test_checking_the_device_imports_no_torch() -> None:
     code = (
         "import sys; from config.startup_checks import check_device; check_device('cpu');"
         "sys.exit('torch' in sys.modules)"

@@ -183,7 +183,7 @@ def test_the_patch_for_a_sleeping_pod_removes_probes_and_arguments() -> None:
     assert [name for name in container if name.endswith("Probe") and container[name]] == []
 
 
-def test_the_unit_starts_and_stops_a_server() -> None:
+def test_the_unit_has_the_command_and_stop_timeout_of_a_server() -> None:
     service = UNIT["Service"]
     program, *words = shlex.split(service["ExecStart"])
     environment = dict(word.split("=", 1) for word in service["Environment"].split())

@@ -35,7 +35,7 @@ def test_blocks_without_a_hash_are_allocated_before_cached_blocks() -> None:
     assert pool.get_cached_block(b"filed") == filed
 
 
-def test_a_free_cached_block_keeps_its_contents() -> None:
+def test_touching_a_free_cached_block_puts_it_in_use() -> None:
     pool = BlockPool(size=2)
     (block,) = pool.allocate(1)
     pool.cache_block(block, b"name")

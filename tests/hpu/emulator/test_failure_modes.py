@@ -454,7 +454,7 @@ def test_16_a_product_on_a_gaudi_2_refuses_fp8_values_of_a_gaudi_3() -> None:
             torch.ops.hpu.fp8_gemm_v2(weights, False, weights, False, None, torch.bfloat16)
 
 
-def test_17_a_host_read_inside_a_step_is_counted_or_raised() -> None:
+def test_17_a_host_read_inside_a_step_raises_in_strict_mode() -> None:
     with emulated(strict=True) as card:
         x = torch.ones(2, device="hpu")
 

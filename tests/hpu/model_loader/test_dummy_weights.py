@@ -87,7 +87,7 @@ def test_a_bare_config_runs_and_gives_the_same_tokens_each_time(
     assert "Weights: random, no files are read" in caplog.text
 
 
-def test_a_pooling_model_runs_from_a_bare_config(tmp_path: Path) -> None:
+def test_a_pooling_model_is_loaded_from_a_bare_config(tmp_path: Path) -> None:
     whole = make_pooling("bert", tmp_path, num_labels=3)
     for file in whole.rglob("*.safetensors"):
         file.unlink()

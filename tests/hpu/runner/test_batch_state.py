@@ -220,7 +220,7 @@ def test_a_decode_that_does_not_fit_its_bucket_is_an_error_with_the_numbers() ->
         _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
-def test_a_request_that_has_not_finished_its_prompt_does_not_decode() -> None:
+def test_decoding_before_the_end_of_the_prompt_raises() -> None:
     state = _state()
     state.add_request(_new(0, list(range(8)), [5, 6]))
 
