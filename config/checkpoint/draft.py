@@ -157,7 +157,7 @@ def _head_facts(
     if model_config.hidden_size != target.hidden_size:
         raise ConfigError(
             f"the draft head {method.model} has a hidden_size of {model_config.hidden_size}, and "
-            f"{target.path} has {target.hidden_size}"
+            f"{target.path} has {target.hidden_size}, they must be equal"
         )
     if method.method != MTP and model_config.num_layers != 1:
         raise ConfigError(

@@ -417,7 +417,7 @@ def _parsed(text: str) -> object:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_FILE_DEPTH:
-                raise ValueError(f"{_line(event)} is nested more than {MAX_FILE_DEPTH} deep")
+                raise ValueError(f"{_line(event)} is nested more than {MAX_FILE_DEPTH} levels deep")
         depth -= isinstance(event, yaml.CollectionEndEvent)
     content = yaml.safe_load(io.StringIO(text))
     # An integer with more digits than Python prints, such as 0xfff..., would break errors that

@@ -160,8 +160,7 @@ SWITCHES = (
     (
         "use-padding-aware-scheduling",
         ("true",),
-        "prompts are always merged by the cost of their padded launch, which stays within "
-        "max-num-batched-tokens",
+        "the scheduler always merges prompts by the cost of the padded launch",
     ),
     (
         "skip-mm-profiling",

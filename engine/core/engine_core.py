@@ -237,7 +237,9 @@ class EngineCore:
         if key in self._requests:
             # The caller cannot tell the outputs of the two requests apart, so both are ended.
             self.abort([key])
-            self._outputs.reject(key, f"key {key} was already open; both requests are ended")
+            self._outputs.reject(
+                key, f"a request with the key {key} already exists: both requests are aborted"
+            )
             return
         assert (grammar is None) == (message.sampling.structured_outputs is None)
         is_accepted = message.is_continuation and not self._sleep_state.is_sleeping

@@ -136,7 +136,7 @@ class RayWorker:
     def end(self) -> ProcessEnd:
         ending = "has not ended" if self._code is None else describe_exit(self._code)
         if self._code == LOST:
-            ending = "is lost: Ray's node there, or the actor that started it, has ended"
+            ending = "is lost: its Ray node or the actor that started it has ended"
         process = f"{self._name} (process {self.pid} on {self._place.address})"
         return ProcessEnd(f"{process} {ending}", is_external_end(self._code or 0), self.pid)
 

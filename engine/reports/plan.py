@@ -259,7 +259,7 @@ def as_text(plan: Plan) -> str:
     if plan.fits:
         lines.append("It fits.")
     else:
-        lines.append(f"It does not fit: {_shortage(plan)}. What would:")
+        lines.append(f"It does not fit: {_shortage(plan)}. Changes that make it fit:")
         lines += [f"  {change}" for change in _changes(plan)]
     lines += [f"note: {note}" for note in plan.notes]
     return "\n".join(lines)
@@ -313,11 +313,11 @@ def _memory(plan: Plan) -> list[str]:
     adapters = [("adapters", card.adapter_bytes, "of all slots")]
     weights = ""
     if card.drafter.weight_bytes:
-        weights = f"{card.drafter.weight_bytes / GIB:.2f} of the drafter included"
+        weights = f"{card.drafter.weight_bytes / GIB:.2f} of them for the drafter"
     elif card.host_weight_bytes:
-        weights = f"two layers in turn of {card.host_weight_bytes / GIB:.2f} in host memory"
+        weights = f"two layers at a time, {card.host_weight_bytes / GIB:.2f} GiB in host memory"
     rows = (
-        ("memory", card.card_bytes, "that the runtime lets a process use"),
+        ("memory", card.card_bytes, "available to a process"),
         ("weights", card.weight_bytes, weights),
         ("activations", card.activation_bytes, "of the widest launch, estimated"),
         *(adapters if card.adapter_bytes else ()),
@@ -325,8 +325,8 @@ def _memory(plan: Plan) -> list[str]:
         *(rings if card.ring_bytes else ()),
         *(staging if card.staging_bytes else ()),
         ("free", max(0, card.free_bytes), ""),
-        ("  usable", card.parts.usable, f"{demand.utilization:g} of it"),
-        ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of what is usable"),
+        ("  usable", card.parts.usable, f"{demand.utilization:g} of the free memory"),
+        ("    graphs", card.parts.graphs, f"{demand.graph_reserved:g} of the usable memory"),
         ("    KV cache", kv, blocks),
         ("  margin", card.parts.margin, "not planned"),
     )

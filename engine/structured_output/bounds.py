@@ -140,7 +140,7 @@ def check_grammar_size(text: str) -> None:
             depth += 1 if opens else -1 if closes else 0
             count += not (opens or closes)
             if depth > MAX_BRACKET_DEPTH:
-                raise too_large("grammar", f"brackets more than {MAX_BRACKET_DEPTH} deep")
+                raise too_large("grammar", f"brackets more than {MAX_BRACKET_DEPTH} levels deep")
         if count > MAX_EXPRESSIONS:
             raise too_large("grammar", f"more than {MAX_EXPRESSIONS} expressions")
     _check_rule_depth(uses)
@@ -159,7 +159,7 @@ def _check_rule_depth(uses: dict[str, list[str]]) -> None:
                 entered.add(name)
                 path.append(iter(uses[name]))
                 if len(path) > MAX_RULE_DEPTH:
-                    raise too_large("grammar", f"rules more than {MAX_RULE_DEPTH} deep")
+                    raise too_large("grammar", f"rules more than {MAX_RULE_DEPTH} levels deep")
 
 
 _HEAD = re.compile(

@@ -172,7 +172,9 @@ def check_schema_size(schema: Any) -> None:
         if chains[-1] > MAX_CHAIN:
             raise too_large("json", f"more than {MAX_CHAIN} schemas in a row for one value")
         if len(path) > MAX_DEPTH:
-            raise too_large("json", f"schemas more than {MAX_DEPTH} deep, references followed")
+            raise too_large(
+                "json", f"schemas more than {MAX_DEPTH} levels deep, with references followed"
+            )
 
 
 def _check_nesting(value: Any) -> None:

@@ -90,8 +90,8 @@ def _torch(machine: Machine) -> list[Finding]:
             Finding(
                 WARN,
                 "torch",
-                f"torch is {version}, release {_dotted(release)} is known with "
-                f"{_dotted(wanted)}: the runtime refuses a torch it was not compiled for",
+                f"torch is {version}, release {_dotted(release)} has torch {_dotted(wanted)}: the "
+                "runtime refuses a torch it was not compiled for",
                 f"reinstall the torch of the release, or {IMAGE}",
             )
         )

@@ -36,7 +36,7 @@ def replace_sparsity(causal: Any, dtype: torch.dtype) -> None:
         x = torch.randn(3, 64, generator=random)
         ours = gaussian_topk(x, deviations=deviations)
         if not torch.allclose(getattr(module, METHOD)(x), ours, TOLERANCE, TOLERANCE):
-            raise UnsupportedModelCode("has a sparse activation of another kind than Gemma 3n")
+            raise UnsupportedModelCode("has a sparse activation that differs from Gemma 3n's")
         # In transformers the cutoff is a tensor of the model's dtype.
         rounded = float(torch.tensor(deviations).to(dtype))
         vars(module)[METHOD] = functools.partial(gaussian_topk, deviations=rounded)

@@ -598,7 +598,9 @@ def _reason(status: int | None, output: str) -> str:
     found = re.search(r"^.*\berror\b.*", output, re.MULTILINE)
     first = next(filter(None, map(str.strip, output.splitlines())), "")
     if status < 0:
-        return f"signal {-status} ended it" + (", memory is short" if status == -9 else "")
+        return f"it was killed by signal {-status}" + (
+            ", probably because memory ran out" if status == -9 else ""
+        )
     return (found[0] if found else first)[:300] or f"exit status {status} without output"
 
 
@@ -610,7 +612,7 @@ def _is_whole(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        logger.warning("Kernels: %s is not used, and compiled again: %s", path, error.strerror)
+        logger.warning("Kernels: %s is not used and is compiled again: %s", path, error.strerror)
         return False
     return content[-DIGEST_BYTES:] == _digest(content[:-DIGEST_BYTES])
 

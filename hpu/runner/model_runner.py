@@ -177,7 +177,7 @@ class ModelRunner(StepRunner):
         forward = output.deferred_forward
         if forward is None or masks.step != output.step:
             raise RuntimeError(
-                f"masks for step {masks.step}, the newest plan is {output.step}, which has "
+                f"masks are for step {masks.step}, the newest plan is for step {output.step} with "
                 f"{len(output.deferred)} deferred launches"
             )
         self._set_bitmasks(masks.req_indices, masks.masks, masks.mask_counts)

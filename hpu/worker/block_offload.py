@@ -60,7 +60,8 @@ class BlockOffload(Offload):
             raise ConfigError(
                 f"--kv-offloading-size and --swap-space give {config.host_bytes(num_devices)} "
                 f"bytes for each device, enough for {self._num_slots} KV blocks of {slot_bytes} "
-                f"bytes: set them to {MIN_SLOTS * slot_bytes} or more"
+                f"bytes: raise them to {MIN_SLOTS * slot_bytes} bytes for each device or more "
+                "(both are in GiB)"
             )
         if needed > free:
             raise ConfigError(

@@ -368,7 +368,7 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
         )
     reserve = math.floor(100 * (1 - needed / (free * demand.utilization))) / 100
     if 0.01 <= reserve < demand.graph_reserved:
-        yield f"--graph-reserved-mem {reserve:g}: graphs then have {reserve:.0%} of what is usable"
+        yield f"--graph-reserved-mem {reserve:g}: graphs then have {reserve:.0%} of the memory"
 
 
 def _more_memory(model_config: ModelConfig, plan: CardPlan) -> Iterator[str]:

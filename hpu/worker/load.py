@@ -613,7 +613,7 @@ def check_memory(
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "
-            f"{bytes_text(total)}"
+            f"{bytes_text(total)}: use a smaller or quantized model"
         )
     if model_config.encoder is not None:
         return

@@ -121,7 +121,7 @@ def _split_of(entry: Any) -> PreviousSplit:
     """Parse an entry. Raises ValueError, TypeError or KeyError for an invalid entry."""
     values = [entry[field.name] for field in dataclasses.fields(PreviousSplit)]
     if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"an entry holds {values}")
+        raise ValueError(f"an entry has the values {values}, they must be integers of at least 0")
     return PreviousSplit(*values)
 
 

@@ -147,7 +147,7 @@ class _EngineMetrics:
         if engine.ready is not None:
             yield self._gauge(
                 "gaudiserve:engine_start_time_seconds",
-                "When the engine became ready, in seconds since 1970.",
+                "Unix time at which the engine became ready.",
                 engine.ready.ready_unix_s,
             )
         yield from self._queue(stats)

@@ -36,13 +36,11 @@ class WatchedFiles:
             self._reload()
         except ConfigError as error:
             if signature != self._refused:
-                logger.error(
-                    "%s: not read again, the old contents stay in use: %s", self._what, error
-                )
+                logger.error("%s not reloaded, the old contents stay in use: %s", self._what, error)
             self._refused = signature
         else:
             self._read, self._refused = signature, None
-            logger.info("%s: read again from %s", self._what, " and ".join(self._paths))
+            logger.info("%s reloaded from %s", self._what, " and ".join(self._paths))
 
     def _signature(self) -> Signature:
         return tuple(map(_signature, self._paths))

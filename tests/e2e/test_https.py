@@ -104,7 +104,7 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
             assert [status(key) for key in ("key-1", "key-2")] == [200, 401]
             (tmp_path / "key.pem").write_text("broken")
             (tmp_path / "keys").write_text("")
-            wait_for(lambda: live.text().count("not read again") == 2)
+            wait_for(lambda: live.text().count("not reloaded") == 2)
             assert name_shown() == "second.test"
             assert [status(key) for key in ("key-1", "key-3")] == [200, 200]
         finally:

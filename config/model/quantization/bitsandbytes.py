@@ -26,7 +26,8 @@ def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
     """Quantization of bitsandbytes checkpoints. Raises ConfigError for unsupported settings."""
     has_8_bits = fields.get("load_in_8bit", bool, False)
     if has_8_bits == fields.get("load_in_4bit", bool, False):
-        raise refused(fields, "load_in_4bit", not has_8_bits, "either this or load_in_8bit")
+        wanted = f"{not has_8_bits}, since load_in_8bit is {has_8_bits}"
+        raise refused(fields, "load_in_4bit", has_8_bits, wanted)
     return QuantizationConfig(
         "bitsandbytes",
         (Rule(("Linear",), _eight_bits() if has_8_bits else _four_bits(fields)),),

@@ -162,7 +162,7 @@ def _float(weights: Fields, activations: object) -> WeightScheme:
     choice(weights, "type", "float", ("float",))
     bits = weights.count("num_bits", 8)
     if bits != 8:
-        raise refused(weights, "num_bits", bits, "8, of floats")
+        raise refused(weights, "num_bits", bits, "8 for floats")
     strategy = choice(weights, "strategy", None, ("tensor", "channel", "block"))
     block = _block(weights) if strategy == "block" else None
     is_static = isinstance(activations, dict) and activations.get("dynamic") is False

@@ -161,7 +161,8 @@ def _check_statistics(
         raise RuntimeError("FusedSDPA takes valid_seq_len only without a backward pass")
     if requires_backward and is_causal:
         raise RuntimeError(
-            "FusedSDPA: a causal call returns other statistics than a call with a mask: pass a mask"
+            "FusedSDPA: a causal call returns different statistics than a call with a mask: "
+            "pass a mask"
         )
 
 

@@ -79,7 +79,7 @@ class OpenAIServer:
         try:
             await asyncio.wait_for(self._read(request, outcome), timeout_s)
         except asyncio.TimeoutError:  # not the built-in TimeoutError before Python 3.11
-            outcome.failure = f"no end after {timeout_s:g} s"
+            outcome.failure = f"the response did not end within {timeout_s:g} s"
         except (EOFError, HttpFailure, msgspec.DecodeError) as error:
             outcome.failure = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()

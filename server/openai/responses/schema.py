@@ -192,7 +192,7 @@ class ResponseBody(GenerationBody):
         if isinstance(data, dict):
             for old, new in MOVED.items():
                 if data.get(old) is not None:
-                    raise UserError(f"{old} is a field of chats, here it is {new}", param=old)
+                    raise UserError(f"{old} is a field of chat requests; use {new}", param=old)
         return data
 
     def check(self) -> None:

@@ -407,8 +407,8 @@ MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
     [
         (LAUGHS + "port: *i\n", r"line 2 has the alias \*a, write the value itself"),
         (MERGES, r"line 2 has the alias \*a"),
-        ("port: " + "[" * 20_000, "line 1 is nested more than 16 deep"),
-        ("port: " + "{a: " * 20_000, "line 1 is nested more than 16 deep"),
+        ("port: " + "[" * 20_000, "line 1 is nested more than 16 levels deep"),
+        ("port: " + "{a: " * 20_000, "line 1 is nested more than 16 levels deep"),
         (f"port: {HUGE}\n", "cannot be read: Exceeds the limit"),
         (f"port: 0x{HUGE}\n", "cannot be read: Exceeds the limit"),
         (f"nnodes: [0x{HUGE}]\n", "cannot be read: Exceeds the limit"),

@@ -95,6 +95,14 @@ def test_early_bitsandbytes_settings_are_recognized_without_quant_method(
     assert read(tmp_path, {"quantization_config": {field: True}}).method == "bitsandbytes"
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_bitsandbytes_needs_exactly_one_width(both: bool, tmp_path: Path) -> None:
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": both, "load_in_8bit": both}
+
+    with pytest.raises(ConfigError, match=f"load_in_4bit .* is {both}, it must be {not both}, "):
+        read(tmp_path, {"quantization_config": config})
+
+
 @pytest.mark.parametrize(
     ("order", "desc_act"),
     [("group", True), ("dynamic", True), (True, True), ("weight", False), ("static", False)],

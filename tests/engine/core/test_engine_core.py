@@ -241,7 +241,7 @@ def test_a_duplicate_key_is_rejected_once_with_an_error() -> None:
     rig.run()
 
     assert rig.reason(3) == "error"
-    assert "already open" in rig.error(3)
+    assert "already exists" in rig.error(3)
     assert rig.core.num_requests == 0
 
 

@@ -388,7 +388,7 @@ def test_a_draft_model_takes_weights_and_a_part_of_each_block(tmp_path: Path) ->
     # Keys and values of 128 tokens in two layers with four heads of 64 numbers.
     assert told["block_bytes"] - plain["block_bytes"] == 2 * 2 * 4 * 64 * 2 * 128 + FLAGS
     assert told["num_blocks"] < plain["num_blocks"]
-    assert f"{drafter / 2**30:.2f} of the drafter included" in as_text(plan)
+    assert f"{drafter / 2**30:.2f} of them for the drafter" in as_text(plan)
 
 
 def write_small_drafter(folder: Path) -> str:
@@ -511,7 +511,7 @@ def test_weights_in_host_memory_leave_room_for_blocks() -> None:
     assert plain["weight_bytes"] - told["weight_bytes"] == 10 * layer
     assert told["free_bytes"] - plain["free_bytes"] == 10 * layer
     assert told["num_blocks"] > plain["num_blocks"] and plain["host_weight_bytes"] == 0
-    assert f"two layers in turn of {12 * layer / 2**30:.2f} in host memory" in as_text(plan)
+    assert f"two layers at a time, {12 * layer / 2**30:.2f} GiB in host memory" in as_text(plan)
 
 
 def test_weights_quantized_at_load_are_counted_at_their_quantized_size() -> None:

@@ -205,7 +205,7 @@ def test_a_torch_of_another_release_is_reported_with_both_versions(gaudi: GaudiM
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level == WARN]
 
-    assert "torch is 2.9.0+hpu.1.23.0.695, release 1.22.1.6 is known with 2.7" in found.what
+    assert "torch is 2.9.0+hpu.1.23.0.695, release 1.22.1.6 has torch 2.7" in found.what
 
 
 def test_missing_kernel_modules_for_several_cards_are_a_warning(gaudi: GaudiMachine) -> None:

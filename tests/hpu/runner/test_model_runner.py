@@ -263,7 +263,9 @@ def test_masks_of_another_step_are_a_bug_of_the_engine(rig: WorkerRig) -> None:
     rig.prefill({0: None})
     rig.submit({0: [5]})
 
-    with pytest.raises(RuntimeError, match="masks for step 0, the newest plan is 0, which"):
+    with pytest.raises(
+        RuntimeError, match="masks are for step 0, the newest plan is for step 0 with"
+    ):
         rig.mask({0: [7]})
 
 

@@ -57,7 +57,7 @@ POOLING = {EMBEDDINGS, SCORE, RERANK, POOL}
 
 ALLOWED = re.compile(
     r"\bmust\b|\bat most\b|\bmay have\b|\bmay be\b|; leave it out|; use |; send |; start |"
-    r"here it is|this model (accepts|supports)"
+    r"this model (accepts|supports)"
 )
 """Texts that name allowed values or a remedy; each message has at least one text."""
 LIBRARY_WORDS = re.compile(

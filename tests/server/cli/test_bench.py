@@ -150,7 +150,7 @@ async def test_a_request_that_hangs_fails_at_its_timeout() -> None:
         outcome = await OpenAIServer(client, "chat", "m").send(BenchRequest("a", 1), timeout_s=0.1)
 
         await client.close()
-    assert outcome.failure == "no end after 0.1 s"
+    assert outcome.failure == "the response did not end within 0.1 s"
 
 
 async def test_the_key_is_sent_as_a_bearer_token() -> None:

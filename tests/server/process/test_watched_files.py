@@ -72,7 +72,7 @@ def test_unreadable_files_are_logged_once_and_retried_after_the_next_change(
     for _ in range(4):
         watched.poll()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "keys: not read again, the old contents stay in use" in caplog.text
+    assert "keys not reloaded, the old contents stay in use" in caplog.text
     file.write_text("22")
     for _ in range(4):
         watched.poll()
