@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 from ports import free_port
+from waits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,13 +129,13 @@ class LiveServer:
         it."""
         method = "GET" if body is None else "POST"
         # Unverified, because reading the machine's certificates takes longer than the answer.
-        with httpx.Client(base_url=self.url, timeout=20, verify=False) as http:
+        with httpx.Client(base_url=self.url, timeout=WAIT_S, verify=False) as http:
             return http.request(method, path, json=body)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")[-8000:]
 
-    def wait_exit(self, timeout_s: float) -> int:
+    def wait_exit(self, timeout_s: float = WAIT_S) -> int:
         return self.process.wait(timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
@@ -149,10 +150,10 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(40)
+                self.process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(5)
+                self.process.wait(WAIT_S)
 
     def leftovers(self) -> list[Path]:
         """Files the daemon left in its runtime folder."""
