@@ -15,6 +15,8 @@ from ports import free_port
 from waits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
+START_S = 240.0
+"""Time limit of a start, which imports torch and may convert a checkpoint."""
 
 
 def children_of(pid: int) -> list[int]:
@@ -113,7 +115,7 @@ class LiveServer:
     def pid(self) -> int:
         return self.process.pid
 
-    def wait_ready(self, timeout_s: float = 120) -> None:
+    def wait_ready(self, timeout_s: float = START_S) -> None:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -167,7 +169,7 @@ def running(
     *flags: str,
     env: dict[str, str] | None = None,
     python: str = sys.executable,
-    ready_s: float = 120,
+    ready_s: float = START_S,
 ) -> Iterator[LiveServer]:
     """A ready server, stopped at the end."""
     server = LiveServer(model, log, *flags, env=env, python=python)
