@@ -72,6 +72,8 @@ serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the firs
 	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: style ## Lint, types and the default tests
+	@# Changed kernels compile for minutes, which no time limit of a test allows for.
+	@$(COUNTED) 'Preparing kernels' $(BIN)/python -m hpu.native.library
 	@# The types are checked beside the first tests.
 	@nice -n 19 $(BIN)/mypy --no-error-summary & types=$$!; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \

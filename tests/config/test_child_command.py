@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_ends import WAIT_S, is_alive, pid_in, wait_for
+from process_ends import is_alive, pid_in
+from waits import WAIT_S, wait_for
 
 from config.child_command import running
 

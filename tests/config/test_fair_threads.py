@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
+from waits import WAIT_S
 
 from config.errors import Overloaded
 from config.fair_threads import FairThreads, current_client
@@ -29,7 +30,7 @@ def test_a_new_client_waits_for_one_call_of_each_other_client() -> None:
         calls += [submit(threads, "other", order.append, f"other {i}") for i in range(2)]
         gate.set()
         for call in [first, *calls]:
-            call.result(timeout=10)
+            call.result(WAIT_S)
 
     # "other 0" was in the pool's queue while the busy client's first call ran; "busy 0" entered the
     # queue after that call.
@@ -42,16 +43,16 @@ def test_a_client_runs_at_most_its_limit_of_concurrent_calls() -> None:
 
     def call(i: int) -> bool:
         running[i].set()
-        return gate.wait(10)
+        return gate.wait(WAIT_S)
 
     with FairThreads(4, "test", per_client=2) as threads:
         calls = [submit(threads, "busy", call, i) for i in range(3)]
-        assert running[0].wait(10) and running[1].wait(10)
-        assert submit(threads, "other", int, "7").result(timeout=10) == 7
-        assert submit(threads, None, int, "8").result(timeout=10) == 8
+        assert running[0].wait(WAIT_S) and running[1].wait(WAIT_S)
+        assert submit(threads, "other", int, "7").result(WAIT_S) == 7
+        assert submit(threads, None, int, "8").result(WAIT_S) == 8
         assert not running[2].is_set()
         gate.set()
-        assert all(each.result(timeout=10) for each in calls)
+        assert all(each.result(WAIT_S) for each in calls)
 
 
 def test_the_next_call_runs_after_errors_and_cancelled_calls() -> None:
@@ -65,8 +66,8 @@ def test_the_next_call_runs_after_errors_and_cancelled_calls() -> None:
         gate.set()
 
         with pytest.raises(ValueError, match="invalid literal"):
-            wrong.result(timeout=10)
-        assert last.result(timeout=10) == 2
+            wrong.result(WAIT_S)
+        assert last.result(WAIT_S) == 2
 
 
 def test_shutdown_cancels_all_waiting_calls() -> None:
@@ -78,10 +79,10 @@ def test_shutdown_cancels_all_waiting_calls() -> None:
     threads.shutdown(wait=False, cancel_futures=True)
     gate.set()
 
-    assert running.result(timeout=10)
+    assert running.result(WAIT_S)
     for other in others:
         with pytest.raises(CancelledError):
-            other.result(timeout=10)
+            other.result(WAIT_S)
     with pytest.raises(RuntimeError):
         submit(threads, "late", int, "1")
     with pytest.raises(RuntimeError):
@@ -114,24 +115,24 @@ def test_clients_of_an_event_loop_take_turns() -> None:
 def test_a_client_that_fills_the_queue_does_not_exclude_another_client() -> None:
     gate = threading.Event()
     with FairThreads(1, "test", max_calls=4, nouns="texts") as threads:
-        calls = [submit(threads, "busy", gate.wait, 10) for _ in range(4)]
+        calls = [submit(threads, "busy", gate.wait, WAIT_S) for _ in range(4)]
         with pytest.raises(Overloaded, match="4 texts of this client wait, at most 4 may"):
-            submit(threads, "busy", gate.wait, 10)
+            submit(threads, "busy", gate.wait, WAIT_S)
         calls += [submit(threads, "other", int, "1") for _ in range(2)]
         with pytest.raises(Overloaded, match="2 texts of this client wait, at most 2 may"):
             submit(threads, "other", int, "1")
         assert submit(threads, None, int, "1") is not None
         gate.set()
-        assert [call.result(timeout=10) for call in calls] == [True] * 4 + [1, 1]
+        assert [call.result(WAIT_S) for call in calls] == [True] * 4 + [1, 1]
 
 
 def test_a_cancelled_call_leaves_the_queue() -> None:
     gate = threading.Event()
     with FairThreads(1, "test", max_calls=3) as threads:
-        submit(threads, "busy", gate.wait, 10)
+        submit(threads, "busy", gate.wait, WAIT_S)
         for _ in range(3):
             waiting = [submit(threads, "busy", int, "1") for _ in range(2)]
             assert all(call.cancel() for call in waiting)
         last = submit(threads, "busy", int, "2")
         gate.set()
-        assert last.result(timeout=10) == 2
+        assert last.result(WAIT_S) == 2

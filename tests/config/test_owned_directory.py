@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
+from waits import WAIT_S
 
 from config.owned_directory import LOCK, OwnedDirectory
 
@@ -49,7 +50,7 @@ def owner(parent: Path) -> Iterator[tuple[Path, "subprocess.Popen[str]"]]:
 
 def kill(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGKILL)
-    process.wait(10)
+    process.wait(WAIT_S)
 
 
 def made_in(parent: Path) -> OwnedDirectory:
@@ -101,7 +102,7 @@ def test_directories_created_concurrently_are_all_kept(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def start() -> None:
-        barrier.wait(10)
+        barrier.wait(WAIT_S)
         made.extend(made_in(tmp_path) for _ in range(20))
 
     threads = [threading.Thread(target=start) for _ in range(8)]

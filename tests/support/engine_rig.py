@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from counting_worker import counting_command
+from waits import WAIT_S
 
 from config.engine import EngineConfig, SchedulerConfig
 from config.log import LogConfig
@@ -72,7 +73,7 @@ async def engine_rig(
     )
     try:
         if ready:
-            await asyncio.wait_for(client.wait_ready(), 20)
+            await asyncio.wait_for(client.wait_ready(), WAIT_S)
         yield EngineRig(client, engine, directory.path)
     finally:
         await loop.run_in_executor(None, engine.close, 5.0)
@@ -115,7 +116,7 @@ async def generate(client: EngineClient, max_tokens: int) -> list[int]:
     return tokens
 
 
-async def eventually(is_so: object, timeout_s: float) -> bool:
+async def eventually(is_so: object, timeout_s: float = WAIT_S) -> bool:
     """Whether `is_so()` becomes true within the timeout."""
     assert callable(is_so)
     deadline = time.monotonic() + timeout_s

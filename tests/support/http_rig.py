@@ -12,6 +12,7 @@ import httpx
 import text_folders
 from scripted_client import ScriptedClient, ScriptedQueue, columns, ready
 from starlette.types import ASGIApp
+from waits import WAIT_S
 
 from config.server import ServerConfig
 from engine.client.base import EngineClient
@@ -171,7 +172,9 @@ async def on_port(client: ScriptedClient | None = None, **config: Any) -> AsyncI
         server = UvicornServer(uvicorn_config(app, state.config))
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S
+            ) as http:
                 yield Rig(state, client, http, app, port)
         finally:
             server.should_exit = True

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import trustme
+from waits import WAIT_S
 
 from server.multimodal.fetch import MediaFetcher, is_public_address
 
@@ -82,7 +83,7 @@ async def local(host: str, port: int) -> list[str]:
 def fetcher(
     *domains: str,
     resolve: Callable[[str, int], Awaitable[list[str]]] | None = local,
-    timeout_s: float = 5.0,
+    timeout_s: float = WAIT_S,
     max_bytes: int = 1000,
 ) -> MediaFetcher:
     """A fetcher that treats 127.0.0.1, where the test's server is, as public."""

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import httpx
 from ports import free_port
+from waits import WAIT_S
 
 ROOT = Path(__file__).parents[2]
+START_S = 240.0
+"""Time limit of a start, which imports torch and may convert a checkpoint."""
 
 
 def children_of(pid: int) -> list[int]:
@@ -112,7 +115,7 @@ class LiveServer:
     def pid(self) -> int:
         return self.process.pid
 
-    def wait_ready(self, timeout_s: float = 120) -> None:
+    def wait_ready(self, timeout_s: float = START_S) -> None:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self.process.poll() is not None:
@@ -128,13 +131,13 @@ class LiveServer:
         it."""
         method = "GET" if body is None else "POST"
         # Unverified, because reading the machine's certificates takes longer than the answer.
-        with httpx.Client(base_url=self.url, timeout=20, verify=False) as http:
+        with httpx.Client(base_url=self.url, timeout=WAIT_S, verify=False) as http:
             return http.request(method, path, json=body)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")[-8000:]
 
-    def wait_exit(self, timeout_s: float) -> int:
+    def wait_exit(self, timeout_s: float = WAIT_S) -> int:
         return self.process.wait(timeout_s)
 
     def signal(self, number: signal.Signals) -> None:
@@ -149,10 +152,10 @@ class LiveServer:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(40)
+                self.process.wait(WAIT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(5)
+                self.process.wait(WAIT_S)
 
     def leftovers(self) -> list[Path]:
         """Files the daemon left in its runtime folder."""
@@ -166,7 +169,7 @@ def running(
     *flags: str,
     env: dict[str, str] | None = None,
     python: str = sys.executable,
-    ready_s: float = 120,
+    ready_s: float = START_S,
 ) -> Iterator[LiveServer]:
     """A ready server, stopped at the end."""
     server = LiveServer(model, log, *flags, env=env, python=python)

@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from waits import WAIT_S
 
 
 class Collected:
@@ -37,7 +38,7 @@ class Collected:
     def named(self, name: str) -> list[Any]:
         return [span for span in self.spans if span.name == name]
 
-    def wait(self, count: int, timeout_s: float = 20) -> None:
+    def wait(self, count: int, timeout_s: float = WAIT_S) -> None:
         """Wait until `count` spans have arrived."""
         end = time.monotonic() + timeout_s
         while len(self.spans) < count:

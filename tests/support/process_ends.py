@@ -1,18 +1,8 @@
 """Waits for processes: a process that a command has started, and its end."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-WAIT_S = 20.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds, at most WAIT_S."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+from waits import wait_for
 
 
 def pid_in(file: Path) -> int:

@@ -73,6 +73,18 @@ class SecondClient:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def is_delayed(
+    url: str, latency_s: float, limit_s: float, share: float = 1.0, **request: Any
+) -> bool:
+    """Whether a second client's latency at this `share` of its requests exceeds the limit and three
+    times the latency of `request` beside nothing but other work of the machine."""
+    if latency_s < limit_s:
+        return False
+    with SecondClient(url, **request) as alone:
+        time.sleep(2)
+    return latency_s > 3 * alone.percentile_s(share)
+
+
 class Family:
     """A server's process and all its descendants."""
 

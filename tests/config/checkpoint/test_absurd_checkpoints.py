@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from delays import least, machine_s
 from gguf import GGUFEndian, GGUFReader, GGUFWriter
 from tiny_encoders import ENCODERS, make_pooling
 from tiny_gguf import write_gguf
@@ -58,7 +59,7 @@ def _in_little_time_and_memory() -> Iterator[None]:
     yield
     seconds = time.process_time() - start
     grown = process.memory_info().rss - before
-    assert seconds < MOST_S, f"it took {seconds:.1f} s"
+    assert seconds < machine_s(MOST_S), f"it took {seconds:.1f} s"
     assert grown < MOST_BYTES, f"{grown / 2**20:.0f} MiB more than before"
 
 
@@ -511,18 +512,19 @@ def test_gguf_parsing_equals_the_library(
 
 def test_the_command_fails_with_status_1_and_one_line(folder: Path, tmp_path: Path) -> None:
     _set(folder, num_hidden_layers=10**9)
-    # Cost of starting the command and finding that the folder does not exist.
-    base_s, base_bytes, *_ = _serve(tmp_path / "gone", tmp_path)
 
-    seconds, num_bytes, status, said = _serve(folder, tmp_path)
+    def ratio() -> float:
+        """CPU time relative to a start of the command that finds no folder."""
+        base_s, base_bytes, *_ = _serve(tmp_path / "gone", tmp_path)
+        seconds, num_bytes, status, said = _serve(folder, tmp_path)
+        assert status == 1
+        assert said == [
+            f"gaudiserve: {folder}/config.json specifies 1000000000 layers, the files have 2",
+        ]
+        assert num_bytes < base_bytes + MOST_BYTES
+        return seconds / base_s
 
-    assert status == 1
-    assert said == [
-        f"gaudiserve: {folder}/config.json specifies 1000000000 layers, the files have 2",
-    ]
-    # Relative to the speed of the machine.
-    assert seconds < 2 * base_s
-    assert num_bytes < base_bytes + MOST_BYTES
+    assert least(ratio, 2) < 2
 
 
 def _serve(model: Path, tmp_path: Path) -> tuple[float, int, int, list[str]]:
@@ -563,4 +565,4 @@ def test_random_changes_of_a_gguf_file_are_refused_or_converted(tmp_path: Path) 
 def _in_seconds(most_s: float) -> Iterator[None]:
     start = time.process_time()
     yield
-    assert time.process_time() - start < most_s
+    assert time.process_time() - start < machine_s(most_s)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from delays import machine_s
 from gguf import GGMLQuantizationType
 from gguf_adapters import METADATA, Array, factors, pairs_of, write_pairs
 from gguf_families import CASES, COMMON, architecture_of, write_checkpoint
@@ -344,9 +345,9 @@ def test_a_large_file_with_a_wrong_header_is_refused_without_reading_it(
         with pytest.raises(ConfigError, match="tensors, at most"):
             load(file, llama)
 
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     assert peak_of(refused) < 64 * 2**20
-    assert time.perf_counter() - began_s < 1.0
+    assert time.process_time() - began_s < machine_s(1.0)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +371,7 @@ def test_a_header_that_takes_long_to_parse_is_refused_by_its_counts(
     began_s = time.process_time()
     with pytest.raises(ConfigError, match=message):
         load(file, llama)
-    assert time.process_time() - began_s < 0.5
+    assert time.process_time() - began_s < machine_s(0.5)
 
 
 def test_a_file_with_too_many_weights_is_refused_without_reading_them(

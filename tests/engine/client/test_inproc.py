@@ -6,6 +6,7 @@ import threading
 import pytest
 from counting_worker import REFUSAL, make_counting_executor
 from engine_rig import asking, counting_config, generate, prompt_of, read_all, request_of
+from waits import WAIT_S
 
 from config.errors import ConfigError, EngineDied
 from engine.client.inproc import InprocClient
@@ -21,7 +22,7 @@ def engine_threads() -> list[str]:
 async def test_requests_are_served_concurrently(executor: str, manners: str) -> None:
     client = InprocClient(counting_config(manners, executor=executor), make_counting_executor)
     await client.start()
-    ready = await asyncio.wait_for(client.wait_ready(), 20)
+    ready = await asyncio.wait_for(client.wait_ready(), WAIT_S)
 
     outputs = await asyncio.gather(*(generate(client, 1 + number % 9) for number in range(100)))
     await client.close()
@@ -83,7 +84,7 @@ async def test_deferred_warmup_runs_between_requests_and_is_reported(executor: s
     config = counting_config("later=4", executor=executor)
     client = InprocClient(config, make_counting_executor)
     await client.start()
-    await asyncio.wait_for(client.wait_ready(), 20)
+    await asyncio.wait_for(client.wait_ready(), WAIT_S)
 
     output = await generate(client, 40)
     deadline = asyncio.get_running_loop().time() + 10

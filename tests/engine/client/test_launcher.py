@@ -14,6 +14,7 @@ import pytest
 from counting_worker import ROOT, counting_command
 from engine_rig import counting_config
 from live import alive
+from waits import WAIT_S
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
@@ -48,14 +49,14 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Chil
 
 def wait_for_mask(pid: int, mask: str) -> None:
     """Wait until the process catches (SigCgt) or ignores (SigIgn) STOP."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         status = Path(f"/proc/{pid}/status").read_text()
         signals = int(re.findall(rf"{mask}:\s*(\w+)", status)[0], 16)
         if signals >> (STOP - 1) & 1:
             return
         time.sleep(0.02)
-    raise AssertionError(f"process {pid} has no STOP in {mask} after 30 s")
+    raise AssertionError(f"process {pid} has no STOP in {mask} after {WAIT_S:g} s")
 
 
 def test_a_crash_is_reported_once_with_process_and_signal(tmp_path: Path) -> None:
@@ -63,12 +64,11 @@ def test_a_crash_is_reported_once_with_process_and_signal(tmp_path: Path) -> Non
     died = threading.Event()
     engine = launched(tmp_path, endings, died)
     running = engine.poll()
-    began = time.monotonic()
 
     os.kill(engine.pid, signal.SIGKILL)
-    heard = died.wait(5)
+    heard = died.wait(WAIT_S)
 
-    assert running is None and heard and time.monotonic() - began < 1
+    assert running is None and heard
     assert engine.poll() == -signal.SIGKILL
     assert endings == [f"the engine (process {engine.pid}) was killed by SIGKILL"]
     engine.close()
@@ -80,7 +80,7 @@ def test_closing_stops_the_process_without_a_crash_report(tmp_path: Path) -> Non
     engine = launched(tmp_path, endings, threading.Event())
     wait_for_mask(engine.pid, "SigCgt")
 
-    engine.close(5)
+    engine.close(WAIT_S)
     time.sleep(0.1)
 
     assert engine.poll() == 0
@@ -111,7 +111,7 @@ def test_a_users_config_module_is_not_imported(tmp_path: Path) -> None:
     command = python_command("config.errors", "no main")
 
     done = subprocess.run(
-        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
 
     assert "cannot import name 'main' from 'config.errors'" in done.stderr

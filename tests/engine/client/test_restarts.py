@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from counting_worker import REFUSAL, counting_command
 from engine_rig import TOKEN, asking, counting_config, eventually, prompt_of, read_all, request_of
 from live import workers_of
+from waits import WAIT_S
 
 from config.errors import EngineDied
 from config.log import LogConfig
@@ -23,6 +23,7 @@ from engine.client.queue_limits import QueueLimits
 from engine.client.state import Pause
 from engine.client.zmq import ZmqClient
 from engine.process.engine_orders import front_end_endpoint
+from engine.process.restarts import RestartLimit
 from engine.transport.channels import SocketDirectory
 
 POISON = 999
@@ -68,7 +69,7 @@ class RestartRig:
         queues = [
             self.client.add(request_of(prompt_of(n), asking(max_tokens))) for n in range(count)
         ]
-        await eventually(lambda: all(queue.has_progressed for queue in queues), 10)
+        await eventually(lambda: all(queue.has_progressed for queue in queues))
         return queues
 
 
@@ -110,7 +111,7 @@ async def restart_rig(
     await client.start()
     try:
         if ready:
-            await asyncio.wait_for(client.wait_ready(), 20)
+            await asyncio.wait_for(client.wait_ready(), WAIT_S)
         yield rig
     finally:
         await loop.run_in_executor(None, processes.close, 5.0)
@@ -125,7 +126,7 @@ async def test_streams_continue_after_each_of_many_crashes(victim: str) -> None:
 
         for deaths in range(1, 3):
             os.kill(rig.pid if victim == "engine" else workers_of(rig.pid)[-1], signal.SIGKILL)
-            assert await eventually(lambda: rig.is_back(deaths), 20)  # noqa: B023
+            assert await eventually(lambda: rig.is_back(deaths))  # noqa: B023
             await asyncio.sleep(0.2)
 
         for tokens, finish in await asyncio.gather(*map(read_all, queues)):
@@ -153,11 +154,11 @@ async def test_an_engine_killed_during_its_restart_is_restarted_again(
         (queue,) = await rig.streaming(1, 100)
         rig.kill()
         first = rig.pid
-        assert await eventually(lambda: rig.pid != first and bool(workers_of(rig.pid)), 10)
+        assert await eventually(lambda: rig.pid != first and bool(workers_of(rig.pid)))
 
         second = rig.pid
         os.kill(second if victim == "engine" else workers_of(second)[-1], signal.SIGKILL)
-        assert await eventually(lambda: rig.pid != second, 10)
+        assert await eventually(lambda: rig.pid != second)
 
         tokens, finish = await read_all(queue)
 
@@ -168,11 +169,11 @@ async def test_an_engine_killed_during_its_restart_is_restarted_again(
 
 async def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server() -> None:
     async with restart_rig("start_s=30", ready=False) as rig:
-        assert await eventually(lambda: rig.client.progress is not None, 10)
+        assert await eventually(lambda: rig.client.progress is not None)
 
         rig.kill()
 
-        assert await eventually(lambda: bool(rig.ends), 5)
+        assert await eventually(lambda: bool(rig.ends))
         assert len(rig.ends) == 1 and "was killed by SIGKILL" in rig.ends[0]
         assert rig.observer.num_lost == 0 and rig.client.failure == rig.ends[0]
 
@@ -185,7 +186,7 @@ async def test_a_restart_refused_by_its_config_ends_the_server(tmp_path: Path) -
 
         rig.kill()
 
-        assert await eventually(lambda: bool(rig.ends), 10)
+        assert await eventually(lambda: bool(rig.ends))
         assert len(rig.ends) == 1 and "exited with code 2" in rig.ends[0]
         with pytest.raises(EngineDied, match=REFUSAL):
             await read_all(queue)
@@ -213,7 +214,7 @@ async def test_a_poison_request_fails_and_the_other_requests_continue(
         poison = rig.client.add(request_of(prompt_of(POISON), asking(10)))
         # Requests that arrive while the poison request is tried.
         later = [rig.client.add(request_of(prompt_of(n), asking(5))) for n in range(8)]
-        _, finish = await asyncio.wait_for(read_all(poison), 30)
+        _, finish = await asyncio.wait_for(read_all(poison), WAIT_S)
 
         assert finish.reason == "error" and finish.error is not None
         assert f"the engine died {num_deaths} times while it computed this" in finish.error
@@ -224,12 +225,19 @@ async def test_a_poison_request_fails_and_the_other_requests_continue(
         assert (rig.observer.num_poison, rig.ends) == (1, [])
 
 
-async def test_the_waits_between_restarts_have_a_limit() -> None:
+async def test_the_waits_between_restarts_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s = []
+    wait_s = RestartLimit.wait_s
+
+    def recorded(limit: RestartLimit, **options: bool) -> float | None:
+        waits_s.append(wait_s(limit, **options))
+        return waits_s[-1]
+
+    monkeypatch.setattr(RestartLimit, "wait_s", recorded)
     async with restart_rig(max_wait_s=0.0) as rig:
-        begun_s = time.monotonic()
         for deaths in range(1, 5):
             rig.kill()
-            assert await eventually(lambda: rig.is_back(deaths), 20)  # noqa: B023
+            assert await eventually(lambda: rig.is_back(deaths))  # noqa: B023
 
-        # By default, the second to fourth restart wait 0.5, 1 and 2 s.
-        assert time.monotonic() - begun_s < 7.5
+    # By default, the second to fourth restart wait 0.5, 1 and 2 s.
+    assert waits_s == [0.0] * 4

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from engine_rig import asking, prompt_of, request_of
 from scripted_client import ready as ready_message
+from waits import until
 
 from benchmarks.router import RoundRobin, Traffic, simulate
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
@@ -494,7 +495,7 @@ async def test_coupled_engines_report_the_first_reason_if_no_cause_follows(
     engines[0].says(Failed(0, "ValueError: a fault", may_follow=True))
     engines[1].says(Failed(1, "RuntimeError: connection closed by peer", may_follow=True))
     engines[0].fail("engine 0 (process 6) exited with code 1")
-    await asyncio.sleep(0.1)
+    await until(lambda: router.failure is not None)
 
     assert router.failure is not None and router.failure.endswith("experts: ValueError: a fault")
     router.fail("later")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all, request_of
+from waits import WAIT_S, until
 
 from config.errors import EngineDied, Overloaded, RequestFailed, UserError
 from config.params.pooling import PoolingParams
@@ -44,11 +46,11 @@ class ScriptedEngine:
 
     async def hears(self) -> ToEngine:
         """The next message from the client."""
-        for _ in range(500):
-            if (message := self.line.receive()) is not None:
-                return message
+        end_s = time.monotonic() + WAIT_S
+        while (message := self.line.receive()) is None:
+            assert time.monotonic() < end_s, "the client sent nothing"
             await asyncio.sleep(0.005)
-        raise AssertionError("the client sent nothing")
+        return message
 
     def says(self, message: object) -> None:
         assert self.line.send(message)
@@ -85,16 +87,17 @@ async def pair(
     engine.says(Hello(0, 1))
     engine.says(READY)
     try:
-        await asyncio.wait_for(client.wait_ready(), 5)
+        await asyncio.wait_for(client.wait_ready(), WAIT_S)
         yield client, engine
     finally:
         line.close()
         await client.close()
 
 
-async def settle() -> None:
-    """Wait until sent messages have arrived."""
-    await asyncio.sleep(0.1)
+async def settle(client: ZmqClient, engine: ScriptedEngine) -> None:
+    """Wait until the messages that the engine has sent have arrived."""
+    engine.says(StepOutput(0, stats=EngineStats(running=99)))
+    await until(lambda: client.stats.running == 99)
 
 
 async def test_a_sent_request_has_its_front_end_in_the_key(
@@ -118,7 +121,7 @@ async def test_unread_updates_are_merged(zmq_context: ZmqContext, tmp_path: Path
         engine.says(StepOutput(2, keys=[other.key, key], counts=[2, 1], tokens=[9, 9, 1]))
         engine.says(StepOutput(3, keys=[key], counts=[3], tokens=[2, 3, 4]))
         engine.says(StepOutput(4, finished=[Finish(key, "stop")]))
-        await settle()
+        await settle(client, engine)
 
         update = await box.get()
 
@@ -158,7 +161,7 @@ async def test_an_aborted_queue_ends_at_once_and_drops_later_tokens(
         client.abort([box.key, 12345])
         client.abort([box.key])
         engine.says(StepOutput(1, keys=[box.key], counts=[1], tokens=[9]))
-        await settle()
+        await settle(client, engine)
         update = await box.get()
 
         assert await engine.hears() == Abort([box.key])
@@ -252,7 +255,7 @@ async def test_every_sample_of_the_stats_is_delivered(
         client.on_stats(lambda stats: seen.extend(stats.step_tokens))
         for step in range(3):
             engine.says(StepOutput(step, stats=EngineStats(running=step, step_tokens=[step])))
-        await settle()
+        await until(lambda: len(seen) == 3)
 
         running = client.stats.running
 
@@ -283,7 +286,7 @@ async def test_an_abort_reaches_a_real_engine_and_frees_its_index() -> None:
 
         rig.client.abort([box.key])
 
-        assert await eventually(lambda: rig.client.stats.running == 0, 1)
+        assert await eventually(lambda: rig.client.stats.running == 0)
         assert rig.client.stats.blocks_used == 0
         _, finish = await read_all(box)
     assert finish.reason == "abort"
@@ -337,7 +340,7 @@ async def test_a_restart_that_is_noticed_late_loses_no_request(
     engine = ScriptedEngine(old)
     engine.says(Hello(0, 1))
     engine.says(READY)
-    await asyncio.wait_for(client.wait_ready(), 5)
+    await asyncio.wait_for(client.wait_ready(), WAIT_S)
     request = client.add(request_of(prompt_of(7), asking(5)))
     assert isinstance(await engine.hears(), AddRequest)
 
@@ -346,7 +349,7 @@ async def test_a_restart_that_is_noticed_late_loses_no_request(
     restarted.says(READY)
     resumed = await restarted.hears()
     old.close()
-    await settle()
+    await asyncio.sleep(0.2)
     client.set_exit_cause(ProcessEnd("the engine was killed", is_external=True, pid=1))
 
     assert isinstance(resumed, AddRequest) and resumed.key == request.key

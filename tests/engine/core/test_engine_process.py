@@ -7,8 +7,10 @@ import time
 
 import pytest
 from counting_worker import REFUSAL
+from delays import least_awaited
 from engine_rig import asking, engine_rig, eventually, generate, prompt_of, read_all, request_of
 from live import cpu_seconds, workers_of
+from waits import WAIT_S
 
 from config.errors import ConfigError, EngineDied, Overloaded, UserError
 from engine.process.child_process import STOP
@@ -33,7 +35,7 @@ async def test_a_thousand_requests_each_get_all_of_their_tokens() -> None:
 
 async def test_startup_reports_its_progress_and_accepts_no_requests() -> None:
     async with engine_rig("start_s=1", ready=False) as rig:
-        assert await eventually(lambda: rig.client.progress is not None, 10)
+        assert await eventually(lambda: rig.client.progress is not None)
 
         with pytest.raises(Overloaded, match=r"starting \(load, \S+ \S+ of \S+ \S+\)") as caught:
             rig.client.add(request_of(prompt_of(1), asking(1)))
@@ -49,8 +51,8 @@ async def test_a_start_error_reaches_the_client_with_the_workers_message(
     monkeypatch.setattr("logging.raiseExceptions", False)
     async with engine_rig("refuse=1", executor=executor, ready=False) as rig:
         with pytest.raises(ConfigError) as caught:
-            await asyncio.wait_for(rig.client.wait_ready(), 10)
-        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+            await asyncio.wait_for(rig.client.wait_ready(), WAIT_S)
+        assert await eventually(lambda: rig.engine.poll() is not None)
         code = rig.engine.poll()
 
     assert str(caught.value) == REFUSAL
@@ -64,7 +66,7 @@ async def test_a_failed_worker_ends_the_engine_and_fails_every_request(executor:
         boxes = [rig.client.add(request_of(prompt_of(1), asking(1000))) for _ in range(5)]
 
         endings = await asyncio.gather(*map(read_all, boxes), return_exceptions=True)
-        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+        assert await eventually(lambda: rig.engine.poll() is not None)
         code = rig.engine.poll()
 
     assert all(isinstance(end, EngineDied) and "too many" in str(end) for end in endings), endings
@@ -74,13 +76,14 @@ async def test_a_failed_worker_ends_the_engine_and_fails_every_request(executor:
 async def test_an_idle_engine_uses_no_cpu_time() -> None:
     async with engine_rig(executor="mp") as rig:
         await generate(rig.client, 5)
-        before = cpu_seconds(rig.engine.pid)
-        own = time.process_time()
 
-        await asyncio.sleep(3)
+        async def used_s() -> float:
+            """CPU seconds of the engine or of this process in 3 s, whichever is more."""
+            before, own = cpu_seconds(rig.engine.pid), time.process_time()
+            await asyncio.sleep(3)
+            return max(cpu_seconds(rig.engine.pid) - before, time.process_time() - own)
 
-        assert cpu_seconds(rig.engine.pid) - before <= 0.06
-        assert time.process_time() - own <= 0.06
+        assert await least_awaited(used_s, 0.06) < 0.06
 
 
 async def test_a_stop_informs_the_front_end_and_exits_with_0() -> None:
@@ -91,7 +94,7 @@ async def test_a_stop_informs_the_front_end_and_exits_with_0() -> None:
         os.kill(rig.engine.pid, STOP)
         with pytest.raises(EngineDied, match="told to stop"):
             await read_all(box)
-        assert await eventually(lambda: rig.engine.poll() is not None, 3)
+        assert await eventually(lambda: rig.engine.poll() is not None)
         code = rig.engine.poll()
 
     assert code == 0

@@ -11,6 +11,7 @@ import pytest
 from counting_worker import ROOT, sockets_in
 from engine_rig import EngineRig, asking, engine_rig, eventually, prompt_of, read_all, request_of
 from live import alive, children_of, workers_of
+from waits import WAIT_S
 
 from config.errors import EngineDied
 from engine.client.output_queue import RequestOutputQueue
@@ -30,18 +31,17 @@ async def test_kill_9_fails_every_request_and_leaves_no_process_or_file(victim: 
     async with engine_rig("step_s=0.01", executor="mp") as rig:
         (worker,) = workers_of(rig.engine.pid)
         boxes = await streaming(rig, 20)
-        began = time.monotonic()
 
         os.kill(rig.engine.pid if victim == "engine" else worker, signal.SIGKILL)
-        endings = await asyncio.gather(*map(read_all, boxes), return_exceptions=True)
+        reading = asyncio.gather(*map(read_all, boxes), return_exceptions=True)
+        endings = await asyncio.wait_for(reading, WAIT_S)
 
-        assert time.monotonic() - began < 1.5
         assert all(
             isinstance(end, EngineDied) and "was killed by SIGKILL" in str(end) for end in endings
         ), endings
-        assert await eventually(lambda: rig.engine.poll() is not None, 5)
+        assert await eventually(lambda: rig.engine.poll() is not None)
         assert rig.engine.poll() != 0
-        assert await eventually(lambda: not alive(worker), 2)
+        assert await eventually(lambda: not alive(worker))
         with pytest.raises(EngineDied):
             rig.client.add(request_of(prompt_of(1), asking(1)))
     assert sockets_in(rig.directory) == []
@@ -53,8 +53,8 @@ async def test_a_worker_that_dies_while_idle_ends_the_engine() -> None:
 
         os.kill(worker, signal.SIGKILL)
 
-        assert await eventually(lambda: rig.client.failure is not None, 1)
-        assert await eventually(lambda: rig.engine.poll() is not None, 3)
+        assert await eventually(lambda: rig.client.failure is not None)
+        assert await eventually(lambda: rig.engine.poll() is not None)
 
 
 async def test_a_front_end_detects_a_death_without_a_notification() -> None:
@@ -65,7 +65,7 @@ async def test_a_front_end_detects_a_death_without_a_notification() -> None:
         os.kill(rig.engine.pid, signal.SIGKILL)
 
         with pytest.raises(EngineDied, match="disconnected"):
-            await asyncio.wait_for(read_all(box), 2)
+            await asyncio.wait_for(read_all(box), WAIT_S)
 
 
 PARENT = """
@@ -88,13 +88,13 @@ def test_children_exit_and_clean_up_when_the_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None
         directory = it.stdout.readline().strip()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while len(family := children_of(it.pid)) < 2:
             assert time.monotonic() < deadline, family
             time.sleep(0.02)
 
         it.kill()
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + WAIT_S
         while any(map(alive, family)) and time.monotonic() < deadline:
             time.sleep(0.02)
 

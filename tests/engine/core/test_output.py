@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waits import WAIT_S
 
 from config.engine import EngineConfig
 from config.errors import EngineDied
@@ -52,7 +53,7 @@ async def test_messages_of_many_threads_arrive_complete_and_in_order_per_thread(
     threads = [threading.Thread(target=say, args=(start,)) for start in starts]
     for thread in threads:
         thread.start()
-    await asyncio.wait_for(all_heard.wait(), 20)
+    await asyncio.wait_for(all_heard.wait(), WAIT_S)
     for thread in threads:
         thread.join()
     output.close(LINGER_S)

@@ -13,6 +13,7 @@ import pytest
 from counting_worker import REFUSAL, counting_command
 from engine_rig import counting_config
 from live import ROOT, alive
+from waits import WAIT_S
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, UserError
@@ -114,7 +115,7 @@ def test_messages_received_during_a_call_still_wake_a_waiter(
     is_ready = bool(Waiter(*executor.pollables).wait(0.0))
     received = executor.receive()
     executor.send(plan_of(0))
-    is_announced = bool(Waiter(*executor.pollables).wait(10))
+    is_announced = bool(Waiter(*executor.pollables).wait(WAIT_S))
     (result,) = executor.receive()
     executor.close()
 
@@ -150,7 +151,8 @@ def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
     with pytest.raises(EngineDied, match=r"worker 0 \(process \d+\) was killed by SIGKILL"):
         executor.receive(waits=True)
 
-    assert time.monotonic() - began < 1.2
+    # The step would take 30 s.
+    assert time.monotonic() - began < 15
     executor.close()
     assert len(deaths) == 1 and "SIGKILL" in str(deaths[0])
 
@@ -309,11 +311,11 @@ def test_a_worker_that_waits_for_masks_can_be_stopped(
     executor.send(first)
     executor.send(second)
     next_result(executor)
-    began = time.monotonic()
 
     executor.close()
 
-    assert time.monotonic() - began < 2
+    # A worker that does not stop by itself is killed after STOP_TIMEOUT_S.
+    assert executor._workers[0].child.poll() == 0
     assert not alive(executor.pids[0])
     assert deaths == []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine_rig import counting_config
+from waits import WAIT_S
 
 from engine.executors import worker_main as child
 from engine.transport.channels import Waiter, ZmqContext, endpoint
@@ -59,7 +60,7 @@ class HeldDevice:
         return is_done
 
     def collect(self) -> StepResult:
-        assert self._done.acquire(timeout=20), "a step that nobody finished was waited for"
+        assert self._done.acquire(timeout=WAIT_S), "a step that nobody finished was waited for"
         return StepResult(self._running.popleft(), [])
 
 
@@ -76,7 +77,7 @@ def test_a_plan_is_launched_while_the_previous_plan_runs(
     thread = threading.Thread(target=_work, args=(zmq_context, orders, device))
     thread.start()
     assert isinstance(_next(line), WarmupProgress)
-    Waiter([engine]).wait(10)
+    Waiter([engine]).wait(WAIT_S)
     assert engine.has_all_peers()
     engine.send(StepPlan(0, []))
     engine.send(StepPlan(1, []))
@@ -85,7 +86,7 @@ def test_a_plan_is_launched_while_the_previous_plan_runs(
 
     time.sleep(0.05)  # Time between two plans of an engine; the worker only waits.
     engine.send(StepPlan(2, []))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while len(device.launched) < 3 and time.monotonic() < deadline:
         time.sleep(0.005)
     launched = device.launched.copy()
@@ -93,7 +94,7 @@ def test_a_plan_is_launched_while_the_previous_plan_runs(
     device.finish()
     steps = [_next(line).step, _next(line).step]
     engine.send(StepPlan(LAST, []))
-    thread.join(10)
+    thread.join(WAIT_S)
     engine.close()
     line.close()
     zmq_context.close()
@@ -159,7 +160,7 @@ def _work(zmq_context: ZmqContext, orders: child.WorkerOrders, device: HeldDevic
 
 
 def _next(line: Any) -> Any:
-    Waiter([line]).wait(10)
+    Waiter([line]).wait(WAIT_S)
     rank, message = line.receive()
     assert rank == 0
     return message

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waits import WAIT_S
 
 from engine.process.child_process import PARENT_DIED, ChildProcess, ProcessEnd
 
@@ -119,7 +120,7 @@ def test_a_child_that_hangs_is_killed_when_its_pipe_is_full(
     child.wait_for("started")
     os.kill(child.process.pid, signal.SIGSTOP)
     started_s = time.monotonic()
-    while not child.has_ended.is_set() and time.monotonic() < started_s + 30:
+    while not child.has_ended.is_set() and time.monotonic() < started_s + WAIT_S:
         child.process.send("x" * 1000)
 
     assert child.process.poll() == -signal.SIGKILL
@@ -131,7 +132,7 @@ def test_a_message_to_a_child_that_has_ended_is_lost(tmp_path: Path) -> None:
     child = Child(tmp_path / "log")
     child.wait_for("started")
     os.kill(child.process.pid, signal.SIGKILL)
-    assert child.has_ended.wait(30)
+    assert child.has_ended.wait(WAIT_S)
     child.process.send("too late")
     child.process.close()
     child.process.send("closed")
@@ -143,7 +144,7 @@ def test_a_child_ends_with_its_parent_after_messages(tmp_path: Path) -> None:
     child.wait_for("first")
     child.process._stdin.close()
 
-    assert child.has_ended.wait(30)
+    assert child.has_ended.wait(WAIT_S)
     assert child.process.poll() == PARENT_DIED
     assert child.log.read_text().splitlines()[-1] == "the parent died"
     child.process.close()

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from live import alive, children_of
+from msgspec import structs
+from waits import WAIT_S, wait_for
 
 from config.errors import EngineDied, Overloaded, UserError
 from engine.process import isolation
@@ -23,7 +25,10 @@ from engine.process.isolation import (
     failures_of_requests,
 )
 
-LIMITS = Limits(cpu_s=0.1, wall_s=1.2, memory_bytes=128 * 2**20, stack_bytes=2**20)
+LIMITS = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=128 * 2**20, stack_bytes=2**20)
+LITTLE_CPU = structs.replace(LIMITS, cpu_s=0.1)
+LITTLE_TIME = structs.replace(LIMITS, wall_s=1.2)
+"""Only calls that must exceed a limit have a small limit."""
 
 
 @pytest.fixture(scope="module")
@@ -45,28 +50,28 @@ def test_a_call_runs_on_the_prepared_state_in_its_own_process(server: ForkServer
 
 
 @pytest.mark.parametrize(
-    ("payload", "reason", "kind"),
+    ("payload", "limits", "reason", "kind"),
     [
-        (b"crash", "was killed by SIGSEGV", CallKilled),
-        (b"exit", "exited with code 5", CallKilled),
-        (b"spin", "longer than 0.1 s of processor time", CallKilled),
-        (b"allocate 500000000", "more than 128 MiB", CallKilled),
-        (b"sleep", "longer than 1.2 s", CallInterrupted),
-        (b"kill", "was killed by SIGKILL", CallInterrupted),
-        (b"stop", "longer than 1.2 s", CallInterrupted),
+        (b"crash", LIMITS, "was killed by SIGSEGV", CallKilled),
+        (b"exit", LIMITS, "exited with code 5", CallKilled),
+        (b"spin", LITTLE_CPU, "longer than 0.1 s of processor time", CallKilled),
+        (b"allocate 500000000", LIMITS, "more than 128 MiB", CallKilled),
+        (b"sleep", LITTLE_TIME, "longer than 1.2 s", CallInterrupted),
+        (b"kill", LIMITS, "was killed by SIGKILL", CallInterrupted),
+        (b"stop", LITTLE_TIME, "longer than 1.2 s", CallInterrupted),
     ],
 )
 def test_a_crash_a_hang_or_memory_growth_fails_only_its_call(
-    server: ForkServer, payload: bytes, reason: str, kind: type[Exception]
+    server: ForkServer, payload: bytes, limits: Limits, reason: str, kind: type[Exception]
 ) -> None:
     prepared_in = server.call(b"pids").split()[0]
     start = time.monotonic()
 
     with pytest.raises(CallKilled, match=reason) as raised:
-        server.call(payload)
+        server.call(payload, limits)
 
     assert type(raised.value) is kind
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 30
     assert server.call(b"pids").split()[0] == prepared_in
 
 
@@ -81,9 +86,7 @@ def test_exceptions_are_reported_and_memory_within_the_limit_is_available(
 
 def settle(process: psutil.Process) -> None:
     """Wait until the last call's process was reaped, which happens after its answer."""
-    deadline = time.monotonic() + 5
-    while process.children() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: not process.children())
     time.sleep(0.05)
 
 
@@ -96,7 +99,7 @@ def test_parallel_calls_leave_no_process_and_no_descriptor(server: ForkServer) -
 
     def run(payload: bytes) -> bytes | None:
         try:
-            return server.call(payload)
+            return server.call(payload, LITTLE_TIME if payload == b"sleep" else LIMITS)
         except CallKilled:
             return None
 
@@ -124,14 +127,14 @@ def test_a_fork_server_that_is_killed_is_started_again() -> None:
 def test_a_stopped_fork_server_is_replaced_and_its_processes_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
+    monkeypatch.setattr(isolation, "STUCK_S", 1.0)
     server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
     server.call(b"echo")
     assert server.pid is not None
     stopped = psutil.Process(server.pid)
 
     with ThreadPoolExecutor(3) as threads:
-        running = threads.submit(server.call, b"sleep")
+        running = threads.submit(server.call, b"sleep", LITTLE_TIME)
         while not (forks := children_of(stopped.pid)):
             time.sleep(0.01)
         stopped.suspend()
@@ -147,7 +150,7 @@ def test_a_stopped_fork_server_is_replaced_and_its_processes_end(
 def test_a_fork_server_that_is_stopped_while_it_prepares_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
+    monkeypatch.setattr(isolation, "STUCK_S", 1.0)
     server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
     server.start()
     assert server.pid is not None
@@ -168,7 +171,7 @@ def test_starting_does_not_wait_for_a_process_that_reads_nothing(
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(server.start)
         try:
-            started.result(10)
+            started.result(WAIT_S)
         finally:
             if server.pid is not None:
                 is_running = psutil.pid_exists(server.pid)
@@ -181,8 +184,8 @@ def test_starting_does_not_wait_for_a_process_that_reads_nothing(
 def test_the_preparation_of_a_fork_server_has_a_longer_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "STUCK_S", 0.3)
-    server = ForkServer("tests.support.isolated_calls", b"spin 1", LIMITS)
+    monkeypatch.setattr(isolation, "STUCK_S", 1.0)
+    server = ForkServer("tests.support.isolated_calls", b"spin 2", LIMITS)
     server.start()
     pid = server.pid
 
@@ -210,27 +213,23 @@ def test_closing_ends_calls_that_run_and_every_process() -> None:
             time.sleep(0.01)
         server.close()
         with pytest.raises(EngineDied, match="was closed"):
-            running.result(5)
+            running.result(WAIT_S)
 
-    deadline = time.monotonic() + 5
-    while any(map(alive, [pid, *forks])) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, [pid, *forks]))
+    wait_for(lambda: not any(map(alive, [pid, *forks])))
 
 
 def test_a_call_may_have_its_own_limits(server: ForkServer) -> None:
-    few = Limits(cpu_s=0.1, wall_s=0.8, memory_bytes=32 * 2**20, stack_bytes=2**20)
+    little_memory = structs.replace(LIMITS, memory_bytes=32 * 2**20)
 
     with pytest.raises(CallKilled, match=r"longer than 0\.1 s of processor time"):
-        server.call(b"spin", few)
+        server.call(b"spin", LITTLE_CPU)
     with pytest.raises(CallKilled, match="more than 32 MiB"):
-        server.call(b"allocate 50000000", few)
+        server.call(b"allocate 50000000", little_memory)
     assert server.call(b"allocate 50000000") == b"50000000"
 
 
 def test_a_cancelled_call_ends_with_its_process() -> None:
-    patient = Limits(cpu_s=60.0, wall_s=60.0, memory_bytes=128 * 2**20, stack_bytes=2**20)
-    server = ForkServer("tests.support.isolated_calls", b"", patient)
+    server = ForkServer("tests.support.isolated_calls", b"", LIMITS)
     server.call(b"echo")
     assert server.pid is not None
     settle(psutil.Process(server.pid))
@@ -242,7 +241,7 @@ def test_a_cancelled_call_ends_with_its_process() -> None:
             time.sleep(0.01)
         cancellation.cancel()
         with pytest.raises(CallCancelled):
-            running.result(10)
+            running.result(WAIT_S)
 
     settle(psutil.Process(server.pid))
     assert children_of(server.pid) == []

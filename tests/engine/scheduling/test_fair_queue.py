@@ -246,12 +246,12 @@ def test_ten_thousand_waiting_requests_do_not_slow_a_change() -> None:
     arrivals = Arrivals()
 
     def seconds_of(queue: WaitingQueue) -> float:
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         for _ in range(1000):
             request = arrivals.make(C)
             queue.add(request)
             queue.remove(request)
-        return time.perf_counter() - start_s
+        return time.thread_time() - start_s
 
     full = FairQueue()
     for number in range(10_000):

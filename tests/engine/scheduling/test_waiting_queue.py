@@ -2,6 +2,7 @@
 
 import time
 
+from delays import machine_s
 from slow_model import raw
 
 from config.params.sampling import SamplingParams
@@ -106,13 +107,13 @@ def test_a_long_queue_does_not_slow_changes() -> None:
     for request in requests:
         line.add(request)
 
-    start = time.perf_counter()
+    start = time.thread_time()
     for request in requests[::2]:
         line.remove(request)
         line.peek()
-    seconds = time.perf_counter() - start
+    seconds = time.thread_time() - start
 
-    assert seconds < 1.0, f"10000 changes took {seconds:.2f} s"
+    assert seconds < machine_s(1.0), f"10000 changes took {seconds:.2f} s"
 
 
 def test_oldest_returns_the_first_added_request_at_any_priority() -> None:

@@ -59,11 +59,13 @@ def check(name: str, *, mode: str = LAZY, needs: tuple[str, ...] = (), num_ranks
         return ()
 
     # Two processes may start in sequence on a busy machine.
-    limit_s = 0.3 if num_ranks == 1 else 5.0
+    limit_s = LIMIT_S if num_ranks == 1 else 10.0
     return Check(name, "", "", program, AVOID, mode, needs, limit_s=limit_s, num_ranks=num_ranks)
 
 
 Run = Callable[..., list[CheckResult]]
+LIMIT_S = 1.5
+"""Time limit of a check of one rank: a check that answers takes some milliseconds."""
 
 
 @pytest.fixture
@@ -109,8 +111,8 @@ def test_a_hang_is_a_result_and_leaves_no_process(run: Run, tmp_path: Path) -> N
     results = run(check("hang"), check("a"))
 
     assert statuses(results) == {"hang": "hangs", "a": "holds"}
-    assert results[0].detail == "no answer within 0.3 s"
-    assert time.monotonic() - start < 30
+    assert results[0].detail == f"no answer within {LIMIT_S} s"
+    assert time.monotonic() - start < 120
     pid = int((tmp_path / "grandchild").read_text())
     assert not _runs(pid)
 
@@ -144,7 +146,7 @@ def test_a_silent_check_is_reported_while_it_runs(
 
     run(check("hang"), on_wait=waits.append)
 
-    assert waits[-1] == "hang, at most 0.3 s"
+    assert waits[-1] == f"hang, at most {LIMIT_S} s"
     assert waits.count(waits[-1]) == 1
 
 

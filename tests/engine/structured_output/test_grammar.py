@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from delays import machine_s
 from schemas import BY_HAND, REFUSED, random_output, random_schema
 from tiny_models import EOS, VOCAB_SIZE, write_tokenizer
 from tokenizers import Tokenizer
@@ -186,12 +187,12 @@ def _nested(depth: int) -> Any:
 def test_broken_and_hostile_specs_are_refused_in_under_two_seconds(
     vocabulary: Vocabulary, asked: dict[str, Any]
 ) -> None:
-    start = time.monotonic()
+    start = time.process_time()
 
     with pytest.raises(UserError) as refused:
         compiled(vocabulary, **asked)
 
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < machine_s(2)
     assert len(refused.value.message) < 500
 
 
@@ -375,7 +376,7 @@ def test_tokens_of_ambiguous_grammars_are_matched_in_bounded_time(
         slowest_s = max(slowest_s, time.thread_time() - start)
 
     assert error is None or f"limit {limit}" in error
-    assert slowest_s < 0.2
+    assert slowest_s < machine_s(0.2)
 
 
 def test_guides_of_a_grammar_share_its_first_mask(vocabulary: Vocabulary) -> None:
@@ -386,7 +387,7 @@ def test_guides_of_a_grammar_share_its_first_mask(vocabulary: Vocabulary) -> Non
     guides = [guide_of(grammar) for _ in range(128)]
 
     # The first mask takes 5 ms.
-    assert time.thread_time() - start < 0.1
+    assert time.thread_time() - start < machine_s(0.1)
     assert all(guide.bitmask is guides[0].bitmask for guide in guides)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from waits import WAIT_S
 
 from config.errors import ConfigError
 from engine.transport import channels
@@ -75,18 +76,18 @@ def test_plans_and_results_arrive_in_order_and_complete(
     row = NewRequest(3, memoryview(b"\1\0\0\0\2\0\0\0"), 2, 0, [5], RequestSampling(seed=9))
 
     worker.send(WarmupProgress("load", 0, 1))
-    Waiter([engine]).wait(5)
+    Waiter([engine]).wait(WAIT_S)
     first = engine.receive()
     for step in range(3):
         assert engine.send(StepPlan(step, [], new_requests=[row]))
     received = []
     while len(received) < 3:
-        Waiter([worker]).wait(5)
+        Waiter([worker]).wait(WAIT_S)
         plan = worker.receive()
         assert plan is not None
         received.append(plan)
         worker.send(StepResult(plan.step, [plan.step]))
-    Waiter([engine]).wait(5)
+    Waiter([engine]).wait(WAIT_S)
     result = engine.receive()
 
     assert [plan.step for plan in received] == [0, 1, 2]
@@ -108,7 +109,7 @@ def test_a_full_channel_is_reported_and_loses_no_message(
     receiver = zmq_context.bind_pair(address, FromEngine)
     calls = []
     while len(calls) < sent:
-        Waiter([receiver]).wait(5)
+        Waiter([receiver]).wait(WAIT_S)
         reply = receiver.receive()
         assert reply is not None, len(calls)
         calls.append(reply.call)
@@ -121,7 +122,7 @@ def test_a_full_channel_is_reported_and_loses_no_message(
 
 def subscribed(publisher: Publisher[ToWorker]) -> None:
     while not publisher.has_all_peers():
-        Waiter([publisher]).wait(5)
+        Waiter([publisher]).wait(WAIT_S)
 
 
 def test_published_messages_reach_every_worker_in_order_and_results_reach_the_collector(
@@ -141,13 +142,13 @@ def test_published_messages_reach_every_worker_in_order_and_results_reach_the_co
         assert publisher.send(StepPlan(step, []))
     for rank, (worker, sender) in enumerate(zip(workers, senders, strict=True)):
         for step in range(3):
-            Waiter([worker]).wait(5)
+            Waiter([worker]).wait(WAIT_S)
             plan = worker.receive()
             assert isinstance(plan, StepPlan) and plan.step == step
             assert sender.send((rank, StepResult(step, [rank])))
     received = []
     while len(received) < 9:
-        Waiter([collector]).wait(5)
+        Waiter([collector]).wait(WAIT_S)
         received.append(collector.receive())
 
     assert not early
@@ -173,10 +174,10 @@ def test_a_worker_that_does_not_read_fails_the_send_and_no_other_worker_misses_a
 
     steps = []
     sent = 0
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + WAIT_S
     while publisher.send(large):
         sent += 1
-        Waiter([reading]).wait(5)
+        Waiter([reading]).wait(WAIT_S)
         plan = reading.receive()
         assert plan is not None and time.monotonic() < end_s
         steps.append(plan.step)
@@ -188,7 +189,7 @@ def test_a_worker_that_does_not_read_fails_the_send_and_no_other_worker_misses_a
     while not publisher.send(large):
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    Waiter([reading]).wait(5)
+    Waiter([reading]).wait(WAIT_S)
     plan = reading.receive()
     assert isinstance(plan, StepPlan) and plan.step == sent
     publisher.close()
@@ -206,7 +207,7 @@ def test_wait_returns_after_its_timeout_or_when_a_descriptor_is_ready(
     woken_by_time = waiter.wait(0.05)
     waited = time.monotonic() - began
     os.close(signal)
-    woken_by_end = waiter.wait(5)
+    woken_by_end = waiter.wait(WAIT_S)
 
     assert woken_by_time == set() and waited >= 0.04
     assert woken_by_end == {end}
@@ -239,14 +240,14 @@ def test_no_wakeup_is_lost_when_both_sides_send_at_once(
 
         board.listen(hear, lambda peer: None)
         line.send(Hello(0, 1))
-        await asyncio.wait_for(greeted.wait(), 5)
+        await asyncio.wait_for(greeted.wait(), WAIT_S)
         for step in range(rounds):
             line.send(StepOutput(step))
             board.send(b"0.in", Abort([step]))
             if step % 7 == 0:
                 await asyncio.sleep(0)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.wait_for(done.wait(), WAIT_S)
         line.close()
         board.close()
         return heard
@@ -267,12 +268,12 @@ async def test_sends_without_a_peer_and_disconnects_are_reported(
     board.listen(lambda peer, message: greeted.set(), lambda peer: hung_up.set())
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
-    await asyncio.wait_for(greeted.wait(), 5)
+    await asyncio.wait_for(greeted.wait(), WAIT_S)
 
     reached = board.send(b"0.in", Abort([]))
     missed = board.send(b"unknown", Abort([]))
     line.close()
-    await asyncio.wait_for(hung_up.wait(), 5)
+    await asyncio.wait_for(hung_up.wait(), WAIT_S)
 
     assert reached and not missed
     board.close()

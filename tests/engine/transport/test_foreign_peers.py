@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from engine_rig import (
     request_of,
 )
 from foreign_peers import all_foreign_peers, connect_and_leave, connected, counting, forgers
+from waits import WAIT_S, wait_for
 
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
@@ -74,18 +76,18 @@ async def test_the_engine_and_its_worker_connect_after_foreign_peers(
             if executor == "mp":
                 for name, kind in (("plans.sock", zmq.XSUB), ("results.sock", zmq.PUSH)):
                     path = Path(rig.directory, name)
-                    assert await eventually(path.exists, 10)
+                    assert await eventually(path.exists)
                     stack.enter_context(all_foreign_peers(path, kind, b""))
-            await asyncio.wait_for(rig.client.wait_ready(), 20)
+            await asyncio.wait_for(rig.client.wait_ready(), WAIT_S)
             tokens = await generate(rig.client, 5)
-            is_counted = await eventually(lambda: rejected() >= count, 5)
+            is_counted = await eventually(lambda: rejected() >= count)
 
         assert tokens == list(range(5))
         assert is_counted, (rejected(), count)
         assert rig.client.failure is None and rig.engine.poll() is None
         assert process.memory_info().rss - before < 50 * MIB
         # The engine's two connections stay open.
-        assert await eventually(lambda: process.num_fds() <= files + 4, 5)
+        assert await eventually(lambda: process.num_fds() <= files + 4)
     warnings = [record for record in caplog.records if "launcher's token" in record.getMessage()]
     assert len(warnings) == 1 and warnings[0].levelno == logging.WARNING
 
@@ -101,12 +103,12 @@ async def test_an_engine_that_ends_before_its_first_message_is_not_a_foreign_pee
     rejected = counting(client.on_rejected_peer)
     watches: list[ConnectionWatch] = []
     line = zmq_context.connect_dealer(address, "0.in", ToEngine, watches)
-    assert await eventually(lambda: True in watches[0].changes(), 5)
+    assert await eventually(lambda: True in watches[0].changes())
     watches[0].close()
     line.close()
     connected(path).close()
 
-    assert await eventually(lambda: rejected() >= 1, 5)
+    assert await eventually(lambda: rejected() >= 1)
     await asyncio.sleep(0.05)
     assert rejected() == 1
     await client.close()
@@ -140,25 +142,27 @@ async def test_foreign_peers_of_a_connected_engine_disturb_no_request(
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
     line.send(READY)
-    await asyncio.wait_for(client.wait_ready(), 5)
-    latencies = []
+    await asyncio.wait_for(client.wait_ready(), WAIT_S)
 
+    async def latency_s() -> float:
+        began = time.monotonic()
+        box = client.add(request_of(prompt_of(1), asking(1)))
+        assert await eventually(lambda: line.receive() is not None)
+        line.send(StepOutput(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")]))
+        assert (await read_all(box))[0] == [7]
+        return time.monotonic() - began
+
+    alone_s = median([await latency_s() for _ in range(5)])
+    latencies = []
     with all_foreign_peers(path, zmq.DEALER, b"0.in") as count:
         while rejected() < count and len(latencies) < 500:
-            began = time.monotonic()
-            box = client.add(request_of(prompt_of(1), asking(1)))
-            assert await eventually(lambda: line.receive() is not None, 5)
-            line.send(
-                StepOutput(1, [], [], [box.key], [1], [7], finished=[Finish(box.key, "stop")])
-            )
-            assert (await read_all(box))[0] == [7]
-            latencies.append(time.monotonic() - began)
+            latencies.append(await latency_s())
     line.close()
     await client.close()
 
     assert rejected() >= count
     # `eventually` checks every 20 ms.
-    assert sorted(latencies)[len(latencies) // 2] < 0.1, latencies
+    assert median(latencies) < max(0.1, 4 * alone_s), (alone_s, latencies)
 
 
 async def test_the_end_of_the_engine_is_distinguished_from_the_end_of_a_foreign_peer(
@@ -174,14 +178,14 @@ async def test_the_end_of_the_engine_is_distinguished_from_the_end_of_a_foreign_
     )
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
-    assert await eventually(lambda: events == ["0.in"], 5)
+    assert await eventually(lambda: events == ["0.in"])
 
     connect_and_leave(tmp_path / "fe0.sock", 3)
-    assert await eventually(lambda: len(events) == 4, 5)
+    assert await eventually(lambda: len(events) == 4)
     line.close()
-    assert await eventually(lambda: len(events) == 5, 5)
+    assert await eventually(lambda: len(events) == 5)
     connect_and_leave(tmp_path / "fe0.sock", 1)
-    assert await eventually(lambda: len(events) == 6, 5)
+    assert await eventually(lambda: len(events) == 6)
     board.close()
 
     assert events == ["0.in", "rejected", "rejected", "rejected", "hangup", "rejected"]
@@ -202,18 +206,19 @@ async def test_a_descriptor_reused_after_a_foreign_peer_belongs_to_the_engine(
     # The loop is blocked, so that the engine's first message and the disconnects of the foreign
     # peers are both pending when it continues. The foreign peers' own descriptors stay open.
     foreign_peers = [connected(path) for _ in range(20)]
-    threading.Event().wait(0.1)
+    wait_for(lambda: len(descriptors_of(path)) == 21)
     theirs = descriptors_of(path)
     for foreign_peer in foreign_peers:
         foreign_peer.shutdown(socket.SHUT_RDWR)
-    threading.Event().wait(0.1)
+    wait_for(lambda: len(descriptors_of(path)) == 1)
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
+    wait_for(lambda: len(descriptors_of(path)) == 2)
     threading.Event().wait(0.2)
     is_one_of_theirs = len(theirs) == 21 and descriptors_of(path) < theirs
     for foreign_peer in foreign_peers:
         foreign_peer.close()
-    is_told = await eventually(lambda: len(events) == 21, 5)
+    is_told = await eventually(lambda: len(events) == 21)
     line.close()
     board.close()
 
@@ -247,7 +252,7 @@ async def test_thousands_of_foreign_peers_during_a_blocked_loop_delay_no_message
     crowd = threading.Thread(target=connect_and_leave, args=(path, 3000), daemon=True)
 
     crowd.start()
-    crowd.join(5)
+    crowd.join(WAIT_S)
     has_passed = not crowd.is_alive()
     line = zmq_context.connect_dealer(address, "0.in", ToEngine)
     line.send(Hello(0, 1))
@@ -258,8 +263,8 @@ async def test_thousands_of_foreign_peers_during_a_blocked_loop_delay_no_message
         lambda peer: None,
         lambda: rejections.append(None),
     )
-    await asyncio.wait_for(greeted.wait(), 5)
-    is_counted = await eventually(lambda: len(rejections) == 3000, 5)
+    await asyncio.wait_for(greeted.wait(), WAIT_S)
+    is_counted = await eventually(lambda: len(rejections) == 3000)
     line.close()
     board.close()
 
@@ -282,17 +287,17 @@ def test_a_foreign_peer_that_connects_first_does_not_replace_the_worker(
         if stay_open:
             worker = zmq_context.connect_pair(address, ToWorker)
             worker.send(WarmupProgress("load", 0, 1))
-            Waiter([engine]).wait(5)
+            Waiter([engine]).wait(WAIT_S)
             first = engine.receive()
     if not stay_open:
         worker = zmq_context.connect_pair(address, ToWorker)
         worker.send(WarmupProgress("load", 0, 1))
-        Waiter([engine]).wait(5)
+        Waiter([engine]).wait(WAIT_S)
         first = engine.receive()
     connect_and_leave(path, 50)
     with forgers(path, zmq.PAIR, b""):
         sent = engine.send(StepPlan(7, []))
-        Waiter([worker]).wait(5)
+        Waiter([worker]).wait(WAIT_S)
         plan = worker.receive()
     nothing_else = engine.receive()
     worker.close()
@@ -319,13 +324,13 @@ def test_a_foreign_peer_is_not_counted_as_a_worker_and_exchanges_no_message(
         early = collector.receive()
         worker = zmq_context.connect_subscriber(plans, ToWorker)
         line = zmq_context.connect_collector(results)
-        Waiter([publisher]).wait(5)
+        Waiter([publisher]).wait(WAIT_S)
         assert publisher.has_all_peers()
         publisher.send(StepPlan(7, []))
-        Waiter([worker]).wait(5)
+        Waiter([worker]).wait(WAIT_S)
         plan = worker.receive()
         line.send((0, WarmupProgress("load", 0, 1)))
-        Waiter([collector]).wait(5)
+        Waiter([collector]).wait(WAIT_S)
         received, nothing_else = collector.receive(), collector.receive()
     for item in (publisher, collector, worker, line):
         item.close()
@@ -341,7 +346,7 @@ def test_a_connection_that_never_presents_the_token_is_closed(
     path = tmp_path / "w0.sock"
     engine = listening.bind_pair(endpoint(str(tmp_path), "w0.sock"), FromWorker)
     foreign_peer = connected(path)
-    foreign_peer.settimeout(5)
+    foreign_peer.settimeout(WAIT_S)
 
     began = time.monotonic()
     while foreign_peer.recv(64):
@@ -350,7 +355,8 @@ def test_a_connection_that_never_presents_the_token_is_closed(
     foreign_peer.close()
     engine.close()
 
-    assert 0.2 < waited < 2
+    # By default, ZeroMQ waits for 30 s.
+    assert 0.2 < waited < 20
 
 
 def test_a_slow_handshake_is_not_treated_as_a_foreign_peer(
@@ -364,7 +370,7 @@ def test_a_slow_handshake_is_not_treated_as_a_foreign_peer(
     slow = connected(tmp_path / "w0.sock")
     host, _, port = remote.endpoint.removeprefix("tcp://").rpartition(":")
 
-    with socket.create_connection((host, int(port)), timeout=5) as foreign_peer:
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as foreign_peer:
         while foreign_peer.recv(64):
             pass
     slow.settimeout(0.1)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delays import least_awaited
 from event_server import EventServer
+from waits import WAIT_S
 
 from config.errors import CommandFailed, ConfigError
 from server.cli.bench.command import main
@@ -60,16 +62,21 @@ async def test_a_closed_loop_keeps_its_concurrency_and_counts_every_token() -> N
 
 
 async def test_measured_times_equal_the_servers_times() -> None:
+    assert await least_awaited(excess_of_measured_times, 10) < 10
+
+
+async def excess_of_measured_times() -> float:
+    """The largest ratio of a measured time to the server's."""
     async with EventServer(first_s=0.05, gap_s=0.01).listening() as server:
         _, found = await bench(
             server, "--num-prompts=4", "--max-concurrency=1", "--random-output-len=6"
         )
 
     # Sleeps are never shorter than requested; a busy machine may make them much longer.
-    assert 50 <= found["ttft_ms"]["p50"] < 500
-    assert 9 <= found["itl_ms"]["p50"] < 100
-    assert 9 <= found["tpot_ms"]["p50"] < 100
-    assert found["e2e_ms"]["p50"] >= found["ttft_ms"]["p50"] + 5 * 9
+    ttft_ms, itl_ms, tpot_ms = (found[name]["p50"] for name in ("ttft_ms", "itl_ms", "tpot_ms"))
+    assert ttft_ms >= 50 and itl_ms >= 9 and tpot_ms >= 9
+    assert found["e2e_ms"]["p50"] >= ttft_ms + 5 * 9
+    return max(ttft_ms / 50, itl_ms / 10, tpot_ms / 10)
 
 
 async def test_connections_are_reused() -> None:
@@ -134,7 +141,7 @@ async def test_a_stream_that_breaks_is_a_failure() -> None:
         client = HttpClient(server.url)
 
         outcome = await OpenAIServer(client, "completions", "m").send(
-            BenchRequest([1], 5), timeout_s=5
+            BenchRequest([1], 5), timeout_s=WAIT_S
         )
 
         await client.close()

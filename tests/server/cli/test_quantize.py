@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_ends import is_alive, pid_in, wait_for
+from process_ends import is_alive, pid_in
+from waits import wait_for
 
 from server.cli import quantize
 from server.cli.main import main

@@ -1,14 +1,13 @@
 """Beam search over HTTP: results, rejected requests, and no remains in the engine."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 from http_rig import EOS, TalkingClient, ids, in_memory, on_port
 from scripted_client import ScriptedQueue, columns
+from waits import until
 
 from server.generation.beam_search import BeamSearch
 from server.generation.logprobs import PositionLogprobs, TokenLogprob
@@ -137,10 +136,10 @@ async def test_an_abandoned_search_stops() -> None:
     client = BranchingClient(2, {})
     client.pace_s = 0.01
     async with on_port(client) as rig:
-        asked = rig.complete(use_beam_search=True, n=2, max_tokens=2000)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(asked, 0.3)
-        await asyncio.sleep(0.2)
+        asked = asyncio.create_task(rig.complete(use_beam_search=True, n=2, max_tokens=2000))
+        await until(lambda: len(client.queues) > 2)
+        asked.cancel()
+        await until(lambda: not rig.state.active_requests)
         count = len(client.queues)
         await asyncio.sleep(0.1)
 
@@ -150,14 +149,6 @@ async def test_an_abandoned_search_stops() -> None:
             await rig.metric('vllm:request_success_total{engine="0",finished_reason="abort"') == 2
         )
         assert not rig.state.active_requests
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(1_000):
-        if is_so():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not become so")
 
 
 async def test_beams_of_all_searches_use_at_most_half_of_the_queue() -> None:

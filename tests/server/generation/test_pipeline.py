@@ -9,6 +9,7 @@ import text_folders
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_client import ScriptedClient, columns, ready
+from waits import WAIT_S
 
 from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, UserError
 from config.params.sampling import SamplingParams
@@ -450,7 +451,7 @@ async def test_abort_ends_a_waiting_reader_and_may_be_repeated(choices: int) -> 
 
     generation.abort()
     generation.abort()
-    outputs = await asyncio.wait_for(reader, 1)
+    outputs = await asyncio.wait_for(reader, WAIT_S)
 
     assert [output.finish_reason for output in outputs] == [None] * choices
     assert client.aborted == [queue.key for queue in client.queues]

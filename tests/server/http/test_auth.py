@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from delays import machine_s
 
 from config.errors import ConfigError
 from server.http.auth import ApiKeys
@@ -53,12 +54,12 @@ def test_the_time_of_a_check_does_not_grow_with_the_number_of_keys(key: str) -> 
     sent = scope(*[bearer("wrong")] * 3, bearer(key))
 
     def seconds() -> float:
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         with contextlib.suppress(InvalidApiKey):
             keys.check(sent)
-        return time.perf_counter() - began_s
+        return time.thread_time() - began_s
 
-    assert min(seconds() for _ in range(20)) < 0.001
+    assert min(seconds() for _ in range(20)) < machine_s(0.001)
 
 
 def test_a_duplicate_key_has_a_single_owner() -> None:

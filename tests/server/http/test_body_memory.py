@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from http_rig import TEMPLATE, VOCAB_SIZE, TalkingClient, in_memory, on_port
 from scripted_client import ScriptedClient, ready
+from waits import until
 
 from config.error_frames import release_frames
 from config.errors import UserError
@@ -140,12 +141,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def assert_freed() -> None:
-    for _ in range(100):
-        # A thread that processed the text may not have dropped it yet.
-        if not any(text() is not None for text in TEXTS):
-            break
-        await asyncio.sleep(0.02)
-    assert [type(text()) for text in TEXTS if text() is not None] == []
+    # A thread that processed the text may not have dropped it yet.
+    await until(lambda: not any(text() is not None for text in TEXTS))
 
 
 POOLING = {
@@ -193,11 +190,7 @@ async def test_the_body_of_a_refused_request_is_freed_at_once(
 
 
 async def started(client: ScriptedClient) -> None:
-    for _ in range(500):
-        if client.queues:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the request did not start")
+    await until(lambda: client.queues)
 
 
 JUNK_LIST = {"junk": LONG_IDS}

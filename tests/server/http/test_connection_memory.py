@@ -48,7 +48,7 @@ async def test_a_closed_connection_is_freed_without_the_garbage_collector(
                     sock = writer.get_extra_info("socket")
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 writer.close()
-            for _ in range(100):
+            for _ in range(1000):
                 if num_remaining() <= before:
                     break
                 await asyncio.sleep(0.02)

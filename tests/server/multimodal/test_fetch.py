@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from delays import least_awaited
 from image_server import HOST, PNG, endless, fetcher, ok, serving, to
+from waits import WAIT_S
 
 from config.errors import UserError
 from server.multimodal.fetch import (
@@ -315,23 +317,26 @@ async def test_a_server_that_sends_expensive_bytes_is_disconnected_before_the_ti
 
 
 async def test_expensive_bytes_do_not_block_the_event_loop() -> None:
-    turns_s: list[float] = []
+    body = OK_HEAD + b"1\r\na\r\n" * 100_000
 
-    async def watch() -> None:
+    async def watch(turns_s: list[float]) -> None:
         while True:
             began_s = time.monotonic()
             await asyncio.sleep(0)
             turns_s.append(time.monotonic() - began_s)
 
-    body = OK_HEAD + b"1\r\na\r\n" * 100_000
     async with serving(lambda path: body) as (port, _):
         media = fetcher(timeout_s=60.0, max_bytes=10**6)
-        watching = asyncio.ensure_future(watch())
-        for _ in range(3):
-            await refusal(media, f"https://{HOST}:{port}/a")
-        watching.cancel()
 
-    assert sorted(turns_s)[-4] < 0.1
+        async def fourth_longest_turn_s() -> float:
+            turns_s: list[float] = []
+            watching = asyncio.ensure_future(watch(turns_s))
+            for _ in range(3):
+                await refusal(media, f"https://{HOST}:{port}/a")
+            watching.cancel()
+            return sorted(turns_s)[-4]
+
+        assert await least_awaited(fourth_longest_turn_s, 0.1) < 0.1
 
 
 async def test_an_endless_body_without_a_length_is_refused_at_the_limit() -> None:
@@ -374,9 +379,9 @@ async def test_a_slow_server_takes_no_slot_of_another_client() -> None:
             asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/slow", "x", client="slow"))
             for _ in range(40)
         ]
-        await asyncio.wait_for(all_asked.wait(), 20)
+        await asyncio.wait_for(all_asked.wait(), WAIT_S)
         fetch = media.fetch(f"https://{HOST}:{port}/a.png", "x", client="other")
-        found = await asyncio.wait_for(fetch, 20)
+        found = await asyncio.wait_for(fetch, WAIT_S)
         for fetching in slow:
             fetching.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
@@ -399,11 +404,11 @@ async def test_a_fetch_of_a_disconnected_client_is_cancelled_and_frees_its_slot(
 
     async with serving(drip) as (port, _):
         fetching = asyncio.ensure_future(media.fetch(f"https://{HOST}:{port}/a", "x"))
-        await asyncio.wait_for(has_begun.wait(), 10)
+        await asyncio.wait_for(has_begun.wait(), WAIT_S)
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
-        await asyncio.wait_for(has_ended.wait(), 10)
+        await asyncio.wait_for(has_ended.wait(), WAIT_S)
 
 
 async def test_a_hung_name_server_delays_no_other_client(
@@ -424,10 +429,10 @@ async def test_a_hung_name_server_delays_no_other_client(
         fetches = (media.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
         told = await asyncio.gather(*fetches, return_exceptions=True)
         # The look-ups are still running.
-        on_thread = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10)
+        on_thread = await asyncio.wait_for(asyncio.to_thread(lambda: "free"), WAIT_S)
         async with serving(lambda path: ok()) as (port, _):
             patient = media.fetch(f"https://{HOST}:{port}/a", "x", kind=VIDEO, client="other")
-            found = await asyncio.wait_for(patient, 20)
+            found = await asyncio.wait_for(patient, WAIT_S)
     finally:
         over.set()
 

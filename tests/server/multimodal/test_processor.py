@@ -15,6 +15,7 @@ from live import children_of
 from PIL import Image
 from tiny_vision import FAMILIES, UNLISTED, image_bytes, make_tiny_vision, picture
 from transformers import AutoImageProcessor, AutoProcessor
+from waits import WAIT_S, until
 
 from config.errors import ConfigError, Overloaded, UserError
 from engine.process.isolation import ForkServer, Limits
@@ -326,14 +327,6 @@ def sleeping() -> Iterator[tuple[ImagePreprocessor, Callable[[], int]]]:
     processor.close()
 
 
-async def until(count: int, num_calls: Callable[[], int]) -> None:
-    for _ in range(1000):
-        if num_calls() == count:
-            return
-        await asyncio.sleep(0.02)
-    assert num_calls() == count
-
-
 async def test_images_of_a_client_leave_slots_to_other_clients(
     sleeping: tuple[ImagePreprocessor, Callable[[], int]],
 ) -> None:
@@ -342,16 +335,16 @@ async def test_images_of_a_client_leave_slots_to_other_clients(
         asyncio.ensure_future(processor.process(b"sleep %d" % n, "x", client="flood"))
         for n in range(50)
     ]
-    await until(MAX_RUNNING_PER_CLIENT, num_calls)
+    await until(lambda: num_calls() == MAX_RUNNING_PER_CLIENT)
 
-    found = await asyncio.wait_for(processor.process(b"echo a", "x", client="other"), 20)
+    found = await asyncio.wait_for(processor.process(b"echo a", "x", client="other"), WAIT_S)
 
     assert found.text == "a"
     assert num_calls() <= MAX_RUNNING_PER_CLIENT + 1
     for task in flood:
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
-    await until(0, num_calls)
+    await until(lambda: num_calls() == 0)
 
 
 async def test_an_abandoned_image_is_dropped_and_its_process_killed(
@@ -363,7 +356,7 @@ async def test_an_abandoned_image_is_dropped_and_its_process_killed(
         asyncio.ensure_future(processor.process(b"sleep %d" % n, "x"))
         for n in range(MAX_RUNNING_PER_CLIENT + 3)
     ]
-    await until(MAX_RUNNING_PER_CLIENT, num_calls)
+    await until(lambda: num_calls() == MAX_RUNNING_PER_CLIENT)
 
     first.cancel()
     await asyncio.sleep(0.2)
@@ -371,7 +364,7 @@ async def test_an_abandoned_image_is_dropped_and_its_process_killed(
     for task in (second, *waiting):
         task.cancel()
     await asyncio.gather(first, second, *waiting, return_exceptions=True)
-    await until(0, num_calls)
+    await until(lambda: num_calls() == 0)
 
     assert with_a_caller == MAX_RUNNING_PER_CLIENT
     assert (await processor.process(b"echo b", "x")).text == "b"
@@ -390,7 +383,7 @@ async def test_too_many_images_of_a_client_are_refused_and_another_client_is_ser
 
     with pytest.raises(Overloaded, match="256 images of this client wait and 1 would be added"):
         await processor.process(b"sleep more", "x", client="flood")
-    found = await asyncio.wait_for(processor.process(b"echo c", "x", client="other"), 20)
+    found = await asyncio.wait_for(processor.process(b"echo c", "x", client="other"), WAIT_S)
 
     assert found.text == "c"
     for task in flood:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from waits import WAIT_S
 
 from config.errors import EngineDied
 from server.offline.event_loop import BackgroundLoop
@@ -48,16 +49,16 @@ def test_ctrl_c_cancels_the_call_and_waits_until_it_has_cleaned_up(
     background: BackgroundLoop,
 ) -> None:
     cleaned: list[float] = []
+    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
 
     async def endless() -> None:
+        timer.start()
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0.1)
             cleaned.append(time.monotonic())
 
-    timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         background.run(endless())
 
@@ -82,10 +83,10 @@ def test_closing_cancels_running_calls_and_ends_the_thread() -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    begun.wait(5)
+    begun.wait(WAIT_S)
     background.close()
     background.close()
-    waiter.join(5)
+    waiter.join(WAIT_S)
 
     assert results == ["it was closed"]
     assert "short-lived" not in [thread.name for thread in threading.enumerate()]

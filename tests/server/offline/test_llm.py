@@ -19,6 +19,7 @@ import psutil
 import pytest
 import tqdm
 from tiny_models import make_tiny
+from waits import WAIT_S
 
 from config.errors import ConfigError, EngineDied, PromptTooLong, UserError
 from gaudiserve import LLM, RequestOutput, SamplingParams, __version__
@@ -235,7 +236,7 @@ async def test_calls_work_inside_a_running_loop(llm: LLM) -> None:
 
 @pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_aborts_all_requests(llm: LLM) -> None:
-    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    timer = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
 
     with pytest.raises(KeyboardInterrupt):
@@ -299,7 +300,7 @@ def test_after_closing_nothing_runs_and_calls_are_refused(folder: Path) -> None:
 
     with pytest.raises(EngineDied):
         llm.generate("a", GREEDY)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while (left := new_threads(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert left == []
@@ -314,7 +315,7 @@ def test_an_unreferenced_llm_is_collected_with_its_threads(folder: Path) -> None
     del llm
     gc.collect()
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while len(our_threads()) > count - 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert gone() is None

@@ -78,7 +78,7 @@ def test_a_pair_of_long_texts_is_cut_in_linear_time(keep_end: bool) -> None:
     (made,) = encode_inputs(encoder(), [pair], TextInputOptions(6, cuts=True, keep_end=keep_end))
 
     # The library combines each truncated piece with each piece of the other text: 100 s.
-    assert time.thread_time() - start_s < 1
+    assert time.thread_time() - start_s < 10
     assert len(made.ids) == 6
 
 

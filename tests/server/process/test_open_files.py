@@ -4,12 +4,12 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from live import ROOT, running
 from tiny_models import make_tiny
+from waits import WAIT_S, wait_for
 
 from server.process.open_files import RESERVED
 
@@ -56,13 +56,15 @@ def test_a_server_without_free_descriptors_recovers_when_idle_clients_are_closed
     few = tmp_path / "python"
     few.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
     few.chmod(0o700)
-    flags = ("--served-model-name=tiny", "--dtype=float32", "--request-header-timeout=1")
+    flags = ("--served-model-name=tiny", "--dtype=float32", "--request-header-timeout=5")
     with running(model, tmp_path / "log", *flags, python=str(few)) as live, ExitStack() as idle:
         for _ in range(300):
             with suppress(OSError):
-                idle.enter_context(socket.create_connection(("127.0.0.1", live.port), timeout=5))
+                idle.enter_context(
+                    socket.create_connection(("127.0.0.1", live.port), timeout=WAIT_S)
+                )
         refused = live.ask("/health")
-        time.sleep(1.5)
+        wait_for(lambda: live.ask("/health").status_code == 200)
         body = {"prompt": "hi", "max_tokens": 2}
 
         answers = [live.ask("/v1/completions", body).status_code for _ in range(5)]

@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ import trustme
 from live import LiveServer, children_of, command_of
 from tiny_models import make_tiny
 from tokenizers import Tokenizer
+from waits import WAIT_S, wait_for
 
 from server.process.start_probes import (
     LARGE_BYTES,
@@ -36,7 +37,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=20, verify=False) as client:
+    with httpx.Client(timeout=WAIT_S, verify=False) as client:
         yield client
 
 
@@ -97,7 +98,7 @@ def test_probes_over_tls_get_the_server_s_certificate(
     probes = StartProbes(listener, ProbeAnswers(PATHS, LIVE, STARTING, tls))
     try:
         url = f"https://127.0.0.1:{port_of(listener)}/live"
-        answer = httpx.get(url, verify=trusting, timeout=20)
+        answer = httpx.get(url, verify=trusting, timeout=WAIT_S)
     finally:
         probes.close()
 
@@ -126,13 +127,6 @@ def enlarge(tokenizer: Path, num_tokens: int) -> None:
 def helpers_of(live: LiveServer) -> list[int]:
     """Processes that answer probes for the server."""
     return [pid for pid in children_of(live.pid) if "start probes" in command_of(pid)]
-
-
-def wait_for(check: Callable[[], object], timeout_s: float = 60) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from live import LiveServer, alive, children_of, command_of, running
 from tiny_models import make_tiny
+from waits import WAIT_S, wait_for
 
 ROUNDS = 16
 TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
@@ -46,13 +46,6 @@ def shared(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
         yield live
 
 
-def wait_for(check: Callable[[], bool], timeout_s: float = 20) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
 def metric(live: LiveServer, name: str) -> float:
     lines = live.ask("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
@@ -63,7 +56,9 @@ def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
     `endings`."""
     body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     try:
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as response:
+        with httpx.stream(
+            "POST", f"{live.url}/v1/completions", json=body, timeout=WAIT_S
+        ) as response:
             lines = [line for line in response.iter_lines() if line]
         endings.append(lines[-2])
     except httpx.TransportError as error:
@@ -116,7 +111,9 @@ def test_a_response_is_found_by_every_api_server(shared: LiveServer) -> None:
 def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
     family = children_of(daemon.pid)
     body = {"prompt": "go", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{daemon.url}/v1/completions", json=body, timeout=30) as response:
+    with httpx.stream(
+        "POST", f"{daemon.url}/v1/completions", json=body, timeout=WAIT_S
+    ) as response:
         lines = response.iter_lines()
         next(lines)
 
@@ -125,7 +122,7 @@ def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-    assert daemon.wait_exit(15) == 0
+    assert daemon.wait_exit() == 0
     assert not any(alive(pid) for pid in family)
     assert daemon.leftovers() == []
 
@@ -142,10 +139,10 @@ def test_the_death_of_an_api_server_ends_all_processes(daemon: LiveServer, victi
 
     os.kill(pid, signal.SIGKILL)
 
-    assert daemon.wait_exit(5) != 0
+    assert daemon.wait_exit() != 0
     assert not any(alive(pid) for pid in family)
     for reader in readers:
-        reader.join(5)
+        reader.join(WAIT_S)
     # Clients of the other API server get an error.
     told = [ending for ending in endings if "server_error" in ending]
     assert len(endings) == ROUNDS
@@ -159,4 +156,4 @@ def test_the_death_of_the_parent_ends_all_processes(daemon: LiveServer) -> None:
 
     daemon.signal(signal.SIGKILL)
 
-    wait_for(lambda: not any(alive(pid) for pid in family), 5)
+    wait_for(lambda: not any(alive(pid) for pid in family))

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import text_folders
+from delays import least_awaited
 from hostile_files import CATASTROPHE, hostile_tokenizer, replace_rule, split
 from native_panics import EVIL
 from tokenizers import Regex, pre_tokenizers
+from waits import WAIT_S, until
 
 from config.checkpoint.tokenizer_bounds import TokenizerBounds
 from config.errors import Overloaded, UserError
@@ -63,22 +65,24 @@ def files_of(tokenizer: Tokenizer) -> TextFiles:
 async def test_a_text_that_takes_too_long_is_refused_and_others_continue(
     unbounded: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = Limits(cpu_s=0.3, wall_s=5.0, memory_bytes=2**30, stack_bytes=2**23)
+    limits = Limits(cpu_s=1.0, wall_s=60.0, memory_bytes=2**30, stack_bytes=2**23)
     encoder = unbounded._encoder
     name, setup = "server.text.bounded_encoder", encoder.to_str().encode()
     monkeypatch.setattr(encoder, "_isolation", ForkServer(name, setup, limits))
     await unbounded.encode("warm", False)
-    slow = asyncio.create_task(unbounded.encode(" " * 100_000 + "x", False))
 
-    longest_s = 0.0
-    while not slow.done():
-        start_s = time.monotonic()
-        await asyncio.sleep(0.01)
-        longest_s = max(longest_s, time.monotonic() - start_s)
+    async def longest_gap_s() -> float:
+        slow = asyncio.create_task(unbounded.encode(" " * 100_000 + "x", False))
+        longest_s = 0.0
+        while not slow.done():
+            start_s = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        with pytest.raises(UserError, match="text of 100001 bytes: it took longer than 1 s of"):
+            await slow
+        return longest_s
 
-    with pytest.raises(UserError, match=r"text of 100001 bytes: it took longer than 0\.3 s of"):
-        await slow
-    assert longest_s < 0.25
+    assert await least_awaited(longest_gap_s, 0.25) < 0.25
     assert await unbounded.encode("a", False)
     encoder.close()
 
@@ -127,20 +131,21 @@ async def test_a_client_with_slow_texts_leaves_a_thread_and_room_to_other_client
 
     def slow() -> bool:
         running.append(1)
-        return gate.wait(20)
+        return gate.wait(WAIT_S)
 
     async def as_client(name: str, call: Callable[[], bool]) -> bool:
         current_client.set(name)
         return await tokenizer._on_thread(1, call)
 
     calls = [asyncio.create_task(as_client("a", slow)) for _ in range(8)]
+    await until(lambda: len(running) == num_running)
     await asyncio.sleep(0.05)
     assert len(running) == num_running
     with pytest.raises(Overloaded, match="8 texts to tokenize of this client wait, at most 8 may"):
         await asyncio.create_task(as_client("a", slow))
     other = asyncio.create_task(as_client("b", lambda: True))
     if num_running < 3:
-        assert await asyncio.wait_for(other, 10)
+        assert await asyncio.wait_for(other, WAIT_S)
     gate.set()
     assert all(await asyncio.gather(*calls, other))
     tokenizer.close()

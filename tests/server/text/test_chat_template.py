@@ -15,8 +15,10 @@ import psutil
 import pytest
 import text_folders
 from core_waits import core_wait_s
+from delays import least_awaited
 from releases import transformers_before
 from transformers import PreTrainedTokenizerFast
+from waits import WAIT_S, until
 
 from config.errors import ConfigError, Overloaded, UserError
 from config.fair_threads import current_client
@@ -500,33 +502,33 @@ SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 async def test_an_endless_template_is_stopped_and_its_thread_renders_the_next_template() -> None:
     template = ours(CHATML, time_limit_s=0.2, threads=1)
-    began_s = time.monotonic()
 
     with pytest.raises(UserError, match=r"0\.2 s") as caught:
-        await template.render(HELLO, template=SLOW)
-    rendered = await template.render(HELLO)
+        await asyncio.wait_for(template.render(HELLO, template=SLOW), WAIT_S)
+    rendered = await asyncio.wait_for(template.render(HELLO), WAIT_S)
 
-    assert time.monotonic() - began_s < 2
     assert caught.value.param == "messages"
     assert "Hello" in rendered
 
 
 async def test_a_slow_template_does_not_block_the_loop() -> None:
     template = ours(SLOW, time_limit_s=0.3)
-    gaps_s = []
-    render = asyncio.create_task(template.render(HELLO))
 
-    while not render.done():
-        before_s = time.monotonic()
-        await asyncio.sleep(0.005)
-        gaps_s.append(time.monotonic() - before_s)
+    async def longest_gap_s() -> float:
+        gaps_s = []
+        render = asyncio.create_task(template.render(HELLO))
+        while not render.done():
+            before_s = time.monotonic() - core_wait_s()
+            await asyncio.sleep(0.005)
+            gaps_s.append(time.monotonic() - core_wait_s() - before_s)
+        assert isinstance(render.exception(), UserError)
+        return max(gaps_s)
 
-    assert isinstance(render.exception(), UserError)
-    assert max(gaps_s) < 0.2
+    assert await least_awaited(longest_gap_s, 0.2) < 0.2
 
 
 async def test_a_fast_template_renders_short_conversations_without_a_thread() -> None:
-    template = ours(CHATML, time_limit_s=0.5, threads=1)
+    template = ours(CHATML, time_limit_s=60, threads=1)
     for _ in range(3):
         await template.render(HELLO)
     slow = asyncio.create_task(template.render(HELLO, template=SLOW))
@@ -537,8 +539,8 @@ async def test_a_fast_template_renders_short_conversations_without_a_thread() ->
 
     assert "Hello" in rendered
     assert not was_slow
-    with pytest.raises(UserError):
-        await slow
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
 
 
 async def test_time_in_the_queue_does_not_count_towards_the_time_limit() -> None:
@@ -555,7 +557,7 @@ async def test_time_in_the_queue_does_not_count_towards_the_time_limit() -> None
 
 
 async def test_slow_renderings_of_a_client_leave_a_thread_to_other_clients() -> None:
-    template = ours(CHATML, time_limit_s=1.0, threads=2)
+    template = ours(CHATML, time_limit_s=60, threads=2)
 
     async def render(client: str, source: str | None) -> str:
         current_client.set(client)
@@ -581,7 +583,7 @@ async def test_a_cancelled_caller_stops_the_template() -> None:
     left.cancel()
     with pytest.raises(asyncio.CancelledError):
         await left
-    rendered = await asyncio.wait_for(template.render(HELLO, template=CHATML), 5)
+    rendered = await asyncio.wait_for(template.render(HELLO, template=CHATML), WAIT_S)
 
     assert "Hello" in rendered
 
@@ -664,6 +666,11 @@ MOODY = "{% if 'slow' in messages[0].content %}" + SLOW + "{% endif %}{{ message
 
 
 async def test_a_template_that_is_slow_for_some_contents_never_blocks_the_loop() -> None:
+    assert await least_awaited(gap_beside_a_moody_template_s, 0.2) < 0.2
+
+
+async def gap_beside_a_moody_template_s() -> float:
+    """The longest gap of the loop, or twice the third longest if that is longer."""
     template = ours(MOODY, time_limit_s=0.3)
     for _ in range(3):
         await template.render(HELLO)
@@ -680,11 +687,11 @@ async def test_a_template_that_is_slow_for_some_contents_never_blocks_the_loop()
             gaps_s.append(time.process_time() - before_s)
         assert isinstance(render.exception(), UserError)
 
-    # The rendering is stopped on the loop the first time, and later runs elsewhere.
-    assert max(gaps_s) < 0.2 and sorted(gaps_s)[-3] < 0.1
     assert await template.render(HELLO) == HELLO[0]["content"]
     assert not may_run_inline(compiled)
     template.close()
+    # The rendering is stopped on the loop the first time, and later runs elsewhere.
+    return max(max(gaps_s), 2 * sorted(gaps_s)[-3])
 
 
 async def test_a_stopped_rendering_leaves_nothing_behind_on_its_thread() -> None:
@@ -750,12 +757,10 @@ async def test_a_comparison_of_nested_values_is_refused_before_it_runs(operation
         "{% endfor %}"
     )
     template = ours(nested + operation, time_limit_s=20.0)
-    began_s = time.monotonic()
 
+    # A comparison that runs exceeds the time limit.
     with pytest.raises(UserError, match="compares a value of more than 262144 items"):
         await template.render(HELLO)
-
-    assert time.monotonic() - began_s < 20
 
 
 @pytest.mark.parametrize(
@@ -792,18 +797,21 @@ async def test_a_hostile_request_template_neither_blocks_the_server_nor_uses_its
     # The fork server has started.
     await template.render(HELLO, template="{{ messages[0].content }}")
     process = psutil.Process()
-    before, began_s, gaps_s = process.memory_info().rss, time.monotonic(), [0.0]
+    before = process.memory_info().rss
 
-    render = asyncio.create_task(template.render(HELLO, template=greedy))
-    while not render.done():
-        before_s = time.monotonic() - core_wait_s()
-        await asyncio.sleep(0.005)
-        gaps_s.append(time.monotonic() - core_wait_s() - before_s)
+    async def delay_s() -> float:
+        """The second longest gap of the loop, or 1/20 of the whole time if that is longer."""
+        began_s, gaps_s = time.monotonic(), [0.0]
+        render = asyncio.create_task(template.render(HELLO, template=greedy))
+        while not render.done():
+            before_s = time.monotonic() - core_wait_s()
+            await asyncio.sleep(0.005)
+            gaps_s.append(time.monotonic() - core_wait_s() - before_s)
+        # Overloaded on a busy machine, where the wall time ends before the CPU time.
+        assert isinstance(render.exception(), UserError | Overloaded)
+        return max(sorted(gaps_s)[-2], (time.monotonic() - began_s) / 20)
 
-    # Overloaded: on a busy machine, the wall-clock limit can expire before the CPU limit.
-    assert isinstance(render.exception(), UserError | Overloaded)
-    assert time.monotonic() - began_s < 2
-    assert sorted(gaps_s)[-2] < 0.1
+    assert await least_awaited(delay_s, 0.1) < 0.1
     assert process.memory_info().rss - before < 50 * 2**20
     assert "Hello" in await template.render(HELLO)
 
@@ -834,14 +842,12 @@ async def test_the_models_own_template_has_a_limit_of_memory(
         await template.render(HELLO)
 
     # The thread may still hold the last text when the caller receives its error.
-    for _ in range(50):
+    def is_freed() -> bool:
         gc.collect()
         trim_memory()
-        growth = process.memory_info().rss - before
-        if growth < limit:
-            break
-        await asyncio.sleep(0.1)
-    assert growth < limit
+        return process.memory_info().rss - before < limit
+
+    await until(is_freed)
     template.close()
 
 

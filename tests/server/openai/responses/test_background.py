@@ -3,13 +3,15 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import httpx
 import pytest
 from http_rig import Rig, TalkingClient, in_memory, on_port
+from waits import WAIT_S, until
 
 from server.http.pacing import MAX_PER_ITERATION, LoopPacer
 from server.openai.responses import writer
@@ -45,17 +47,10 @@ async def get(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
     return got
 
 
-async def until(is_so: Callable[[], Any]) -> None:
-    for _ in range(300):
-        if is_so():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to be so")
-
-
 async def speaking(rig: Rig, response: dict[str, Any]) -> dict[str, Any]:
     """The response once it has some output text."""
-    for _ in range(300):
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
         got = await get(rig, response)
         if got["output"] and got["output"][0]["content"]:
             return got
@@ -250,7 +245,7 @@ class EndingThreads:
     def _encode(self, response: dict[str, Any]) -> EndedResponse:
         is_main = threading.current_thread() is threading.main_thread()
         self.are_main.append(is_main)
-        assert is_main or self.gate.wait(10)
+        assert is_main or self.gate.wait(WAIT_S)
         return ended_response(response)
 
 
@@ -372,7 +367,7 @@ async def test_the_followers_of_a_response_are_limited() -> None:
             refused = await follow(rig, path, stack)
             message = json.loads(await refused.aread())["error"]["message"]
         async with AsyncExitStack() as stack:
-            for _ in range(100):
+            for _ in range(1000):
                 again = await follow(rig, path, stack)
                 if again.status_code == 200:
                     break

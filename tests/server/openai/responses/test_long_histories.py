@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from delays import machine_s
 from http_rig import TalkingClient, in_memory
 
 from server.http.body_bounds import MAX_MESSAGES
@@ -31,13 +32,13 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "done"}
 
 def test_many_pieces_of_a_message_are_joined_once() -> None:
     pieces = 20_000
-    start_s = time.monotonic()
+    start_s = time.thread_time()
 
     (thought,) = messages_of([REASONING] * pieces)
     (called, result) = messages_of([CALL, *[ANSWER] * pieces, RESULT])
 
     # Building a text for each piece took over a minute.
-    assert time.monotonic() - start_s < 20
+    assert time.thread_time() - start_s < machine_s(20)
     assert thought["reasoning_content"] == "r" * 1500 * pieces
     assert called["content"] == "t" * pieces
     assert result["content"] == "done"

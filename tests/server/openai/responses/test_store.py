@@ -1,9 +1,9 @@
 """The response store keeps its three limits, and never drops a response that is in use."""
 
-import asyncio
 from typing import Any
 
 import pytest
+from waits import until
 
 from config.errors import NotFound, Overloaded
 from server.http.json_encoder import encode_json
@@ -118,7 +118,7 @@ async def test_expired_responses_are_removed_without_requests(
     store = ResponseStore(100, 10**6, 0.02)
     keep(store, "old")
 
-    await asyncio.sleep(0.1)
+    await until(lambda: len(store) == 0)
 
     assert len(store) == 0 and store.num_bytes == 0
 

@@ -9,6 +9,7 @@ import pytest
 from http_rig import TalkingClient, in_memory, on_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waits import WAIT_S
 
 from config.errors import UserError
 from config.params import structured_output
@@ -226,9 +227,9 @@ async def test_a_grammar_is_not_waited_for_when_its_client_has_left(path: str) -
     body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     async with on_port(Busy()) as rig:
         request = asyncio.ensure_future(rig.post(path, {**body, "guided_regex": "a"}))
-        await asyncio.wait_for(has_begun.wait(), 5)
+        await asyncio.wait_for(has_begun.wait(), WAIT_S)
         request.cancel()
-        await asyncio.wait_for(has_ended.wait(), 5)
+        await asyncio.wait_for(has_ended.wait(), WAIT_S)
 
 
 JSON = st.recursive(
