@@ -140,7 +140,7 @@ def test_the_demo_model_has_the_sampling_defaults_of_its_authors() -> None:
     assert read_model_config(by_path).generation_defaults == {}
 
 
-def test_resolving_a_model_imports_no_torch() -> None:
+def test_importing_config_checkpoint_imports_no_torch() -> None:
     code = "import sys, config.checkpoint; sys.exit('torch' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False)
