@@ -286,6 +286,7 @@ def test_an_invalid_command_line_is_refused_with_the_reason(argv: list[str], mes
             "max-modellen: 3",
             "max-modellen is not a setting; did you mean max-model-len.*serve.yaml",
         ),
+        ("prot: 3", "prot is not a setting; did you mean port.*serve.yaml"),
         ("max-model-len: 3\nmax_model_len: 4", "sets max-model-len twice"),
         ("num-blocks: 3\nnum-gpu-blocks-override: 4", "sets num-gpu-blocks-override twice"),
         ("port: yes", "port is True, it must be a whole number"),

@@ -99,7 +99,7 @@ async def test_a_wrong_key_names_the_flag() -> None:
 
     assert said == (
         f"http://{address} answered /v1/models with 401: The API key is wrong; give the key of the "
-        "server by --api-key"
+        "server by --api-key or OPENAI_API_KEY"
     )
 
 
