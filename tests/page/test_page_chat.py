@@ -160,9 +160,7 @@ def test_a_cut_answer_names_the_setting_or_the_context_that_cut_it(
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "block"), [("```python\nx = 1", ".code"), ("- one\n- two", "ul")]
-)
+@pytest.mark.parametrize(("text", "block"), [("```python\nx = 1", ".code"), ("- one\n- two", "ul")])
 def test_the_caret_of_a_growing_answer_is_within_its_last_block(
     page: Page, server: PageServer, text: str, block: str
 ) -> None:
