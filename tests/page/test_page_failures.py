@@ -235,6 +235,17 @@ def test_a_wrong_key_is_reported(browser: Browser) -> None:
         expect(page.locator("#failure")).to_be_hidden()
 
 
+def test_an_empty_chat_shows_its_heading_below_the_form_for_the_key(browser: Browser) -> None:
+    with serving(api_keys=(KEY,)) as server, window(browser, 360) as page:
+        open_page(page, server.url, "key needed")
+        send(page, "Hi")
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-error")).to_contain_text("refuses this key")
+
+        expect(page.locator(".welcome h2")).to_be_in_viewport(ratio=0.99)
+
+
 HOSTILE = (
     MARKUP,
     "[a](javascript:document.title=1) [b](data:text/html,x) ![c](https://example.com/c.png)",

@@ -222,6 +222,13 @@ def test_a_traffic_without_the_strategy_that_reads_it_is_refused() -> None:
     assert given("--bucketing-strategy", "fitted").engine.buckets.traffic is None
 
 
+def test_a_variable_with_two_swapped_letters_names_the_similar_variable() -> None:
+    with pytest.raises(
+        ConfigError, match=r"GAUDISERVE_PROT is .*; did you mean GAUDISERVE_PORT\?$"
+    ):
+        given(GAUDISERVE_PROT="8001")
+
+
 def test_a_bucket_file_selects_the_file_strategy() -> None:
     loaded = given("--bucketing-file", "shapes.txt")
 
