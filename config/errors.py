@@ -9,6 +9,7 @@
     |-- DeadlineExceeded   the timeout of the request has passed; 504
     |-- RequestFailed      this request failed in the engine; 500, other requests continue
     |-- CommandFailed      a command failed; exit status 1
+    |-- ReasonPrinted      a child process of the command has printed the reason; its exit status
     `-- ConfigError        a flag, variable, file or checkpoint that cannot be used; at start
         |-- SettingError       a flag that this model or its files do not allow; exit status 2
         |-- ProfileWritten     a finished run of --profile-prompt or --profile-decode; status 0
@@ -127,6 +128,14 @@ class RequestFailed(GaudiserveError):
 
 class CommandFailed(GaudiserveError):
     """A command failed, for example because no server answers."""
+
+
+class ReasonPrinted(GaudiserveError):
+    """A child process of this command ended with `status`, after it printed the reason."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a process that printed the reason exited with code {status}")
+        self.status = status
 
 
 class ConfigError(GaudiserveError):

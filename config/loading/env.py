@@ -99,9 +99,10 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
     name = variable.removeprefix(PREFIX)
     if reason := absence(name.lower().replace("_", "-")):
         return f"{variable} is not supported: {reason}"
-    # Compare without the prefix, which makes any two variables similar.
-    hint = nearest(name, [key.removeprefix(PREFIX) for key in known if key.startswith(PREFIX)])
-    hint = hint.replace("did you mean ", f"did you mean {PREFIX}")
+    # Compare without the prefix, which makes any two variables similar, and like flags: two dashes
+    # make similar what differs by two swapped letters (PROT, PORT).
+    flags = [f"--{key.removeprefix(PREFIX)}" for key in known if key.startswith(PREFIX)]
+    hint = nearest(f"--{name}", flags).replace("--", PREFIX)
     return f"the variable {variable} is not a setting{hint or '; see `gaudiserve serve --help`'}"
 
 

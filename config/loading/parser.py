@@ -28,6 +28,8 @@ shown."""
 NO_KINDS: KindNames = MappingProxyType({})
 _UNTITLED = ("positional arguments", "options")
 """Titles of argparse's default groups, which are not groups of settings."""
+MAX_CHOICES = 72
+"""Maximum characters of the choices beside a flag in the help."""
 METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
@@ -61,7 +63,8 @@ class FlagParser(argparse.ArgumentParser):
         return self._help_of(lambda group: True)
 
     def _show_kinds(self) -> None:
-        """Add the names of kinds to the choices in the help."""
+        """Add the names of kinds to the choices in the help. Choices that do not fit in a line are
+        listed in the text of the flag, which is wrapped."""
         for name, names in self.kinds.items():
             action = self._option_string_actions[f"--{name}"]
             given = str(action.metavar)
@@ -69,6 +72,13 @@ class FlagParser(argparse.ArgumentParser):
             if given.startswith("{"):
                 choices = (*given.strip("{}").split(","), *names())
                 action.metavar = _choices(dict.fromkeys(choices))
+        for action in self._actions:
+            given = str(action.metavar)
+            if given.startswith("{") and len(given) > MAX_CHOICES:
+                action.metavar = "NAME"
+                if action.help != argparse.SUPPRESS:
+                    words = given.strip("{}").replace(",", ", ")
+                    action.help = f"{action.help}; NAME is one of {words}"
 
     def format_help_about(self, word: str) -> str:
         """The text of `--help=WORD`: flags with `word` in their name or in the title of their

@@ -451,7 +451,9 @@ def _known(word: str, value: object, source: str, problems: list[str]) -> str:
             return ""
         problems.append(with_sources(f"{word} is not supported: {reason}", (source,)))
     else:
-        near = ambiguity("--" + name, _FILE_WORDS).replace("--", "") or nearest(name, _NAMES)
+        flag = f"--{name}"
+        near = ambiguity(flag, _FILE_WORDS) or nearest(flag, [f"--{known}" for known in _NAMES])
+        near = near.replace("--", "")
         problems.append(with_sources(f"{word} is not a setting{near}", (source,)))
     return ""
 

@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves deepseek-ai/DeepSeek-R1 on eight cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/deepseek-r1.yaml
+mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets deepseek-ai/DeepSeek-R1 --device "${DEVICE:-gaudi3}" --cards "${CARDS:-8}" \
-  --max-model-len "${MAX_MODEL_LEN:-16384}" > deepseek-r1.yaml
-exec gaudiserve serve --config deepseek-r1.yaml "$@"
+  --max-model-len "${MAX_MODEL_LEN:-16384}" > "$preset"
+exec gaudiserve serve --config "$preset" "$@"

@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves meta-llama/Llama-3.1-405B-Instruct on eight cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/llama-3.1-405b.yaml
+mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets meta-llama/Llama-3.1-405B-Instruct --device "${DEVICE:-gaudi3}" --cards "${CARDS:-8}" \
-  --max-model-len "${MAX_MODEL_LEN:-4352}" > llama-3.1-405b.yaml
-exec gaudiserve serve --config llama-3.1-405b.yaml "$@"
+  --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
+exec gaudiserve serve --config "$preset" "$@"

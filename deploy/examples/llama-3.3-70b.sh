@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves meta-llama/Llama-3.3-70B-Instruct on four cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/llama-3.3-70b.yaml
+mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets meta-llama/Llama-3.3-70B-Instruct --device "${DEVICE:-gaudi3}" --cards "${CARDS:-4}" \
-  --max-model-len "${MAX_MODEL_LEN:-4352}" > llama-3.3-70b.yaml
-exec gaudiserve serve --config llama-3.3-70b.yaml "$@"
+  --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
+exec gaudiserve serve --config "$preset" "$@"

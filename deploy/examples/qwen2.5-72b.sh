@@ -1,6 +1,8 @@
 #!/bin/sh
 # Serves Qwen/Qwen2.5-72B-Instruct on four cards. Arguments are flags of `gaudiserve serve`.
 set -eu
+preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/qwen2.5-72b.yaml
+mkdir -p -m 700 "${preset%/*}"
 gaudiserve presets Qwen/Qwen2.5-72B-Instruct --device "${DEVICE:-gaudi3}" --cards "${CARDS:-4}" \
-  --max-model-len "${MAX_MODEL_LEN:-4352}" > qwen2.5-72b.yaml
-exec gaudiserve serve --config qwen2.5-72b.yaml "$@"
+  --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
+exec gaudiserve serve --config "$preset" "$@"

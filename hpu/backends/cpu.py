@@ -9,6 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ class CallGraph:
 
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
-    `kernels`: folder of the compiled kernels, which are built if missing; None: use torch's own
-    operators. `ranks` communicate over gloo. `on_step` is called while the kernels are built."""
+    `kernels`: folder of the compiled kernels, which are built if missing, for the first bfloat16
+    model; None: use torch's own operators. `ranks` communicate over gloo. `on_step` is called while
+    the kernels are built."""
 
     name = "cpu"
     card = driver = software = ""
@@ -147,11 +149,25 @@ class CpuBackend(Backend):
         """Weights that a large launch reads divided by the weights multiplied per token: above 1
         for a mixture of experts."""
         self._library: Library | None = None
+        """The compiled kernels, if open."""
+        self._open: Callable[[], Library | None] | None = None
+        """Opens the kernels; None: they are open or not used."""
         if kernels is not None:
-            self._library = open_library(
-                kernels, threads, int8_activations=int8_activations, on_step=on_step
+            self._open = partial(
+                open_library,
+                kernels,
+                threads,
+                int8_activations=int8_activations,
+                on_step=on_step,
             )
         self.world = join("gloo", ranks)
+
+    def open_kernels(self) -> Library | None:
+        """The compiled kernels, which the first call opens, and compiles if they are missing; None:
+        use torch's own operators."""
+        if self._open is not None:
+            self._library, self._open = self._open(), None
+        return self._library
 
     def memory(self) -> tuple[int, int]:
         return usable_memory()
@@ -220,14 +236,15 @@ class CpuBackend(Backend):
         return model
 
     def prepare_tower(self, tower: nn.Module) -> None:
-        library = self._library
+        is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in tower.parameters())
+        library = self.open_kernels() if is_bfloat16 else None
         kernels = TowerKernels() if library is None else NativeTowerKernels(library)
         use_cpu_kernels_in_tower(tower, kernels)
 
     def _multiplies(self, dtype: torch.dtype) -> bool:
         """Whether the native kernels multiply `dtype`. They do not need bfloat16 instructions of
         the CPU."""
-        return dtype == torch.bfloat16 and self._library is not None
+        return dtype == torch.bfloat16 and self.open_kernels() is not None
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         dtype = super().dtype_for(model_config, is_plain=is_plain)
@@ -356,13 +373,17 @@ def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:
 
 def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CpuBackend:
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
-    return CpuBackend(
+    backend = CpuBackend(
         config.num_threads,
         folder,
         int8_activations=config.cpu_int8_activations,
         ranks=ranks,
         on_step=on_step,
     )
+    if config.dtype == "bfloat16":
+        # Before the weights are loaded: a compilation takes minutes.
+        backend.open_kernels()
+    return backend
 
 
 BACKENDS = {"cpu": _make}

@@ -491,7 +491,10 @@ def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep
     """
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)
-    identity = (source, sorted(flags), FLAGS, str(runtime), torch.__version__)
+    # The file names the runtime by its soname, not by its path: another environment with the same
+    # torch needs no compilation.
+    names = [Path(path).name for path in runtime]
+    identity = (source, sorted(flags), FLAGS, names, torch.__version__)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     path = folder / f"decode-{key}.so"
     reason = foreign_writer(folder)

@@ -146,8 +146,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 def _unknown_route(request: Request) -> HTTPException:
     """404 for an unknown path. The message names the flag that enables the route, the replacement
-    for a vLLM route, the route if only `/v1` is missing, or the route with the most similar
-    path."""
+    for a vLLM route, the route if only `/v1` is missing, a route below `/v1`, or the route with the
+    most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -159,6 +159,8 @@ def _unknown_route(request: Request) -> HTTPException:
         message += f" {instead[0]}"
     elif _methods(request, f"/v1{path}"):
         message += f" The API is at /v1{shown}: end the client's base URL with /v1."
+    elif path.rstrip("/") == "/v1":
+        message += " It is the base of the API's routes; GET /v1/models lists the models."
     elif near := get_close_matches(shown, _paths(request), n=1, cutoff=NEAR_PATH_RATIO):
         message += f" The nearest route is {near[0]}."
     return HTTPException(404, message)

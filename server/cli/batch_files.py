@@ -83,17 +83,20 @@ def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:
         return InvalidLine(number, None, "it has a lone surrogate, it must be valid Unicode text")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        return InvalidLine(number, None, f"custom_id is {custom_id!r}, it must be a string")
+        given = f"is {value_text(custom_id)}" if "custom_id" in line else "is missing"
+        return InvalidLine(number, None, f"custom_id {given}, it must be a string")
     body, url = line.get("body"), line.get("url")
     if line.get("method", "POST") != "POST":
-        problem = f"method is {line['method']!r}, it must be POST"
+        problem = f"method is {value_text(line['method'])}, it must be POST"
     elif not isinstance(url, str) or not _is_path(url):
         paths = ", ".join(POOLING_PATHS)
-        problem = f"url is {url!r}, it must be a path, such as /v1/chat/completions, or {paths}"
+        given = f"is {value_text(url)}" if "url" in line else "is missing"
+        problem = f"url {given}, it must be a path, such as /v1/chat/completions, or {paths}"
     elif " " in url:
-        problem = f"url is {url!r}, it must have no whitespace"
+        problem = f"url is {value_text(url)}, it must have no whitespace"
     elif not isinstance(body, dict):
-        problem = f"body is {value_text(body)}, it must be an object"
+        given = f"is {value_text(body)}" if "body" in line else "is missing"
+        problem = f"body {given}, it must be an object"
     elif body.get("stream"):
         problem = "stream is true, it must be false in a batch"
     else:

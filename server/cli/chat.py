@@ -18,7 +18,7 @@ from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
-from server.cli.http_client import HttpClient, HttpFailure
+from server.cli.http_client import HttpClient, HttpFailure, key_for
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
 
@@ -54,7 +54,8 @@ def chat_parser() -> FlagParser:
         "--base-url",
         "--url",
         metavar="URL",
-        help="Use this running server (with --api-key) instead of starting a server for MODEL",
+        help="Use this running server, with the key of --api-key or of the variable "
+        "OPENAI_API_KEY, instead of starting a server for MODEL",
     )
     add("--model-name", metavar="NAME", help="Name of the model [the first model of the server]")
     add("--system-prompt", metavar="TEXT", help="System prompt of the conversation")
@@ -113,9 +114,9 @@ class _Terminal:
         self._loop = loop
         self._arguments: argparse.Namespace = loaded.arguments
         self._server = server
-        keys = loaded.server.api_keys
-        url = self._arguments.base_url if server is None else server.url
-        self._client = HttpClient(url, keys[0] if keys else None)
+        base_url = self._arguments.base_url
+        url = base_url if server is None else server.url
+        self._client = HttpClient(url, key_for(loaded.server.api_keys, base_url))
         self._model = self._arguments.model_name
         self._messages: list[dict[str, str]] = []
         self._is_terminal = sys.stdout.isatty()
@@ -189,7 +190,9 @@ class _Terminal:
             self._loop.run_until_complete(self._print_until(stop, answer))
         except HttpFailure as error:
             self._messages.pop()
-            print(f"\n{error}", file=sys.stderr)
+            if answer:
+                print()
+            print(f"gaudiserve: {error}", file=sys.stderr)
             return False
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)

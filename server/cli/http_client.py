@@ -8,7 +8,7 @@ client only splits bytes, so that a benchmark measures the server.
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from config.errors import ConfigError
+from config.loading.env import environment
 
 CONNECT_TIMEOUT_S = 30.0
 MAX_IDLE = 1024
@@ -26,6 +27,15 @@ MAX_ANSWER_BYTES = 2**30
 UNIX = "unix:"
 UNAUTHORIZED, NOT_FOUND = 401, 404
 MODELS_PATH = "/v1/models"
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def key_for(api_keys: Sequence[str], base_url: str | None) -> str | None:
+    """Key of the requests: the first of --api-key, or for a running server at `base_url` the
+    variable of OpenAI's SDK; None: none."""
+    if api_keys:
+        return api_keys[0]
+    return environment().get(KEY_VARIABLE) if base_url else None
 
 
 class HttpFailure(Exception):
@@ -116,7 +126,7 @@ class HttpClient:
         """The error for a response with a status other than 200."""
         text = (_message_of(content) or "no reason is given").rstrip(".")
         if status == UNAUTHORIZED:
-            text += "; set --api-key to the server's key"
+            text += f"; set --api-key or {KEY_VARIABLE} to the server's key"
         elif status == NOT_FOUND and path == MODELS_PATH:
             text += "; correct the URL"
         if self._socket_path:

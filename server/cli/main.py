@@ -18,6 +18,7 @@ from config.errors import (
     ConfigError,
     EngineDied,
     ProfileWritten,
+    ReasonPrinted,
     checkpoint_errors,
 )
 from config.loading.env import disable_autoload, environment
@@ -100,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, CommandFailed, EngineDied) as error:
         print(f"gaudiserve: {error}", file=sys.stderr)
         return 1
+    except ReasonPrinted as end:
+        return end.status
     except ProfileWritten as end:
         print(f"gaudiserve: {end}", file=sys.stderr)
         return 0

@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 
 from config.engine import EngineConfig
-from config.errors import ConfigError, EngineDied
+from config.errors import EngineDied, ReasonPrinted
 from config.server import ServerConfig
 from engine.client.launcher import ChildProcess, SocketDirectory, python_command
 from server.cli.http_client import UNIX, HttpClient, HttpFailure
 
 POLL_S = 0.1
 STOP_S = 10.0
-WRONG_SETTING = 2
-"""Exit status of a server that rejects a setting, after logging the reason."""
+WITH_REASON = (1, 2)
+"""Exit statuses of a server that has printed the reason."""
 
 
 class PrivateServerArgs(msgspec.Struct, frozen=True):
@@ -54,12 +54,11 @@ class PrivateServer:
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
         """Wait until the server is ready. `on_stage` is called with the current start-up stage.
-        Raises EngineDied with the reason if the server exits, ConfigError if it rejects a
-        setting."""
+        Raises ReasonPrinted or EngineDied if the server exits."""
         while True:
             if self.exit_code is not None:
-                if self.exit_code == WRONG_SETTING:
-                    raise ConfigError("the server rejected the setting that the line above names")
+                if self.exit_code in WITH_REASON:
+                    raise ReasonPrinted(self.exit_code)
                 raise EngineDied(self._child.end.description)
             try:
                 answer = await client.ask("GET", "/ready")

@@ -23,7 +23,7 @@ from server.cli.batch_files import (
     read_lines,
 )
 from server.cli.flags import command_parser
-from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, HttpResponse
+from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, HttpResponse, key_for
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
@@ -65,7 +65,8 @@ def batch_parser() -> FlagParser:
         "--base-url",
         "--url",
         metavar="URL",
-        help="Use this running server (with --api-key) instead of starting a server for MODEL",
+        help="Use this running server, with the key of --api-key or of the variable "
+        "OPENAI_API_KEY, instead of starting a server for MODEL",
     )
     add(
         "--max-concurrent-requests",
@@ -107,11 +108,11 @@ async def _run(
     first = next(lines, None)
     if first is None:
         return
-    keys = loaded.server.api_keys
     server = None
     if arguments.base_url is None:
         server = PrivateServer(served(loaded, loaded, batch_parser()).engine, loaded.server)
-    client = HttpClient(arguments.base_url or server_url(server), keys[0] if keys else None)
+    key = key_for(loaded.server.api_keys, arguments.base_url)
+    client = HttpClient(arguments.base_url or server_url(server), key)
     try:
         if server is not None:
             await server.wait_ready(client)

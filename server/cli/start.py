@@ -45,15 +45,14 @@ def main() -> None:
     log.setup("server", args.server.log, access_log=not args.server.disable_access_log)
     try:
         sys.exit(start(args.engine, args.server))
-    except (CheckpointError, EngineDied) as error:
-        logger.error("%s", error)
-        sys.exit(1)
     except ProfileWritten as end:
         logger.info("%s", end)
         sys.exit(0)
-    except ConfigError as error:
-        logger.error("%s", error)
-        sys.exit(2)
+    except (ConfigError, EngineDied) as error:
+        # The last line of the command: the process of the command prints no line of its own.
+        print(f"gaudiserve: {error}", file=sys.stderr, flush=True)
+        is_setting = isinstance(error, ConfigError) and not isinstance(error, CheckpointError)
+        sys.exit(2 if is_setting else 1)
 
 
 def start(engine: EngineConfig, server: ServerConfig) -> int:

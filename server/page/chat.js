@@ -30,6 +30,8 @@ const replacement = new UndoLine("replaced");
 let chat = newChat();
 // The AbortController of the answer that is being written.
 let writing = null;
+// Whether the failure in view is cleared when the server is ready.
+let isUntilReady = false;
 
 function newChat() {
   // Other origins than https and localhost have no randomUUID.
@@ -78,7 +80,7 @@ function ask(content) {
   if (!server.facts) {
     putContent(content);
     const isLocked = server.status === "key needed";
-    return showFailure(isLocked ? "The server requires an API key; enter it above." : trouble() || "The server has not answered yet.");
+    return fail(isLocked ? "The server requires an API key; enter it above." : trouble() || "The server has not answered yet.");
   }
   const before = [...chat.messages], call = pendingCall();
   if (!before.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
@@ -123,7 +125,9 @@ async function write(before, content) {
   let failure = "";
   try {
     const body = chatBody(settings.model, written.messages, settings);
-    await fitToContext(body, server.facts?.max_model_len, controller.signal);
+    const context = server.facts?.max_model_len, asked = body.max_tokens;
+    await fitToContext(body, context, controller.signal);
+    const isReduced = body.max_tokens < asked;
     await stream(body, answer, controller.signal, () => {
       if (settings.endsRepeats && (repeats(answer.content) || repeats(answer.reasoning))) {
         answer.end = "repeats";
@@ -131,6 +135,7 @@ async function write(before, content) {
       }
       redraw();
     });
+    if (isReduced && answer.end === "length") answer.context = context;
   } catch (error) {
     if (error.name !== "AbortError") failure = words(error);
     answer.end ||= failure ? "broken" : "stopped";
@@ -144,9 +149,20 @@ async function write(before, content) {
   if (written !== chat) return drawList(chat.id);
   draw();
   follow();
-  showFailure(failure);
+  fail(failure);
   if (written.messages === before && content) putContent(content);
   byId("announcement").textContent = failure ? "" : answer.content;
+}
+
+function fail(text) {
+  isUntilReady = server.status !== "ready";
+  showFailure(text);
+}
+
+function clearWhenReady() {
+  if (!isUntilReady || server.status !== "ready") return;
+  isUntilReady = false;
+  showFailure("");
 }
 
 function endWriting() {
@@ -244,5 +260,6 @@ export function setUpChat() {
   byId("copy-python").addEventListener("click", () => copyAs(python, "Python"));
   window.addEventListener("pagehide", () => writing && keep(chat));
   onServer(drawModels);
+  onServer(clearWhenReady);
   draw();
 }

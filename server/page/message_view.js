@@ -11,7 +11,9 @@ const STATS = "A token is a word or a piece of a word. The time to the first tok
 const NOTES = {
   stopped: () => "You stopped this answer.",
   repeats: () => "The answer repeated itself, so the page ended it. Retry, raise the temperature, or turn this off in Settings.",
-  length: (answer) => `The answer has ${count(answer.stats?.tokens ?? 0)} tokens, the limit of the request or of the context. Raise the maximum in Settings.`,
+  length: ({ stats, context }) => (context
+    ? `The conversation fills the model's context of ${count(context)} tokens. Start a new chat.`
+    : `The answer has ${count(stats?.tokens ?? 0)} tokens, the maximum in Settings. Raise it there.`),
   broken: () => "This answer is not complete.",
 };
 

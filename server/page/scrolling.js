@@ -9,8 +9,9 @@ let lastTop = 0;
 
 const isAtEnd = () => list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_PX;
 
+// The examples of an empty chat are read from their start.
 export function toEnd() {
-  list.scrollTop = list.scrollHeight;
+  list.scrollTop = list.querySelector(".welcome") ? 0 : list.scrollHeight;
   lastTop = list.scrollTop;
   follows = true;
   byId("to-end").hidden = true;

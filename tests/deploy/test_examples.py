@@ -59,6 +59,10 @@ CASES = [
 Commands = Callable[..., tuple[list[str], list[str]]]
 
 
+def preset_of(script: Path, home: Path) -> str:
+    return str(home / ".cache" / "gaudiserve" / f"{script.stem}.yaml")
+
+
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
     """Returns a function that runs a script and returns the arguments of its `gaudiserve presets`
@@ -68,8 +72,9 @@ def commands(tmp_path: Path) -> Commands:
     recorder.chmod(0o755)
 
     def run(script: Path, *words: str, **variables: str) -> tuple[list[str], list[str]]:
-        found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-        subprocess.run([script, *words], env=found, cwd=tmp_path, check=True, timeout=60)
+        found = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **variables}
+        # A read-only folder: a clone may belong to another user.
+        subprocess.run([script, *words], env=found, cwd="/proc", check=True, timeout=60)
         presets, serve = ((tmp_path / name).read_text() for name in ("presets", "serve"))
         return presets.splitlines(), serve.splitlines()
 
@@ -78,9 +83,8 @@ def commands(tmp_path: Path) -> Commands:
 
 @pytest.mark.parametrize("script", CASES)
 def test_the_preset_of_an_example_fits_and_is_served(
-    script: Path, commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    script: Path, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     presets, serve = commands(script, "--port", "8001")
     (model,) = [word for word in presets if word in CONFIGS]
     arguments = presets_parser().parse_all(presets[1:])
@@ -89,8 +93,7 @@ def test_the_preset_of_an_example_fits_and_is_served(
     # Fitting the buckets of a large model takes long; the bucketing rule does not change what fits.
     words = [str(tmp_path) if word == model else word for word in presets]
     status = main([*words, "--bucketing-strategy", "exponential-v3"])
-    (tmp_path / f"{script.stem}.yaml").write_text(capsys.readouterr().out)
-    monkeypatch.chdir(tmp_path)
+    Path(preset_of(script, tmp_path)).write_text(capsys.readouterr().out)
     loaded = load(serve[1:], environ={})
 
     assert status == 0
@@ -102,12 +105,12 @@ def test_the_preset_of_an_example_fits_and_is_served(
 
 @pytest.mark.parametrize("script", SCRIPTS[:1], ids=lambda path: str(path.stem))
 def test_environment_variables_set_the_context_length_and_the_cards(
-    script: Path, commands: Commands
+    script: Path, commands: Commands, tmp_path: Path
 ) -> None:
     presets, serve = commands(script, MAX_MODEL_LEN="2304", CARDS="8", DEVICE="gaudi2")
 
     assert "--device gaudi2 --cards 8 --max-model-len 2304" in " ".join(presets)
-    assert serve == ["serve", "--config", f"{script.stem}.yaml"]
+    assert serve == ["serve", "--config", preset_of(script, tmp_path)]
 
 
 def test_every_example_has_a_model_and_the_guide_names_the_folder() -> None:

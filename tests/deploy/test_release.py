@@ -66,6 +66,14 @@ def test_the_released_images_equal_the_images_of_the_guide() -> None:
         assert not image["extras"] or "ARG EXTRAS\n" in text or "ARG EXTRAS=\n" in text
 
 
+def test_images_are_pushed_only_after_the_tests() -> None:
+    jobs = workflow("release.yml")["jobs"]
+    needed = {name: [step.get("run") for step in jobs[name]["steps"]] for name in jobs}
+
+    assert jobs["images"]["needs"] == ["check", "test"]
+    assert ".ci/run" in needed["test"] and ".ci/deploy" in needed["check"]
+
+
 def test_workflows_have_minimal_permissions_and_timeouts() -> None:
     for name in ("ci.yml", "release.yml"):
         found = workflow(name)

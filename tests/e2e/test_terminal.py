@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import ROOT, LiveServer, alive, children_of
+from live import ROOT, LiveServer, alive, children_of, running
 from waits import WAIT_S
 
 COMMAND = [sys.executable, "-m", "gaudiserve"]
@@ -174,6 +174,45 @@ def test_a_terminal_chat_answers_and_forgets_the_conversation_on_clear(chat: Ter
     assert not any(map(alive, family))
 
 
+@pytest.mark.parametrize(
+    ("flags", "status", "reason"),
+    [
+        (("/missing",), 1, "gaudiserve: no such file or folder: /missing; "),
+        (("MODEL", "--kv-cache-memory-bytes=1K"), 2, "gaudiserve: the KV cache holds 0 tokens "),
+    ],
+)
+def test_a_command_whose_server_does_not_start_ends_with_the_reason(
+    tiny_model: str, tmp_path: Path, flags: tuple[str, ...], status: int, reason: str
+) -> None:
+    write_batch(tmp_path / "in", 1)
+    given = [tiny_model if flag == "MODEL" else flag for flag in flags]
+    for command in ([*COMMAND, "chat", "--quick=hi"], batch(tmp_path)):
+        done = subprocess.run(
+            [*command, *given, "--dtype=float32"],
+            **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120},
+        )
+
+        assert done.returncode == status, done.stderr
+        assert done.stderr.splitlines()[-1].startswith(reason)
+        assert done.stderr.count(reason) == 1
+
+
+def test_a_quick_chat_sends_the_key_of_the_variable(tiny_model: str, tmp_path: Path) -> None:
+    command = [*COMMAND, "chat", "--quick=hello", "--max-tokens=3"]
+    with running(tiny_model, tmp_path / "log", *FLAGS, "--api-key=secret") as live:
+        codes = {}
+        for key in ("secret", "wrong"):
+            done = subprocess.run(
+                [*command, f"--base-url={live.url}"],
+                **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60},
+                env={**os.environ, "OPENAI_API_KEY": key},
+            )
+            codes[key] = done.returncode
+
+    assert codes == {"secret": 0, "wrong": 1}
+    assert "set --api-key or OPENAI_API_KEY to the server's key" in done.stderr
+
+
 def test_a_quick_chat_prints_the_answer_or_the_error(server: LiveServer) -> None:
     command = [*COMMAND, "chat", "--quick", "hello", "--base-url"]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
@@ -189,5 +228,6 @@ def test_a_quick_chat_prints_the_answer_or_the_error(server: LiveServer) -> None
     assert [line.partition("status=")[2][:3] for line in lines[-3:]] == ["200", "200", "400"]
     assert "output_tokens=3 " in lines[-2]
     assert refused.returncode == 1 and "max_tokens" in refused.stderr
+    assert refused.stderr.startswith("gaudiserve: ")
     assert missing.returncode == 1
     assert missing.stderr.startswith("gaudiserve: no server answers at http://127.0.0.1:1")

@@ -142,6 +142,45 @@ def test_max_tokens_is_reduced_after_a_text_with_several_tokens_per_character(pa
     assert 0 < sent[0]["max_tokens"] < 400
 
 
+def test_a_cut_answer_names_the_setting_or_the_context_that_cut_it(
+    page: Page, server: PageServer
+) -> None:
+    server.answer(LONG)
+    settle(page, max_tokens="8")
+
+    ask(page, "Hi")
+
+    expect(page.locator(".note")).to_have_text(
+        "The answer has 8 tokens, the maximum in Settings. Raise it there."
+    )
+    settle(page, max_tokens="1024")
+    ask(page, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 33_200)
+    expect(page.locator(".note").last).to_have_text(
+        "The conversation fills the model's context of 100,000 tokens. Start a new chat."
+    )
+
+
+@pytest.mark.parametrize(("text", "block"), [("```python\nx = 1", ".code"), ("- one\n- two", "ul")])
+def test_the_caret_of_a_growing_answer_is_within_its_last_block(
+    page: Page, server: PageServer, text: str, block: str
+) -> None:
+    server.answer(text + " ." * 400, pace_s=0.01)
+
+    send(page, "Go")
+
+    expect(page.locator(f".open .markdown > {block}:last-child")).to_contain_text(".")
+    after, within = page.evaluate(
+        """block => {
+            const last = document.querySelector(`.open .markdown > ${block}:last-child`);
+            const inner = last.querySelector("code, li:last-child");
+            return [last, inner].map((node) => getComputedStyle(node, "::after").content);
+        }""",
+        block,
+    )
+    assert (after, within) == ("none", '" \N{LEFT THREE EIGHTHS BLOCK}"')
+    page.click("#send")
+
+
 def test_an_answer_has_tokens_speed_and_time_to_first_token(page: Page, server: PageServer) -> None:
     server.answer("Hello!", pace_s=0.02)
     with page.expect_response("**/v1/chat/completions") as answered:

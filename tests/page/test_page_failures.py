@@ -176,6 +176,13 @@ def test_the_page_clears_its_figures_when_the_server_is_gone(browser: Browser) -
             expect(page.locator(f"#{name}")).to_have_text("\N{EN DASH}")
         expect(page.locator("td[data-share]")).to_have_count(0)
         expect(page.locator("#latencies")).to_have_text("")
+        # The lowest label of the scale is above the table.
+        assert page.evaluate(
+            """() => {
+                const low = document.querySelector("#ticks span").getBoundingClientRect();
+                return low.bottom <= document.querySelector(".tall").getBoundingClientRect().top;
+            }"""
+        )
 
 
 def test_a_broken_connection_is_reported(page: Page) -> None:
@@ -221,10 +228,22 @@ def test_a_wrong_key_is_reported(browser: Browser) -> None:
         page.press("#key", "Enter")
         expect(page.locator("#status")).to_have_text("ready")
         expect(page.locator("#key-form")).to_be_hidden()
+        expect(page.locator("#failure")).to_be_hidden()
         expect(page.locator("#question")).to_be_focused()
         page.keyboard.press("Enter")
         expect(page.locator(".message.assistant .markdown")).to_have_text("Hello!")
         expect(page.locator("#failure")).to_be_hidden()
+
+
+def test_an_empty_chat_shows_its_heading_below_the_form_for_the_key(browser: Browser) -> None:
+    with serving(api_keys=(KEY,)) as server, window(browser, 360) as page:
+        open_page(page, server.url, "key needed")
+        send(page, "Hi")
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-error")).to_contain_text("refuses this key")
+
+        expect(page.locator(".welcome h2")).to_be_in_viewport(ratio=0.99)
 
 
 HOSTILE = (

@@ -30,7 +30,7 @@ from server.cli.bench.workload import (
     text_requests,
     token_requests,
 )
-from server.cli.http_client import HttpClient, HttpFailure
+from server.cli.http_client import KEY_VARIABLE, HttpClient, HttpFailure
 
 Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
@@ -65,7 +65,7 @@ def _write(path: str, content: str) -> None:
 async def _run(
     options: argparse.Namespace, turns: list[tuple[str, str]]
 ) -> tuple[Report, str, str]:
-    key = options.api_key or environment().get("OPENAI_API_KEY")
+    key = options.api_key or environment().get(KEY_VARIABLE)
     client = HttpClient(options.base_url, key, options.header)
     try:
         model = options.served_model_name or options.model or await first_model(client)

@@ -222,6 +222,13 @@ def test_a_traffic_file_needs_a_strategy_that_reads_it() -> None:
     assert given("--bucketing-strategy", "fitted").engine.buckets.traffic is None
 
 
+def test_a_variable_with_two_swapped_letters_names_the_similar_variable() -> None:
+    with pytest.raises(
+        ConfigError, match=r"GAUDISERVE_PROT is .*; did you mean GAUDISERVE_PORT\?$"
+    ):
+        given(GAUDISERVE_PROT="8001")
+
+
 def test_a_bucket_file_selects_the_file_strategy() -> None:
     loaded = given("--bucketing-file", "shapes.txt")
 
@@ -286,6 +293,7 @@ def test_an_invalid_command_line_is_refused_with_the_reason(argv: list[str], mes
             "max-modellen: 3",
             "max-modellen is not a setting; did you mean max-model-len.*serve.yaml",
         ),
+        ("prot: 3", "prot is not a setting; did you mean port.*serve.yaml"),
         ("max-model-len: 3\nmax_model_len: 4", "sets max-model-len twice"),
         ("num-blocks: 3\nnum-gpu-blocks-override: 4", "sets num-gpu-blocks-override twice"),
         ("port: yes", "port is True, it must be a whole number"),

@@ -1,16 +1,24 @@
 """The CPU back end."""
 
 import ctypes
+import dataclasses
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
-from hpu.backends.cpu import PREFILL_TOKENS, CpuBackend
+from config.engine import EngineConfig
+from config.model.model_config import ModelConfig
+from config.progress import unreported_step
+from hpu.backends.cpu import PREFILL_TOKENS, CpuBackend, _make
+from hpu.distributed.process_groups import SINGLE_RANK
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import ReplicatedLinear
 from hpu.layers.moe import Experts, MoE, TopKRouter
@@ -114,6 +122,32 @@ print(json.dumps([warm, freed, mapped()]))
 """
 
 
+def test_kernels_are_opened_for_the_first_bfloat16_model_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+
+    def open_library(folder: Path, *_: Any, **__: Any) -> None:
+        opened.append(folder)
+
+    monkeypatch.setattr("hpu.backends.cpu.open_library", open_library)
+    backend = CpuBackend(1, kernels=tmp_path)
+    facts = ModelConfig("m", "LlamaForCausalLM", 64, 64, 64, 1, 4, 2, 16, max_position=64)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        backend.dtype_for(dataclasses.replace(facts, dtype=str(dtype).removeprefix("torch.")))
+        backend.prepare(model_of(640, 640, "cpu", dtype=dtype))
+        backend.prepare_tower(nn.Linear(4, 4, dtype=dtype))
+        backend.expect(1, 1)
+
+        assert opened == ([] if dtype == torch.float32 else [tmp_path])
+
+    make = partial(_make, ranks=SINGLE_RANK, on_step=unreported_step)
+    for dtype, count in (("float32", 1), ("auto", 1), ("bfloat16", 2)):
+        make(EngineConfig(model="m", dtype=dtype, cache_dir=str(tmp_path), num_threads=1))
+        assert len(opened) == count
+
+
 @pytest.mark.parametrize(
     ("by_token", "by_row", "num_tokens", "threads"),
     [(10**5, 10**6, 40, 1), (10**5, 10**6, 4000, 2), (10**8, 10**7, 1, 2)],
@@ -152,9 +186,9 @@ def test_the_prefill_size_of_a_moe_model_grows_with_its_inactive_experts() -> No
     assert sparse.prefill_launch_tokens == int(expected)
 
 
-def model_of(by_token: int, by_row: int) -> torch.nn.Module:
+def model_of(by_token: int, by_row: int, device: str = "meta", **options: Any) -> torch.nn.Module:
     """A model with this many multiplications per token and per row of logits."""
-    options = {"dtype": torch.float32, "device": torch.device("meta")}
+    options = {"dtype": torch.float32, "device": torch.device(device), **options}
     return torch.nn.Sequential(
         ReplicatedLinear(10, by_token // 10, bias=False, **options),
         ParallelLMHead(10, by_row // 10, **options),

@@ -67,6 +67,22 @@ def test_a_kernel_file_is_compiled_once_and_again_after_truncation(
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_another_environment_with_the_same_torch_needs_no_compilation(
+    tmp_path: Path, num_compiled: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name, count in (
+        ("one", "libgomp.so.1", 1),
+        ("two", "libgomp.so.1", 1),
+        ("two", "libgomp-a34b3233.so.1", 2),
+    ):
+        runtime = [f"/{place}/torch/lib/{name}"]
+        monkeypatch.setattr(library_module, "openmp_runtime", lambda runtime=runtime: runtime)
+
+        opened(tmp_path / "kernels")
+
+        assert len(num_compiled) == count
+
+
 def test_the_start_log_does_not_mention_quantized_weights(
     tmp_path: Path,
     num_compiled: list[Path],

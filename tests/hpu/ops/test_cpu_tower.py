@@ -57,7 +57,7 @@ def test_embeddings_equal_plain_modules(
 
     if is_ours:
         backend = CpuBackend(1, kernels=kernel_folder)
-        if backend._library is None:
+        if backend.open_kernels() is None:
             pytest.skip("no compiler")
         backend.prepare_tower(tower)
         ours = [isinstance(module.forward, PackedLinear) for module in tower.modules()]
@@ -79,7 +79,7 @@ def test_without_bfloat16_instructions_the_native_products_are_used(
     tmp_path: Path, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CpuBackend(1, kernels=kernel_folder)
-    if backend._library is None:
+    if backend.open_kernels() is None:
         pytest.skip("no compiler")
     monkeypatch.setattr("hpu.native.tower.can_pack", lambda dtype, device: False)
     make_tiny_vision("qwen2_5_vl", tmp_path)
@@ -101,7 +101,7 @@ def test_without_bfloat16_instructions_the_native_products_are_used(
 @pytest.fixture
 def native(kernel_folder: Path) -> NativeTowerKernels:
     backend = CpuBackend(1, kernels=kernel_folder)
-    if backend._library is None:
+    if backend.open_kernels() is None:
         pytest.skip("no compiler")
     return NativeTowerKernels(backend._library)
 

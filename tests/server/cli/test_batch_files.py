@@ -49,6 +49,10 @@ def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
         (request(url="/v1/x\r\nHost: y"), "it must be a path"),
         (request(body="hi"), "body is 'hi', it must be an object"),
         (request(body={"stream": True}), "stream is true"),
+        ('{"method": "POST"}', "custom_id is missing, it must be a string"),
+        ('{"custom_id": "a"}', "url is missing, it must be a path"),
+        ('{"custom_id": "a", "url": null}', "url is null, it must be a path"),
+        ('{"custom_id": "a", "url": "/v1/completions"}', "body is missing, it must be an object"),
     ],
 )
 def test_an_invalid_line_has_a_reason(line: str, message: str, tmp_path: Path) -> None:

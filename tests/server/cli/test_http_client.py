@@ -99,7 +99,7 @@ async def test_a_wrong_key_names_the_flag() -> None:
 
     assert said == (
         f"http://{address} answered /v1/models with 401: The API key is wrong; "
-        "set --api-key to the server's key"
+        "set --api-key or OPENAI_API_KEY to the server's key"
     )
 
 

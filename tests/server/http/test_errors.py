@@ -398,6 +398,17 @@ async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:
         assert message == "There is no route /v1/fine_tuning/jobs."
 
 
+@pytest.mark.parametrize("path", ["/v1", "/v1/"])
+async def test_the_base_url_names_a_route_below_it(path: str) -> None:
+    async with in_memory() as rig:
+        message = check(await rig.http.get(path), 404)
+
+        assert message == (
+            f"There is no route {path}. It is the base of the API's routes; GET /v1/models lists "
+            "the models."
+        )
+
+
 async def test_paths_of_ollama_get_a_hint_to_the_openai_api() -> None:
     async with in_memory() as rig:
         message = check(await rig.post("/api/chat", {}), 404)
