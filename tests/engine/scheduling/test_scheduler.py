@@ -89,7 +89,9 @@ def test_drafts_above_the_token_budget_leave_prompts_one_block_and_log_a_warning
     )
 
 
-def test_no_budget_warning_is_logged_without_drafts_or_if_drafts_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_budget_warning_is_logged_without_drafts_or_if_drafts_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     CoreRig(budget=5, max_num_seqs=5)
     CoreRig(budget=20, max_num_seqs=5, max_tokens_per_step=4)
 
