@@ -1,4 +1,4 @@
-"""Attacks on a running server: each gets a 4xx quickly and does not affect other clients."""
+"""Attacks on a running server: each is refused or answered without a delay of other clients."""
 
 import contextlib
 import os

@@ -96,7 +96,7 @@ def test_sequences_and_scores_equal_transformers(ends: str, tmp_path: Path) -> N
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
 
 
-def test_ignore_eos_and_a_concurrency_limit_are_respected(tmp_path: Path) -> None:
+def test_ignore_eos_is_respected_with_a_concurrency_limit(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, eos_token_id=MANY_ENDS)
 
     with LLM(str(folder), **SHAPE, enable_prefix_caching=False) as llm:

@@ -81,7 +81,7 @@ def drafts(method: str, **keys: Any) -> dict[str, Any]:
         *("medusa", "medusa-other", "mlp_speculator", "mlp_speculator-other"),
     ],
 )
-def test_drafts_equal_dense_code_and_change_no_token(
+def test_most_drafts_equal_dense_code_and_no_token_changes(
     method: str, heads: dict[str, tuple[Path, dict[str, Any], Draft]]
 ) -> None:
     outputs, stats, kept, wrong = run_recorded(method, heads)

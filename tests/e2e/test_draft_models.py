@@ -175,7 +175,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused_at_start(
         run(folder, **drafts(other))
 
 
-def test_stages_on_cards_do_not_search_outputs_of_earlier_requests(folder: Path) -> None:
+def test_suffix_drafts_from_earlier_requests_are_refused_with_stages_on_cards(folder: Path) -> None:
     suffix = {"speculative_config": {"method": "suffix"}, "pipeline_parallel_size": 2}
 
     with pytest.raises(ConfigError, match=r"cached_requests is 10000 and --pipeline-parallel-size"):

@@ -106,7 +106,7 @@ HEADS = [
 
 
 @pytest.mark.parametrize("method", HEADS)
-def test_drafts_of_a_head_on_a_card_equal_dense_code(
+def test_most_drafts_of_a_head_on_a_card_equal_dense_code(
     method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, draft = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))
@@ -253,7 +253,7 @@ def test_two_cards_draft_the_same_tokens(method: str, tmp_path: Path) -> None:
         pytest.param(CARD, id="card", marks=pytest.mark.slow),
     ],
 )
-def test_a_head_drafts_without_the_adapters_of_the_target(
+def test_a_head_drafts_for_requests_with_adapters_and_changes_no_token(
     flags: dict[str, Any], method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, _ = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))

@@ -125,7 +125,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_drafts_of_requests_that_are_not_greedy_are_accepted(name: str, tmp_path: Path) -> None:
+def test_drafts_of_drawn_penalized_and_restricted_requests_are_accepted(
+    name: str, tmp_path: Path
+) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     prompts = requests(20)[0]
     flags = {**SHAPE, "skip_tokenizer_init": False}

@@ -188,7 +188,9 @@ async def test_ten_thousand_waiting_requests_of_a_key_do_not_delay_another_key(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_full_queue_refuses_requests_at_once(model: str, tmp_path: Path) -> None:
+async def test_a_full_queue_refuses_requests_within_15_s_and_serves_another_key(
+    model: str, tmp_path: Path
+) -> None:
     num_queued = NUM_FLOOD // 10
     flags = (*FLAGS, f"--max-queued-requests={num_queued}")
     with running(model, tmp_path / "log", *flags) as live:

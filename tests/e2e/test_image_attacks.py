@@ -97,7 +97,7 @@ def seconds_of_an_image(live: LiveServer, seed: int) -> float:
     return time.monotonic() - began_s
 
 
-def test_expensive_images_delay_no_other_key_and_end_with_their_client(
+def test_another_key_overtakes_expensive_images_which_end_with_their_client(
     live: LiveServer,
 ) -> None:
     seconds_of_an_image(live, 0)

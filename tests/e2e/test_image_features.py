@@ -214,7 +214,7 @@ def test_all_apis_give_the_same_answer_and_usage_for_several_images(live: LiveSe
     assert (len(counts), len(texts)) == (1, 1)
 
 
-def test_images_of_every_turn_affect_the_output(live: LiveServer) -> None:
+def test_images_of_system_assistant_and_tool_turns_affect_the_output(live: LiveServer) -> None:
     """Images in the turns of a system, an assistant and a tool, as this template renders them."""
 
     def told(pictures: list[str]) -> Any:

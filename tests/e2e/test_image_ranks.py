@@ -83,7 +83,7 @@ def test_two_ranks_give_the_tokens_of_a_single_rank(family: str, mode: str, tmp_
         ("qwen3_5", "16,32,64", "data"),
     ],
 )
-def test_two_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
+def test_two_emulated_cards_give_the_tokens_of_the_cpu_and_compile_nothing(
     family: str, sizes: str, mode: str, tmp_path: Path
 ) -> None:
     folder = make_tiny_vision(family, tmp_path)

@@ -148,7 +148,9 @@ def test_a_request_with_a_smaller_priority_value_overtakes_the_flood(fair: LiveS
     wait_for(lambda: idle(fair))
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once(bounded: LiveServer) -> None:
+def test_a_request_that_would_wait_too_long_is_refused_with_a_retry_time(
+    bounded: LiveServer,
+) -> None:
     # The server has no measurements yet, and no request waits.
     assert ask(bounded).status_code == 200
     refused: list[httpx.Response] = []

@@ -50,7 +50,7 @@ def test_perplexity_is_exp_of_the_loss_of_transformers(
     assert found == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_loss_is_relative_to_the_first_variant() -> None:
+def test_ratio_and_agreement_are_relative_to_the_first_variant() -> None:
     half, quarter = math.log(1 / 2), math.log(1 / 4)
     whole = Measured("none", "float32", "auto", Reading([half, half], [7, 8]), 400, 10.0)
     packed = Measured("int8", "float32", "auto", Reading([half, quarter], [7, 9]), 100, 20.0)

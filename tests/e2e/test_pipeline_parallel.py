@@ -130,7 +130,7 @@ def test_stages_follow_a_grammar(folder: str) -> None:
     [(2, 0.1), (2, 0.0), (3, 0.0)],
     ids=["graphs", "no graphs", "3 without graphs"],
 )
-def test_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
+def test_emulated_cards_give_the_tokens_of_the_cpu_and_compile_nothing(
     stages: int, graph_memory: float, folder: str
 ) -> None:
     prompts = [{"prompt_token_ids": list(range(20))}, {"prompt_token_ids": [40, 41]}] * 2

@@ -112,7 +112,7 @@ def test_a_draft_model_on_the_last_stage_changes_no_token(ranks: int, folder: Pa
         ),
     ],
 )
-def test_a_head_on_the_last_stage_reads_hidden_states_of_all_stages(
+def test_most_drafts_of_a_head_on_the_last_stage_equal_dense_code(
     method: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     target, keys, draft = make_head(method, tmp_path, tmp_path_factory.mktemp("head"))

@@ -71,7 +71,7 @@ def test_the_parse_helper_returns_an_object(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_completions_accept_every_kind_of_grammar_with_other_settings(
+def test_completions_accept_choices_regexes_and_grammars_with_other_settings(
     server: LiveServer, fields: dict[str, Any], pattern: str
 ) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "seed": 2, **fields}

@@ -70,7 +70,7 @@ def test_two_ranks_with_several_decodes_per_step_give_the_tokens_of_a_single_ran
     "mode",
     ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)],
 )
-def test_two_emulated_cards_give_the_tokens_of_a_single_card_and_compile_nothing(
+def test_two_emulated_cards_give_the_tokens_of_the_cpu_and_compile_nothing(
     mode: str, folder: str, expected: list[list[int]]
 ) -> None:
     with LLM(

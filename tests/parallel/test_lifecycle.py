@@ -1,4 +1,4 @@
-"""Profiles, sleep and a killed worker with several workers, offline and behind a server."""
+"""Profiles, sleep and a killed worker with several workers."""
 
 import asyncio
 import json

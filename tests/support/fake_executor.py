@@ -106,7 +106,7 @@ class FakeExecutor(Executor):
         self.collected_before: list[int] = []
         """Number of collected results when each plan was submitted."""
         self._masks: dict[int, npt.NDArray[np.uint8]] = {}
-        """Masks of the current plan by key, for masked requests that sample in it."""
+        """Masks of the current plan by request index, for masked requests that sample in it."""
         self.masks: list[GrammarMasks] = []
         """Masks that arrived after their plans."""
         self._in_flight: deque[bytes] = deque()

@@ -101,7 +101,7 @@ def animation(kind: str, side: int, count: int) -> bytes:
 
 
 def small_frames(side: int, count: int) -> bytes:
-    """A GIF of `count` frames of a pixel each, on a canvas of `side` squared, in 25 bytes each."""
+    """A GIF of `count` frames of a pixel each, on a canvas of `side` squared, in 23 bytes each."""
     head = b"GIF89a" + struct.pack("<HH", side, side) + b"\x80\0\0" + bytes(3) + b"\xff" * 3
     frame = (
         b"\x21\xf9\4\5\1\0\0\0" + b"\x2c" + struct.pack("<HHHHB", 0, 0, 1, 1, 0) + b"\2\2\x44\1\0"

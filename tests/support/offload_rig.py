@@ -36,7 +36,7 @@ MAX_REQUEST_S = 60.0
 def engine(
     folder: Path, offload: OffloadConfig, *, num_blocks: int = 16, **settings: Any
 ) -> Iterator[EngineCore]:
-    """An engine whose cache holds little more than one conversation of TALKS. Evicted blocks are
+    """An engine whose cache holds at most two conversations of TALKS. Evicted blocks are
     always copied back: a model this small computes blocks about as fast as it copies them, so the
     faster method would change from run to run."""
     config = EngineConfig(

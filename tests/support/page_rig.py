@@ -96,8 +96,8 @@ class PageServer:
         self.call(kill)
 
     def fill(self) -> None:
-        """Add the figures of a server that has worked; one request took a thousand times as long as
-        the others."""
+        """Add the figures of a server that has worked; one request took hundreds of times as long
+        as the others."""
 
         def put() -> None:
             self.client.stats, self.client.shapes = STATS, SHAPES

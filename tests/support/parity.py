@@ -18,7 +18,7 @@ SHORT_OF_BLOCKS: dict[str, Any] = {
     # Blocks for little more than one context, so that requests are preempted.
     "num_gpu_blocks_override": 22,
     "max_num_seqs": 6,
-    # Most prompts are prefilled in chunks.
+    # The longer prompts are prefilled in chunks.
     "max_num_batched_tokens": 24,
     "bucketing_strategy": "exponential",
 }

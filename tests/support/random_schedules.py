@@ -103,7 +103,7 @@ schedules = st.tuples(st.integers(0, 2**32 - 1), st.integers(20, 90)).map(
 
 
 class Schedule:
-    """Makes the moves, and tracks which prefixes each salt has ever cached."""
+    """Makes the moves, and checks which requests cached prefixes came from."""
 
     def __init__(self, rig: CoreRig, grammars: list[Grammar]) -> None:
         self.rig = rig

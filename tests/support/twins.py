@@ -33,7 +33,7 @@ temperature of 1.2; with 20 tokens, one in 60,000."""
 
 
 def requests_of_every_kind(seed: int, num_tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """(path, body): eight streams and two whole answers, of up to `num_tokens` tokens."""
+    """(path, body): seven streams and three whole answers, of up to `num_tokens` tokens."""
     rng = random.Random(seed)
 
     def chat(**fields: Any) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""An InprocExecutor that records its calls and makes the emulated card report misuse."""
+"""An InprocExecutor that records its plans and makes the emulated card report misuse."""
 
 import torch
 

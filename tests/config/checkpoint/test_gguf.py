@@ -54,7 +54,7 @@ def _interleaved(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "granite", "phi3"])
-def test_every_family_loads_in_transformers_with_no_weight_left_over(
+def test_a_converted_file_loads_in_transformers_with_no_weight_left_over(
     tmp_path: Path, architecture: str
 ) -> None:
     source = write_gguf(tmp_path / "m.gguf", architecture, settings={"attention.key_length": 16})

@@ -117,7 +117,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     assert not [name for name in hub.downloaded if not name.endswith(".json")]
 
 
-def test_a_model_is_downloaded_into_the_given_folder_and_served(
+def test_a_model_is_downloaded_into_the_given_folder_and_generates(
     hub: FakeHub, run: Run, files: dict[str, bytes], tmp_path: Path
 ) -> None:
     hub.add("org/tiny", {**files, "original/consolidated.00.pth": b"", "pytorch_model.bin": b""})
@@ -163,7 +163,7 @@ def test_a_gated_model_is_reported_and_downloaded_with_a_token(
     assert all(outcome.startswith("folder: ") for outcome in granted)
 
 
-def test_files_missing_on_the_hub_are_reported(
+def test_missing_models_and_revisions_and_errors_of_the_hub_are_reported(
     hub: FakeHub, run: Run, outcomes: Callable[..., list[str]], files: dict[str, bytes]
 ) -> None:
     hub.add("org/tiny", files)

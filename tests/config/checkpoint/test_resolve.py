@@ -67,7 +67,7 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
         (__file__, "neither a folder nor a .gguf file"),
     ],
 )
-def test_an_unknown_model_is_refused_with_valid_alternatives(model: str, words: str) -> None:
+def test_an_unknown_model_is_refused_with_the_reason(model: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve(model)
 

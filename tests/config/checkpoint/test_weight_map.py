@@ -59,7 +59,7 @@ def test_names_of_a_checkpoint_without_a_head_get_the_prefix() -> None:
     assert weight_map.ignores("score.weight")
 
 
-def test_biases_of_sharded_inputs_and_norms_are_whole_on_every_rank() -> None:
+def test_projections_are_sharded_by_outputs_or_inputs_and_norms_are_whole() -> None:
     config = config_of("Qwen2ForCausalLM")
 
     specs = [*decoder_weight_map(config, decoder_spec(config)).layers[0]]

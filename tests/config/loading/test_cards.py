@@ -74,7 +74,7 @@ def test_other_devices_get_no_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HABANA_VISIBLE_MODULES" not in worker_environment(EngineConfig("m", device="cpu"))
 
 
-def test_no_process_of_a_command_loads_the_vendors_runtime_with_torch(
+def test_a_command_disables_autoload_unless_the_user_set_the_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PT_HPU_AUTOLOAD", "1")

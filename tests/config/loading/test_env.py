@@ -62,7 +62,7 @@ def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
     assert settings(links) == []
 
 
-def test_the_gaudiserve_variable_takes_precedence_over_the_vllm_variable() -> None:
+def test_the_gaudiserve_variable_takes_precedence_over_omp_num_threads() -> None:
     environ = {"OMP_NUM_THREADS": "4,2", "GAUDISERVE_NUM_THREADS": "3"}
 
     both = load([], environ=environ, default_model="m")

@@ -53,7 +53,7 @@ CHART_LINES = (
         "--tool-call-parser llama4_json --enable-auto-tool-choice "
         """'--override-generation-config={"attn_temperature_tuning": true}'""",
     ),
-    # A model with its own tuned deployment, which adds three flags.
+    # A model with its own tuned deployment, which adds two flags.
     CHART.format(
         util=0.98, seqs=32, steps=1, cards=1, more="--trust-remote-code --tokenizer-mode slow"
     ),

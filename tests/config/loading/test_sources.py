@@ -15,7 +15,7 @@ def given(*argv: str, **environ: str) -> Loaded:
     return load(argv, environ=environ, default_model="demo")
 
 
-def test_every_field_of_every_part_has_exactly_one_flag() -> None:
+def test_every_field_of_every_part_has_a_flag_and_flag_names_are_unique() -> None:
     expected = sorted(
         (part, field.name)
         for part, (owner, _) in PARTS.items()
@@ -318,7 +318,7 @@ def test_an_invalid_config_file_is_refused_with_the_reason(
         given("--config", str(file))
 
 
-def test_flags_that_restate_the_defaults_are_accepted() -> None:
+def test_a_restated_default_an_ignored_flag_and_half_are_accepted() -> None:
     loaded = given("m", "--tensor-parallel-size=1", "--enable-reasoning", "--dtype=half")
 
     assert loaded.engine.dtype == "float16"
@@ -427,7 +427,7 @@ MERGES = "a: &a {x: 1}\nport: {<<: [*a, *a]}\n"
         ("? " + "x" * 10_000 + "\n: 1\n", "is not a setting"),
     ],
 )
-def test_a_hostile_file_is_refused_in_one_short_sentence(
+def test_a_hostile_file_is_refused_in_a_short_message(
     content: str, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "serve.yaml"

@@ -156,7 +156,7 @@ def test_runtime_lora_routes_without_a_required_setting_get_a_note() -> None:
     )
 
 
-def test_every_data_file_of_the_packages_is_in_the_wheel() -> None:
+def test_every_data_file_of_the_packages_is_listed_as_package_data() -> None:
     root = Path(__file__).parents[3]
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     table = pyproject.partition("[tool.setuptools.package-data]\n")[2].partition("\n[")[0]

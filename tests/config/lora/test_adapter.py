@@ -235,7 +235,7 @@ def test_unsupported_adapter_settings_are_refused(
         {"lora_dtype": "bf16", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6},
     ],
 )
-def test_targets_may_name_modules_without_weights(
+def test_targets_without_weights_and_training_fields_are_accepted(
     change: dict[str, Any], base: BaseModules, folder: Path
 ) -> None:
     fields(**change)(folder)
@@ -534,7 +534,7 @@ def test_a_load_keeps_the_checked_bytes_on_request(base: BaseModules, folder: Pa
         ({"lora_extra_targets": ("tail",)}, "lora_extra_targets has 'tail'"),
     ],
 )
-def test_lora_settings_that_contradict_each_other_are_refused(
+def test_invalid_or_contradictory_lora_settings_are_refused(
     values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

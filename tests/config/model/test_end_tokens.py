@@ -107,7 +107,7 @@ def test_the_id_of_the_end_token_is_found_in_any_tokenizer_file(
         {"tokenizer_config": {"eos_token": END, "added_tokens_decoder": {"x": {"content": END}}}},
     ],
 )
-def test_an_end_token_of_the_tokenizer_outside_the_vocabulary_is_ignored(
+def test_an_end_token_of_the_tokenizer_without_a_valid_id_is_ignored(
     tmp_path: Path, files: dict[str, Any]
 ) -> None:
     _write(tmp_path, config={"eos_token_id": 7}, **files)

@@ -47,7 +47,7 @@ def given(folder: Path, **settings: Any) -> PoolerConfig:
         ("XLMRobertaForSequenceClassification", ("cls",), ("classify",)),
     ],
 )
-def test_a_model_without_a_language_model_head_is_a_pooling_model(
+def test_an_encoder_a_headless_model_and_a_classifier_are_pooling_models(
     architecture: str, modes: tuple[str, ...], tasks: tuple[str, ...], tmp_path: Path
 ) -> None:
     found = given(folder_of(tmp_path, architecture))
@@ -308,7 +308,7 @@ def test_the_longest_text_is_read_from_several_files(
     assert choose_context(config, model, choose_pooler(config, model)) == longest
 
 
-def test_the_flags_have_the_old_and_new_names_of_vllm() -> None:
+def test_the_pooling_flags_have_the_old_names_of_vllm() -> None:
     settings = load(["some/model", "--task", "embed"], environ={}).engine
     keywords = from_keywords(model="some/model", override_pooler_config={"pooling_type": "MEAN"})
 

@@ -124,7 +124,7 @@ def test_the_speculative_config_keyword_accepts_a_dictionary() -> None:
         ),
     ],
 )
-def test_contradictory_speculation_settings_are_refused(
+def test_invalid_or_contradictory_speculation_settings_are_refused(
     options: dict[str, object], error: str
 ) -> None:
     if not options:

@@ -89,7 +89,7 @@ def test_a_request_that_would_wait_too_long_gets_a_retry_time() -> None:
     assert caught.value.is_slow
 
 
-def test_a_request_is_admitted_to_an_empty_queue_at_any_rate() -> None:
+def test_a_request_is_admitted_to_an_empty_queue_at_a_low_rate() -> None:
     client = QuietClient()
     client.stats = waits(rate=1.0)
 

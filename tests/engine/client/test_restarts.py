@@ -120,7 +120,7 @@ async def restart_rig(
 
 
 @pytest.mark.parametrize("victim", [pytest.param("engine", marks=pytest.mark.slow), "worker"])
-async def test_streams_continue_after_each_of_many_crashes(victim: str) -> None:
+async def test_streams_continue_after_each_of_two_crashes(victim: str) -> None:
     async with restart_rig("step_s=0.01", executor="mp") as rig:
         queues = await rig.streaming(8, 150)
 

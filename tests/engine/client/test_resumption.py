@@ -273,7 +273,7 @@ class RecordingClient(SingleEngineClient):
         """Recoveries are not recorded."""
 
 
-async def test_adapters_of_a_crashed_engine_are_served_until_they_are_loaded_again() -> None:
+async def test_adapters_of_a_crashed_engine_stay_listed_until_they_are_loaded_again() -> None:
     client, kept = RecordingClient(), LoRAInfo("kept", "/kept", "0", 4, 8)
     own = LoRAInfo("own", "/own", "1", 4, 8)
     client._receive(Adapters([own, kept]))

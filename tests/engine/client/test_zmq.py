@@ -211,7 +211,7 @@ async def test_a_failed_message_ends_every_queue_and_rejects_new_requests(
 
 
 @pytest.mark.parametrize("end", ["cancelled", "too late"])
-async def test_a_control_with_a_cancelled_caller_is_cancelled(
+async def test_a_control_is_cancelled_when_its_caller_is_cancelled_or_times_out(
     zmq_context: ZmqContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(base, "CONTROL_TIMEOUT_S", 0.05 if end == "too late" else 60)

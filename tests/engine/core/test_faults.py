@@ -1,4 +1,4 @@
-"""Kills of each process: which process notices, after how long, and what remains."""
+"""Kills of each process: which process notices, and what remains."""
 
 import asyncio
 import os

@@ -149,7 +149,7 @@ def test_logprobs_belong_to_the_tokens_of_their_key() -> None:
     assert rig.ledger.requests[1].logprob_ids == rig.tokens(1)
 
 
-def test_each_front_end_gets_its_own_keys_in_one_message() -> None:
+def test_each_front_end_gets_only_its_own_keys() -> None:
     rig = CoreRig(next_token=script(9))
     first, second = 5, (1 << 48) | 5
     rig.add(first, [1], max_tokens=2)

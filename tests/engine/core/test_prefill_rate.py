@@ -13,7 +13,7 @@ def observe(rate: PrefillRate, start_s: float, steps: list[tuple[int, float, boo
     return now_s
 
 
-def test_the_rate_counts_only_steps_with_prompts() -> None:
+def test_the_rate_is_the_prompt_tokens_per_second() -> None:
     rate = PrefillRate()
     rate.begin(10.0)
 

@@ -103,7 +103,7 @@ def test_a_worker_prepares_a_bucket_per_call_and_accepts_plans_at_once(
     assert (ready.num_deferred, warmed, results) == (2, [1, 0, 0], [0, 1, 2])
 
 
-def test_messages_received_during_a_call_still_wake_a_waiter(
+def test_a_message_received_during_a_call_is_kept_and_a_later_message_wakes_a_waiter(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     executor = executor_of("", tmp_path_factory.mktemp("s"))
@@ -138,7 +138,7 @@ def test_stalled_ranks_are_logged_with_their_buckets(
     assert any(message.endswith(text) for message in caplog.messages)
 
 
-def test_a_worker_killed_while_collect_waits_is_noticed_at_once(
+def test_a_worker_killed_while_receive_waits_is_noticed_at_once(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     deaths: list[EngineDied] = []

@@ -148,7 +148,7 @@ def test_a_prefix_with_bad_contents_is_never_found() -> None:
     kv.check([])
 
 
-def test_ref_counts_that_do_not_fit_the_block_tables_are_an_error_with_numbers() -> None:
+def test_a_request_with_too_few_blocks_fails_the_check_with_both_numbers() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     request = make(list(range(8)))
     fill(kv, request)
@@ -173,7 +173,7 @@ def test_a_request_waits_if_another_request_computes_half_of_its_remaining_promp
     assert (same, longer, much_longer, other, gone) == (True, True, False, False, False)
 
 
-def test_no_request_waits_for_blocks_that_are_already_cached() -> None:
+def test_no_request_waits_for_a_request_that_has_computed_the_prefix() -> None:
     kv = KVCacheManager(6, SIZE, prefix_caching=True)
     slow, quick = make(list(range(12))), make(list(range(12)))
     kv.attach_prefix(slow, [])

@@ -506,7 +506,7 @@ def test_weights_in_host_memory_leave_room_for_blocks() -> None:
 
     told = as_json(plan)
     layer = sum(layer_bytes(FACTS, num_cards=1, width=2)) // FACTS.num_layers
-    # 5 GB hold 12.3 layers of 416 MiB; two of these layers are on the card at a time.
+    # 5 GiB hold 12.3 layers of 416 MiB; two of these layers are on the card at a time.
     assert told["host_weight_bytes"] == 12 * layer
     assert plain["weight_bytes"] - told["weight_bytes"] == 10 * layer
     assert told["free_bytes"] - plain["free_bytes"] == 10 * layer

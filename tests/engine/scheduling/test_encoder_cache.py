@@ -206,7 +206,7 @@ def test_an_image_that_can_never_be_computed_is_refused(
     assert not rig.plans
 
 
-def test_images_outside_of_their_prompt_are_refused() -> None:
+def test_images_that_exceed_their_prompt_or_overlap_are_refused() -> None:
     for images in ([(9, 6, content(0))], [(0, 6, content(0)), (5, 6, content(1))]):
         rig = CoreRig(encoder_cache_tokens=20)
         rig.add(1, [IMAGE] * 14, images=images, **ONE)

@@ -196,7 +196,7 @@ def test_a_preempted_request_runs_first_for_its_tenant_and_is_not_charged_again(
     assert queue.served == served
 
 
-def test_the_latest_started_request_is_preempted_first() -> None:
+def test_requests_that_start_later_have_larger_priority_keys() -> None:
     queue, arrivals = FairQueue(), Arrivals()
     first, second, other = arrivals.make(A), arrivals.make(A), arrivals.make(B)
     for request in (first, second, other):

@@ -45,7 +45,7 @@ def test_short_texts_share_a_launch() -> None:
     assert [launch.bucket[0] for launch in plan.launches] == [4]
 
 
-def test_token_vectors_are_sent_on_request_also_truncated() -> None:
+def test_token_vectors_and_truncated_text_vectors_are_sent_on_request() -> None:
     rig = PoolingRig()
     rig.add(1, [20, 30], task="token_embed")
     rig.add(2, [20, 30], dimensions=2)

@@ -89,7 +89,9 @@ def test_drafts_above_the_token_budget_leave_prompts_one_block_and_log_a_warning
     )
 
 
-def test_without_drafts_no_budget_warning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_budget_warning_is_logged_without_drafts_or_if_drafts_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     CoreRig(budget=5, max_num_seqs=5)
     CoreRig(budget=20, max_num_seqs=5, max_tokens_per_step=4)
 
@@ -170,7 +172,7 @@ def test_the_newest_request_is_preempted_and_continues_where_it_was() -> None:
         rig.check_output(key)
 
 
-def test_a_request_never_preempts_a_higher_ranked_request() -> None:
+def test_the_request_of_the_highest_priority_is_not_preempted() -> None:
     rig = CoreRig(num_blocks=10, max_num_seqs=3, policy="priority")
     rig.add(0, [1] * 8, max_tokens=20, ignore_eos=True, priority=9)
     rig.add(1, [2] * 8, max_tokens=20, ignore_eos=True, priority=0)
@@ -228,14 +230,13 @@ def test_a_preempted_request_starts_with_an_empty_table_and_keeps_its_tokens() -
     rig.check_output(1)
 
 
-def test_block_tables_only_grow() -> None:
+def test_a_plan_lists_each_grown_block_of_a_request_once() -> None:
     rig = CoreRig(num_blocks=12, max_num_seqs=4, budget=12)
     for key in range(10):
         rig.add(key, list(range(key + 1)), max_tokens=9, ignore_eos=True)
 
     rig.run()
 
-    # Each block of a request is sent once: with its NewRequest, or when the request grows.
     for plan in rig.plans:
         assert len(plan.grown_requests) == len(plan.grown_blocks)
         pairs = list(zip(plan.grown_requests, plan.grown_blocks, strict=True))

@@ -121,7 +121,7 @@ def test_several_decodes_per_step_use_free_blocks_without_preemption() -> None:
     assert max(plan.decode_steps for plan in rig.plans) == 8
 
 
-def test_without_free_blocks_a_request_decodes_as_far_as_its_own_blocks_reach() -> None:
+def test_several_decodes_per_step_without_free_blocks_preempt_no_request() -> None:
     rig = make_rig(8, num_blocks=5, max_num_seqs=2, max_model_len=20)
     rig.add(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=4, ignore_eos=True)
     rig.add(1, [3, 4, 5, 6, 7], max_tokens=4, ignore_eos=True)

@@ -118,7 +118,7 @@ def test_a_hang_is_a_result_and_leaves_no_process(run: Run, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("num_hangs", "status"), [(2, "holds"), (3, "unknown")])
-def test_a_hang_takes_no_time_from_other_checks(
+def test_the_first_two_hangs_take_no_time_from_other_checks(
     num_hangs: int, status: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skipped_s = 0.0

@@ -45,7 +45,7 @@ def test_other_recursion_is_accepted(name: str) -> None:
     check_cycles(OTHERS[name])
 
 
-def test_large_grammars_are_checked_in_little_time() -> None:
+def test_a_grammar_of_a_thousand_nested_options_is_accepted() -> None:
     rules = [f"r{n}: (r{n + 1} r{n + 2})? | r{n + 1}" for n in range(1_000)]
 
     check_cycles("\n".join(["start: r0", *rules, 'r1000: "x"', 'r1001: "y"']))

@@ -223,7 +223,7 @@ HOLDS_ITSELF: Any = {"type": "object", "properties": {"a": {"$ref": "#"}}, "requ
     ],
     ids=str,
 )
-def test_a_schema_without_finite_values_is_refused(schema: Any, terminates: bool) -> None:
+def test_only_a_schema_without_finite_values_is_refused(schema: Any, terminates: bool) -> None:
     if terminates:
         check_terminates(schema)
         return

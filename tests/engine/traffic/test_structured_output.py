@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_asks() -> list[tuple[list[int], SamplingParams]]:
-    """Groups of requests with the same prompt, as for `n`; two of three requests have a grammar."""
+    """Groups of requests with the same prompt, as for `n`; most groups have a grammar."""
     rng = random.Random(11)
     asks = []
     while len(asks) < REQUESTS:
