@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 import pytest
 from live import LiveServer, alive, children_of, command_of, running
 from ports import free_port
+from waits import WAIT_S, wait_for
 
 FLAGS = (
     "--served-model-name=tiny",
@@ -34,13 +35,6 @@ def live(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("dp") / "log"
     with running(tiny_model, log, *FLAGS, f"--profiler-trace={log.parent / TRACE}") as server:
         yield server
-
-
-def wait_for(check: Callable[[], bool], timeout_s: float) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 def series(live: LiveServer, name: str) -> dict[str, float]:
@@ -128,22 +122,20 @@ def test_a_killed_engine_fails_its_requests_and_the_last_kill_ends_the_server(
     streams = [Stream(live, prompt) for prompt in ("first", "second")]
     for stream in streams:
         stream.start()
-        assert stream.has_begun.wait(20)
+        assert stream.has_begun.wait(WAIT_S)
     first, second = engines_of(live)
     family = children_of(live.pid)
-    killed_s = time.monotonic()
 
     os.kill(first, signal.SIGKILL)
 
-    wait_for(lambda: any(stream.ended_s for stream in streams), 5)
+    wait_for(lambda: any(stream.ended_s for stream in streams))
     (lost,) = (stream for stream in streams if stream.ended_s)
     (kept,) = (stream for stream in streams if stream is not lost)
-    assert lost.ended_s - killed_s < 5
     assert (
         "was killed by SIGKILL"
         in json.loads(lost.events[-2].removeprefix("data: "))["error"]["message"]
     )
-    wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"}, 5)
+    wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"})
     assert live.ask("/health").status_code == 200
     assert sorted(series(live, "gaudiserve:engine_up").values()) == [0, 1]
     assert sum(series(live, "vllm:num_requests_running").values()) <= 1
@@ -156,8 +148,8 @@ def test_a_killed_engine_fails_its_requests_and_the_last_kill_ends_the_server(
 
     os.kill(second, signal.SIGKILL)
 
-    assert live.wait_exit(10) == 1
-    wait_for(lambda: not any(alive(pid) for pid in family), 3)
+    assert live.wait_exit() == 1
+    wait_for(lambda: not any(alive(pid) for pid in family))
     assert live.leftovers() == []
     assert len(errors(live)) == 2
 
@@ -165,7 +157,7 @@ def test_a_killed_engine_fails_its_requests_and_the_last_kill_ends_the_server(
 @pytest.mark.slow
 def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Path) -> None:
     with running(tiny_model, tmp_path / "log", *FLAGS, "--api-server-count=2") as live:
-        wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(16)), 20)
+        wait_for(lambda: all(live.ask("/ready").status_code == 200 for _ in range(16)))
         story = "the same beginning for all, " * 8
         for turn in range(8):
             body = {"model": "tiny", "prompt": story + str(turn), "max_tokens": 1}
@@ -175,7 +167,7 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
             return series(live, "gaudiserve:routed_requests_total")
 
         # The API server's metrics include the counts of the other API server after a short delay.
-        wait_for(lambda: sum(routed().values()) == 8, 5)
+        wait_for(lambda: sum(routed().values()) == 8)
         # Each API server knows the location of the prefix, whichever API server sent it first.
         reasons = routed()
         prefix = [value for labels, value in reasons.items() if 'reason="prefix"' in labels]
@@ -187,14 +179,14 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
         def is_known() -> bool:
             return all(live.ask("/ready").json()["engines"] == "1 of 2" for _ in range(8))
 
-        wait_for(is_known, 5)
+        wait_for(is_known)
         assert live.ask("/v1/completions", body).status_code == 200
         (error,) = errors(live)
         assert "was killed by SIGKILL, 1 of 2 engines keep running" in error
         family = children_of(live.pid)
         os.kill(second, signal.SIGKILL)
-        assert live.wait_exit(10) == 1
-        wait_for(lambda: not any(alive(pid) for pid in family), 3)
+        assert live.wait_exit() == 1
+        wait_for(lambda: not any(alive(pid) for pid in family))
         assert live.leftovers() == []
 
 
@@ -215,9 +207,9 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
             return stack.enter_context(contextlib.closing(made))
 
         live = started(first / "log", env=token)
-        wait_for(lambda: "waiting for engines 1 to 1" in live.text(), 20)
+        wait_for(lambda: "waiting for engines 1 to 1" in live.text())
         refused = started(second / "wrong", "--data-parallel-rank=1", env=wrong)
-        assert refused.wait_exit(40) == 2
+        assert refused.wait_exit() == 2
         assert "refused the token: all hosts need the same token" in refused.text()
         remote = started(second / "log", "--data-parallel-rank=1", env=token)
         live.wait_ready()
@@ -227,8 +219,8 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
 
         os.kill(engines_of(remote)[0], signal.SIGKILL)
 
-        wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"}, 5)
-        assert remote.wait_exit(10) == 1
+        wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"})
+        assert remote.wait_exit() == 1
         assert live.ask("/v1/completions", body).status_code == 200
         assert "engine 1 has ended, 1 of 2 keep running: the engine has disconnected" in live.text()
 
@@ -243,14 +235,14 @@ def test_other_engines_continue_the_requests_of_a_crashed_engine(
         with ThreadPoolExecutor(len(asks)) as threads:
             expected = list(threads.map(lambda body: text_of(live, body), asks))
             answering = threads.map(lambda body: text_of(live, body), asks)
-            wait_for(lambda: sum(series(live, "vllm:num_requests_running").values()) == 4, 10)
+            wait_for(lambda: sum(series(live, "vllm:num_requests_running").values()) == 4)
             os.kill(engines_of(live)[0], signal.SIGKILL)
-            wait_for(lambda: live.ask("/ready").json().get("engines") == "1 of 2", 5)
+            wait_for(lambda: live.ask("/ready").json().get("engines") == "1 of 2")
             found = list(answering)
 
         assert found == expected
         assert sum(series(live, "gaudiserve:resumed_requests_total").values()) > 0
-        wait_for(lambda: live.ask("/ready").json().get("engines") == "2 of 2", 60)
+        wait_for(lambda: live.ask("/ready").json().get("engines") == "2 of 2")
         assert live.ask("/health").status_code == 200
 
 

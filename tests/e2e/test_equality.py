@@ -365,7 +365,7 @@ async def test_many_aborts_change_no_other_request_and_leak_no_blocks(
     leavers = [give_up(rng.choice(prompts)) for _ in range(60)]
     stayers = [read(client.add(request_of(prompt, GREEDY))) for prompt in prompts]
     *survived, _ = await asyncio.gather(*stayers, asyncio.gather(*leavers))
-    is_empty = await eventually(lambda: not client.stats.blocks_used, 10)
+    is_empty = await eventually(lambda: not client.stats.blocks_used)
     again = await read(client.add(request_of(prompts[1], GREEDY)))
     await client.close()
 
@@ -496,7 +496,7 @@ async def test_aborts_between_the_decodes_change_no_other_request_and_leak_no_bl
     leavers = [give_up(rng.choice(prompts)) for _ in range(30)]
     stayers = [read(client.add(request_of(prompt, GREEDY))) for prompt in prompts]
     *survived, _ = await asyncio.gather(*stayers, asyncio.gather(*leavers))
-    is_empty = await eventually(lambda: not client.stats.blocks_used, 10)
+    is_empty = await eventually(lambda: not client.stats.blocks_used)
     await client.close()
 
     assert is_empty and (client.stats.running, client.stats.waiting) == (0, 0)

@@ -8,14 +8,14 @@ import socket
 import ssl
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
 from live import LiveServer
+from waits import WAIT_S, wait_for
 
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=8")
 BODY = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "ignore_eos": True}
@@ -27,13 +27,6 @@ def write_certificate(authority: trustme.CA, folder: Path, name: str) -> None:
     (folder / "cert.pem").write_bytes(
         b"".join(cert_chain_pem.bytes() for cert_chain_pem in issued.cert_chain_pems)
     )
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 15) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -74,7 +67,7 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
 
         def name_shown() -> str:
             with (
-                httpx.Client(verify=trusting) as http,
+                httpx.Client(verify=trusting, timeout=60) as http,
                 http.stream("GET", f"{live.url}/health") as reply,
             ):
                 tls = reply.extensions["network_stream"].get_extra_info("ssl_object")
@@ -83,7 +76,9 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
         def status(key: str, path: str = "/gaudi/v1/completions") -> int:
             headers = {"Authorization": f"Bearer {key}"}
             url = httpx.URL(live.url).copy_with(path=path)
-            return httpx.post(url, headers=headers, json=BODY, verify=trusting).status_code
+            return httpx.post(
+                url, headers=headers, json=BODY, verify=trusting, timeout=60
+            ).status_code
 
         def load() -> None:
             # A new client per request, so that each request opens its own connection.
@@ -134,7 +129,7 @@ def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
     )
     try:
         # Read the log instead of sending requests: httpx leaks the sockets of refused connections.
-        wait_for(lambda: "ready after" in live.text(), 60)
+        wait_for(lambda: "ready after" in live.text())
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert live.http.post("/v1/completions", json=BODY).status_code == 200
         with live.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:
@@ -160,7 +155,7 @@ def test_a_file_that_cannot_be_read_fails_the_start_with_its_name(
 ) -> None:
     live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags)
     try:
-        assert live.wait_exit(30) == 2
+        assert live.wait_exit() == 2
     finally:
         live.close()
     assert message in live.text() and "Traceback" not in live.text()
@@ -171,9 +166,9 @@ def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
 ) -> None:
     write_certificate(trustme.CA(), tmp_path, "localhost")
     flags = (f"--ssl-certfile={tmp_path}/cert.pem", f"--ssl-keyfile={tmp_path}/key.pem")
-    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags, "--request-header-timeout=1")
+    live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *flags, "--request-header-timeout=2")
     live.http.close()
-    live.http = httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=False)
+    live.http = httpx.Client(base_url=f"https://127.0.0.1:{live.port}", verify=False, timeout=60)
     hello = ssl.MemoryBIO()
     client = ssl._create_unverified_context().wrap_bio(ssl.MemoryBIO(), hello)
     with contextlib.suppress(ssl.SSLWantReadError):
@@ -182,7 +177,7 @@ def test_a_client_that_does_not_finish_the_handshake_is_disconnected(
         live.wait_ready()
 
         for sent in (b"", hello.read(60)):
-            with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", live.port), timeout=WAIT_S) as connection:
                 connection.sendall(sent)
 
                 with contextlib.suppress(ConnectionResetError):

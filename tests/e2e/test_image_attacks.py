@@ -12,12 +12,13 @@ import pytest
 from hostile_pictures import GREY, black_png, chunk
 from live import LiveServer, children_of, command_of, running
 from tiny_vision import image_bytes, make_tiny_vision, picture
-from watch import SecondClient
+from waits import wait_for
+from watch import SecondClient, is_delayed
 
 ATTACKER, OTHER = "key-of-the-attacker", "key-of-another"
 NUM_ATTACKS = 40
 """Number of costly pictures; each takes a second of CPU time."""
-ANSWER_S = 20.0
+ANSWER_S = 40.0
 """Time limit for another key's picture; in a single queue it would wait for minutes."""
 
 
@@ -102,22 +103,15 @@ def test_costly_pictures_delay_no_other_key_and_are_cancelled_with_their_client(
 
     with SecondClient(live.url) as health:
         connections = [attack(live, number) for number in range(NUM_ATTACKS)]
-        wait_for(lambda: len(image_calls(live)) > 0, 30)
+        wait_for(lambda: len(image_calls(live)) > 0)
         taken_s = [seconds_of_a_picture(live, seed) for seed in range(1, 4)]
         still_waiting = len(image_calls(live))
         for connection in connections:
             connection.close()
-        wait_for(lambda: not image_calls(live), 10)
+        wait_for(lambda: not image_calls(live))
 
     assert max(taken_s) < ANSWER_S
     assert still_waiting > 0
     assert health.failures == []
-    assert health.percentile_s(0.99) < 0.1
+    assert not is_delayed(live.url, health.percentile_s(0.99), 0.1, share=0.99)
     assert live.process.poll() is None, live.text()
-
-
-def wait_for(check: Any, timeout_s: float) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

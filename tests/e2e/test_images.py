@@ -30,6 +30,7 @@ from transformers.models.mllama.processing_mllama import (
     convert_sparse_cross_attention_mask_to_dense,
     get_cross_attention_token_mask,
 )
+from waits import WAIT_S
 
 from gaudiserve import LLM, SamplingParams
 from server.multimodal.image_processor import ImageProcessor, minimax_m3_processor
@@ -400,7 +401,7 @@ def test_a_large_image_is_sent_in_shared_memory_that_is_freed(
         again = {**body, "messages": [turn(picture(1400, 1400, seed=2), "and?")]}
         with ThreadPoolExecutor(1) as thread:
             answering = thread.submit(server.http.post, "/v1/chat/completions", json=again)
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + WAIT_S
             while not files_in(ours) and time.monotonic() < deadline_s:
                 time.sleep(0.0005)
             assert files_in(ours), "no file was ever seen"

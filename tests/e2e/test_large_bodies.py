@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from delays import least, machine_s
 from live import LiveServer, running
 from loop_slices import LoopSlices
 from tiny_models import make_tiny
@@ -131,7 +132,7 @@ def assert_delays_no_other_client(slices: LoopSlices, attempt: Callable[[], Seco
         assert probe.failures == []
         measured.append((slices.longest_s(begun_s), probe.percentile_s(0.5)))
         slice_s, median_s = measured[-1]
-        if slice_s < SLICE_S and median_s < MEDIAN_S:
+        if slice_s < machine_s(SLICE_S) and median_s < MEDIAN_S:
             return
     raise AssertionError(f"longest slices and median latencies in seconds: {measured}")
 
@@ -186,15 +187,18 @@ def test_log_probabilities_of_many_requests_delay_no_other_client(
     path, body = OUTPUTS[name]
     limit = "max_output_tokens" if name == "responses" else "max_tokens"
     content = {**body, limit: 100, "ignore_eos": True}
-    begun_s = time.monotonic()
 
-    with ThreadPoolExecutor(NUM_STREAMS) as threads, SecondClient(server.url) as probe:
-        asked = [threads.submit(server.ask, path, content) for _ in range(NUM_STREAMS)]
-        statuses = {request.result().status_code for request in asked}
+    def longest_slice_s() -> float:
+        begun_s = time.monotonic()
+        with ThreadPoolExecutor(NUM_STREAMS) as threads, SecondClient(server.url) as probe:
+            asked = [threads.submit(server.ask, path, content) for _ in range(NUM_STREAMS)]
+            statuses = {request.result().status_code for request in asked}
+        assert statuses == {200}
+        assert probe.failures == []
+        return slices.longest_s(begun_s)
 
-    assert statuses == {200}
-    assert probe.failures == []
-    assert slices.longest_s(begun_s) < SLICE_S
+    limit_s = machine_s(SLICE_S)
+    assert least(longest_slice_s, limit_s) < limit_s
 
 
 def test_log_probabilities_of_a_prompt_are_bounded(server: LiveServer) -> None:

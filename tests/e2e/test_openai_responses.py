@@ -12,6 +12,7 @@ import pydantic
 import pytest
 from http_rig import THINKING_TEMPLATE, TOKENIZER, TalkingClient, ids, on_port
 from scripted_client import ScriptedQueue
+from waits import WAIT_S
 
 from engine.client.request_limits import NO_LIMITS, RequestLimits
 from engine.transport.messages import AddRequest
@@ -122,7 +123,7 @@ def test_a_background_response_is_polled_and_cancelled(client: openai.OpenAI) ->
     endless = client.responses.create(**body, extra_body=forever)
 
     cancelled = client.responses.cancel(endless.id)
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + WAIT_S
     while client.responses.retrieve(done.id).status in ("queued", "in_progress"):
         assert time.monotonic() < end_s
         time.sleep(0.02)

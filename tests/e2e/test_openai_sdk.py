@@ -209,7 +209,9 @@ async def test_the_async_client_streams(server: LiveServer) -> None:
 def test_a_stream_follows_the_sse_format(server: LiveServer) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "stream": True}
 
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json=body, timeout=60
+    ) as response:
         raw = b"".join(response.iter_raw())
 
     assert response.headers["content-type"].startswith("text/event-stream")

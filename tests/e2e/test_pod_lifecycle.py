@@ -17,6 +17,7 @@ import httpx
 import pytest
 from live import LiveServer, alive, children_of
 from manifests import KUBERNETES, documents
+from waits import WAIT_S
 
 (DEPLOYMENT,) = documents((KUBERNETES / "base" / "deployment.yaml").read_text(encoding="utf-8"))
 (CONTAINER,) = DEPLOYMENT["spec"]["template"]["spec"]["containers"]
@@ -86,13 +87,13 @@ class Streamed(threading.Thread):
 def started(live: LiveServer, max_tokens: int) -> Streamed:
     stream = Streamed(live, max_tokens)
     stream.start()
-    assert stream.begun.wait(20)
+    assert stream.begun.wait(WAIT_S)
     return stream
 
 
 def ask(live: LiveServer) -> httpx.Response:
     body = {"model": "tiny", "prompt": "go", "max_tokens": 1}
-    return httpx.post(f"{live.url}/v1/completions", json=body, headers=KEY, timeout=20)
+    return httpx.post(f"{live.url}/v1/completions", json=body, headers=KEY, timeout=WAIT_S)
 
 
 def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
@@ -134,7 +135,7 @@ def test_a_pod_starts_serves_drains_and_ends_within_its_grace_period(
         for stream in streams:
             stream.join(60)
             assert stream.finish_reason == "length"
-        assert live.wait_exit(10) == 0
+        assert live.wait_exit() == 0
         assert live.leftovers() == []
     finally:
         live.close()
@@ -157,10 +158,10 @@ def test_a_pod_that_outlasts_its_grace_period_is_killed_and_its_successor_starts
         # The container runtime kills its first process; here the other processes end by themselves.
         os.kill(live.pid, signal.SIGKILL)
 
-        stream.join(10)
+        stream.join(WAIT_S)
         assert stream.error is not None
-        assert live.wait_exit(5) == -signal.SIGKILL
-        end = time.monotonic() + 10
+        assert live.wait_exit() == -signal.SIGKILL
+        end = time.monotonic() + WAIT_S
         while any(alive(pid) for pid in family):
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -202,7 +203,7 @@ def test_a_pod_with_a_read_only_root_serves(tiny_model: str, tmp_path: Path) -> 
         live.wait_ready()
         assert ask(live).status_code == 200
         live.signal(signal.SIGTERM)
-        assert live.wait_exit(20) == 0
+        assert live.wait_exit() == 0
     finally:
         live.close()
     assert " ERROR " not in live.text()

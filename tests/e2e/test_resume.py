@@ -165,11 +165,11 @@ async def test_requests_wait_and_probes_fail_during_an_engine_restart(live: Live
 async def test_a_hung_engine_is_killed_and_its_requests_continue(
     tiny_model: str, tmp_path: Path
 ) -> None:
-    with running(tiny_model, tmp_path / "log", *FLAGS, "--engine-timeout=2") as live:
+    with running(tiny_model, tmp_path / "log", *FLAGS, "--engine-timeout=5") as live:
         asks = requests_of_every_kind(2, 300)[:3]
         expected = [content_of(raw) for raw in await answers_of(live, asks)]
         engine = engine_of(live)
-        await asyncio.sleep(2.2)  # An engine that is idle for longer is not treated as hung.
+        await asyncio.sleep(5.2)  # An engine that is idle for longer is not treated as hung.
         assert engine_of(live) == engine
 
         os.kill(engine, signal.SIGSTOP)
@@ -177,7 +177,7 @@ async def test_a_hung_engine_is_killed_and_its_requests_continue(
 
         for raw, content in zip(found, expected, strict=True):
             assert differences(content_of(raw), content) == []
-        assert "has sent nothing for 2 s" in live.text() and engine_of(live) != engine
+        assert "has sent nothing for 5 s" in live.text() and engine_of(live) != engine
 
 
 def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) -> None:
@@ -191,5 +191,5 @@ def test_a_server_without_restarts_left_ends(tiny_model: str, tmp_path: Path) ->
 
         os.kill(engine_of(live), signal.SIGKILL)
 
-        assert live.wait_exit(20) == 1
+        assert live.wait_exit() == 1
         assert live.leftovers() == []

@@ -3,7 +3,6 @@ beside its tokens: its adapter, and compiled recipes."""
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from adapters import write_adapter
 from live import LiveServer, alive, children_of, running
 from tiny_models import make_tiny
 from twins import content_of, differences
+from waits import wait_for
 
 FLAGS = ("--served-model-name=tiny", "--dtype=float32")
 CARD = (
@@ -67,13 +67,6 @@ sys.meta_path.insert(0, Finder())
 """A sitecustomize.py: each interpreter runs it when it starts."""
 
 
-def until(check: Callable[[], bool], timeout_s: float) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < end_s
-        time.sleep(0.02)
-
-
 def value(live: LiveServer, name: str) -> float:
     lines = live.ask("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
@@ -100,8 +93,8 @@ def contents(
         answers = threads.map(lambda body: content(live, body), bodies)
         if disturb is not None:
             before = value(live, "vllm:generation_tokens_total")
-            until(lambda: value(live, "vllm:generation_tokens_total") > before, 20)
-            until(lambda: value(live, "vllm:num_requests_waiting") == 0, 20)
+            wait_for(lambda: value(live, "vllm:generation_tokens_total") > before)
+            wait_for(lambda: value(live, "vllm:num_requests_waiting") == 0)
             disturb(live)
         return list(answers)
 
@@ -117,13 +110,13 @@ def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server(
 ) -> None:
     live = LiveServer(tiny_model, tmp_path / "log", *FLAGS, *CARD)
     try:
-        until(lambda: "warm" in live.text().lower() and bool(children_of(live.pid)), 60)
+        wait_for(lambda: "warm" in live.text().lower() and bool(children_of(live.pid)))
         family = children_of(live.pid)
 
         kill_engine(live)
 
-        assert live.wait_exit(10) == 1
-        until(lambda: not any(alive(pid) for pid in family), 5)
+        assert live.wait_exit() == 1
+        wait_for(lambda: not any(alive(pid) for pid in family))
         errors = [line for line in live.text().splitlines() if " ERROR " in line]
         assert len(errors) == 1 and "was killed by SIGKILL" in errors[0], errors
         assert live.leftovers() == []
@@ -141,13 +134,13 @@ def test_streams_of_a_draining_server_continue_after_an_engine_kill(
 
         def end_and_kill(live: LiveServer) -> None:
             live.signal(signal.SIGTERM)
-            until(lambda: live.ask("/ready").status_code == 503, 5)
+            wait_for(lambda: live.ask("/ready").status_code == 503)
             kill_engine(live)
 
         found = contents(live, bodies, end_and_kill)
 
         assert_same(found, expected)
-        assert live.wait_exit(20) == 0
+        assert live.wait_exit() == 0
         assert "is ready again after" in live.text() and live.leftovers() == []
 
 
@@ -161,7 +154,7 @@ def test_adapters_are_served_after_an_engine_kill(tmp_path: Path, has_configured
         flags += ("--lora-modules", f"first={first}")
     with running(str(base), tmp_path / "log", *flags) as live:
         named = {"lora_name": "second", "lora_path": str(second)}
-        loaded = httpx.post(f"{live.url}/v1/load_lora_adapter", json=named, headers=KEY)
+        loaded = httpx.post(f"{live.url}/v1/load_lora_adapter", json=named, headers=KEY, timeout=60)
         assert loaded.status_code == 200, loaded.text
         models = ("tiny", "first", "second") if has_configured else ("tiny", "second")
         bodies = [{**STREAM, "model": model, "prompt": "x", "max_tokens": 400} for model in models]

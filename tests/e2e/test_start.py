@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,7 @@ import pytest
 from live import LiveServer, children_of, running
 from tiny_gguf import write_gguf
 from tiny_models import make_tiny
+from waits import WAIT_S, wait_for
 
 from config.checkpoint.resolve import resolve
 from hpu.native.library import kernel_folder
@@ -49,7 +50,7 @@ def starting(source: Path, tmp_path: Path, *flags: str) -> Iterator[LiveServer]:
     )
     live = LiveServer(str(source), tmp_path / "log", *common_flags, *flags)
     try:
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + WAIT_S
         while not is_converting(live):
             assert time.monotonic() < end_s and live.process.poll() is None, live.text()
             time.sleep(0.05)
@@ -95,7 +96,7 @@ def test_a_bad_checkpoint_fails_the_start_with_one_line_and_status_1(
 
         fcntl.flock(lock, fcntl.LOCK_UN)
 
-        assert live.wait_exit(10) == 1
+        assert live.wait_exit() == 1
         (line,) = [line for line in live.text().splitlines() if "gaudiserve: " in line]
         assert "tiny.gguf" in line
         assert "Traceback" not in live.text()
@@ -112,7 +113,7 @@ def test_a_signal_ends_a_server_that_waits_for_its_checkpoint(
 
         live.signal(number)
 
-        assert live.wait_exit(10) == 0
+        assert live.wait_exit() == 0
         assert live.leftovers() == []
         assert ("Ctrl-C again stops at once" in live.text()) == (number == signal.SIGINT)
 
@@ -139,7 +140,9 @@ def test_the_first_lines_have_working_urls_and_warn_of_an_open_server(
         urls = re.findall(r"http://[^\s,;]+", line)
         key = {"Authorization": "Bearer k"}
         answers = [
-            httpx.get(url.replace("/v1", "/v1/models"), headers=key, timeout=20, trust_env=False)
+            httpx.get(
+                url.replace("/v1", "/v1/models"), headers=key, timeout=WAIT_S, trust_env=False
+            )
             for url in urls
         ]
         before = len(live.text())
@@ -170,7 +173,7 @@ def test_the_start_log_and_the_metrics_show_the_memory_of_each_process(
 ) -> None:
     flags = ("--max-model-len=64", f"--api-server-count={count}")
     with running(tiny, tmp_path / "log", *flags) as live:
-        wait_until(lambda: "; resident now: " in live.text())
+        wait_for(lambda: "; resident now: " in live.text())
         (line,) = [line for line in live.text().splitlines() if "; resident now: " in line]
         page = live.ask("/metrics").text
 
@@ -185,10 +188,3 @@ def test_the_start_log_and_the_metrics_show_the_memory_of_each_process(
     sizes = dict(re.findall(r'process_resident_memory_bytes\{process="([^"]+)"\} (\S+)', page))
     assert sizes.keys() >= names
     assert all(float(size) > 2**20 for size in sizes.values())
-
-
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 10) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

@@ -114,7 +114,7 @@ def test_guided_and_hostile_requests_do_not_change_other_answers(
     for i, (status, answer, seconds) in enumerate(answers):
         if i % 5 >= 2:
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-            assert seconds < 2
+            assert seconds < 10
         elif i % 5 == 0:
             assert answer["choices"][0]["text"] == alone
     assert "vllm:num_requests_running" in server.http.get("/metrics").text

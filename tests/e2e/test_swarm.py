@@ -9,6 +9,7 @@ import psutil
 import pytest
 from live import LiveServer, children_of, running
 from swarm import Swarm
+from waits import WAIT_S
 
 NUM_CLIENTS = 200
 SHORT_S = 2.0
@@ -40,7 +41,7 @@ def gauges(server: LiveServer) -> dict[str, float]:
 
 
 def wait_until_idle(server: LiveServer) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + WAIT_S
     while any(gauges(server).values()):
         assert time.monotonic() < end, gauges(server)
         time.sleep(0.05)

@@ -95,4 +95,4 @@ def test_a_killed_rank_ends_the_group_within_seconds(folder: str) -> None:
         start = time.monotonic()
         with pytest.raises(EngineDied, match=rf"worker 1 \(process {victim}\) was killed by SIGK"):
             answers(llm)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from live import ROOT, LiveServer, alive, children_of
+from waits import WAIT_S
 
 COMMAND = [sys.executable, "-m", "gaudiserve"]
 FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--max-num-seqs=4", "--max-model-len=256")
@@ -169,7 +170,7 @@ def test_a_terminal_chat_answers_and_forgets_the_conversation_on_clear(chat: Ter
     assert len(again) > 5
     chat.send("\x04")
 
-    assert chat.process.wait(20) == 0
+    assert chat.process.wait(WAIT_S) == 0
     assert not any(map(alive, family))
 
 

@@ -30,7 +30,7 @@ def run_rank(store: Path, rank: int) -> None:
 
     variables = {**VARIABLES, "HABANA_VISIBLE_MODULES": "5,6"}
     emulator = install(EmulatorConfig(), variables)
-    backend = backend_of(Ranks(2, rank, f"file://{store}", timeout_s=30))
+    backend = backend_of(Ranks(2, rank, f"file://{store}", timeout_s=60))
     mine = torch.full((3,), float(rank + 1), device=backend.device)
     total = backend.world.all_reduce(mine).cpu().tolist()
     is_own_card = emulator.device.acquisition.module == 5 + rank
@@ -57,7 +57,7 @@ def test_two_ranks_sum_over_both_cards(tmp_path: Path) -> None:
     for child in ranks:
         child.start()
     for child in ranks:
-        child.join(60)
+        child.join(120)
 
     assert [child.exitcode for child in ranks] == [7, 7]
 
@@ -66,7 +66,7 @@ def test_a_rank_without_a_partner_times_out(tmp_path: Path) -> None:
     child = child_context().Process(target=run_alone, args=(tmp_path / "store",))
 
     child.start()
-    child.join(60)
+    child.join(120)
 
     assert child.exitcode == 8
 

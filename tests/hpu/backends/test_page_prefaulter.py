@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from torch import Tensor
+from waits import WAIT_S
 
 from hpu.backends import page_prefaulter
 from hpu.backends.page_prefaulter import PAGE_BYTES, PagePrefaulter
@@ -53,7 +54,7 @@ def has_memory(cache: Tensor, block: int) -> bool:
 
 
 def wait_for(caches: list[Tensor], block: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while not all(has_memory(cache, block) for cache in caches):
         assert time.monotonic() < deadline, f"block {block} has no memory"
         time.sleep(0.01)

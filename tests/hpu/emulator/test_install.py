@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from emulated import emulated
+from waits import WAIT_S
 
 from config.errors import ConfigError
 from config.execution import HPU_GRAPHS, ExecutionConfig, ModeChoice
@@ -71,7 +72,7 @@ def test_every_thread_sees_the_card() -> None:
     with emulated():
         thread = threading.Thread(target=lambda: seen.append(torch.ones(2, device="hpu").tolist()))
         thread.start()
-        thread.join(10)
+        thread.join(WAIT_S)
 
     assert seen == [[1.0, 1.0]]
 

@@ -10,6 +10,7 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 import torch
+from waits import WAIT_S
 
 from config.errors import ConfigError
 from hpu.offload import block_files
@@ -42,7 +43,7 @@ def files(tmp_path: Path, pool: Row) -> Iterator[BlockFiles]:
 
 def read(files: BlockFiles, names: list[bytes], slots: list[int]) -> BlocksFetched:
     files.fetch(FetchBlocks(names, slots))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while not (answers := files.take_fetched()) and time.monotonic() < deadline:
         time.sleep(0.001)
     (answer,) = answers
@@ -52,7 +53,7 @@ def read(files: BlockFiles, names: list[bytes], slots: list[int]) -> BlocksFetch
 def test_a_block_is_read_back_unchanged(files: BlockFiles, pool: Row) -> None:
     before = pool.copy()
     files.write(NAMES[:2], [3, 4])
-    files.flush(10)
+    files.flush(WAIT_S)
     pool[:] = 0
 
     answer = read(files, NAMES[:2], [0, 1])
@@ -64,7 +65,7 @@ def test_a_block_is_read_back_unchanged(files: BlockFiles, pool: Row) -> None:
 def test_a_block_that_changed_in_host_memory_is_not_written(files: BlockFiles, pool: Row) -> None:
     pool[3, 50] ^= 1
     files.write(NAMES[:2], [3, 4])
-    files.flush(10)
+    files.flush(WAIT_S)
 
     assert files.hashes == [NAMES[1]]
 
@@ -74,7 +75,7 @@ def test_a_file_with_another_block_is_detected(
     files: BlockFiles, tmp_path: Path, change: str
 ) -> None:
     files.write(NAMES[:2], [3, 4])
-    files.flush(10)
+    files.flush(WAIT_S)
     first, second = (tmp_path / "kv" / name.hex()[:2] / f"{name.hex()}.kv" for name in NAMES[:2])
     content = bytearray(first.read_bytes())
     assert len(content) == HEADER_BYTES + SIZE
@@ -104,20 +105,20 @@ def test_new_contents_wait_for_a_running_write_and_replace_a_queued_write(
 
     def slow_digest(block_hash: bytes, row: Row) -> bytes:
         has_begun.set()
-        assert may_end.wait(10)
+        assert may_end.wait(WAIT_S)
         return digest(block_hash, row)
 
     monkeypatch.setattr(block_files, "_digest", slow_digest)
     files.write(NAMES[:2], [0, 1])
-    assert has_begun.wait(10)
+    assert has_begun.wait(WAIT_S)
     files.release([1])
     releasing = Thread(target=files.release, args=([0],))
     releasing.start()
     releasing.join(0.1)
     is_waiting = releasing.is_alive()
     may_end.set()
-    releasing.join(10)
-    files.flush(10)
+    releasing.join(WAIT_S)
+    files.flush(WAIT_S)
 
     assert is_waiting and not releasing.is_alive()
     answer = read(files, NAMES[:2], [2, 3])
@@ -128,14 +129,14 @@ def test_a_dropped_file_is_deleted_and_may_be_written_again(
     files: BlockFiles, tmp_path: Path
 ) -> None:
     files.write(NAMES[:1], [0])
-    files.flush(10)
+    files.flush(WAIT_S)
     files.drop(NAMES[:1])
     files.write(NAMES[:1], [0])
-    files.flush(10)
+    files.flush(WAIT_S)
 
     assert read(files, NAMES[:1], [1]).missing == []
     files.drop(NAMES[:1])
-    files.flush(10)
+    files.flush(WAIT_S)
     assert read(files, NAMES[:1], [1]).missing == [0]
 
 
@@ -158,7 +159,7 @@ def test_a_restart_finds_the_files_in_order_of_use(tmp_path: Path, pool: Row) ->
 def test_close_with_deletes_removes_all_blocks(tmp_path: Path, pool: Row) -> None:
     files = opened(tmp_path / "kv", pool)
     files.write(NAMES[:3], [0, 1, 2])
-    files.flush(10)
+    files.flush(WAIT_S)
     files.write(NAMES[3:5], [3, 4])
     files.close(deletes=True)
 
@@ -175,7 +176,7 @@ def test_a_full_disk_is_logged_once_and_the_block_is_missing(
         (tmp_path / "kv" / name.hex()[:2]).write_bytes(b"no folder")
 
     files.write(NAMES[:2], [0, 1])
-    files.flush(10)
+    files.flush(WAIT_S)
 
     assert caplog.text.count("KV blocks are not written to") == 1
     assert read(files, NAMES[:2], [0, 1]).missing == [0, 1]
@@ -186,13 +187,13 @@ def test_a_folder_that_was_removed_is_made_again_with_its_lock(
 ) -> None:
     before = pool.copy()
     files.write(NAMES[:1], [3])
-    files.flush(10)
+    files.flush(WAIT_S)
     shutil.rmtree(tmp_path / "kv")
 
     files.write(NAMES[1:2], [4])
-    files.flush(10)
+    files.flush(WAIT_S)
     files.write(NAMES[:1], [3])
-    files.flush(10)
+    files.flush(WAIT_S)
     pool[:] = 0
 
     answer = read(files, NAMES[:2], [0, 1])
@@ -243,7 +244,7 @@ def test_only_own_regular_files_are_read_as_blocks(
     files: BlockFiles, tmp_path: Path, kind: str
 ) -> None:
     files.write(NAMES[:1], [3])
-    files.flush(10)
+    files.flush(WAIT_S)
     (path,) = (tmp_path / "kv").glob("*/*.kv")
     if kind == "fifo":
         path.unlink()
@@ -270,6 +271,6 @@ def test_an_unfinished_file_that_is_a_link_is_not_followed(
     (tmp_path / "kv" / f"{NAMES[0].hex()}.tmp").symlink_to(target)
 
     files.write(NAMES[:1], [3])
-    files.flush(10)
+    files.flush(WAIT_S)
 
     assert target.read_bytes() == b"kept"

@@ -93,7 +93,7 @@ def test_a_step_reports_the_times_of_launches_and_host(folder: Path) -> None:
     rig.worker.close()
     assert len(result.seconds) == 2
     assert all(seconds > 0 for seconds in result.seconds)
-    assert 0 < result.host_s < 1
+    assert 0 < result.host_s < 60
     assert result.counters == {}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import emulated
+from waits import WAIT_S
 
 
 def _hpu() -> Any:
@@ -22,11 +23,11 @@ def _thread_inside(stream: Any) -> Iterator[None]:
     def stay() -> None:
         with _hpu().stream(stream):
             is_inside.set()
-            may_leave.wait(10)
+            may_leave.wait(WAIT_S)
 
     thread = threading.Thread(target=stay)
     thread.start()
-    is_inside.wait(10)
+    is_inside.wait(WAIT_S)
     try:
         yield
     finally:
