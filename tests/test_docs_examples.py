@@ -37,6 +37,7 @@ from doc_blocks import (
 from live import ROOT, LiveServer, running
 from tiny_encoders import make_pooling
 from tiny_models import make_tiny
+from waits import WAIT_S
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(400)]
 
@@ -203,7 +204,7 @@ def test_every_metric_in_the_documents_is_served(servers: Servers) -> None:
     named = set(re.findall(r"`((?:vllm:|hpu_|gaudiserve:)\w+)`", page.read_text(encoding="utf-8")))
     (block, *_) = (block for block in BLOCKS if block.page == "README.md")
 
-    with urlopen(f"{servers.of(block).url}/metrics", timeout=10) as answer:
+    with urlopen(f"{servers.of(block).url}/metrics", timeout=WAIT_S) as answer:
         text = answer.read().decode()
 
     assert len(named) > 10

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=120)
 PROMPTS = [[7 * i % 290 + 8 for i in range(length)] for length in (60, 3, 1, 33, 9, 50, 2)]
 BODY: dict[str, Any] = {"model": "tiny", "temperature": 0, "ignore_eos": True}
-END_S = 5.0
+END_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_engines_on_two_hosts_share_experts_over_one_address_and_end_together(
         assert all(
             "engine 1 has ended, and all engines with it" in stream.events[-2] for stream in streams
         ), [stream.events[-2:] for stream in streams]
-        assert (first.wait_exit(10), second.wait_exit(10)) == (1, 1)
+        assert (first.wait_exit(), second.wait_exit()) == (1, 1)
         assert "was killed by SIGKILL" in second.text()
         end_s = time.monotonic() + END_S
         while any(map(alive, family)):

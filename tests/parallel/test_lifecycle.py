@@ -20,7 +20,7 @@ from gaudiserve import LLM, SamplingParams
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(200)]
 
 LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-KILLED_S = 5.0
+KILLED_S = 30.0
 """Maximum wait of requests after a worker was killed."""
 
 

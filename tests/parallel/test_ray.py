@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from live import ROOT
 from tiny_models import make_tiny
+from waits import WAIT_S
 
 from gaudiserve import LLM, SamplingParams
 
@@ -102,7 +103,7 @@ def test_two_nodes_give_the_tokens_of_a_single_process_and_a_lost_node_ends_the_
     assert found["tokens"] == list(output.outputs[0].token_ids)
     assert found["error"].startswith("worker 1 (process ") and " is lost: " in found["error"]
     assert found["seconds"] < 5
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + WAIT_S
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert marked(mark) == []

@@ -7,6 +7,7 @@ import pytest
 from demo import demo_folder
 from live import LiveServer, children_of, command_of, running
 from tiny_models import make_tiny
+from waits import WAIT_S
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(120)]
 
@@ -26,11 +27,11 @@ def test_a_size_that_does_not_divide_the_heads_is_refused_before_any_worker_star
     live = LiveServer(model, tmp_path / "log", "-tp", "2")
     try:
         seen: set[str] = set()
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + WAIT_S
         while live.process.poll() is None and time.monotonic() < end_s:
             seen.update(map(_command, children_of(live.pid)))
             time.sleep(0.01)
-        assert live.wait_exit(1) == 1
+        assert live.wait_exit() == 1
         started = ("gaudiserve: engine", "gaudiserve: worker", "engine_process", "worker_main")
         assert not any(word in command for command in seen for word in started)
         assert live.text().strip() == (

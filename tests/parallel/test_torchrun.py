@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 2000,
     "block_size": 16,
 }
-KILLED_S = 5.0
+KILLED_S = 30.0
 
 SCRIPT = """
 import json, os, sys, threading

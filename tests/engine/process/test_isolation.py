@@ -134,7 +134,7 @@ def test_a_stopped_fork_server_is_replaced_and_its_processes_end(
     stopped = psutil.Process(server.pid)
 
     with ThreadPoolExecutor(3) as threads:
-        running = threads.submit(server.call, b"sleep")
+        running = threads.submit(server.call, b"sleep", LITTLE_TIME)
         while not (forks := children_of(stopped.pid)):
             time.sleep(0.01)
         stopped.suspend()

@@ -54,8 +54,8 @@ def start(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "seeds"),
     [
-        ("llama", range(250)),
-        pytest.param("llama", range(250, 4_000), marks=pytest.mark.slow),
+        ("llama", range(100)),
+        pytest.param("llama", range(100, 4_000), marks=pytest.mark.slow),
         pytest.param("deepseek_v3", range(4_000, 5_000), marks=pytest.mark.slow),
         pytest.param("gpt_oss", range(5_000, 6_000), marks=pytest.mark.slow),
     ],
