@@ -24,7 +24,7 @@ from engine.core.loop import make_table
 from engine.transport.messages import AddRequest
 from hpu.protocol import DECODE, PREFILL
 
-REQUESTS = 40
+REQUESTS = 25
 TABLE = BucketConfig(
     strategy="linear",
     prompt_batch=Range(1, 1, 1),

@@ -132,7 +132,7 @@ WATCHED = (
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [90, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.slow)])
 def test_random_requests_cost_no_compilation_capture_fallback_wait_or_memory(
     engine: tuple[EngineCore, WatchedExecutor], folder: str, count: int
 ) -> None:
