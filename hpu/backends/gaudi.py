@@ -188,6 +188,7 @@ class GaudiBackend(Backend):
         ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
+        multiplies_float32: bool = True,
         on_warmup_end: Callable[[], None] = lambda: None,
         on_warmup_begin: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
@@ -201,6 +202,8 @@ class GaudiBackend(Backend):
         self._on_warmup_begin = on_warmup_begin
         self._on_close = on_close
         self._guards_off = guards_off
+        self._multiplies_float32 = multiplies_float32
+        """Whether the card multiplies float32 matrices."""
         self._only_compiles = False
         """Whether recipes are compiled and not launched."""
         self._disables_tensor_cache = True
@@ -284,6 +287,12 @@ class GaudiBackend(Backend):
 
         * The kernel block_softmax is not used.
         """
+        if not self._multiplies_float32 and model.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"this revision of the card ({self.card}) multiplies no float32 matrices, and a "
+                f"model in {str(model.dtype).removeprefix('torch.')} needs them: use --dtype "
+                "bfloat16"
+            )
         card = self._generation()
         # Imported here because the module imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
@@ -308,6 +317,7 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
+            splits_products=not self._multiplies_float32,
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))

@@ -178,6 +178,8 @@ class EmulatedDevice:
         self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""
+        self.runtime_switches: dict[str, bool] = {}
+        """Switches of the runtime without an effect here, by name."""
         self.is_serving = False
         """Whether warm-up is over: compilations, captures and fallbacks are then misuses."""
         self.in_step = False
@@ -364,6 +366,8 @@ class EmulatedDevice:
         )
         if op.name in rules.PUTS and self.is_lazy():
             rules.check_put(op.name, args, self._report_misuse)
+        if not self.config.multiplies_float32:
+            rules.check_product(op.name, args)
         result: object
         with drawing, self._running_vendors() if op.is_vendors else nullcontext():
             if op.name in rules.SUMS_BY_INDEX and self.is_lazy():
