@@ -66,7 +66,7 @@ class FusedSDPA:
         after = (softmax_mode, valid_seq_len, seq_padding_type)
         if recomputes:
             window = (list(window_size), sink)
-            out = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *window)[0]
+            out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *window)[0]
             return out.reshape(*shape[:-1], v.shape[-1])
         # The bridge ignores the window and the sink without recomputation.
         out, weights, dropped = torch.ops.hpu.sdpa_fwd(*before, *after)

@@ -117,7 +117,7 @@ def _core(device: EmulatedDevice) -> ModuleType:
         if device.is_lazy():
             closures.append(partial(closure, *args))
 
-    def set_env(model: Any = None) -> Any:
+    def set_env(model: object = None) -> object:
         """Switch the inference mode on. The vendor's function also fuses convolutions of `model`
         with their norms."""
         device.runtime_switches.update(inference_mode=True, matmul3d_2d_reshape=True)
@@ -127,12 +127,12 @@ def _core(device: EmulatedDevice) -> ModuleType:
         device.runtime_switches.update(inference_mode=False, matmul3d_2d_reshape=False)
 
     def initialize(
-        model: Any = None,
+        model: object = None,
         mark_only_scales_as_const: bool = False,
         mark_scales: bool = True,
         mark_non_scales: bool = True,
-        optimizer: Any = None,
-        args: Any = None,
+        optimizer: object = None,
+        args: object = None,
     ) -> None:
         """The vendor's function marks constants too; no effect here. Signature of 2025
         (core/quantization.py)."""
@@ -176,7 +176,7 @@ def _autoload(device: EmulatedDevice) -> ModuleType:
 
 def _internal(device: EmulatedDevice) -> ModuleType:
     def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: object, **kwargs: object) -> None:
             if is_lazy:
                 function(*args, **kwargs)
 

@@ -54,7 +54,7 @@ def sdpa(
     if q.numel() == 1:
         # The bridge takes such a tensor for the seed of a dropout.
         raise RuntimeError("FusedSDPA: a query of one element is taken for a seed")
-    if sink is not None:
+    if isinstance(sink, Tensor):
         raise RuntimeError("FusedSDPA is emulated without sink")
     scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
     scores = scores.masked_fill(~_in_window(scores, window_size), -torch.inf)

@@ -69,7 +69,7 @@ class Fp8Attention:
             raise RuntimeError(f"fp8 FusedSDPA: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
         if is_amax_s and is_fp8:
             raise RuntimeError(f"fp8 FusedSDPA measures float32 or bfloat16, got {q.dtype}")
-        if tuple(window_size) != NO_WINDOW or sink is not None:
+        if tuple(window_size) != NO_WINDOW or isinstance(sink, Tensor):
             raise RuntimeError("fp8 FusedSDPA is emulated without window_size and sink")
         if requires_backward:
             raise RuntimeError("fp8 FusedSDPA is emulated for inference")

@@ -71,23 +71,23 @@ def test_sums_over_blocks_in_bfloat16_parts_equal_sums_in_float32(name: str) -> 
     torch.testing.assert_close(means, expected, rtol=1e-5, atol=0.0)
 
 
-@pytest.mark.parametrize("mode", ["hpu-graphs", "torch-compile"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
+)
 def test_a_model_in_bfloat16_is_served_without_products_of_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=1)
     execution = ExecutionConfig(mode=mode)
-    settings: dict[str, Any] = {
-        "device": "hpu-emulator",
-        "execution": execution,
-        "dtype": "bfloat16",
-    }
+    settings: dict[str, Any] = {"dtype": "bfloat16"}
     with working(folder, **settings) as rig:
         expected = greedy(rig)
+    settings |= {"device": "hpu-emulator", "execution": execution}
     change_cards(monkeypatch, multiplies_float32=False, strict=True)
     with working(folder, **settings) as rig:
         # Later tokens of random weights may follow from rounding.
-        assert [found[:8] for found in greedy(rig)] == [found[:8] for found in expected]
+        assert [found[:4] for found in greedy(rig)] == [found[:4] for found in expected]
     with (
         pytest.raises(ConfigError, match=r"multiplies no float32.*float16.*--dtype bfloat16"),
         working(folder, **settings | {"dtype": "float16"}),
@@ -201,7 +201,7 @@ def test_a_compiler_without_fallback_refuses_operators_that_leave_the_graph(
     by_option: bool,
 ) -> None:
     variables = {} if by_option else {"PT_HPU_USE_EAGER_FALLBACK": "0"}
-    options = {"use_eager_fallback": False} if by_option else None
+    options: Any = {"use_eager_fallback": False} if by_option else None
     with emulated(lazy=False, variables=variables):
         compiled = torch.compile(
             lambda x: torch.addcmul(x, x, x), backend="hpu_backend", options=options
