@@ -575,7 +575,7 @@ class GaudiBackend(Backend):
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:
         if patcher is not None:
-            self._htcore.hpu_inference_set_env()
+            self._call_core("hpu_inference_set_env", "hpu_set_env")
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         self.synchronize()
@@ -596,16 +596,22 @@ class GaudiBackend(Backend):
                 patcher.patch(model)
                 model.to(self.device)
                 self._htcore.mark_step()
-                # Same order as load_model in the vendor's plug-in for vLLM. The newest bridge
-                # announces the removal of this function.
-                marks = not self._execution.disable_mark_scales_as_const
-                if marks and hasattr(self._htcore, "hpu_initialize"):
-                    self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
+                # Same order as load_model in the vendor's plug-in for vLLM.
+                if not self._execution.disable_mark_scales_as_const:
+                    names = ("hpu_inference_initialize", "hpu_initialize")
+                    self._call_core(*names, model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:
             self._compile(model)
         return model
+
+    def _call_core(self, name: str, old_name: str, *args: object, **options: object) -> None:
+        """Call a function of the vendor's package that has an old name in some releases: up to 1.19
+        only `hpu_set_env` exists, and the state of 2025 announces the removal of the old names
+        (HabanaAI/gaudi-pytorch-bridge, torch/core/quantization.py)."""
+        core = self._htcore
+        getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
     def _can_split(self, model: nn.Module, patcher: ModelPatcher | None) -> bool:
         """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`

@@ -108,6 +108,17 @@ def test_a_harmful_environment_variable_is_reported(
     assert found.get(name, OK) == level
 
 
+def test_a_revision_without_products_of_float32_is_reported(tmp_path: Path) -> None:
+    gaudi = GaudiMachine(tmp_path, cards=1, pci_id="0x1020")
+    device = "sys/class/accel/accel0/device/revision"
+    for revision, is_limited in (("0x01", False), ("0x04", True)):
+        gaudi.write(device, f"{revision}\n")
+
+        assert ("card revision" in levels(gaudi.seen())) == is_limited
+        (card,) = find_cards(gaudi.seen()).cards
+        assert card.multiplies_float32 != is_limited
+
+
 def test_missing_files_of_the_compiler_are_reported(gaudi: GaudiMachine) -> None:
     (gaudi.root / "usr/lib/habanalabs/libtpc_kernels.so").unlink()
 
