@@ -38,6 +38,10 @@ GENERATIONS = {
     "gaudi3": CardGeneration("GAUDI3", "Gaudi 3", 128 * GIB, 448.0, (0x1060, 0x1063)),
 }
 
+NO_FLOAT32_PRODUCTS = {"gaudi2": (2, 3, 4)}
+"""PCI revisions of a generation that multiply no float32 matrices: Gaudi 2B, 2C and 2D
+(HabanaAI/Intel_Gaudi3_Software, release 1.18: osal_linux.cpp, mme_node.cpp)."""
+
 FP8_RESCALE = 240 / 448
 """Ratio of the FP8 ranges of Gaudi 2 and Gaudi 3. Checkpoints use the range of Gaudi 3."""
 

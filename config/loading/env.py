@@ -22,6 +22,7 @@ from config.execution import (
     is_vendor_torch,
 )
 from config.loading.cards import visible_modules
+from config.loading.compiler_files import COMPILER_FILES, compiler_variables
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
@@ -234,6 +235,8 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
     mode."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
+    if chosen_device(config.device) == "hpu":
+        variables |= compiler_variables(variables)
     if config.parallel.world_size > 1:
         # The variable would override the rank of each worker, so all workers would use the same
         # card.
@@ -253,6 +256,8 @@ def selftest_environment(
         "PT_HPU_RECIPE_CACHE_CONFIG": f"{recipe_folder},false,{RECIPE_CACHE_MB}",
     }
     variables = _hpu_variables(config, is_lazy=is_lazy) | own | fixed | runtime_environment(config)
+    if chosen_device(config.device) == "hpu":
+        variables |= compiler_variables(variables)
     return _with_modules(config, variables)
 
 
@@ -325,9 +330,11 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
 def hpu_environment(config: EngineConfig) -> dict[str, str]:
     """The variables of the HPU runtime, which reads them at its first import; empty for other
     devices. Raises ConfigError for an impossible execution mode."""
-    if not DEVICES[chosen_device(config.device)].is_gaudi:
+    device = chosen_device(config.device)
+    if not DEVICES[device].is_gaudi:
         return {}
-    return _hpu_variables(config, is_lazy=hpu_mode(config).is_lazy)
+    files = compiler_variables(os.environ) if device == "hpu" else {}
+    return _hpu_variables(config, is_lazy=hpu_mode(config).is_lazy) | files
 
 
 def _hpu_variables(config: EngineConfig, *, is_lazy: bool) -> dict[str, str]:
@@ -403,7 +410,9 @@ def set_missing(variables: Mapping[str, str]) -> None:
     """Set variables of this process that are not set yet, for a worker that runs inside this
     process. Call it before importing torch, which loads the vendor's runtime."""
     for name, value in variables.items():
-        os.environ.setdefault(name, value)
+        # An empty path of the compiler's files is as bad as a missing path.
+        if name not in os.environ or (name in COMPILER_FILES and not os.environ[name]):
+            os.environ[name] = value
 
 
 def _has_vendor_torch() -> bool:

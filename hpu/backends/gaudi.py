@@ -188,6 +188,7 @@ class GaudiBackend(Backend):
         ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
         explain: Callable[[str], str | None] = lambda text: None,
+        multiplies_float32: bool = True,
         on_warmup_end: Callable[[], None] = lambda: None,
         on_warmup_begin: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
@@ -201,6 +202,8 @@ class GaudiBackend(Backend):
         self._on_warmup_begin = on_warmup_begin
         self._on_close = on_close
         self._guards_off = guards_off
+        self._multiplies_float32 = multiplies_float32
+        """Whether the card multiplies float32 matrices."""
         self._only_compiles = False
         """Whether recipes are compiled and not launched."""
         self._disables_tensor_cache = True
@@ -284,6 +287,12 @@ class GaudiBackend(Backend):
 
         * The kernel block_softmax is not used.
         """
+        if not self._multiplies_float32 and model.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"this revision of the card ({self.card}) multiplies no float32 matrices, and a "
+                f"model in {str(model.dtype).removeprefix('torch.')} needs them: use --dtype "
+                "bfloat16"
+            )
         card = self._generation()
         # Imported here because the module imports the vendor's kernels.
         module = importlib.import_module("hpu.ops.gaudi")
@@ -308,6 +317,7 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
+            splits_products=not self._multiplies_float32,
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))
@@ -565,7 +575,7 @@ class GaudiBackend(Backend):
 
     def begin_load(self, patcher: ModelPatcher | None = None) -> None:
         if patcher is not None:
-            self._htcore.hpu_inference_set_env()
+            self._call_core("hpu_inference_set_env", "hpu_set_env")
 
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         self.synchronize()
@@ -586,16 +596,22 @@ class GaudiBackend(Backend):
                 patcher.patch(model)
                 model.to(self.device)
                 self._htcore.mark_step()
-                # Same order as load_model in the vendor's plug-in for vLLM. The newest bridge
-                # announces the removal of this function.
-                marks = not self._execution.disable_mark_scales_as_const
-                if marks and hasattr(self._htcore, "hpu_initialize"):
-                    self._htcore.hpu_initialize(model, mark_only_scales_as_const=True)
+                # Same order as load_model in the vendor's plug-in for vLLM.
+                if not self._execution.disable_mark_scales_as_const:
+                    names = ("hpu_inference_initialize", "hpu_initialize")
+                    self._call_core(*names, model, mark_only_scales_as_const=True)
             if self._mode in (HPU_GRAPHS, LAZY):
                 self._mark_layers(model.layers)
         if self._mode == TORCH_COMPILE:
             self._compile(model)
         return model
+
+    def _call_core(self, name: str, old_name: str, *args: object, **options: object) -> None:
+        """Call a function of the vendor's package that has an old name in some releases: up to 1.19
+        only `hpu_set_env` exists, and the state of 2025 announces the removal of the old names
+        (HabanaAI/gaudi-pytorch-bridge, torch/core/quantization.py)."""
+        core = self._htcore
+        getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
     def _can_split(self, model: nn.Module, patcher: ModelPatcher | None) -> bool:
         """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`

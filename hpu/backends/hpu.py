@@ -9,6 +9,7 @@ from hpu.distributed.process_groups import Ranks
 
 
 def _gaudi(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
+    from hpu.doctor.cards import find_cards
     from hpu.doctor.errors import explain
     from hpu.doctor.machine import Machine
     from hpu.doctor.preflight import check_start
@@ -30,6 +31,7 @@ def _gaudi(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
         driver=driver_version(machine) or "",
         ranks=ranks,
         explain=lambda text: explain(text, machine),
+        multiplies_float32=all(card.multiplies_float32 for card in find_cards(machine).cards),
     )
 
 
@@ -60,6 +62,7 @@ def _emulated(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
             guards_off=config.warmup.full_guards_off,
             software=emulator.device.config.release,
             ranks=ranks,
+            multiplies_float32=emulator.device.config.multiplies_float32,
             on_warmup_end=emulator.end_warmup,
             on_warmup_begin=emulator.begin_warmup,
             on_close=emulator.uninstall,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from config.loading.cards import card_nodes
 from hpu.doctor.machine import Machine
-from hpu.gaudi_devices import GENERATIONS
+from hpu.gaudi_devices import GENERATIONS, NO_FLOAT32_PRODUCTS
 
 SMI_FIELDS = "index,module_id,bus_id,uuid,name,memory.total,memory.used"
 
@@ -57,6 +57,13 @@ class DetectedCard(NamedTuple):
     is_open_to_us: bool
     owner: NodeOwner | None = None
     """Owner of the device node; None if it cannot be read."""
+    revision: int | None = None
+    """PCI revision."""
+
+    @property
+    def multiplies_float32(self) -> bool:
+        """Whether the card multiplies float32 matrices; True if its revision is unknown."""
+        return self.revision not in NO_FLOAT32_PRODUCTS.get(self.generation or "", ())
 
     def __str__(self) -> str:
         module = "module unknown" if self.module is None else f"module {self.module}"
@@ -98,6 +105,7 @@ def find_cards(machine: Machine) -> Cards:
                 tuple(holders.get(node, ())),
                 os.access(machine.root / node.lstrip("/"), os.R_OK | os.W_OK),
                 _owner(machine.root / node.lstrip("/")),
+                _number(machine.text(f"{device}/revision")),
             )
         )
     if not nodes:

@@ -1,6 +1,7 @@
 """Checks the runtime's environment variables and the host's memory. Sets nothing."""
 
 from config.errors import bytes_text
+from config.loading.compiler_files import COMPILER_FILES
 from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
@@ -39,6 +40,7 @@ def environment_findings(
         *_tensor_cache(machine),
         *_collectives(machine, num_cards),
         *_weight_sharing(machine),
+        *compiler_findings(machine, has_cards=bool(cards)),
     ]
 
 
@@ -196,6 +198,33 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
             f"set {WEIGHT_SHARING}=0, or unset it",
         )
     ]
+
+
+def compiler_findings(machine: Machine, *, has_cards: bool) -> list[Finding]:
+    """Whether the graph compiler finds its files. A variable may hold several paths."""
+    findings = []
+    for name, path in COMPILER_FILES.items():
+        text = machine.environment.get(name, "")
+        paths = [word for word in text.split(":") if word] or [f"/{path}"]
+        if (not text and not has_cards) or any(_exists(machine, word) for word in paths):
+            continue
+        findings.append(
+            Finding(
+                ERROR if text else WARN,
+                name,
+                f"{name} {f'is {text!r}' if text else 'is not set'}, and {' and '.join(paths)} "
+                f"{'does' if len(paths) == 1 else 'do'} not exist: without these files the "
+                "compiler fails at the first operation, with status 26 and an empty log",
+                f"unset {name}, or set it as /etc/profile.d/habanalabs.sh does"
+                if text
+                else f"install the vendor's packages, or set {name} to where they are",
+            )
+        )
+    return findings
+
+
+def _exists(machine: Machine, path: str) -> bool:
+    return (machine.root / path.lstrip("/")).exists()
 
 
 def _huge_page_mib(machine: Machine) -> int | None:

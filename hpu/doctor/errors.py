@@ -3,6 +3,7 @@
 import re
 
 from hpu.doctor.cards import find_cards
+from hpu.doctor.environment import compiler_findings
 from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import lines_of_used_cards
 from hpu.doctor.software import OTHER_RELEASE, release_mismatch
@@ -29,6 +30,11 @@ MEANINGS: tuple[tuple[str, str], ...] = (
         "--gpu-memory-utilization or --max-num-batched-tokens",
     ),
     (
+        r"float32 operation is not supported|fp32 operations are not supported",
+        "this revision of the card multiplies no float32 matrices (Gaudi 2B, 2C and 2D): use a "
+        "model in bfloat16",
+    ),
+    (
         r"synlaunch failed",
         "a compiled shape could not be started, most often because the card's memory is full: "
         "lower --gpu-memory-utilization",
@@ -37,7 +43,19 @@ MEANINGS: tuple[tuple[str, str], ...] = (
 """(case-insensitive regular expression, explanation)."""
 
 BUSY, FAILED = 20, 26
-"""Status codes of a failed device acquisition."""
+ACQUISITIONS = {
+    8: "the driver reports no usable card (status 8)",
+    16: "fewer cards are usable than this server needs (status 16)",
+    17: "the card was reset: wait until `hl-smi` lists it again (status 17)",
+    BUSY: "another process uses the card, or used it until a moment ago (status 20)",
+    22: "another process uses the card, or used it until a moment ago (status 22)",
+    24: "the card is in reset or has failed: look at `hl-smi` and the kernel's log (status 24)",
+    FAILED: "the driver could not acquire the card and gave no reason (status 26): the driver and "
+    "the runtime may be of different releases",
+}
+"""Status code of a failed device acquisition -> explanation (HabanaAI/Intel_Gaudi3_Software,
+synapse/include/synapse_common_types.h, synStatus)."""
+COMPILATION = re.compile(r"graph ?compile|can not compile", re.IGNORECASE)
 
 
 def explain(text: str, machine: Machine) -> str | None:
@@ -53,6 +71,8 @@ def explain(text: str, machine: Machine) -> str | None:
 def _meaning(text: str, machine: Machine) -> str | None:
     if re.search(r"device acquire failed", text, re.IGNORECASE):
         return _acquisition(text, machine)
+    if COMPILATION.search(text) and (found := compiler_findings(machine, has_cards=True)):
+        return f"{found[0].what}: {found[0].do}"
     return next(
         (meaning for pattern, meaning in MEANINGS if re.search(pattern, text, re.IGNORECASE)), None
     )
@@ -61,11 +81,9 @@ def _meaning(text: str, machine: Machine) -> str | None:
 def _acquisition(text: str, machine: Machine) -> str:
     found = re.search(r"synStatus\s*[=:]?\s*(\d+)", text, re.IGNORECASE)
     status = int(found[1]) if found else None
-    meaning = {
-        BUSY: "another process uses the card, or used it until a moment ago (status 20)",
-        FAILED: "the driver could not acquire the card and gave no reason (status 26): the driver "
-        "and the runtime may be of different releases",
-    }.get(status or 0, f"the driver could not acquire the card (status {status or 'unknown'})")
+    meaning = ACQUISITIONS.get(
+        status or 0, f"the driver could not acquire the card (status {status or 'unknown'})"
+    )
     held = lines_of_used_cards(find_cards(machine).cards)
     if held:
         return f"{meaning}; {'; '.join(held)}"

@@ -47,10 +47,27 @@ def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) 
         findings = [_as_warning(finding) for finding in findings]
     findings += environment_findings(machine, found.cards, num_cards)
     findings += _card_findings(machine, found, num_cards, rank)
+    findings += _revision_findings(found.cards)
     if rank is None:
         findings += group_findings(machine, _visible(machine, found.cards), num_cards)
     findings += host_findings(machine, num_cards)
     return Preflight(tuple(findings), found.cards)
+
+
+def _revision_findings(cards: tuple[DetectedCard, ...]) -> list[Finding]:
+    """A warning if a card multiplies no float32 matrices."""
+    limited = next((card for card in cards if not card.multiplies_float32), None)
+    if not limited:
+        return []
+    return [
+        Finding(
+            WARN,
+            "card revision",
+            f"{limited} has PCI revision {limited.revision} (Gaudi 2B, 2C or 2D): it multiplies no "
+            "float32 matrices",
+            "use models in bfloat16 without recurrent states",
+        )
+    ]
 
 
 def check_start(machine: Machine, *, num_cards: int = 1, rank: int = 0) -> None:

@@ -21,6 +21,10 @@ CRASH, HANG = "crash", "hang"
 WEDGED_COPIES = "wedged-copies"
 """A copy on a side stream into unpinned memory waits forever for the thread that submits launches.
 """
+LARGE_COPIES = "large-copies"
+"""In lazy mode, a copy of LARGE_BYTES or more to the host waits forever unless
+PT_HPU_ENABLE_D2H_ASYNC_THREAD is 0."""
+LARGE_BYTES = 16 << 20
 MIXED_EXPERTS = "mixed-experts"
 """mixture_of_experts.bias_fused_weights expects gate and up concatenated instead of interleaved."""
 MIXED_CODES = "packed-experts"
@@ -191,6 +195,7 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "captured-collectives": RuntimeFault(),
     "compiled-guards": RuntimeFault(),
     "default-copies": RuntimeFault(),
+    LARGE_COPIES: RuntimeFault(),
     "events": RuntimeFault(),
     "graph-cache-writes": RuntimeFault(),
     "graph-cache-slices": RuntimeFault(),

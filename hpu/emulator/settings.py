@@ -56,6 +56,10 @@ class EmulatorConfig:
     the arrival of its bytes: a thread of the runtime writes the bytes, and no event waits for it.
     """
     late_copy_seed: int = 0
+    multiplies_float32: bool = True
+    """Whether the card multiplies float32 matrices: Gaudi 2B, 2C and 2D do not."""
+    reads_kernel_path: bool = False
+    """Whether nothing compiles unless GC_KERNEL_PATH names the compiler's kernels."""
     pins_memory: bool = False
     """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
     it."""

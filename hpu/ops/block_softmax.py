@@ -25,6 +25,23 @@ class Blocks(NamedTuple):
     """(N) int64: sequence of each block; any for padding."""
     mapping: Tensor
     """(B, N) float32: 1 where the block belongs to the sequence."""
+    in_parts: bool = False
+    """Whether products of float32 are computed by products of bfloat16."""
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Sums (B, M) float32 over the blocks of each sequence, of `values` (N, M) float32."""
+        if not self.in_parts:
+            return self.mapping @ values
+        # Three bfloat16 numbers hold the 24 bits of a float32 number, and the mapping is exact in
+        # bfloat16. A compiled product may round the sums of each part to bfloat16.
+        high = values.bfloat16()
+        rest = values - high.float()
+        middle = rest.bfloat16()
+        parts = torch.cat((high, middle, (rest - middle.float()).bfloat16()), dim=1)
+        shape = (len(self.mapping), parts.shape[1])
+        sums = torch.empty(shape, dtype=torch.float32, device=values.device)
+        torch.matmul(self.mapping.bfloat16(), parts, out=sums)
+        return sums.view(len(self.mapping), 3, -1).sum(1)
 
 
 class Reference(NamedTuple):
@@ -65,7 +82,7 @@ def _wsum(blocks: Blocks) -> Tensor:
     """Mean of the maxima of a sequence's blocks."""
     count = blocks.mapping.sum(-1, keepdim=True).clamp_min(1)
     own = torch.where(blocks.highest > MASKED / 2, blocks.highest, 0.0)
-    return (blocks.mapping @ own) / count
+    return blocks.summed(own) / count
 
 
 def _wsum_head_amax(blocks: Blocks) -> Tensor:

@@ -76,6 +76,8 @@ class GaudiKernels:
       `max_experts` in a call.
 
     * `end_slice`: called after each slice.
+
+    * `splits_products`: products of float32 are computed by products of bfloat16.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class GaudiKernels:
         max_experts: int | None = None,
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
+        splits_products: bool = False,
     ) -> None:
+        self._splits_products = splits_products
         self._fused_sdpa = fused_sdpa
         self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
@@ -144,6 +148,7 @@ class GaudiKernels:
             block_softmax=self._block_softmax,
             latent=latent,
             end_slice=self._end_slice,
+            splits_products=self._splits_products,
         )
 
     def make_moe(
@@ -191,8 +196,10 @@ class GaudiAttention(nn.Module):
         block_softmax: str,
         latent: bool = False,
         end_slice: Callable[[], None] = lambda: None,
+        splits_products: bool = False,
     ) -> None:
         super().__init__()
+        self._splits_products = splits_products
         self._fused_sdpa = fused_sdpa
         self.softmax_mode = softmax_mode
         self.block_softmax = block_softmax
@@ -417,10 +424,13 @@ class GaudiAttention(nn.Module):
             )
         else:
             block_weights = _block_weights(
-                highest.view(count, heads).float(),
+                Blocks(
+                    highest.view(count, heads).float(),
+                    operands.rows,
+                    operands.sum_mapping,
+                    self._splits_products,
+                ),
                 sums.view(count, heads).float(),
-                operands.rows,
-                operands.sum_mapping,
                 options.sinks,
                 self._reference,
             ).view(highest.shape)
@@ -467,20 +477,14 @@ def _with_sinks(part: AttentionPart, sinks: Tensor | None) -> Tensor:
 
 
 def _block_weights(
-    highest: Tensor,
-    sums: Tensor,
-    rows: Tensor,
-    mapping: Tensor,
-    sinks: Tensor | None,
-    reference: Reference,
+    blocks: Blocks, sums: Tensor, sinks: Tensor | None, reference: Reference
 ) -> Tensor:
-    """Weight of each block's softmax in the softmax of its sequence, (N, heads) float32, from the
-    maxima and exponential sums of the blocks, (N, heads) float32 each. The matmul is not a module
-    that the FP8 compressor replaces: it sums the denominators of the softmax, which must stay in
-    float32."""
-    top = reference.of(Blocks(highest, rows, mapping))
-    factors = torch.exp(highest - top.index_select(0, rows))
-    totals = mapping @ (factors * sums)
+    """Weight of each block's softmax in the softmax of its sequence, (N, heads) float32; `sums`
+    (N, heads) float32: the exponential sums of the blocks. The matmul is not a module that the FP8
+    compressor replaces: it sums the denominators of the softmax, which must stay in float32."""
+    top, rows = reference.of(blocks), blocks.rows
+    factors = torch.exp(blocks.highest - top.index_select(0, rows))
+    totals = blocks.summed(factors * sums)
     if sinks is not None:
         # A sequence without blocks is padding: its maximum is MASKED.
         totals = totals + torch.exp((sinks.float() - top).clamp_max(MAX_EXPONENT))

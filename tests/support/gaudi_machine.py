@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from config.loading.compiler_files import COMPILER_FILES
 from hpu.doctor.machine import Machine
 
 MODULES = ("habanalabs", "habanalabs_cn", "habanalabs_ib", "habanalabs_en")
@@ -32,6 +33,8 @@ class GaudiMachine:
         """(card, port) of links that are down."""
         self.smi_modules: list[int] = list(range(cards))
         self.write("proc/modules", "".join(f"{name} 16384 0 - Live 0x0\n" for name in MODULES))
+        for path in COMPILER_FILES.values():
+            self.write(path, "")
         self.huge_pages(ENOUGH_PAGES)
         for index in range(cards):
             self.card(index, pci_id=pci_id)

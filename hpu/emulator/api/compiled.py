@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.tensor import HpuTensor, map_leaves
-from hpu.emulator.ops.partitioner import left_out
+from hpu.emulator.ops.partitioner import COLLECTIVE, left_out
 
 NAME = "hpu_backend"
 OPTIONS = frozenset(
@@ -47,6 +47,8 @@ def make_backend(device: EmulatedDevice) -> CompilerFn:
         for name in given:
             if name not in OPTIONS:
                 raise AttributeError(f"the configuration of {NAME}: {name} does not exist")
+        default = device.variables.environment.get("PT_HPU_USE_EAGER_FALLBACK", "1")
+        falls_back = bool(given.get("use_eager_fallback", default.lower() in ("1", "true")))
         is_static = bool(given.get("force_static_compile"))
         has_symbols = any(isinstance(value, torch.SymInt) for value in inputs)
         is_dynamic = has_symbols and not is_static
@@ -60,7 +62,9 @@ def make_backend(device: EmulatedDevice) -> CompilerFn:
             device.counters.misuse("trace_after_warmup", text)
         lower = aot_autograd(
             fw_compiler=_refuse_training,
-            inference_compiler=lambda lowered, _: _region(device, lowered, is_dynamic=is_dynamic),
+            inference_compiler=lambda lowered, _: _region(
+                device, lowered, is_dynamic=is_dynamic, falls_back=falls_back
+            ),
             keep_inference_input_mutations=True,
         )
         compiled: Callable[..., Any] = lower(graph, inputs)
@@ -108,12 +112,16 @@ def _refuse_training(graph: GraphModule, inputs: Sequence[Any]) -> Callable[...,
 
 
 def _region(
-    device: EmulatedDevice, graph: GraphModule, *, is_dynamic: bool
+    device: EmulatedDevice, graph: GraphModule, *, is_dynamic: bool, falls_back: bool
 ) -> Callable[[list[Any]], Any]:
     """Make a function that runs the lowered graph in its own region. Different graphs with the same
     operations do not share recipes: the card's compiler sees the whole graph. Operators that the
-    partitioner would leave out are counted as misuses and stay in the graph."""
+    partitioner would leave out are counted as misuses and stay in the graph. Raises AssertionError
+    for such an operator unless the configuration `falls_back` (use_eager_fallback in the bridge's
+    shared_layer.py)."""
     for name, reason in left_out(graph, is_dynamic=is_dynamic):
+        if not falls_back and reason != COLLECTIVE:
+            raise AssertionError(f"Node: {name} requires fallback: True ({reason})")
         device.counters.misuse(
             "left_out_of_graph", f"{name} breaks a compiled graph in two: {reason}", name
         )

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpu.emulator.ops.attention import scale_of
+from hpu.emulator.ops.attention import NO_WINDOW, scale_of
 
 
 class RotaryPosEmbeddingMode(Enum):
     BLOCKWISE = 0
     PAIRWISE = 1
-
-
-NO_WINDOW = (-1, -1)
 
 
 class FusedSDPA:
@@ -43,15 +40,11 @@ class FusedSDPA:
         window_size: tuple[int, int] = NO_WINDOW,
         sink: Tensor | None = None,
         /,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         softmax_mode, seq_padding_type = softmax_mode.lower(), seq_padding_type.lower()
         if not (q.numel() and k.numel() and v.numel()):
             # The bridge returns new memory (sdpa_fwd_wrapper in its FusedSDPA.py).
             return q.new_empty((*q.shape[:-1], v.shape[-1]))
-        if tuple(window_size) != NO_WINDOW or sink is not None:
-            raise RuntimeError("FusedSDPA is emulated without window_size and sink")
-        if return_dropout_mask or return_attn_probs:
-            raise RuntimeError("FusedSDPA returns neither dropout mask nor probabilities here")
         if softmax_mode == "fp32" and q.dtype != torch.bfloat16:
             raise AssertionError(
                 f"softmax_mode = fp32 is supported only when q/k/v inputs are BF16, got {q.dtype}"
@@ -65,16 +58,23 @@ class FusedSDPA:
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2:
             ones = [1] * (q.dim() - 3)
             attn_mask = attn_mask.expand(q.shape[0], *ones, *attn_mask.shape)
-        recomputes = _recomputes(q, recompute_mode)
+        recomputes = _recomputes(q, recompute_mode) and not return_attn_probs
+        if recomputes and return_dropout_mask:
+            raise AssertionError("Return_dropout_mask is not supported in recompute mode")
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
         before = (q, k, v, attn_mask, dropout_p, scale_of(scale, q), is_causal)
         after = (softmax_mode, valid_seq_len, seq_padding_type)
-        out: Tensor = (
-            torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after)[0]
-            if recomputes
-            else torch.ops.hpu.sdpa_fwd(*before, *after)[0]
-        )
-        return out.reshape(*shape[:-1], v.shape[-1])
+        if recomputes:
+            window = (list(window_size), sink)
+            out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *window)[0]
+            return out.reshape(*shape[:-1], v.shape[-1])
+        # The bridge ignores the window and the sink without recomputation.
+        out, weights, dropped = torch.ops.hpu.sdpa_fwd(*before, *after)
+        out = out.reshape(*shape[:-1], v.shape[-1])
+        weights = weights.reshape(*shape[:-1], k.shape[-2])
+        given = ((weights, return_attn_probs), (dropped, return_dropout_mask))
+        wanted = [value for value, is_wanted in given if is_wanted]
+        return (out, *wanted) if wanted else out
 
 
 def _recomputes(q: Tensor, mode: bool | None) -> bool:

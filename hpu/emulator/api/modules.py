@@ -117,14 +117,26 @@ def _core(device: EmulatedDevice) -> ModuleType:
         if device.is_lazy():
             closures.append(partial(closure, *args))
 
-    def set_env() -> None:
-        device.variables.environment["PT_HPU_INFERENCE_MODE"] = "1"
+    def set_env(model: object = None) -> object:
+        """Switch the inference mode on. The vendor's function also fuses convolutions of `model`
+        with their norms."""
+        device.runtime_switches.update(inference_mode=True, matmul3d_2d_reshape=True)
+        return model
 
-    def teardown() -> None:
-        device.variables.environment.pop("PT_HPU_INFERENCE_MODE", None)
+    def reset_env() -> None:
+        device.runtime_switches.update(inference_mode=False, matmul3d_2d_reshape=False)
 
-    def initialize(model: Any = None, mark_only_scales_as_const: bool = False) -> None:
-        """The vendor's function marks constants; no effect here."""
+    def initialize(
+        model: object = None,
+        mark_only_scales_as_const: bool = False,
+        mark_scales: bool = True,
+        mark_non_scales: bool = True,
+        optimizer: object = None,
+        args: object = None,
+    ) -> None:
+        """The vendor's function marks constants too; no effect here. Signature of 2025
+        (core/quantization.py)."""
+        set_env()
 
     module = ModuleType(f"{ROOT}.core")
     vars(module).update(
@@ -136,7 +148,9 @@ def _core(device: EmulatedDevice) -> ModuleType:
         hpu_set_inference_env=set_env,
         hpu_inference_set_env=set_env,
         hpu_inference_initialize=initialize,
-        hpu_teardown_inference_env=teardown,
+        hpu_inference_reset_env=reset_env,
+        hpu_reset_env=reset_env,
+        hpu_teardown_inference_env=reset_env,
     )
     return module
 
@@ -146,6 +160,9 @@ def _autoload(device: EmulatedDevice) -> ModuleType:
 
     def is_autoload_enabled() -> bool:
         environment = device.variables.environment
+        if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+            # torch itself loads no back end then.
+            return False
         wanted = environment.get("PT_HPU_AUTOLOAD")
         if wanted in ("0", "1"):
             return wanted == "1"
@@ -158,7 +175,16 @@ def _autoload(device: EmulatedDevice) -> ModuleType:
 
 
 def _internal(device: EmulatedDevice) -> ModuleType:
+    def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
+        def call(*args: object, **kwargs: object) -> None:
+            if is_lazy:
+                function(*args, **kwargs)
+
+        is_lazy = device.is_lazy()
+        return call
+
     module = ModuleType(f"{ROOT}.utils.internal")
+    vars(module).update(lazy_only=lazy_only)
     if not device.has_fault("runtime-names"):
         vars(module).update(is_lazy=device.is_lazy)
     return module
@@ -173,6 +199,8 @@ def _experimental(device: EmulatedDevice) -> ModuleType:
     vars(module).update(
         synDeviceType=synDeviceType,
         _get_device_type=lambda: kinds[device.config.generation],
+        _data_ptr=lambda tensor: tensor.data_ptr(),
+        _is_fp16_supported=lambda: True,
         # No effect: the real function makes the bridge fuse the computation of scales, and no
         # result depends on it.
         _set_is_dynamic_quantization=lambda is_dynamic: None,

@@ -1,5 +1,6 @@
 """The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -140,6 +141,38 @@ class Api:
 
     def max_memory_reserved(self, device: object = None) -> int:
         return self.memory_reserved(device)
+
+    def memory_cached(self, device: object = None) -> int:
+        """The old name of memory_reserved."""
+        warnings.warn("torch.hpu.memory_cached is now memory_reserved", FutureWarning, stacklevel=2)
+        return self.memory_reserved(device)
+
+    def max_memory_cached(self, device: object = None) -> int:
+        """The old name of max_memory_reserved."""
+        text = "torch.hpu.max_memory_cached is now max_memory_reserved"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+        return self.max_memory_reserved(device)
+
+    def setDeterministic(self, val: bool) -> None:
+        self._device.runtime_switches["deterministic"] = val
+
+    def getDeterministic(self) -> bool:
+        return self._device.runtime_switches.get("deterministic", False)
+
+    def is_autocast_hpu_enabled(self) -> bool:
+        return torch.is_autocast_enabled("hpu")
+
+    def get_autocast_hpu_dtype(self) -> torch.dtype:
+        return torch.get_autocast_dtype("hpu")
+
+    def can_device_access_peer(self, device: object, peer_device: object) -> bool:
+        """Raises AssertionError for equal or invalid devices (the bridge's
+        torch/hpu/__init__.py)."""
+        self._check_index(device)
+        self._check_index(peer_device)
+        if _index_of(device) == _index_of(peer_device):
+            raise AssertionError("Both the ids are same.")
+        return True
 
     def memory_stats(self, device: object = None) -> dict[str, int]:
         self._check_index(device)
@@ -328,21 +361,27 @@ LAZY_ONLY = (
     "make_graphed_callables",
 )
 """Functions of lazy mode (the bridge's torch/hpu/__init__.py)."""
-NO_OPS = (
-    "enable_inference_mode",
-    "disable_inference_mode",
-    "enable_quantization",
-    "disable_quantization",
-    "enable_matmul3d_2d_reshape",
-    "disable_matmul3d_2d_reshape",
-    "enable_dynamic_shape",
-    "disable_dynamic_shape",
-)
-"""Functions of the runtime without an effect in the emulator."""
+SWITCHES = {
+    "inference_mode": "is_inference_mode_enabled",
+    "quantization": "is_quantization_enabled",
+    "matmul3d_2d_reshape": "is_matmul3d_2d_reshape_enabled",
+    "dynamic_shape": "get_dynamic_shape_status",
+}
+"""Switch of the runtime without an effect in the emulator -> function that returns its state.
+`enable_<name>` and `disable_<name>` set it."""
 
 
-def no_op(*args: Any, **kwargs: Any) -> None:
-    """Implementation of all functions in NO_OPS."""
+def add_switches(module: ModuleType, device: EmulatedDevice) -> None:
+    """Add the functions of SWITCHES."""
+    switches = device.runtime_switches
+
+    def setter(name: str, value: bool) -> Callable[[], None]:
+        return lambda: switches.update({name: value})
+
+    for name, query in SWITCHES.items():
+        setattr(module, f"enable_{name}", setter(name, True))
+        setattr(module, f"disable_{name}", setter(name, False))
+        setattr(module, query, lambda name=name: switches.get(name, False))
 
 
 def make_module(device: EmulatedDevice) -> ModuleType:
@@ -352,6 +391,5 @@ def make_module(device: EmulatedDevice) -> ModuleType:
     for name in dir(Api):
         if not name.startswith("__"):
             setattr(module, name, getattr(api, name))
-    for name in NO_OPS:
-        setattr(module, name, no_op)
+    add_switches(module, device)
     return module

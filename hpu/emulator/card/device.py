@@ -30,7 +30,7 @@ from hpu.emulator.card.tensor import (
     with_index,
 )
 from hpu.emulator.card.work_queue import WorkQueue, copy_bytes, fill_with_garbage
-from hpu.emulator.faults import WEDGED_COPIES
+from hpu.emulator.faults import LARGE_BYTES, LARGE_COPIES, WEDGED_COPIES
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
 from hpu.gaudi_devices import GENERATIONS
 
@@ -178,6 +178,8 @@ class EmulatedDevice:
         self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""
+        self.runtime_switches: dict[str, bool] = {}
+        """Switches of the runtime without an effect here, by name."""
         self.is_serving = False
         """Whether warm-up is over: compilations, captures and fallbacks are then misuses."""
         self.in_step = False
@@ -364,6 +366,8 @@ class EmulatedDevice:
         )
         if op.name in rules.PUTS and self.is_lazy():
             rules.check_put(op.name, args, self._report_misuse)
+        if not self.config.multiplies_float32:
+            rules.check_product(op.name, args)
         result: object
         with drawing, self._running_vendors() if op.is_vendors else nullcontext():
             if op.name in rules.SUMS_BY_INDEX and self.is_lazy():
@@ -648,6 +652,7 @@ class EmulatedDevice:
         if self.recording is not None or not non_blocking:
             self.host_sync("aten::copy_")
         self._join_launches(target, non_blocking=non_blocking)
+        self._wait_for_large_copy(target)
         if self.only_compiled.is_on:
             fill_with_garbage(target)
             self.counters.misuse("compile_only_read", "nothing was launched", "aten::copy_")
@@ -721,6 +726,14 @@ class EmulatedDevice:
             self.released.wait()
             raise RuntimeError("the card was released while a copy waited for a launch")
         self.counters.counts["launch_joins"] += self.launches.join()
+
+    def _wait_for_large_copy(self, target: Tensor) -> None:
+        """Wait forever on a card with this fault."""
+        if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
+            return
+        if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":
+            self.released.wait()
+            raise RuntimeError("the card was released while a large copy waited")
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ class Recipes:
         memory: Memory,
     ) -> None:
         self._config = config
+        self._variables = variables
         self._journal = counters
         self._memory = memory
         self._compiled: set[str] = set()
@@ -47,6 +48,10 @@ class Recipes:
         return compiled
 
     def _compile(self, signature: str) -> None:
+        if self._config.reads_kernel_path and not self._variables.native("GC_KERNEL_PATH"):
+            raise RuntimeError(
+                "Graph compile failed. synStatus=synFail 26 [Generic failure]. synGraphCompile"
+            )
         start = time.perf_counter()
         if self._config.compile_delay_s:
             time.sleep(self._config.compile_delay_s)

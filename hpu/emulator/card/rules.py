@@ -169,6 +169,24 @@ MAX_INDEX_DIMS = {"aten::index": 5, **dict.fromkeys(PUTS, 8)}
 indexing_ops_helper.h and lazy_kernels.cpp)."""
 
 
+PRODUCTS = _names("""
+    mm bmm addmm baddbmm addbmm matmul linear mv addmv dot vdot scaled_dot_product_attention
+    convolution convolution_overrideable _convolution conv1d conv2d conv3d
+""") | {f"hpu::{name}" for name in ("sdpa_recomp_fwd", "sdpa_fwd", "mixture_of_experts")}
+"""Ops of the matrix unit."""
+
+
+def check_product(name: str, args: tuple[object, ...]) -> None:
+    """Raise RuntimeError for a product with a float32 operand, which the compiler refuses for Gaudi
+    2B, 2C and 2D. Only operands count, not the result (validateNodeForGraph in mme_node.cpp and
+    osal_linux.cpp of HabanaAI/Intel_Gaudi3_Software)."""
+    tensors = [given for given in args if isinstance(given, Tensor)]
+    if name in PRODUCTS and any(given.dtype == torch.float32 for given in tensors):
+        raise RuntimeError(
+            f"Graph compile failed. {name}: Device Limitation - float32 operation is not supported"
+        )
+
+
 COPIED_DIMS = {"aten::copy_": 8, "aten::_to_copy": 8}
 """Maximum dimensions of a tensor that lazy mode copies (the bridge's kernels_register.cpp)."""
 

@@ -125,6 +125,10 @@ class StreamState:
         self._waited: Times = {}
 
     @property
+    def key(self) -> int:
+        return self._key
+
+    @property
     def is_default(self) -> bool:
         return self._key == 0
 
@@ -276,6 +280,12 @@ class CardStream:
         self.stream_state = stream_state
         self.priority = priority
         self.device = DEVICE
+        self.device_index = 0
+
+    @property
+    def stream_id(self) -> int:
+        """Number of the stream; 0: the default stream."""
+        return self.stream_state.key
 
     def wait_event(self, event: CardEvent) -> None:
         event.wait(self)

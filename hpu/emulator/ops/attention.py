@@ -1,7 +1,7 @@
 """torch.ops.hpu: reference implementations of fused attention on CPU tensors, which raise the
 documented errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,15 @@ from torch._higher_order_ops.flex_attention import flex_attention
 
 from hpu.emulator.card.tensor import HpuTensor
 
+NO_WINDOW = (-1, -1)
 SDPA = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, "
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, "
-    "Tensor? valid_seq_len, str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? valid_seq_len, str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
+"""The last two arguments are of releases from 1.23 on (FusedSDPA.py and sdpa_gen.cpp of 2025).
+vllm-gaudi leaves them out and so shows that they have defaults (SlicedFusedSDPA)."""
 SDPA_FWD = (
     "sdpa_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float p, float scale, "
     "bool is_causal, str softmax_mode, Tensor? valid_seq_len, str seq_padding_type) "
@@ -34,21 +38,30 @@ def sdpa(
     softmax_mode: str,
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
+    window_size: Sequence[int] = NO_WINDOW,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, row maxima, inverse sums, seed) of attention over (batch, ..., seq, head_dim); the
     dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
     of a padded query is unspecified, here zeros.
 
     Like in the bridge's sdpa_gen.cpp, statistics (batch, ..., seq, 1) exist only for a backward
-    pass; the maxima have the dtype of `q`; the inverse sums are bfloat16 if `q` is bfloat16 and the
-    softmax mode is fast, else float32.
+    pass; the maxima have the dtype of `q`, or float32 in mode fp32 (2025); the inverse sums are
+    bfloat16 if `q` is bfloat16 and the softmax mode is fast, else float32.
     """
     check_sdpa(q, k, mask, p, is_causal, softmax_mode, valid_seq_len, seq_padding_type)
     _check_statistics(requires_backward, is_causal, valid_seq_len)
+    if q.numel() == 1:
+        # The bridge takes such a tensor for the seed of a dropout.
+        raise RuntimeError("FusedSDPA: a query of one element is taken for a seed")
+    if isinstance(sink, Tensor):
+        raise RuntimeError("FusedSDPA is emulated without sink")
     scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
+    scores = scores.masked_fill(~_in_window(scores, window_size), -torch.inf)
     limits = torch.finfo(q.dtype)
     # The exponentials are relative to the returned, rounded maxima.
-    highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max).to(q.dtype)
+    highest = scores.amax(-1, keepdim=True).clamp(limits.min, limits.max)
+    highest = highest if softmax_mode == "fp32" else highest.to(q.dtype)
     weights = torch.exp(scores - highest.float())
     inverse = weights.sum(-1, keepdim=True).clamp_min(1e-30).reciprocal()
     out = ((weights * inverse).to(v.dtype) @ v).to(q.dtype)
@@ -101,13 +114,23 @@ def sdpa_scores(
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         )
     if is_causal:
-        visible = torch.ones(length, span, dtype=torch.bool).tril(span - length)
+        # Query i sees the keys up to i also if there are more keys than queries (test_hpu_sdpa.py).
+        visible = torch.ones(length, span, dtype=torch.bool).tril()
         scores = scores.masked_fill(~visible, -torch.inf)
     if valid_seq_len is not None:
         visible = _valid_keys(valid_seq_len, span, seq_padding_type)
         rows = (-1, *[1] * (scores.dim() - 2), span)
         scores = scores.masked_fill(~visible.view(rows), -torch.inf)
     return scores
+
+
+def _in_window(scores: Tensor, window_size: Sequence[int]) -> Tensor:
+    """(queries, keys): whether a query sees a key by `window_size`, the numbers of keys before and
+    after its own position; -1: all."""
+    length, span = scores.shape[-2:]
+    distance = torch.arange(span) - torch.arange(length).unsqueeze(1)
+    before, after = (span + length if size < 0 else size for size in window_size)
+    return (distance >= -before) & (distance <= after)
 
 
 MAX_HEAD_SIZE = 256
@@ -142,7 +165,7 @@ def check_sdpa(
     if is_causal and mask is not None:
         raise RuntimeError("FusedSDPA takes either is_causal or attn_mask, not both")
     if valid_seq_len is not None and (not is_causal or mask is not None):
-        raise RuntimeError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
+        raise AssertionError("FusedSDPA takes valid_seq_len only with is_causal and no attn_mask")
     if seq_padding_type not in ("left", "right"):
         raise RuntimeError(f"seq_padding_type must be left or right, got {seq_padding_type!r}")
     if softmax_mode not in ("None", "none", "fast", "fp32"):

@@ -25,12 +25,13 @@ def _sdpa(
     softmax_mode: str,
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
+    *new: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = (*q.shape[:-1], 1) if requires_backward else (1,)
     is_narrow = softmax_mode == "fast" and q.dtype == torch.bfloat16
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),
-        q.new_empty(rows),
+        q.new_empty(rows, dtype=torch.float32 if softmax_mode == "fp32" else q.dtype),
         q.new_empty(rows, dtype=torch.bfloat16 if is_narrow else torch.float32),
         q.new_empty(1, dtype=torch.int32),
     )

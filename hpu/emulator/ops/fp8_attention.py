@@ -5,10 +5,12 @@ Schemas and result types follow the bridge (HabanaAI/gaudi-pytorch-bridge: kerne
 sdpa_gen.cpp, and the meta functions of its compile backend).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hpu.emulator.ops.attention import check_sdpa, sdpa_scores
+from hpu.emulator.ops.attention import NO_WINDOW, check_sdpa, sdpa_scores
 from hpu.emulator.ops.quantized import Fp8
 
 FP8_SDPA = (
@@ -16,7 +18,8 @@ FP8_SDPA = (
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? d_scale_q, "
     "Tensor? d_scale_k, Tensor? d_scale_v, Tensor? q_scale_s, Tensor? q_scale_o, "
     "Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len, "
-    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 SOFTMAX_FP8 = (
     "softmax_fp8{name}(Tensor input, int dim, {scale} input_scale{default}, "
@@ -52,6 +55,8 @@ class Fp8Attention:
         is_amax_o: bool,
         valid_seq_len: Tensor | None,
         seq_padding_type: str,
+        window_size: Sequence[int] = NO_WINDOW,
+        sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest output or 0),
         the last two of shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp).
@@ -64,6 +69,8 @@ class Fp8Attention:
             raise RuntimeError(f"fp8 FusedSDPA: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}")
         if is_amax_s and is_fp8:
             raise RuntimeError(f"fp8 FusedSDPA measures float32 or bfloat16, got {q.dtype}")
+        if tuple(window_size) != NO_WINDOW or isinstance(sink, Tensor):
+            raise RuntimeError("fp8 FusedSDPA is emulated without window_size and sink")
         if requires_backward:
             raise RuntimeError("fp8 FusedSDPA is emulated for inference")
         wide_dtype = torch.bfloat16 if is_fp8 else q.dtype
@@ -165,6 +172,8 @@ def fake_sdpa(
     is_amax_o: bool,
     valid_seq_len: Tensor | None,
     seq_padding_type: str,
+    window_size: Sequence[int] = NO_WINDOW,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Shapes and dtypes of `Fp8Attention.sdpa`."""
     wide_dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype

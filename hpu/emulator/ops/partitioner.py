@@ -27,9 +27,11 @@ DYNAMIC_ONLY = frozenset(
 COLLECTIVES = "_c10d_functional"
 """Namespace of the collectives of compiled code, which the bridge never accepts into a graph (its
 test_hpu_propose_partitions.py)."""
+COLLECTIVE = "a collective runs alone"
+"""The reason to leave a collective out, which is no fallback."""
 NO_BOOL = ("full", "mul")
-"""Operators that are taken out of the graph if their second argument is a bool
-(bool_fallback_list)."""
+"""Operators that are taken out of the graph if their second argument is a bool (bool_fallback_list
+of 2025; the state of 2026 keeps them)."""
 MAX_INDEXED_DIMS = 4
 
 
@@ -50,7 +52,7 @@ def left_out(graph: GraphModule, *, is_dynamic: bool) -> Iterator[tuple[str, str
         namespace, _, name = node.target._schema.name.partition("::")
         if namespace == COLLECTIVES:
             if name != "wait_tensor":
-                yield name, "a collective runs alone"
+                yield name, COLLECTIVE
             continue
         if reason := _reason(name, node, is_dynamic):
             yield name, reason

@@ -1,5 +1,6 @@
 """Checks of copies between host and card, and of streams and events."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ LOCKSTEP = Fallback("overlap-depth", ("1",))
 SENTINEL = -7_654_321
 ARRIVAL_TIMEOUT_S = 1.0
 NUM_COPIES = 8
+LARGE_BYTES, LARGE_LIMIT_S = 64 << 20, 5.0
 
 
 def copies_beside_work(card: Card) -> Iterator[Comparison]:
@@ -56,7 +58,8 @@ def _arrived(
 ) -> Comparison:
     """Comparison of `target` after its copy has run concurrently with other work. `wait`: waits for
     the event after the copy."""
-    weight = card.put(card.values(256, 256, seed=1))
+    # Some cards multiply no float32 matrices.
+    weight = card.put(card.values(256, 256, seed=1).bfloat16())
     product = weight @ weight
     card.mark()
     wait()
@@ -65,6 +68,31 @@ def _arrived(
         time.sleep(1e-4)
     del product
     return Comparison(what, target, expected)
+
+
+def large_copies(card: Card) -> Iterator[Comparison]:
+    host = card.torch.arange(LARGE_BYTES // 4, dtype=card.torch.int32)
+    doubled = card.put(host) * 2
+    card.mark()
+    found: list[Tensor] = []
+    errors: list[RuntimeError] = []
+
+    def copy() -> None:
+        try:
+            with card.torch.inference_mode():
+                found.append(doubled.cpu())
+        except RuntimeError as error:
+            errors.append(error)
+
+    # A hanging copy cannot be cancelled: its thread ends with the process.
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    thread.join(LARGE_LIMIT_S)
+    if errors:
+        raise errors[0]
+    what = f"a copy of {LARGE_BYTES >> 20} MiB to the host"
+    yield Comparison(f"{what} returns within {LARGE_LIMIT_S:.0f} s", bool(found), True)
+    yield Comparison(what, found[0], host * 2)
 
 
 def uploads(card: Card) -> Iterator[Comparison]:
@@ -83,7 +111,7 @@ def uploads(card: Card) -> Iterator[Comparison]:
 
 def events(card: Card) -> Iterator[Comparison]:
     begin, end = (card.hpu.Event(enable_timing=True) for _ in range(2))
-    weight = card.put(card.values(512, 512, seed=1))
+    weight = card.put(card.values(512, 512, seed=1).bfloat16())
     card.mark()
     begin.record()
     product = weight
@@ -116,6 +144,15 @@ CHECKS = (
         source=BRIDGE,
         program=copies_among_work,
         fallbacks=(Fallback("host-copies", ("side", "blocking")),),
+        limit_s=20.0,
+    ),
+    Check(
+        name="large-copies",
+        assumption="a copy of 64 MiB to the host returns (a public report: it hung in lazy mode)",
+        source="public launch script for Gaudi 2; HabanaAI/gaudi-pytorch-bridge, lazy_kernels.cpp "
+        "(copy_hpu_lazy_D2H)",
+        program=large_copies,
+        fallbacks=(Fallback("PT_HPU_ENABLE_D2H_ASYNC_THREAD", ("0",)),),
         limit_s=20.0,
     ),
     Check(

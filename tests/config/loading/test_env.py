@@ -1,6 +1,7 @@
 """config/loading/env.py: which variables are settings, which are ignored, and the environment of a
 worker."""
 
+import functools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ExecutionConfig
+from config.loading.compiler_files import COMPILER_FILES, compiler_variables
 from config.loading.env import (
     cache_home,
     data_parallel_token,
@@ -20,6 +22,7 @@ from config.loading.env import (
     launched_rank,
     module_id,
     runtime_environment,
+    set_missing,
     settings,
     variable_table,
     worker_environment,
@@ -292,3 +295,29 @@ def test_the_rank_is_read_from_the_launchers_variables(
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match="RANK is 2 and WORLD_SIZE is 2"):
         launched_rank()
+
+
+@pytest.mark.parametrize("given", [None, ""], ids=["unset", "empty"])
+def test_a_card_worker_finds_the_files_of_the_compiler_without_a_login_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    library = tmp_path / "usr/lib/habanalabs/libtpc_kernels.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    find = functools.partial(compiler_variables, root=tmp_path)
+    monkeypatch.setattr("config.loading.env.compiler_variables", find)
+    for name in COMPILER_FILES:
+        monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv("GC_KERNEL_PATH", given)
+    config = EngineConfig("m", device="hpu", execution=ExecutionConfig(mode="torch-compile"))
+
+    variables = worker_environment(config)
+
+    assert variables["GC_KERNEL_PATH"] == "/usr/lib/habanalabs/libtpc_kernels.so"
+    assert "HABANA_SCAL_BIN_PATH" not in variables
+    set_missing(hpu_environment(config))
+    assert os.environ["GC_KERNEL_PATH"] == variables["GC_KERNEL_PATH"]
+    monkeypatch.setenv("GC_KERNEL_PATH", "/opt/own.so")
+    assert worker_environment(config)["GC_KERNEL_PATH"] == "/opt/own.so"

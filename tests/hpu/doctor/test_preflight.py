@@ -82,6 +82,10 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
         ("PT_HPU_WEIGHT_SHARING", "1", WARN),
         ("PT_HPU_WEIGHT_SHARING", "0", OK),
         ("PT_HPU_ENABLE_LAZY_COLLECTIVES", "false", ERROR),
+        ("GC_KERNEL_PATH", "/opt/own/libkernels.so", ERROR),
+        ("GC_KERNEL_PATH", "/opt/own/libkernels.so:/usr/lib/habanalabs/libtpc_kernels.so", OK),
+        ("GC_KERNEL_PATH", "", OK),
+        ("HABANA_PLUGINS_LIB_PATH", "/usr/lib/habanatools/habana_plugins", ERROR),
         ("HABANA_VISIBLE_DEVICES", "2", WARN),
         ("HABANA_VISIBLE_DEVICES", "all", OK),
         ("HABANA_VISIBLE_DEVICES", "first", WARN),
@@ -102,6 +106,32 @@ def test_a_harmful_environment_variable_is_reported(
     found = levels(gaudi.seen(), num_cards=2)
 
     assert found.get(name, OK) == level
+
+
+def test_a_revision_without_products_of_float32_is_reported(tmp_path: Path) -> None:
+    gaudi = GaudiMachine(tmp_path, cards=1, pci_id="0x1020")
+    device = "sys/class/accel/accel0/device/revision"
+    for revision, is_limited in (("0x01", False), ("0x04", True)):
+        gaudi.write(device, f"{revision}\n")
+
+        assert ("card revision" in levels(gaudi.seen())) == is_limited
+        (card,) = find_cards(gaudi.seen()).cards
+        assert card.multiplies_float32 != is_limited
+
+
+def test_missing_files_of_the_compiler_are_reported(gaudi: GaudiMachine) -> None:
+    (gaudi.root / "usr/lib/habanalabs/libtpc_kernels.so").unlink()
+
+    findings = [
+        found for found in preflight(gaudi.seen()).findings if found.about == "GC_KERNEL_PATH"
+    ]
+
+    assert [(found.level, found.do) for found in findings] == [
+        (WARN, "install the vendor's packages, or set GC_KERNEL_PATH to where they are")
+    ]
+    assert (
+        "is not set, and /usr/lib/habanalabs/libtpc_kernels.so does not exist" in findings[0].what
+    )
 
 
 def test_device_indices_in_a_container_are_not_reported(gaudi: GaudiMachine) -> None:
@@ -301,10 +331,37 @@ def test_few_huge_pages_are_reported_as_a_hint(gaudi: GaudiMachine) -> None:
         ("Graph compile failed. 26", "could not be compiled"),
         ("workspace Allocation of size ::1048576 failed!", "needs more workspace"),
         ("cpu fallback is not supported during hpu graph capturing", "--enforce-eager"),
+        ("Device Limitation - float32 operation is not supported", "Gaudi 2B, 2C and 2D"),
     ],
 )
 def test_the_runtimes_errors_are_explained(gaudi: GaudiMachine, text: str, meaning: str) -> None:
     assert meaning in str(explain(f"RuntimeError: {text}", gaudi.seen()))
+
+
+def test_a_failed_compilation_names_the_missing_files_of_the_compiler(gaudi: GaudiMachine) -> None:
+    text = "Graph compile failed. synStatus=synFail 26 [Generic failure]"
+    assert "memory is full" in str(explain(text, gaudi.seen()))
+    gaudi.environment["GC_KERNEL_PATH"] = "/opt/own.so"
+
+    assert "unset GC_KERNEL_PATH" in str(explain(text, gaudi.seen()))
+
+
+@pytest.mark.parametrize(
+    ("status", "meaning"),
+    [
+        (8, "no usable card (status 8)"),
+        (17, "was reset"),
+        (22, "another process uses the card"),
+        (24, "in reset or has failed"),
+        (99, "(status 99)"),
+    ],
+)
+def test_the_status_of_a_failed_acquisition_is_explained(
+    gaudi: GaudiMachine, status: int, meaning: str
+) -> None:
+    text = f"Device acquire failed. synStatus={status}"
+
+    assert meaning in str(explain(text, gaudi.seen()))
 
 
 def test_a_failed_acquisition_names_the_holders(gaudi: GaudiMachine) -> None:

@@ -136,8 +136,8 @@ def test_attention_reads_its_modes_in_any_case_and_refuses_a_mask_of_one_row() -
         q = _ones(1, 2, 4, 8, dtype=torch.bfloat16)
         start = (None, 0.0, True, None, "Fast", None, None, "Right", False, False)
         assert FusedSDPA.apply(q, q, q, *start, (-1, -1), None).shape == q.shape
-        with pytest.raises(RuntimeError, match="without window_size"):
-            FusedSDPA.apply(q, q, q, *start, (4, 0), None)
+        with pytest.raises(RuntimeError, match="without sink"):
+            FusedSDPA.apply(q, q, q, *start, (-1, -1), q)
         with pytest.raises(AssertionError, match="unsupported 2D attention mask"):
             FusedSDPA.apply(q, q, q, _ones(1, 4, dtype=torch.bfloat16))
 

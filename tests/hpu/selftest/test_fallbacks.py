@@ -72,6 +72,7 @@ CASES = (
     Case("events", breaks=False),
     Case("host-copies", breaks=False),
     Case("default-copies", breaks=False),
+    Case("large-copies", breaks=False),
     Case("out-of-memory", breaks=False),
     Case("memory-stats", breaks=False),
     Case("graph-memory", breaks=False),
