@@ -71,6 +71,27 @@ SETTINGS = {
 """Name -> (context, sequences, tokens a step, KV blocks)."""
 
 
+ABOUT = f"""\
+`python benchmarks/padding.py`: graphs and padding of the default buckets (fitted to a general
+traffic) and of vLLM's Gaudi plug-in at commit {PLUGIN_COMMIT}, whose rule the script states. Pure
+arithmetic, which does not depend on the machine: nothing was run on a card.
+
+Settings are context/sequences/tokens per step, with 4000 blocks of 128 tokens for 8B on one card
+and 20,000 for 70B on eight. Padding is a fraction of the padded amount: of the tokens that prefills
+compute, of the blocks that decodes read, and of the modeled cost of all launches, at loads from one
+sequence to all, with equal weights. Ratios are ours over the plug-in's. `unprepared` are launches
+without a prepared bucket, which compile while serving.
+
+Lengths are log-normal (standard deviations of the logarithms: 0.8 of prompts, 0.7 of outputs).
+Medians of prompt and output tokens: chat 400 and 250, between the means of ShareGPT in vLLM's paper
+(161 and 338) and the conversations of the Azure trace of 2023; code 1500, the prompts of that
+trace's code, and 400; summaries 3000 and 200, articles of some 2000 words. The other traffics weigh
+little or nothing in the mix that the default is fitted to: the medians of the Azure trace of 2023
+(Splitwise: conversations 1020 and 129, code 1500 and 13), and long requests of 6000 and 800. The
+general mix has the medians of the first three with weight 1, and of the long requests with weight
+0.3.
+"""
+
 COLUMNS = {"tokens": "prompt tokens", "blocks": "decode blocks", "work": "work"}
 """Field of Waste -> its name in the table."""
 
@@ -209,10 +230,7 @@ def markdown(found: list[Row]) -> str:
     lines = [
         f"# Padding of the default buckets, {datetime.date.today().isoformat()}",
         "",
-        "`python benchmarks/padding.py`: graphs and padding of the default buckets and of vLLM's "
-        f"Gaudi plug-in at commit {PLUGIN_COMMIT}. Pure arithmetic, which does not depend on the "
-        "machine: nothing was run on a card.",
-        "",
+        ABOUT,
         "| setting | graphs, plug-in | ours | traffic | "
         + " | ".join(f"{name}, plug-in | ours | ratio" for name in COLUMNS.values())
         + " | unprepared, plug-in | ours |",
