@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -104,24 +105,26 @@ def measure(command: str) -> dict[str, Sizes]:
     return {"idle": idle.sizes, "loaded": loaded.sizes, "parts": parts}
 
 
-def markdown(command: str, found: Mapping[str, Sizes]) -> str:
-    """The tables, with date and machine."""
+def markdown(data: Mapping[str, Any]) -> str:
+    """The tables of a measurement, from the content of its JSON file."""
+    idle, loaded = data["idle"], data["loaded"]
     lines = [
-        f"# Memory by process, {datetime.date.today().isoformat()}",
+        f"# Memory by process, {data['date']}",
         "",
-        f"`python benchmarks/memory.py`, {machine()}. The server: `{command}`.",
+        f"`python benchmarks/memory.py`, {data['machine']}. The server: `{data['command']}`.",
         "",
         "Resident MiB of each process after the first answer, and the maximum while "
-        f"{WORKLOAD.concurrency} streams of {WORKLOAD.prompt} prompt and {WORKLOAD.output} output "
+        f"{data['streams']} streams of {WORKLOAD.prompt} prompt and {WORKLOAD.output} output "
         f"tokens run. Pages that processes share count in each row except `{TOTAL}`.",
         "",
-        f"| process | idle | {WORKLOAD.concurrency} streams |",
+        f"| process | idle | {data['streams']} streams |",
         "| --- | ---: | ---: |",
     ]
-    for name, size in found["loaded"].items():
-        lines.append(f"| {name} | {found['idle'].get(name, 0):.0f} | {size:.0f} |")
+    # The sort is stable, so only the sum moves to the end.
+    for name in sorted(loaded, key=lambda name: name == TOTAL):
+        lines.append(f"| {name} | {idle.get(name, 0):.0f} | {loaded[name]:.0f} |")
     lines += ["", "| part of the engine | MiB |", "| --- | ---: |"]
-    lines += [f"| {name} | {size:.0f} |" for name, size in found["parts"].items()]
+    lines += [f"| {name} | {size:.0f} |" for name, size in data["parts"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -135,14 +138,15 @@ def main() -> int:
     options = parser.parse_args()
     serve = f"serve demo --port {{port}} {options.flags}".strip()
     found = measure(f"{shlex.quote(sys.executable)} -m server.cli.main {serve}")
-    table = markdown(f"gaudiserve {serve}", found)
+    about = {"date": datetime.date.today().isoformat(), "machine": machine()}
+    command = {"command": f"gaudiserve {serve}", "streams": WORKLOAD.concurrency}
+    data = {**about, **command, **found}
+    table = markdown(data)
     print(table, end="")
     if options.markdown:
         options.markdown.write_text(table)
     if options.json:
-        about = {"date": datetime.date.today().isoformat(), "machine": machine()}
-        command = {"command": f"gaudiserve {serve}", "streams": WORKLOAD.concurrency}
-        options.json.write_text(json.dumps({**about, **command, **found}, indent=1) + "\n")
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 
