@@ -121,8 +121,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         "| --- | ---: | ---: |",
     ]
     # The sort is stable, so only the sum moves to the end.
-    for name in sorted(loaded, key=lambda name: name == TOTAL):
-        lines.append(f"| {name} | {idle.get(name, 0):.0f} | {loaded[name]:.0f} |")
+    names = sorted(loaded, key=lambda name: name == TOTAL)
+    lines += [f"| {name} | {idle.get(name, 0):.0f} | {loaded[name]:.0f} |" for name in names]
     lines += ["", "| part of the engine | MiB |", "| --- | ---: |"]
     lines += [f"| {name} | {size:.0f} |" for name, size in data["parts"].items()]
     return "\n".join(lines) + "\n"

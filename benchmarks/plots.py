@@ -20,9 +20,9 @@ from benchmarks.memory import TOTAL
 RESULTS = Path(__file__).parent / "results"
 FOLDER = Path(__file__).parents[1] / "docs"
 
-COLOURS = ("#1f5fbf", "#d97706", "#4b9e6f", "#9a9a9a", "#a23b72")
+COLORS = ("#1f5fbf", "#d97706", "#4b9e6f", "#9a9a9a", "#a23b72")
 SERVERS = ("gaudiserve", "vLLM", "OpenVINO", "llama.cpp")
-"""Each server has the colour at its position in all charts."""
+"""Each server has the color at its position in all charts."""
 COLUMNS = {"demo": "gaudiserve", "vLLM CPU": "vLLM"}
 """Column of a page -> server, where the names differ."""
 BOUND = "bound of the machine"
@@ -31,7 +31,7 @@ WIDTH, MARGIN = 900, 8
 PANEL_LEFT, PANEL_TOP, PANEL_BOTTOM = 58, 30, 56
 HEAD = 56
 """Height of a chart's title and legend."""
-LETTER = 0.56
+LETTER = 0.52
 """Mean width of a letter, as a fraction of the font size."""
 
 
@@ -220,7 +220,7 @@ def first_token() -> Chart:
         SERVERS,
         panels,
         [machine.page for machine in MACHINES],
-        note="full colour: median; pale: 99th percentile",
+        note="solid: median; pale: 99th percentile",
     )
 
 
@@ -255,7 +255,9 @@ def memory() -> Chart:
     states = {"idle": "idle", "loaded": f"{data['streams']} streams of 128/128 tokens"}
     part = "part of the engine's memory"
     groups = {
-        name: {shown: Bar(data[state].get(name, 0.0)) for state, shown in states.items()}
+        name.replace(".", ".\n"): {
+            shown: Bar(data[state][name]) for state, shown in states.items() if name in data[state]
+        }
         for name in sorted(data["loaded"], key=lambda name: name == TOTAL)
     }
     groups |= {name: {part: Bar(size)} for name, size in data["parts"].items()}
@@ -307,7 +309,7 @@ def host() -> Chart:
     groups = {}
     for batch, (logic, launching) in worker.items():
         values = (engine[batch], logic, launching)
-        groups[f"{batch} requests"] = {
+        groups["1 request" if batch == 1 else f"{batch} requests"] = {
             name: Bar(value) for name, value in zip(series, values, strict=True)
         }
     return Chart(
@@ -378,8 +380,8 @@ def drawn(chart: Chart) -> str:
     rows = math.ceil(len(chart.panels) / chart.columns)
     height = HEAD + rows * chart.height + MARGIN
     parts = [_text(MARGIN, 20, chart.title, size=15, anchor="start", weight="bold")]
-    colours = dict(zip(chart.series, COLOURS, strict=False))
-    parts += _legend(chart, colours)
+    colors = dict(zip(chart.series, COLORS, strict=False))
+    parts += _legend(chart, colors)
     for index, panel in enumerate(chart.panels):
         row, column = divmod(index, chart.columns)
         # A last panel without a neighbour takes the whole width.
@@ -388,7 +390,7 @@ def drawn(chart: Chart) -> str:
         frame = _Frame(
             panel, MARGIN + column * width, HEAD + row * chart.height, width, chart.height
         )
-        parts += frame.drawn(colours)
+        parts += frame.drawn(colors)
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -397,14 +399,14 @@ def drawn(chart: Chart) -> str:
     )
 
 
-def _legend(chart: Chart, colours: Mapping[str, str]) -> Iterator[str]:
+def _legend(chart: Chart, colors: Mapping[str, str]) -> Iterator[str]:
     x = float(MARGIN)
-    for name, colour in colours.items():
-        yield _bar(x, 32, 12, 12, colour, name)
+    for name, color in colors.items():
+        yield _bar(x, 32, 12, 12, color, name)
         yield _text(x + 17, 42, name, anchor="start")
         x += 17 + _width(name, 12) + 18
     if chart.note:
-        yield _text(WIDTH - MARGIN, 42, chart.note, size=11, anchor="end", colour="#555")
+        yield _text(WIDTH - MARGIN, 42, chart.note, size=11, anchor="end", color="#555")
 
 
 class _Frame:
@@ -413,18 +415,18 @@ class _Frame:
     def __init__(self, panel: Panel, x: float, y: float, width: float, height: float) -> None:
         self._panel = panel
         self._left, self._right = x + PANEL_LEFT, x + width - MARGIN
-        self._top, self._floor = y + PANEL_TOP, y + height - PANEL_BOTTOM
+        self._top, self._floor = y + (PANEL_TOP if panel.title else 12), y + height - PANEL_BOTTOM
         self._x, self._y = x, y
         top = max(_values(panel.content))
         self._step = _nice_step(top)
-        # Half a step more leaves room for the number above the highest bar.
+        # Room for the number above the highest bar.
         self._most = max(math.ceil(top / self._step) * self._step, top * 1.06)
 
-    def drawn(self, colours: Mapping[str, str]) -> Iterator[str]:
+    def drawn(self, colors: Mapping[str, str]) -> Iterator[str]:
         panel = self._panel
         yield _text(self._left, self._y + 18, panel.title, size=13, anchor="start")
         middle = (self._top + self._floor) / 2
-        yield _text(self._x + 12, middle, panel.unit, size=11, colour="#555", turned=True)
+        yield _text(self._x + 12, middle, panel.unit, size=11, color="#555", turned=True)
         for index in range(math.floor(self._most / self._step + 1e-9) + 1):
             value = index * self._step
             yield _line(self._left, self._height(value), self._right, self._height(value), "#ddd")
@@ -432,16 +434,16 @@ class _Frame:
                 self._left - 5, self._height(value) + 4, f"{value:g}", size=10, anchor="end"
             )
         if _is_lines(panel.content):
-            yield from self._lines(panel.content, colours)
+            yield from self._lines(panel.content, colors)
         else:
-            yield from self._bars(panel.content, colours)
+            yield from self._bars(panel.content, colors)
         yield _line(self._left, self._floor, self._right, self._floor, "#444")
 
     def _height(self, value: float) -> float:
         return self._floor - value / self._most * (self._floor - self._top)
 
-    def _bars(self, groups: Any, colours: Mapping[str, str]) -> Iterator[str]:
-        order = [name for name in colours if any(name in bars for bars in groups.values())]
+    def _bars(self, groups: Any, colors: Mapping[str, str]) -> Iterator[str]:
+        order = [name for name in colors if any(name in bars for bars in groups.values())]
         width = (self._right - self._left) / len(groups)
         bar = min(width * 0.86 / len(order), 60)
         for index, (label, bars) in enumerate(groups.items()):
@@ -449,26 +451,26 @@ class _Frame:
             centre = self._left + (index + 0.5) * width
             for place, name in enumerate(shown):
                 x = centre + (place - len(shown) / 2) * bar
-                yield from self._one_bar(x, bar, bars[name], colours[name], f"{name}, {label}")
+                yield from self._one_bar(x, bar, bars[name], colors[name], f"{name}, {label}")
             yield from self._label(centre, width, label)
 
-    def _one_bar(self, x: float, width: float, bar: Bar, colour: str, name: str) -> Iterator[str]:
+    def _one_bar(self, x: float, width: float, bar: Bar, color: str, name: str) -> Iterator[str]:
         digits = self._panel.digits
         if bar.upper is not None and bar.upper > bar.value:
             top = self._height(bar.upper)
             hint = f"{name}, 99th percentile: {bar.upper:g}"
-            yield _bar(x, top, width - 2, self._floor - top, colour, hint, opacity=0.35)
+            yield _bar(x, top, width - 2, self._floor - top, color, hint, opacity=0.35)
         top = self._height(bar.value)
         hint = f"{name}: {bar.value:.{digits}f}".replace("\n", " ")
-        yield _bar(x, top, width - 2, self._floor - top, colour, hint)
+        yield _bar(x, top, width - 2, self._floor - top, color, hint)
         middle = x + width / 2 - 1
         above = self._height(bar.value if bar.upper is None else max(bar.upper, bar.value)) - 3
         if bar.upper is None:
             yield _text(middle, above, f"{bar.value:.{digits}f}", size=9)
             return
         yield _text(middle, above, f"{bar.upper:.{digits}f}", size=9)
-        if self._floor - top > 14:
-            yield _text(middle, top + 11, f"{bar.value:.{digits}f}", size=9, colour="#fff")
+        if bar.upper > bar.value and self._floor - top > 14:
+            yield _text(middle, top + 11, f"{bar.value:.{digits}f}", size=9, color="#fff")
 
     def _label(self, centre: float, width: float, label: str) -> Iterator[str]:
         letters = max(6, int(width / (10 * LETTER)))
@@ -476,7 +478,7 @@ class _Frame:
         for number, line in enumerate(lines):
             yield _text(centre, self._floor + 14 + number * 12, line, size=10)
 
-    def _lines(self, lines: Any, colours: Mapping[str, str]) -> Iterator[str]:
+    def _lines(self, lines: Any, colors: Mapping[str, str]) -> Iterator[str]:
         ticks = sorted({x for points in lines.values() for x, _ in points})
         # Streams double from tick to tick, so the axis is logarithmic.
         first, last = math.log(ticks[0]), math.log(ticks[-1])
@@ -488,23 +490,26 @@ class _Frame:
         for tick in ticks:
             yield _text(across(tick), self._floor + 14, f"{tick:g}", size=10)
         middle = (self._left + self._right) / 2
-        yield _text(middle, self._floor + 32, self._panel.axis, size=11, colour="#555")
+        yield _text(middle, self._floor + 32, self._panel.axis, size=11, color="#555")
         for name, points in lines.items():
             spots = [(across(x), self._height(y)) for x, y in points]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
             dashes = ' stroke-dasharray="5 4"' if name == BOUND else ""
             yield (
-                f'<polyline points="{path}" fill="none" stroke="{colours[name]}" '
+                f'<polyline points="{path}" fill="none" stroke="{colors[name]}" '
                 f'stroke-width="2"{dashes}/>'
             )
             for (x, y), (streams, value) in zip(spots, points, strict=True):
                 hint = f"{name}, {streams:g}: {value:.1f}"
                 yield (
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colours[name]}">'
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colors[name]}">'
                     f"<title>{escape(hint)}</title></circle>"
                 )
-            x, y = spots[-1]
-            yield _text(x + 5, y + 3, f"{points[-1][1]:.0f}", size=9, anchor="start")
+        last_y = self._floor + 12
+        # Numbers of lines that end close together move up, the lowest line first.
+        for _, value in sorted((points[-1] for points in lines.values()), key=lambda p: p[1]):
+            last_y = min(self._height(value) + 3, last_y - 10)
+            yield _text(across(ticks[-1]) + 5, last_y, f"{value:.0f}", size=9, anchor="start")
 
 
 def _is_lines(content: Groups | Lines) -> bool:
@@ -530,19 +535,19 @@ def _width(text: str, size: int) -> float:
 
 
 def _bar(
-    x: float, y: float, width: float, height: float, colour: str, hint: str, opacity: float = 1
+    x: float, y: float, width: float, height: float, color: str, hint: str, opacity: float = 1
 ) -> str:
     pale = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
-        f'fill="{colour}"{pale}><title>{escape(hint)}</title></rect>'
+        f'fill="{color}"{pale}><title>{escape(hint)}</title></rect>'
     )
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:
+def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-        f'stroke="{colour}" stroke-width="1"/>'
+        f'stroke="{color}" stroke-width="1"/>'
     )
 
 
@@ -553,7 +558,7 @@ def _text(
     *,
     size: int = 12,
     anchor: str = "middle",
-    colour: str = "#222",
+    color: str = "#222",
     weight: str = "",
     turned: bool = False,
 ) -> str:
@@ -561,7 +566,7 @@ def _text(
     more += f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-        f'fill="{colour}"{more}>{escape(text)}</text>'
+        f'fill="{color}"{more}>{escape(text)}</text>'
     )
 
 
