@@ -21,7 +21,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,10 +225,10 @@ def rows(name: str, requests: int) -> Iterator[Row]:
         yield {"setting": name, "traffic": kind, "graphs": graphs, **padding}
 
 
-def markdown(found: list[Row]) -> str:
-    """The table, with the date and the source of the plug-in's rule."""
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page, from the content of its JSON file."""
     lines = [
-        f"# Padding of the default buckets, {datetime.date.today().isoformat()}",
+        f"# Padding of the default buckets, {data['date']}",
         "",
         ABOUT,
         "| setting | graphs, plug-in | ours | traffic | "
@@ -236,7 +236,7 @@ def markdown(found: list[Row]) -> str:
         + " | unprepared, plug-in | ours |",
         "| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 11,
     ]
-    for row in found:
+    for row in data["rows"]:
         theirs, ours = row["plugin"], row["ours"]
         parts = [
             f"{theirs[key]:.1%} | {ours[key]:.1%} | {ours[key] / theirs[key]:.2f}"
@@ -263,13 +263,14 @@ def main() -> int:
     for name in SETTINGS:
         found += rows(name, options.requests)
         print(f"{name}: measured", file=sys.stderr, flush=True)
-    table = markdown(found)
+    about = {"date": datetime.date.today().isoformat(), "plugin_commit": PLUGIN_COMMIT}
+    data = {**about, "rows": found}
+    table = markdown(data)
     print(table, end="")
     if options.markdown:
         options.markdown.write_text(table)
     if options.json:
-        about = {"date": datetime.date.today().isoformat(), "plugin_commit": PLUGIN_COMMIT}
-        options.json.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 
