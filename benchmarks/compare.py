@@ -166,7 +166,7 @@ def _start(stack: ExitStack, measured: Measured, extra: list[str]) -> Running:
     named = [flag.partition("=")[2] for flag in extra if flag.startswith("--model=")]
     server = stack.enter_context(started(measured.command, named[0] if named else None))
     measured.start_s = server.start_s
-    measured.idle_mib = _resident_mib(server.pid)
+    measured.idle_mib = resident_mib(server.pid)
     return Running(measured, server.port, extra)
 
 
@@ -178,7 +178,7 @@ def _load_all(running: list[Running], workloads: list[Workload], rounds: int) ->
         for server in running if seed // len(workloads) % 2 else reversed(running):
             flags = [f"--seed={seed}", *server.flags]
             measured = server.measured
-            measured.runs.append(_load(measured.name, server.port, workload, flags))
+            measured.runs.append(load(measured.name, server.port, workload, flags))
     for measured in (server.measured for server in running):
         for workload in workloads:
             runs = [run for run in measured.runs if run["workload"] == workload.name]
@@ -191,7 +191,7 @@ def _load_all(running: list[Running], workloads: list[Workload], rounds: int) ->
             measured.first_token_ms[workload.name] = p50, p99
 
 
-def _load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:
+def load(name: str, port: int, workload: Workload, extra: list[str]) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".json") as out:
         done = subprocess.run(
             [
@@ -223,14 +223,14 @@ def _first_token_ms(run: dict[str, object], percentile: str) -> float:
     return float(numbers[percentile]) if isinstance(numbers, dict) else math.inf
 
 
-def _resident_mib(pid: int) -> float:
+def resident_mib(pid: int) -> float:
     """Proportional set size (PSS) of a process and all its descendants."""
     total = 0.0
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             total += int(line.split()[1]) / 1024
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        total += sum(_resident_mib(int(child)) for child in task.read_text().split())
+        total += sum(resident_mib(int(child)) for child in task.read_text().split())
     return total
 
 

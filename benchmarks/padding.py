@@ -1,5 +1,7 @@
-"""Graphs and padding of the default buckets and of vLLM's Gaudi plug-in, on three length
-distributions. Pure arithmetic: no device, no server. Run: python benchmarks/padding.py
+"""Graphs and padding of the default buckets and of vLLM's Gaudi plug-in, on six length
+distributions. Pure arithmetic: no device, no server.
+
+    python benchmarks/padding.py --json padding.json --markdown padding.md
 
 The plug-in's rule is stated here from its sources (vllm-project/vllm-gaudi, commit 091bbadd, files
 common.py and exponential.py of vllm_gaudi/extension/bucketing; prefill batch 1, prefix caching on):
@@ -14,13 +16,15 @@ of articles of some 2,000 words.
 """
 
 import argparse
+import datetime
+import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,6 +39,10 @@ from hpu.protocol import DECODE, PREFILL, Bucket, BucketLimits, Shape
 Tables = tuple[dict[int, list[Shape]], BucketTable]
 """The plug-in's shapes by phase, and this project's default table."""
 
+Row = dict[str, Any]
+"""Figures of a setting and a distribution, of the plug-in and of this project."""
+
+PLUGIN_COMMIT = "091bbadd"
 BLOCK = 128
 LONG_CONTEXT = 8192
 
@@ -61,6 +69,31 @@ SETTINGS = {
     "8B, 8192/32/2048": (8192, 32, 2048, 4000),
 }
 """Name -> (context, sequences, tokens a step, KV blocks)."""
+
+
+ABOUT = f"""\
+`python benchmarks/padding.py`: graphs and padding of the default buckets (fitted to a general
+traffic) and of vLLM's Gaudi plug-in at commit {PLUGIN_COMMIT}, whose rule the script states. Pure
+arithmetic, which does not depend on the machine: nothing was run on a card.
+
+Settings are context/sequences/tokens per step, with 4000 blocks of 128 tokens for 8B on one card
+and 20,000 for 70B on eight. Padding is a fraction of the padded amount: of the tokens that prefills
+compute, of the blocks that decodes read, and of the modeled cost of all launches, at loads from one
+sequence to all, with equal weights. Ratios are ours over the plug-in's. `unprepared` are launches
+without a prepared bucket, which compile while serving.
+
+Lengths are log-normal (standard deviations of the logarithms: 0.8 of prompts, 0.7 of outputs).
+Medians of prompt and output tokens: chat 400 and 250, between the means of ShareGPT in vLLM's paper
+(161 and 338) and the conversations of the Azure trace of 2023; code 1500, the prompts of that
+trace's code, and 400; summaries 3000 and 200, articles of some 2000 words. The other traffics weigh
+little or nothing in the mix that the default is fitted to: the medians of the Azure trace of 2023
+(Splitwise: conversations 1020 and 129, code 1500 and 13), and long requests of 6000 and 800. The
+general mix has the medians of the first three with weight 1, and of the long requests with weight
+0.3.
+"""
+
+COLUMNS = {"tokens": "prompt tokens", "blocks": "decode blocks", "work": "work"}
+"""Field of Waste -> its name in the table."""
 
 
 class Waste(NamedTuple):
@@ -181,33 +214,63 @@ def tables_of(limits: BucketLimits) -> Tables:
     return shapes, BucketTable.make(BucketConfig(strategy=GAUDI_STRATEGY), limits)
 
 
-def rows(name: str, requests: int) -> Iterator[str]:
-    """Markdown rows of a setting: a row for each distribution."""
+def rows(name: str, requests: int) -> Iterator[Row]:
+    """Figures of a setting: a row for each distribution."""
     limits = limits_of(*SETTINGS[name])
     tables = tables_of(limits)
-    graphs = f"{sum(map(len, tables[0].values()))} | {len(tables[1].reachable)}"
+    graphs = {"plugin": sum(map(len, tables[0].values())), "ours": len(tables[1].reachable)}
     for kind in MEDIANS:
         theirs, ours = measure(limits, tables, launches_of(draw(kind, requests), limits))
+        padding = {"plugin": theirs._asdict(), "ours": ours._asdict()}
+        yield {"setting": name, "traffic": kind, "graphs": graphs, **padding}
+
+
+def markdown(data: Mapping[str, Any]) -> str:
+    """The page, from the content of its JSON file."""
+    lines = [
+        f"# Padding of the default buckets, {data['date']}",
+        "",
+        ABOUT,
+        "| setting | graphs, plug-in | ours | traffic | "
+        + " | ".join(f"{name}, plug-in | ours | ratio" for name in COLUMNS.values())
+        + " | unprepared, plug-in | ours |",
+        "| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 11,
+    ]
+    for row in data["rows"]:
+        theirs, ours = row["plugin"], row["ours"]
         parts = [
-            f"{theirs[at]:.1%} | {ours[at]:.1%} | {ours[at] / theirs[at]:.2f}" for at in range(3)
+            f"{theirs[key]:.1%} | {ours[key]:.1%} | {ours[key] / theirs[key]:.2f}"
+            for key in COLUMNS
         ]
-        missed = f"{theirs.unprepared:.1%} | {ours.unprepared:.1%}"
-        yield f"| {name} | {graphs} | {kind} | {' | '.join(parts)} | {missed} |"
+        lines.append(
+            f"| {row['setting']} | {row['graphs']['plugin']} | {row['graphs']['ours']} | "
+            f"{row['traffic']} | {' | '.join(parts)} | {theirs['unprepared']:.1%} | "
+            f"{ours['unprepared']:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the table, and write it as JSON and Markdown if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=1000, metavar="N")
-    requests = parser.parse_args().requests
-    print("| setting | graphs, plug-in | ours | traffic |", end="")
-    for what in ("prompt tokens", "decode blocks", "work"):
-        print(f" {what}, plug-in | ours | ratio |", end="")
-    print(" unprepared, plug-in | ours |")
-    print("| --- |" + " ---: |" * 2 + " --- |" + " ---: |" * 11)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    found: list[Row] = []
     for name in SETTINGS:
-        for row in rows(name, requests):
-            print(row, flush=True)
+        found += rows(name, options.requests)
+        print(f"{name}: measured", file=sys.stderr, flush=True)
+    about = {"date": datetime.date.today().isoformat(), "plugin_commit": PLUGIN_COMMIT}
+    data = {**about, "rows": found}
+    table = markdown(data)
+    print(table, end="")
+    if options.markdown:
+        options.markdown.write_text(table)
+    if options.json:
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

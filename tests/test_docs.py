@@ -55,6 +55,7 @@ from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 PARSER_NAMES = {"tool-call-parser": TOOL_PARSERS.all, "reasoning-parser": REASONING_PARSERS.all}
 ALL_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
+RESULT_PAGES = sorted((ROOT / "benchmarks/results").rglob("*.md"))
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
 FENCE = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
 PARSERS: dict[str, Callable[[], FlagParser]] = {
@@ -77,7 +78,9 @@ def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*ALL_PAGES, *RESULT_PAGES], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_links_lead_to_files(page: Path) -> None:
     text = prose(page)
     links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text)

@@ -1,15 +1,18 @@
 """The tables of docs/scaling.md equal the output of benchmarks/scaling.py, whose constants match
-the measured results and the cost model of benchmarks/README.md. The tables of docs/performance.md
-equal the results that they name."""
+the measured results and the cost model of benchmarks/README.md. The charts and figures of
+docs/performance.md equal the results that it links."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.pictures import pictures
+from benchmarks import memory, padding, plots
+from benchmarks.plots import BOUND, Bar, charts, drawn, newest_data, records, servers
 from benchmarks.scaling import (
     ALL_REDUCE_US,
     CARDS,
@@ -30,6 +33,7 @@ PAGE = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
 MODEL = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
 PERFORMANCE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+TEXTS = " ".join(PERFORMANCE.split())
 RESULTS = ROOT / "benchmarks/results"
 
 
@@ -76,49 +80,130 @@ def test_the_cost_model_of_the_benchmarks_has_the_constants_of_the_script() -> N
     assert f"an event of {CHUNK_BYTES} bytes" in MODEL
 
 
-def cells(text: str, start: str) -> list[str]:
-    """The cells of the table row that begins with `start`."""
-    (row,) = re.findall(rf"^\| {re.escape(start)} \|(.*)\|$", text, re.MULTILINE)
-    return [cell.strip() for cell in row.split("|")]
-
-
-@pytest.mark.parametrize(
-    "load", ["128/128, 1", "128/128, 8", "128/128, 32", "1024/16, 4", "1024 shared + 32/32, 8"]
-)
-def test_the_tokens_per_second_of_the_page_equal_the_results(load: str) -> None:
-    results = (RESULTS / "cpu-2026-11-22.md").read_text(encoding="utf-8")
-    first_table = results[: results.index("One stream in its three rounds")]
-
-    measured = [float(cell.split()[0]) for cell in cells(first_table, load)]
-
-    assert cells(PERFORMANCE, load) == [f"{number:.0f}" for number in measured]
-
-
-@pytest.mark.parametrize(
-    ("page", "results"),
-    [
-        ("tokens per second, 256 streams", "256 streams: tokens/s"),
-        ("time to first token, 256 streams", "256 streams: time to first token, ms"),
-        ("short chats per second", "chats of one token, 64 connections: requests/s"),
-        ("time to first token, idle server", "idle: first token, ms"),
-    ],
-)
-def test_the_ratios_to_vllm_equal_the_results(page: str, results: str) -> None:
-    texts = [
-        (RESULTS / f"front-vllm-2026-11-{day}.md").read_text(encoding="utf-8") for day in (21, 22)
-    ]
-    comparison = PERFORMANCE[PERFORMANCE.index("| how many times better") :]
-
-    # The first file has an older table further down.
-    ratios = [cells(text.partition("## Some hours earlier")[0], results)[-1] for text in texts]
-
-    assert cells(comparison, page) == ratios
-
-
-@pytest.mark.parametrize("name", sorted(pictures()))
+@pytest.mark.parametrize("name", sorted(charts()))
 def test_a_chart_of_the_page_is_drawn_from_the_results(name: str) -> None:
-    drawn = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    chart = charts()[name]
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
 
-    assert drawn == pictures()[name], "run `python benchmarks/pictures.py`"
+    assert text == drawn(chart), "run `python benchmarks/plots.py`"
     assert f"]({name})" in PERFORMANCE
-    ElementTree.fromstring(drawn)
+    for page in chart.sources:
+        assert f"](../benchmarks/results/{page})" in PERFORMANCE
+    ElementTree.fromstring(text)
+
+
+def test_every_picture_of_the_page_is_a_chart() -> None:
+    assert re.findall(r"\]\(([^)]+\.svg)\)", PERFORMANCE) == list(charts())
+
+
+def test_cells_of_a_comparison_are_the_median_and_the_99th_percentile() -> None:
+    row = {"load": "8", "demo": "183 / 264", "vLLM CPU": "80.4 (1.55)", "OpenVINO": "not run"}
+
+    assert servers(row) == {"gaudiserve": Bar(183, 264), "vLLM": Bar(80.4)}
+
+
+def test_a_table_that_a_page_lacks_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no table starts with"):
+        records("host-2026-11-21.md", "| cards")
+
+
+def test_the_host_time_comes_from_the_newest_json_of_both_benchmarks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    for day, us in (("2030-01-01", 70), ("2030-01-02", 80)):
+        steps = [
+            {"rows": 8, "waiting": waiting, "context": 1024, "wall_us": us + waiting}
+            for waiting in (0, 1000)
+        ]
+        (tmp_path / f"host-{day}.json").write_text(json.dumps({"steps": steps}))
+    launches = [
+        {"rows": 8, "computes": computes, "logic": 10 + computes, "launch": 20 + computes}
+        for computes in (False, True)
+    ]
+    (tmp_path / "launch-2030-01-03.json").write_text(json.dumps({"steps": launches}))
+
+    chart = plots.host()
+
+    assert chart.sources == ["host-2030-01-02.md", "launch-2030-01-03.md"]
+    assert list(chart.panels[0].content["8 requests"].values()) == [Bar(80), Bar(10), Bar(20)]
+
+
+def ratios_to_vllm(name: str, percentile: str) -> list[float]:
+    """vLLM's number over gaudiserve's number, of each group of a chart."""
+    return [
+        getattr(bars["vLLM"], percentile) / getattr(bars["gaudiserve"], percentile)
+        for panel in charts()[name].panels
+        for bars in panel.content.values()
+    ]
+
+
+def test_the_ratio_of_throughputs_in_the_text_is_that_of_the_chart() -> None:
+    ratios = [1 / ratio for ratio in ratios_to_vllm("throughput.svg", "value")]
+
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times the tokens per second of vLLM" in TEXTS
+
+
+def test_first_tokens_are_behind_only_where_the_text_says_so() -> None:
+    medians = ratios_to_vllm("first-token.svg", "value")
+    (amx, *others) = charts()["first-token.svg"].panels
+
+    assert min(medians) > 1, "a median is behind vLLM"
+    assert "AMX" in amx.title
+    for panel in (amx, *others):
+        is_behind = any(
+            bars["gaudiserve"].upper > bars["vLLM"].upper for bars in panel.content.values()
+        )
+        assert is_behind == (panel is amx), panel.title
+
+
+def test_the_shares_of_the_bound_in_the_text_are_those_of_the_chart() -> None:
+    shares = {}
+    for panel in charts()["scaling.svg"].panels:
+        ours, bound = (dict(panel.content[name])[32] for name in ("gaudiserve", BOUND))
+        shares[panel.title.partition(",")[0]] = f"{ours / bound:.0%}".replace("%", " %")
+
+    assert f"the dense model reaches {shares['dense']} of it with 32 streams" in TEXTS
+    assert f"the mixture of experts {shares['mixture of experts']}" in TEXTS
+
+
+def test_no_setting_pads_more_or_has_more_graphs_than_the_plug_in() -> None:
+    _, data = newest_data("padding")
+
+    for row in data["rows"]:
+        assert row["ours"]["work"] < row["plugin"]["work"], row
+        assert row["graphs"]["ours"] <= row["graphs"]["plugin"], row
+
+
+@pytest.mark.parametrize(
+    ("stem", "markdown"), [("memory", memory.markdown), ("padding", padding.markdown)]
+)
+def test_a_results_page_is_written_from_its_json(stem: str, markdown: Callable[[Any], str]) -> None:
+    page, data = newest_data(stem)
+
+    assert (RESULTS / page).read_text(encoding="utf-8") == markdown(data)
+
+
+def test_memory_is_read_from_a_page_of_metrics() -> None:
+    page = """
+gaudiserve:process_resident_memory_bytes{process="API server 0"} 1.048576e+06
+gaudiserve:process_resident_memory_bytes{process="engine 0"} 3145728
+hpu_weights_bytes{engine="0"} 2097152.0
+hpu_weights_bytes{engine="1"} 2097152.0
+hpu_kv_cache_bytes 1048576
+"""
+
+    assert memory.process_sizes(page) == {"API server 0": 1, "engine 0": 3}
+    assert memory.part_sizes(page) == {"weights": 4, "KV cache when full": 1}
+
+
+def test_results_are_linked_by_a_page_or_in_the_archive() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    texts = "".join(page.read_text(encoding="utf-8") for page in pages)
+    index = (RESULTS / "archive/README.md").read_text(encoding="utf-8")
+
+    unlinked = [page.name for page in RESULTS.glob("*.md") if f"results/{page.name}" not in texts]
+    archived = [page.name for page in (RESULTS / "archive").glob("*-2*.md")]
+
+    assert unlinked == []
+    assert sorted(re.findall(r"\]\(([^)]+)\)", index)) == sorted(archived)
