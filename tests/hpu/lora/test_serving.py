@@ -232,7 +232,7 @@ def test_prompts_in_one_row_have_their_own_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
+def test_an_adapter_gives_the_same_tokens_after_a_sleep(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, seed=1)
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

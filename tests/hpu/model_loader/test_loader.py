@@ -257,7 +257,9 @@ def test_merged_expert_tensors_are_loaded_into_the_same_parameters(tmp_path: Pat
 def test_the_error_names_a_missing_expert_and_its_shape(experts: Path) -> None:
     _change(experts, model__layers__1__mlp__experts__7__up_proj__weight=None)
 
-    with pytest.raises(ConfigError, match=r"are missing: model.layers.1.mlp.experts.7.up_proj.wei"):
+    with pytest.raises(
+        ConfigError, match=r"are missing: model.layers.1.mlp.experts.7.up_proj.weight 48x64"
+    ):
         load_decoder(experts)
 
 
