@@ -290,7 +290,9 @@ def test_a_bucket_of_a_single_query_token_is_prepared_on_request() -> None:
 
     table = BucketTable.make(config, limits())
 
-    assert table.find(PREFILL, 1, 1, 2).bucket[1] == 1
+    found = table.find(PREFILL, 1, 1, 2)
+
+    assert (found.bucket[1], found.result) == (1, "hit")
 
 
 @pytest.mark.parametrize(
