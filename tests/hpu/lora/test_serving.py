@@ -72,7 +72,12 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     with LLM(str(base), enable_lora=True, max_loras=4, lora_modules=modules, **CPU) as llm:
         expected = answers(llm)
     with LLM(
-        str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, lora_modules=modules, **CARD
+        str(base),
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=3,
+        lora_modules=modules,
+        **{**CARD, "num_gpu_blocks_override": 6},
     ) as llm:
         found = answers(llm)
         stats = llm._client.stats
@@ -81,6 +86,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     serving = {name: n for name, n in stats.compilations.items() if name.endswith("serving")}
     assert sum(serving.values()) == stats.recompilations == stats.cpu_fallbacks == 0
     assert stats.lora_loads > 4
+    assert stats.preemptions > 0
     assert stats.lora_evictions > 0
     assert not stats.lora_running and not stats.lora_waiting
 
