@@ -311,10 +311,10 @@ def test_an_error_names_all_kinds_of_mismatches(folder: Path) -> None:
     )
 
 
-def test_integer_weights_are_refused_as_quantized(folder: Path) -> None:
+def test_integer_weights_without_a_quantization_config_are_refused(folder: Path) -> None:
     _change(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
 
-    with pytest.raises(ConfigError, match=r"model.norm.weight .* is I8"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight .* is I8, .* no quantization_config"):
         load_decoder(folder)
 
 
