@@ -265,7 +265,7 @@ def test_attention_in_slices_gives_the_same_tokens(
     assert found == expected
 
 
-def test_graphs_replay_float32_scores_of_a_narrow_model(tmp_path: Path) -> None:
+def test_graphs_with_float32_attention_scores_give_the_tokens_of_eager_mode(tmp_path: Path) -> None:
     folder = make_tiny("qwen2", tmp_path)
     found = []
 
@@ -488,7 +488,7 @@ def test_graphs_keep_intermediate_tensors_only_for_families_that_need_them(
     backend.close()
 
 
-def test_graphs_on_stock_torch_are_refused_before_anything_is_loaded(
+def test_graphs_with_lazy_mode_off_are_refused_before_the_runtime_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
@@ -743,7 +743,12 @@ def test_the_first_operation_that_fails_names_driver_and_runtime(
         raise RuntimeError("Graph compile failed. 26")
 
     monkeypatch.setattr(EmulatedDevice, "synchronize", fail)
-    with emulated(), pytest.raises(ConfigError, match=r"could not be.*driver is 1\.20\.0-bd4b6a8"):
+    with (
+        emulated(),
+        pytest.raises(
+            ConfigError, match=r"could not be.*driver is 1\.20\.0-bd4b6a8, the runtime 1\.22"
+        ),
+    ):
         GaudiBackend(
             ExecutionConfig(),
             ModeChoice("hpu-graphs", ""),

@@ -71,7 +71,7 @@ def test_the_card_gives_the_tokens_of_the_cpu_and_compiles_nothing_after_warm_up
 @pytest.mark.parametrize(
     "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
 )
-def test_context_is_expanded_slice_by_slice(
+def test_latent_attention_in_slices_gives_the_tokens_of_the_cpu(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny("deepseek_v2", tmp_path)

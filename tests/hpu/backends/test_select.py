@@ -49,7 +49,7 @@ def test_a_cpu_names_the_changed_flags_that_a_gaudi_reads(
     ]
 
 
-def test_a_cpu_uses_the_flags_of_contiguous_attention_and_logging(
+def test_a_cpu_does_not_report_the_flags_of_contiguous_attention_and_logging(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     words = ["--no-contiguous-pa", "--defrag-threshold=8", "--log-step-graph-compilation"]
@@ -82,7 +82,7 @@ SLICES = "--fsdpa-slicing and --prompt-use-fusedsdpa without --prompt-use-flex-a
         ),
     ],
 )
-def test_a_gaudi_names_the_changed_flags_that_its_mode_does_not_read(
+def test_a_gaudi_names_the_changed_flags_without_effect_and_the_settings_they_need(
     words: list[str], expected: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert without_effect(words, caplog, "hpu-emulator") == [

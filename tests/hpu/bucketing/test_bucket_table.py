@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,7 @@ def test_contexts_are_limited_by_the_shortest_chunk_of_each_query_bucket() -> No
         (8192, 32, 2048, 4000, 72, 56),
     ],
 )
-def test_the_newest_rule_makes_as_many_buckets_as_the_plug_in(
+def test_the_newest_rule_makes_at_most_one_bucket_more_than_the_plug_in(
     context: int, sequences: int, tokens: int, blocks: int, prompts: int, decodes: int
 ) -> None:
     bounds = BucketLimits(128, context, sequences, tokens, 1, blocks, True)
@@ -289,7 +290,9 @@ def test_a_bucket_of_a_single_query_token_is_prepared_on_request() -> None:
 
     table = BucketTable.make(config, limits())
 
-    assert table.find(PREFILL, 1, 1, 2).bucket[1] == 1
+    found = table.find(PREFILL, 1, 1, 2)
+
+    assert (found.bucket[1], found.result) == (1, "hit")
 
 
 @pytest.mark.parametrize(
@@ -459,8 +462,9 @@ def test_ranges_replace_the_linear_defaults() -> None:
     ],
 )
 def test_an_error_in_a_bucket_file_names_the_line(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         parse_buckets(text)
+    assert re.search(r"bucket file, line \d: ", str(caught.value))
 
 
 def test_a_bucket_file_makes_the_table(tmp_path: Path) -> None:
@@ -488,6 +492,8 @@ def test_the_sample_bucket_file_makes_a_table() -> None:
 
 
 def test_a_table_without_prefill_or_decode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 prompt buckets"):
+        BucketTable([], [(1, 1, 4)], limits(), exact=False)
     with pytest.raises(ConfigError, match="0 decode buckets"):
         BucketTable([(1, 16, 0)], [], limits(), exact=False)
 

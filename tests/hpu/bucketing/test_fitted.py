@@ -104,7 +104,7 @@ def test_a_fitted_table_covers_shapes_outside_its_traffic(tmp_path: Path) -> Non
     assert table.find(PREFILL, 1, 20, 0).bucket == (1, 32, 0)
 
 
-def test_the_same_traffic_makes_the_same_table_in_every_process(tmp_path: Path) -> None:
+def test_the_same_traffic_in_any_order_makes_the_same_table(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     lines = [f'{{"prompt_tokens": {i % 97 + 1}, "output_tokens": {i % 31}}}' for i in range(900)]
     file.write_text("\n".join(lines))

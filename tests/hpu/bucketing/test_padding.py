@@ -69,7 +69,7 @@ def _check(padding: ModuleType, limits: BucketLimits, requests: int) -> None:
         assert ours.unprepared == 0
 
 
-def test_the_default_buckets_need_fewer_graphs_and_less_padding_than_the_plug_in(
+def test_the_default_buckets_need_no_more_graphs_and_less_padding_than_the_plug_in(
     padding: ModuleType,
 ) -> None:
     _check(padding, padding.limits_of(8192, 16, 2048, 1000), requests=100)

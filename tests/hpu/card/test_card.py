@@ -97,7 +97,9 @@ def tokens_of(choice: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.timeout(2400)
-def test_greedy_answers_equal_transformers_on_the_cpu(server: LiveServer, folder: Path) -> None:
+def test_greedy_answers_are_the_most_likely_tokens_of_transformers(
+    server: LiveServer, folder: Path
+) -> None:
     prompts = random_prompts(1, 5, 60, 130, 200)
     # A repeated prompt, whose context is in the prefix cache.
     prompts.append(prompts[-1])
@@ -110,7 +112,7 @@ def test_greedy_answers_equal_transformers_on_the_cpu(server: LiveServer, folder
 
 
 @pytest.mark.timeout(2400)
-def test_random_traffic_compiles_nothing_and_gets_the_answers_of_single_requests(
+def test_random_traffic_compiles_nothing_and_succeeds(
     server: LiveServer,
 ) -> None:
     luck = random.Random(5)

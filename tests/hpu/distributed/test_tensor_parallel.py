@@ -305,7 +305,7 @@ def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(tiny:
         build_model(config, dtype=torch.float32, device=META, group=group)
 
 
-def test_experts_are_distributed_over_the_ranks_that_divide_the_layers(tiny: Tiny) -> None:
+def test_the_number_of_expert_ranks_must_divide_the_experts(tiny: Tiny) -> None:
     two, four, six = (ProcessGroup(range(size)) for size in (2, 4, 6))
     dense = read_model_config(str(tiny.make("llama", {})))
     mixture = read_model_config(str(tiny.make("mixtral", {})))

@@ -39,7 +39,7 @@ def test_a_complete_machine_has_only_ok_findings(gaudi: GaudiMachine) -> None:
     check_start(gaudi.seen())
 
 
-def test_a_machine_without_gaudi_is_reported_first(tmp_path: Path) -> None:
+def test_a_machine_without_gaudi_has_errors_for_runtime_driver_and_cards(tmp_path: Path) -> None:
     bare = GaudiMachine(tmp_path, cards=0)
     bare.modules.clear()
     bare.driver = None
@@ -55,7 +55,7 @@ def test_a_machine_without_gaudi_is_reported_first(tmp_path: Path) -> None:
     }
 
 
-def test_a_stock_torch_is_recognized_without_importing_it(gaudi: GaudiMachine) -> None:
+def test_a_stock_torch_is_recognized_by_its_version(gaudi: GaudiMachine) -> None:
     gaudi.versions["torch"] = "2.7.1+cpu"
 
     findings = preflight(gaudi.seen()).findings
@@ -313,7 +313,7 @@ def test_this_process_and_monitors_do_not_count_as_holders(gaudi: GaudiMachine) 
     assert levels(gaudi.seen(pid=1), num_cards=8) == {}
 
 
-def test_few_huge_pages_are_reported_as_a_hint(gaudi: GaudiMachine) -> None:
+def test_few_huge_pages_are_a_warning(gaudi: GaudiMachine) -> None:
     gaudi.huge_pages(10)
 
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level != OK]

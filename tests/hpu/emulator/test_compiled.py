@@ -77,7 +77,7 @@ def test_each_shape_of_a_region_is_traced_and_compiled_once() -> None:
             compiled(torch.ones(14).to("hpu"))
 
 
-def test_symbolic_shapes_are_traced_once_and_each_is_compiled() -> None:
+def test_symbolic_shapes_share_a_trace_and_each_is_compiled() -> None:
     """The first shape is traced with constants. When it is repeated, the newer graph with symbolic
     shapes is used, which needs another recipe."""
     with emulated(lazy=False, strict=True) as card, torch.inference_mode():
@@ -108,7 +108,7 @@ def test_symbolic_shapes_must_be_compiled_statically() -> None:
             compiled(torch.ones(4, device="hpu"))
 
 
-def test_lazy_mode_compiles_nothing() -> None:
+def test_hpu_backend_is_refused_in_lazy_mode() -> None:
     with emulated(lazy=True), pytest.raises(RuntimeError, match="PT_HPU_LAZY_MODE=0"):
         torch.compile(lambda x: x + 1, backend="hpu_backend")(torch.ones(3, device="hpu"))
 

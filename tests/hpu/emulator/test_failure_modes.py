@@ -100,7 +100,7 @@ def test_5_the_first_calls_input_is_overwritten() -> None:
         assert card.counters.counts["input_overwritten"] == 1
 
 
-def test_6_without_tensor_cache_intermediates_are_freed_unless_listed() -> None:
+def test_6_without_tensor_cache_intermediates_are_freed() -> None:
     kept: list[Tensor] = []
 
     def forward(x: Tensor) -> Tensor:
@@ -569,7 +569,7 @@ def test_21_an_event_of_a_stream_does_not_order_another_stream() -> None:
         assert copy.tolist() == [1.0, 1.0]
 
 
-def test_22_a_copy_arrives_after_its_event_and_in_two_parts() -> None:
+def test_22_a_copy_arrives_after_its_event() -> None:
     with emulated(late_copy_s=0.5, late_copy_seed=3):
         x = torch.ones(8, device="hpu")
         target = torch.zeros(8)

@@ -1,4 +1,4 @@
-"""Everything that the emulator installs, and its complete removal."""
+"""What the emulator installs, and its removal."""
 
 import subprocess
 import sys

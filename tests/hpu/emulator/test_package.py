@@ -41,7 +41,7 @@ def test_importing_the_package_sets_the_module_id_of_a_rank_once() -> None:
         assert "HLS_MODULE_ID" not in environment
 
 
-def test_an_empty_list_of_modules_counts_as_unset() -> None:
+def test_an_empty_list_of_modules_is_an_error_at_set_device() -> None:
     with (
         emulated(variables={"HABANA_VISIBLE_MODULES": ""}),
         pytest.raises(ValueError, match="invalid literal"),
@@ -58,7 +58,7 @@ def test_an_empty_list_of_modules_counts_as_unset() -> None:
         ({"PT_HPU_LAZY_MODE": "1", "PT_HPU_AUTOLOAD": "1"}, True),
     ],
 )
-def test_torch_loads_the_package_by_itself_unless_the_mode_is_lazy(
+def test_torch_loads_the_package_outside_of_lazy_mode_or_as_pt_hpu_autoload_says(
     variables: dict[str, str], loads: bool
 ) -> None:
     with emulated(lazy=False) as card:
@@ -72,7 +72,7 @@ def test_torch_loads_the_package_by_itself_unless_the_mode_is_lazy(
 
 
 @pytest.mark.parametrize("autoload", ["0", "1"])
-def test_torch_fixes_the_mode_before_the_program_can(autoload: str) -> None:
+def test_autoload_fixes_the_mode_before_the_program_can(autoload: str) -> None:
     environment = {"PT_HPU_AUTOLOAD": autoload}
     with install(EmulatorConfig(), environment) as card:
         environment["PT_HPU_LAZY_MODE"] = "1"

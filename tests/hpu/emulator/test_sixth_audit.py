@@ -111,7 +111,7 @@ def test_numbers_beyond_32_bits_wrap_in_lazy_mode() -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
-def test_clamp_and_masked_fill_refuse_values_beyond_32_bits(lazy: bool) -> None:
+def test_clamp_and_lazy_masked_fill_refuse_values_beyond_32_bits(lazy: bool) -> None:
     largest = torch.iinfo(torch.int64).max
     with emulated(lazy=lazy):
         values, mask = _indices(0, 1), _ones(2, dtype=torch.bool)
@@ -159,7 +159,7 @@ def test_pin_memory_requires_the_name_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
-def test_collectives_refuse_odd_byte_counts_and_unsupported_dtypes(
+def test_collectives_refuse_odd_bytes_in_two_dimensions_and_unsupported_dtypes(
     tmp_path: Path, lazy: bool
 ) -> None:
     context = child_context()
@@ -175,8 +175,8 @@ def test_collectives_refuse_odd_byte_counts_and_unsupported_dtypes(
 
 
 def _exchange(store: Path, rank: int, lazy: bool) -> None:
-    """Exits with 15 if the emulated collectives refuse the arguments that real collectives
-    refuse, and accept all others."""
+    """Exits with 15 if the emulated collectives accept and refuse these arguments as the real
+    collectives do."""
     variables = {"PT_HPU_ENABLE_LAZY_COLLECTIVES": "true"} if lazy else {}
     dist = torch.distributed
     with emulated(lazy=lazy, variables=variables):

@@ -36,7 +36,7 @@ def test_a_userdict_argument_is_captured_at_each_call() -> None:
         assert card.counters.counts["scalar_in_key"] == 1
 
 
-def test_a_number_in_a_userdict_is_not_part_of_the_key() -> None:
+def test_a_number_in_a_userdict_is_a_type_error() -> None:
     with emulated(), pytest.raises(TypeError, match="not iterable"):
         _hpu().wrap_in_hpu_graph_func(lambda given: given)(UserDict(x=1))
 

@@ -72,7 +72,12 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     with LLM(str(base), enable_lora=True, max_loras=4, lora_modules=modules, **CPU) as llm:
         expected = answers(llm)
     with LLM(
-        str(base), enable_lora=True, max_loras=2, max_cpu_loras=3, lora_modules=modules, **CARD
+        str(base),
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=3,
+        lora_modules=modules,
+        **{**CARD, "num_gpu_blocks_override": 6},
     ) as llm:
         found = answers(llm)
         stats = llm._client.stats
@@ -81,6 +86,7 @@ def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     serving = {name: n for name, n in stats.compilations.items() if name.endswith("serving")}
     assert sum(serving.values()) == stats.recompilations == stats.cpu_fallbacks == 0
     assert stats.lora_loads > 4
+    assert stats.preemptions > 0
     assert stats.lora_evictions > 0
     assert not stats.lora_running and not stats.lora_waiting
 
@@ -232,7 +238,7 @@ def test_prompts_in_one_row_have_their_own_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_are_read_again_after_a_sleep(tmp_path: Path) -> None:
+def test_an_adapter_gives_the_same_tokens_after_a_sleep(tmp_path: Path) -> None:
     base = make_tiny("llama", tmp_path / "base")
     adapter = write_adapter(tmp_path / "one", base, seed=1)
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

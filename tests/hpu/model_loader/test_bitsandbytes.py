@@ -92,7 +92,7 @@ def test_nan_scales_are_an_error() -> None:
         decode_flat(parts, (8, 192), "nf4")
 
 
-def test_other_settings_are_refused() -> None:
+def test_an_unsupported_quant_storage_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"bnb_4bit_quant_storage .* is 'bfloat16', it must be one"
     ):

@@ -1,4 +1,4 @@
-"""Random weights: models start with only a config.json on every back end."""
+"""Random weights: models start with only a config.json, on a CPU and on the emulated card."""
 
 from pathlib import Path
 from typing import Any

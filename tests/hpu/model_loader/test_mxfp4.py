@@ -103,7 +103,7 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
     assert_lazy_load_copies_nothing(folder, load_decoder(folder, dtype=torch.bfloat16).state_dict())
 
 
-def test_the_error_names_missing_scales_and_blocks_of_another_dtype(folder: Path) -> None:
+def test_the_error_names_missing_scales_and_scales_of_another_dtype(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     name = f"{EXPERTS}down_proj_scales"
     scales = tensors.pop(name)

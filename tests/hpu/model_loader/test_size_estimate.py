@@ -125,7 +125,7 @@ def test_configs_that_differ_in_a_field_of_their_family_have_their_own_sizes(
     assert all(field.compare for field in fields(ModelConfig))
 
 
-def test_a_checkpoint_on_disk_is_sized_as_it_was_saved(tmp_path: Path) -> None:
+def test_the_parameters_of_a_tied_checkpoint_equal_its_decoder(tmp_path: Path) -> None:
     folder = make_tiny("qwen3", tmp_path, tie_word_embeddings=True)
 
     facts = read_model_config(str(folder))

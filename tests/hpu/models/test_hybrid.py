@@ -168,7 +168,7 @@ def test_preempted_and_new_requests_begin_with_an_empty_state(folder: Path) -> N
 
 
 @torch.inference_mode()
-def test_padding_changes_no_state_of_a_request_and_stays_finite(folder: Path) -> None:
+def test_padding_changes_no_logit_and_its_state_is_finite(folder: Path) -> None:
     prompts = dict(enumerate(random_prompts(21, 7)))
     bare, padded = PagedHarness(load_decoder(folder)), PagedHarness(load_decoder(folder))
     bare.prefill(prompts)

@@ -198,7 +198,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": False,
         },
     ),
-    "glm4_moe: three of ten experts in one of five groups, one key head": (
+    "glm4_moe: two of ten experts in one of five groups, one key head": (
         "glm4_moe",
         {
             "n_routed_experts": 10,

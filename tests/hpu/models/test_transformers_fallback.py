@@ -268,7 +268,7 @@ def test_layers_that_share_keys_have_no_separate_cache(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_padding_and_other_requests_change_no_token(tmp_path: Path) -> None:
+def test_padding_and_other_requests_change_no_logit(tmp_path: Path) -> None:
     folder = make_tiny("starcoder2", tmp_path, sliding_window=9)
     prompts = {0: list(range(10, 31)), 1: list(range(50, 57))}
     padded = PagedHarness(load_transformers_model(folder))
@@ -387,7 +387,7 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_config_that_does_not_fit_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     fields, message = EDITS[name]
     folder = make_tiny("olmo2", tmp_path)
     _edit(folder, **fields)

@@ -42,7 +42,7 @@ def test_images_are_divided_largest_first_to_the_smallest_part() -> None:
     assert divided([], 2) == []
 
 
-def test_weights_of_a_tower_are_replicated() -> None:
+def test_dividing_the_weights_of_a_tower_is_refused() -> None:
     with pytest.raises(ConfigError, match="weights of vision towers are not divided among devices"):
         ParallelConfig(tensor_parallel_size=2, mm_encoder_tp_mode="weights")
 

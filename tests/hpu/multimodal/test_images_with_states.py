@@ -53,7 +53,9 @@ def scores_of(rig: WorkerRig, prompt: Prompt, chunk: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
-def test_all_logits_of_a_prompt_in_chunks_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_log_probabilities_of_a_prompt_in_chunks_equal_transformers(
+    name: str, tmp_path: Path
+) -> None:
     whole = make_tiny_vision(name, tmp_path)
     first, second = prepare(name, whole, [0, 3])
     prompt = write(text(1, 9), (b"first", first), text(2, 4), (b"second", second), text(3, 12))

@@ -134,7 +134,7 @@ def test_a_wrong_number_of_embeddings_fails_only_the_requests_of_the_image(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "mllama", "qwen3_5"])
-def test_each_of_two_ranks_has_a_tower(name: str, tmp_path: Path) -> None:
+def test_each_of_two_ranks_gives_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     model = Model(name, tmp_path / "model")
     (tmp_path / "pool").mkdir()

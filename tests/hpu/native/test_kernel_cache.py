@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hpu.native import library as library_module
@@ -208,10 +209,15 @@ def test_a_stop_during_the_compilation_ends_the_compiler(
     monkeypatch.setattr(library_module, "NEEDED", frozenset())
     monkeypatch.setattr(library_module, "COMPILERS", (str(compiler),))
 
+    others = set(psutil.Process().children())
+    started: set[psutil.Process] = set()
+
     def stop(_: str) -> None:
+        started.update(set(psutil.Process().children()) - others)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         open_library(tmp_path / "kernels", 1, on_step=stop)
 
+    assert started and not any(process.is_running() for process in started)
     assert library_module.COMPILE_TIMEOUT_S >= 1800

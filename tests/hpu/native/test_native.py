@@ -171,7 +171,7 @@ def test_experts_without_a_kernel_are_not_replaced(library: Library) -> None:
         ("PhimoeForCausalLM", {"num_local_experts": 2}, True),
     ],
 )
-def test_experts_with_biases_or_other_routers_run_on_torch(
+def test_experts_with_biases_or_other_routers_run_on_kernels_in_an_uncompiled_model(
     architecture: str,
     fields: dict[str, Any],
     has_kernel: bool,

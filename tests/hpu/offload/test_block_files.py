@@ -71,7 +71,7 @@ def test_a_block_that_changed_in_host_memory_is_not_written(files: BlockFiles, p
 
 
 @pytest.mark.parametrize("change", ["flip", "head", "cut", "longer", "other", "gone"])
-def test_a_file_with_another_block_is_detected(
+def test_a_changed_or_missing_file_is_detected(
     files: BlockFiles, tmp_path: Path, change: str
 ) -> None:
     files.write(NAMES[:2], [3, 4])
@@ -169,7 +169,7 @@ def test_close_with_deletes_removes_all_blocks(tmp_path: Path, pool: Row) -> Non
     again.close()
 
 
-def test_a_full_disk_is_logged_once_and_the_block_is_missing(
+def test_failed_writes_are_logged_once_and_their_blocks_are_missing(
     files: BlockFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in NAMES[:2]:

@@ -9,7 +9,7 @@ from hpu.offload.host_blocks import STRIDE, HostBlocks
 
 
 @pytest.mark.parametrize("size", [1, 100, STRIDE, 3 * STRIDE, 2 * STRIDE + 13])
-def test_each_flipped_bit_and_moved_byte_is_detected(size: int) -> None:
+def test_flipped_bits_and_swapped_bytes_are_detected(size: int) -> None:
     rng = random.Random(size)
     blocks = HostBlocks(torch.randint(0, 256, (3, size), dtype=torch.uint8))
     blocks.seal([0, 1])

@@ -350,7 +350,7 @@ def test_unsupported_offloading_is_refused_at_start(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "hpu-emulator"])
-def test_a_nan_prompt_fails_again_after_its_blocks_are_loaded(device: str, tmp_path: Path) -> None:
+def test_a_nan_prompt_fails_after_its_blocks_are_loaded(device: str, tmp_path: Path) -> None:
     poison = TALKS[0][2]
     file = make_tiny("llama", tmp_path) / "model.safetensors"
     tensors = load_file(file)
@@ -363,8 +363,8 @@ def test_a_nan_prompt_fails_again_after_its_blocks_are_loaded(device: str, tmp_p
     }
     healthy = [[token for token in talk if token != poison][:LENGTH] for talk in TALKS[1:]]
     with engine(tmp_path, IN_MEMORY, **(card if device != "cpu" else {})) as core:
-        # Abort between two chunks: the blocks of the first chunk stay cached, since the poison
-        # token was not computed yet.
+        # Abort between two chunks: the blocks of the first chunk stay cached, since no
+        # token was sampled after the poison token.
         prompt = raw(TALKS[0][:230])
         request = AddRequest(0, prompt, SamplingParams(max_tokens=1))
         core.add_request(request, block_hashes(prompt, BLOCK_SIZE))

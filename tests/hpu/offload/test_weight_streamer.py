@@ -170,7 +170,7 @@ def test_the_freed_memory_equals_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sleep_reads_the_weights_again(tmp_path: Path) -> None:
+def test_a_sleep_changes_no_token_of_a_model_with_streamed_layers(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path, num_hidden_layers=NUM_LAYERS)
     with engine(folder, host_memory(folder, 4)) as core:
         expected = ask(core, 3)
@@ -192,7 +192,7 @@ def test_a_sleep_reads_the_weights_again(tmp_path: Path) -> None:
         ("deepseek_v3", {}, "latent attention"),
     ],
 )
-def test_unsupported_weight_offloading_is_refused_in_one_sentence(
+def test_unsupported_weight_offloading_is_refused_with_the_reason(
     family: str, settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     folder = make_tiny(family, tmp_path)

@@ -179,7 +179,7 @@ def _gated(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("size", [48, 50])
-def test_the_native_rms_norm_equals_transformers(size: int, native: NativeTowerKernels) -> None:
+def test_the_native_rms_norm_equals_torch(size: int, native: NativeTowerKernels) -> None:
     x, weight = torch.randn(3, 7, size).bfloat16() * 5, torch.rand(size).bfloat16()
     exact = functional.rms_norm(x.float(), (size,), weight.float(), 1e-6)
 

@@ -30,7 +30,7 @@ def test_flex_attention_gives_the_most_likely_tokens(
 
 
 @pytest.mark.parametrize("mode", ["hpu-graphs", "lazy"])
-def test_modes_other_than_torch_compile_refuse_flex_attention(mode: str, tmp_path: Path) -> None:
+def test_lazy_modes_refuse_flex_attention(mode: str, tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path)
     execution = ExecutionConfig(mode=mode, flex_attention=True)
 

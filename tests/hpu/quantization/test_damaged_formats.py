@@ -257,7 +257,7 @@ def set_quantization(folder: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name, case in CASES.items() if case.regrouped])
-def test_another_group_size_names_a_tensor_and_both_shapes(
+def test_another_group_size_is_refused_with_the_specified_shape(
     name: str, originals: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = copy(originals(name), tmp_path / "damaged")

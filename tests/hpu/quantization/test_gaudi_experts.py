@@ -357,7 +357,7 @@ def test_expert_layers_share_their_recipes_and_compile_nothing_after_warm_up(
     assert counts[0] == counts[1]
 
 
-def test_a_release_without_the_fp8_kernel_dequantizes_experts(
+def test_a_release_without_the_fp8_kernel_serves_fp8_experts(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The emulated card lacks the kernel as well.

@@ -247,7 +247,7 @@ def test_four_bits_give_the_tokens_of_the_dequantized_model(make: Make) -> None:
         pytest.param("float-quantized, weights in blocks", "gaudi2", marks=pytest.mark.slow),
     ],
 )
-def test_activations_stay_in_bfloat16_with_weight_only_fp8(
+def test_weight_only_fp8_gives_the_tokens_of_the_dequantized_model(
     name: str, generation: str, make: Make
 ) -> None:
     quantized = make(name)

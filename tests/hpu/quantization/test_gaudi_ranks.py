@@ -176,7 +176,9 @@ def test_two_cards_give_the_log_probabilities_of_a_single_card(
 
 
 @pytest.mark.slow
-def test_two_cards_calculate_the_scales_of_a_single_card(pool: RankPool, tmp_path: Path) -> None:
+def test_two_cards_with_calculated_scales_give_the_log_probabilities_of_a_single_card(
+    pool: RankPool, tmp_path: Path
+) -> None:
     folder, store = make("gptq", tmp_path / "checkpoint"), tmp_path / "store"
     (single,) = pool.run(1, serve, folder, store, "gaudi2", False, True)
     (plain,) = pool.run(1, serve, folder, store, "gaudi2")

@@ -232,7 +232,7 @@ def test_mla_windows_and_sinks_are_cached_in_the_format(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_other_devices_refuse_a_format_with_device_and_format(
+def test_cuda_refuses_a_format_with_device_and_format(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaBackend, "__init__", lambda self: None)

@@ -296,7 +296,9 @@ def test_a_decoder_runs_on_quantized_weights(
         ({"quantization": "int8", "device": "hpu"}, "is int8 and device is hpu"),
     ],
 )
-def test_conflicting_settings_are_refused(settings: dict[str, str], message: str) -> None:
+def test_unsupported_quantization_settings_are_refused(
+    settings: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig("model", **settings)  # type: ignore[arg-type]
 

@@ -170,7 +170,7 @@ def test_a_decode_may_follow_before_the_sampled_token_is_known() -> None:
     assert arrays.slot_mapping.tolist() == [6 * BLOCK]
 
 
-def test_a_freed_request_starts_again_with_an_empty_table() -> None:
+def test_a_reused_index_has_only_the_blocks_of_its_new_request() -> None:
     state = _state()
     state.add_request(_new(0, [1, 2, 3, 4, 5], [5, 6]))
     state.remove_request(0)
@@ -201,7 +201,7 @@ def test_prompt_targets_end_with_the_prompt() -> None:
         (Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]), "its blocks hold 4"),
     ],
 )
-def test_a_prefill_that_does_not_fit_its_bucket_is_an_error_with_the_numbers(
+def test_a_prefill_that_contradicts_its_bucket_or_its_requests_is_an_error(
     launch: Launch, words: str
 ) -> None:
     state = _state()
@@ -228,7 +228,7 @@ def test_decoding_before_the_end_of_the_prompt_raises() -> None:
         _decode(state, Launch(DECODE, (1, 1, 2), [0]))
 
 
-def test_a_request_or_block_that_does_not_exist_is_refused() -> None:
+def test_a_wrong_index_block_or_length_of_a_request_is_refused() -> None:
     state = _state()
     state.add_request(_new(0, [1], [5]))
 

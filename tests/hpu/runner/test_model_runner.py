@@ -379,7 +379,7 @@ def test_a_decode_may_be_submitted_before_the_tokens_of_the_last_chunk_are_read(
     assert rig.requests[1].sampled == expected[2][:2]
 
 
-def test_padding_moves_no_logit_by_more_than_float_rounding(folder: Path) -> None:
+def test_padding_moves_no_log_probability_by_more_than_float_rounding(folder: Path) -> None:
     values: list[list[np.ndarray]] = []
     tokens = []
     for steps in ((1, 1, 1), COARSE):

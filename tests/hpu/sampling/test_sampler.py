@@ -392,7 +392,7 @@ def test_a_token_of_zero_weight_is_never_drawn(seed: int, vocab_size: int, numbe
     assert (weights.gather(1, tokens.unsqueeze(1)) > 0).all()
 
 
-def test_the_rarest_of_150000_tokens_is_still_reached() -> None:
+def test_the_first_and_the_last_of_150001_tokens_can_be_drawn() -> None:
     vocab_size = 150_001
     weights = torch.full((2, vocab_size), 1.0 / vocab_size)
     edges = torch.tensor([[0.5 / vocab_size], [(vocab_size - 0.5) / vocab_size]]).double()

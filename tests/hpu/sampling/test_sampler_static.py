@@ -167,7 +167,7 @@ def test_host_tensors_of_uploads_are_kept_until_their_launch() -> None:
     assert (without, kept) == ((), [4, 2])
 
 
-def test_the_warm_up_settings_fit_any_vocabulary() -> None:
+def test_the_warm_up_settings_fit_a_vocabulary_of_two_tokens() -> None:
     sampler = _static(6, 2)
 
     for sampling in sampler.warmup_settings:

@@ -178,7 +178,7 @@ def test_a_server_with_the_fallback_of_a_failed_check_gives_correct_tokens(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("fault", "form", "family"), QUANTIZED)
-def test_quantized_weights_are_converted_where_their_operators_are_wrong(
+def test_quantized_models_with_the_fallback_of_a_failed_check_give_correct_tokens(
     fault: str, form: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"num_hidden_layers": 1, **(EXPERTS if family == "qwen3_moe" else {})}

@@ -162,7 +162,7 @@ def test_a_given_number_of_blocks_must_fit_into_free_memory() -> None:
     assert not plan_card(SMALL, demand(num_blocks=most + 1)).fits
 
 
-def test_a_model_too_large_for_eight_cards_gets_no_suggestion() -> None:
+def test_no_setting_is_suggested_for_a_model_too_large_for_eight_cards() -> None:
     huge = replace(LARGE, num_layers=4000)
 
     assert changes(huge, plan_card(huge, demand())) == [

@@ -205,6 +205,6 @@ def test_memory_smaller_than_a_block_holds_0_blocks() -> None:
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_memory_share_above_1_is_refused(share: float) -> None:
+def test_a_memory_share_outside_of_0_to_1_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         plan_memory(80.0, utilization=0.9, graph_memory_fraction=share)

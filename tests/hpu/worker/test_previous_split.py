@@ -120,7 +120,7 @@ def test_a_restart_with_slightly_different_memory_compiles_nothing(
 def test_the_profile_run_of_a_restart_has_the_same_shapes(
     recipes: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With 3,000 sequences, free memory limits the largest decode."""
+    """With 48 sequences of 4096 tokens, free memory limits the largest decode."""
     folder = tmp_path_factory.mktemp("long")
     model = make_tiny("llama", folder, num_hidden_layers=8, max_position_embeddings=4096)
     settings: dict[str, Any] = {
@@ -231,7 +231,7 @@ def test_each_description_has_its_own_entry_and_the_oldest_are_dropped(tmp_path:
     assert record(3).read() == replace(SPLIT, num_blocks=3)
 
 
-def test_an_unwritable_folder_is_logged_in_one_line(
+def test_an_unwritable_folder_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")

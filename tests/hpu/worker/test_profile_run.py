@@ -68,7 +68,7 @@ def test_the_largest_launch_is_measured_and_its_memory_stays_free(
     # float32 flag per slot (hpu/layers/non_finite.py).
     assert ready.kv_bytes == (ready.num_blocks + 1) * 16 * 4 * (2 * 2 * 2 * 16 + 1)
     assert 0.75 * 128 * MIB < ready.kv_bytes < 0.81 * 128 * MIB
-    assert ready.graph_bytes > 0 and free > 0
+    assert ready.graph_bytes > 0 and free >= fields["largest_launch_bytes"]
 
 
 def test_a_pinned_number_of_blocks_does_not_depend_on_free_memory(folder: Path) -> None:

@@ -91,7 +91,11 @@ def test_states_are_counted_and_freed_during_sleep(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "skip"])
-def test_a_launch_in_an_unprepared_bucket_runs_once(mode: str, folder: Path) -> None:
+def test_a_card_gives_the_tokens_of_the_cpu_with_and_without_a_warm_up(
+    mode: str, folder: Path
+) -> None:
+    """Without a warm-up, the buckets are not prepared; a launch that ran twice would update its
+    states twice."""
     with working(folder) as on_cpu:
         expected = greedy(on_cpu)
 

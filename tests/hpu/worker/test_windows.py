@@ -68,7 +68,7 @@ def test_an_index_is_used_again_while_the_last_decode_is_in_flight(folder: Path)
 
 
 @torch.inference_mode()
-def test_non_finite_values_are_cleared_before_an_index_is_reused(folder: Path) -> None:
+def test_scrubbing_clears_non_finite_values_of_blocks_and_rings(folder: Path) -> None:
     with working_wide(folder, prefix_caching=False) as rig:
         expected = greedy(rig)
         model = rig.worker.loaded.model

@@ -258,7 +258,7 @@ def test_calculate_scale_for_cast_supports_per_tensor_and_per_axis_scales(
     torch.testing.assert_close(scale, torch.tensor(expected, dtype=dtype), rtol=1e-6, atol=0)
 
 
-def test_compiled_row_scales_are_equal_and_zero_rows_have_scale_zero() -> None:
+def test_compiled_row_scales_are_powers_of_two_and_zero_for_zero_rows() -> None:
     x = torch.tensor([[1.0, -7.0], [0.0, 0.0]])
 
     def scales(x: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def test_an_image_placed_without_an_image_token_is_an_error(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_worker_that_slept_gives_the_same_tokens(
+def test_a_worker_that_slept_gives_the_same_log_probabilities(
     level: int, folder: Path, whole: Any, pictures: list[tuple[bytes, Picture]]
 ) -> None:
     prompt = write(text(1, 7), pictures[1], text(2, 6))
@@ -303,7 +303,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # theirs
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 256), (48, 1)], ids=["prefill", "decode"])
-def test_the_estimate_of_a_launch_equals_the_memory_of_a_layer(
+def test_the_estimate_of_a_launch_is_close_to_the_memory_of_a_layer(
     rows: int, length: int, whole: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The estimate assumes separate products and softmax, as devices run them."""

@@ -30,11 +30,13 @@ def read(name: str, folder: Path, architecture: str = "") -> ModelConfig:
 @pytest.mark.parametrize(
     "name", ["llava_onevision", "lighton_ocr", "idefics2", "got_ocr2", "llava"]
 )
-def test_models_that_replace_image_token_rows_are_served(name: str, tmp_path: Path) -> None:
+def test_models_that_replace_image_token_rows_pass_the_merge_trial(
+    name: str, tmp_path: Path
+) -> None:
     assert image_merge_error(read(name, tmp_path)) == ""
 
 
-def test_listed_models_skip_the_merge_trial(tmp_path: Path) -> None:
+def test_a_listed_model_is_not_marked_as_unlisted(tmp_path: Path) -> None:
     config = read("llava", tmp_path)
     assert config.vision is not None and not config.vision.is_unlisted
 
@@ -49,7 +51,7 @@ def test_listed_models_skip_the_merge_trial(tmp_path: Path) -> None:
         ("mllama", "has no method that returns the image embeddings"),
     ],
 )
-def test_models_that_use_images_differently_are_refused_with_the_reason(
+def test_models_that_use_images_differently_fail_the_merge_trial_with_the_reason(
     name: str, reason: str, tmp_path: Path
 ) -> None:
     assert re.search(reason, image_merge_error(read(name, tmp_path)))
@@ -82,7 +84,7 @@ def test_the_reason_why_images_are_not_served_is_logged(
 
 
 @pytest.mark.parametrize("is_unlisted", [True, False])
-def test_a_model_unknown_to_transformers_serves_text(
+def test_a_model_unknown_to_transformers_is_read_as_its_text_model(
     is_unlisted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If `is_unlisted` is false, VISION_FAMILIES has the model, and the installed transformers is
