@@ -1,4 +1,4 @@
-"""Timeouts of requests, and the digests of their API keys, on all routes."""
+"""Timeouts of requests, and the digests of their API keys."""
 
 import asyncio
 import hashlib
