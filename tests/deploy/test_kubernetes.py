@@ -141,7 +141,7 @@ def test_references_between_manifests_name_existing_objects() -> None:
         assert ("ServiceAccount", template["spec"]["serviceAccountName"]) in names
 
 
-def test_the_leader_has_an_address_before_it_is_ready() -> None:
+def test_the_service_has_another_name_than_the_leader_worker_set() -> None:
     folder = KUBERNETES / "two-nodes-lws"
     name = document_of(folder / "leaderworkerset.yaml", "LeaderWorkerSet")["metadata"]["name"]
     service = document_of(KUBERNETES / "base" / "service.yaml", "Service")

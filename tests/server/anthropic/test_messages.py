@@ -600,7 +600,7 @@ async def test_unknown_fields_nulls_and_hints_are_accepted() -> None:
         ),
     ],
 )
-async def test_every_error_of_the_messages_routes_has_the_anthropic_form(
+async def test_errors_of_the_messages_routes_have_the_anthropic_form(
     method: str, path: str, body: bytes, headers: Any, status: int, kind: str
 ) -> None:
     async with talking(api_keys=("key",), max_body_bytes=2_000) as rig:

@@ -218,7 +218,7 @@ async def test_a_body_other_than_a_json_object_is_a_400_without_a_param(body: by
             check(response, 400, type="invalid_request_error", param=None, code=None)
 
 
-async def test_only_json_content_types_are_accepted() -> None:
+async def test_a_content_type_other_than_json_is_a_415() -> None:
     body = json.dumps(USER).encode()
     async with in_memory() as rig:
         for kind in ("application/json", "application/json; charset=utf-8", "APPLICATION/JSON"):
@@ -471,7 +471,7 @@ async def test_before_the_engine_is_ready_only_the_liveness_probe_succeeds() -> 
         assert live.status_code == 200
 
 
-async def test_a_failed_start_is_reported_by_both_probes() -> None:
+async def test_a_failed_start_is_reported_by_live_and_health() -> None:
     async with in_memory(ScriptedClient(None)) as rig:
         rig.client.failure = "the model does not fit"
 

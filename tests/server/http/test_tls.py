@@ -95,7 +95,7 @@ def test_unusable_files_are_refused_with_their_names(
         Tls(configured(tmp_path))
 
 
-def test_an_expired_certificate_is_logged_and_served(
+def test_an_expired_certificate_is_loaded_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(trustme.CA(), tmp_path, "good.test")

@@ -31,7 +31,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 class LateClient(ScriptedClient):
-    """A client whose engine ends each request at its deadline."""
+    """A client whose engine ends each request with a timeout at once."""
 
     def __init__(self) -> None:
         super().__init__(ready())
