@@ -149,7 +149,7 @@ def test_the_error_names_a_missing_model(
     assert words in capsys.readouterr().err
 
 
-def test_the_doctor_reports_the_capabilities_of_this_machine(
+def test_the_doctor_reports_the_device_and_the_packages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cpu = main(["doctor", "--device", "cpu", "--json"])
