@@ -195,7 +195,7 @@ def values_of_flags() -> list[tuple[str, str]]:
     ]
 
 
-def test_tables_have_the_values_of_their_flags() -> None:
+def test_values_in_tables_of_flags_are_choices_of_the_flags() -> None:
     choices = {
         f"--{name}": (*flag.setting.choices, *PARSER_NAMES.get(flag.key, ()))
         for flag in FLAGS
@@ -553,7 +553,7 @@ def test_the_readme_has_an_example_of_each_kind() -> None:
         assert word in text
 
 
-def test_most_blocks_are_run() -> None:
+def test_more_than_30_blocks_are_run() -> None:
     num_run = sum(map(is_run, all_blocks()))
 
     assert num_run > 30

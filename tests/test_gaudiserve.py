@@ -1,5 +1,5 @@
-"""gaudiserve.py is found from every folder, even from a folder that contains the name of the
-module."""
+"""gaudiserve.py is found from a folder that contains the names of the module and of the
+packages."""
 
 import subprocess
 import sys

@@ -91,7 +91,7 @@ def test_all_apis_give_the_same_answer_and_usage_for_an_image(vision: LiveServer
     assert chat.usage.prompt_tokens == response.usage.input_tokens == prompt_tokens(message.usage)
 
 
-def test_images_in_tool_results_have_the_same_token_count_on_every_route(
+def test_images_in_tool_results_have_the_same_token_count_in_responses_and_messages(
     vision: LiveServer,
 ) -> None:
     with openai.OpenAI(base_url=f"{vision.url}/v1", api_key="none", max_retries=0) as sdk:

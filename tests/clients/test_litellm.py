@@ -79,7 +79,7 @@ def test_a_text_completion_completes_a_prompt(ask: dict[str, Any]) -> None:
     assert "four" in answer.choices[0].text
 
 
-def test_a_long_prompt_falls_back_to_a_model_with_longer_context(ask: dict[str, Any]) -> None:
+def test_a_long_prompt_raises_the_context_window_error(ask: dict[str, Any]) -> None:
     long: Any = [{"role": "user", "content": "word " * 9000}]
 
     with pytest.raises(litellm.ContextWindowExceededError):

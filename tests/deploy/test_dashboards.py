@@ -162,8 +162,8 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has scraped a server under load. The load continues at one request per
-    second."""
+    """A Prometheus that has scraped a server under load. The load has ended; the server still
+    runs."""
     folder = tmp_path_factory.mktemp("prometheus")
     model = str(make_tiny("llama", folder / "tiny"))
     with running(model, folder / "log", "--served-model-name=tiny", "--max-num-seqs=2") as live:

@@ -82,7 +82,7 @@ def commands(tmp_path: Path) -> Commands:
 
 
 @pytest.mark.parametrize("script", CASES)
-def test_the_preset_of_an_example_fits_and_is_served(
+def test_the_preset_of_an_example_fits_and_is_a_valid_config_file(
     script: Path, commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     presets, serve = commands(script, "--port", "8001")

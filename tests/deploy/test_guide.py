@@ -1,5 +1,5 @@
-"""Commands and manifests of docs/deployment.md and docs/kubernetes.md. test_docs.py runs the
-commands of gaudiserve itself."""
+"""Commands and manifests of docs/deployment.md and docs/kubernetes.md. test_docs.py checks
+the commands of gaudiserve itself."""
 
 import configparser
 import json

@@ -99,7 +99,7 @@ def test_the_steps_of_an_hpu_image_install_the_server_and_keep_the_vendors_torch
         assert said.returncode == 0, said.stderr
 
 
-def test_the_steps_of_the_cpu_image_install_a_server_that_starts(
+def test_the_steps_of_the_cpu_image_install_the_package_with_its_dependencies(
     source: Path, tmp_path: Path
 ) -> None:
     venv = tmp_path / "opt"

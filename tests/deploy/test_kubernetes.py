@@ -141,7 +141,7 @@ def test_references_between_manifests_name_existing_objects() -> None:
         assert ("ServiceAccount", template["spec"]["serviceAccountName"]) in names
 
 
-def test_the_leader_has_an_address_before_it_is_ready() -> None:
+def test_the_service_has_another_name_than_the_leader_worker_set() -> None:
     folder = KUBERNETES / "two-nodes-lws"
     name = document_of(folder / "leaderworkerset.yaml", "LeaderWorkerSet")["metadata"]["name"]
     service = document_of(KUBERNETES / "base" / "service.yaml", "Service")
@@ -293,7 +293,7 @@ def test_a_pod_requests_cards_with_group_and_node_selector(path: Path, template:
 
 
 @pytest.mark.parametrize(("path", "template"), WHOLE, ids=ids(WHOLE))
-def test_a_pod_has_no_token_no_rights_and_writes_to_volumes_only(
+def test_a_pod_has_no_token_drops_capabilities_and_writes_to_volumes_only(
     path: Path, template: Document
 ) -> None:
     pod = template["spec"]
@@ -406,8 +406,8 @@ def test_a_volume_of_local_models_needs_two_uncommented_lines(index: int, kind: 
     assert set(mounts) == set(volumes)
 
 
-def test_metrics_that_autoscalers_and_pickers_read_are_served() -> None:
-    # test_docs.py checks all metrics of the page against a server.
+def test_metrics_that_autoscalers_and_pickers_read_are_documented() -> None:
+    # test_docs_examples.py checks that a server has all metrics of this page.
     served = set(re.findall(r"`(\w+:\w+)`", METRICS_PAGE))
     text = "".join(
         path.read_text(encoding="utf-8")

@@ -293,7 +293,7 @@ def event(data: object) -> str:
 def test_the_policy_stops_a_string_that_would_become_markup(
     browser: Browser, server: PageServer
 ) -> None:
-    # A page without the `window` fixture, because the browser logs the blocked string.
+    # A page without `window`, because the browser logs the blocked string.
     page = browser.new_page()
     open_page(page, server.url)
 

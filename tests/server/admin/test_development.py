@@ -15,7 +15,8 @@ QUESTION = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 class Sleeper(TalkingClient):
-    """An engine that is asleep from the second query of its state on."""
+    """An engine that falls asleep when it is called to, and is asleep at the next query of its
+    state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +101,7 @@ async def test_settings_are_shown_without_keys_paths_or_names() -> None:
         assert "secret" not in text + whole.text
 
 
-async def test_without_the_flag_load_is_the_only_development_route() -> None:
+async def test_without_the_flag_load_is_served_and_development_routes_are_404() -> None:
     engine = TalkingClient()
     engine.stats = EngineStats(running=2, waiting=1)
     async with in_memory(engine) as rig:

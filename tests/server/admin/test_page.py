@@ -162,7 +162,7 @@ async def test_the_page_state_requires_the_key_and_contains_no_text() -> None:
         assert recent["output_tokens"] == asked.json()["usage"]["completion_tokens"]
 
 
-async def test_the_page_hides_images_and_documentation_if_they_are_unavailable() -> None:
+async def test_the_page_state_says_that_images_and_documentation_are_unavailable() -> None:
     async with in_memory(enable_docs=False) as rig:
         state = (await rig.http.get("/page/state")).json()
         page = (await rig.http.get("/")).text

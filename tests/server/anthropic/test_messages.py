@@ -247,7 +247,9 @@ async def test_chat_template_variables_and_a_cache_salt_may_be_sent() -> None:
         ('{"x": 1e999, ', "{}"),
     ],
 )
-async def test_the_input_of_a_truncated_call_is_the_models_text(arguments: str, given: str) -> None:
+async def test_the_input_of_a_truncated_call_has_its_complete_values_as_written(
+    arguments: str, given: str
+) -> None:
     call = '<tool_call>{"name": "get_weather", "arguments": ' + arguments
     async with talking(call) as rig:
         answer = await ask(rig, tools=[WEATHER], max_tokens=len(ids(call)))
@@ -529,7 +531,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         ({"output_format": FORM, "output_config": {"format": FORM}}, "only one of them"),
     ],
 )
-async def test_unsupported_message_fields_are_refused_by_name(
+async def test_invalid_and_unsupported_message_fields_are_refused_with_the_reason(
     fields: dict[str, Any], words: str
 ) -> None:
     async with talking() as rig:
@@ -551,7 +553,9 @@ async def test_strict_tools_that_cannot_be_enforced_are_refused_by_name() -> Non
         response = await ask(rig, tools=[{**WEATHER, "strict": True, "input_schema": schema}])
 
         assert response.status_code == 400
-        assert "set strict to false, or tool_choice to any" in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "the parameters of 'get_weather'" in message
+        assert "set strict to false, or tool_choice to any" in message
 
 
 async def test_unknown_fields_nulls_and_hints_are_accepted() -> None:
@@ -596,7 +600,7 @@ async def test_unknown_fields_nulls_and_hints_are_accepted() -> None:
         ),
     ],
 )
-async def test_every_error_of_the_messages_routes_has_the_anthropic_form(
+async def test_errors_of_the_messages_routes_have_the_anthropic_form(
     method: str, path: str, body: bytes, headers: Any, status: int, kind: str
 ) -> None:
     async with talking(api_keys=("key",), max_body_bytes=2_000) as rig:

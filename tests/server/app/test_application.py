@@ -66,6 +66,7 @@ async def test_models_are_listed_by_every_name_with_the_same_creation_time() -> 
 
         assert listed["object"] == "list"
         assert [entry["id"] for entry in listed["data"]] == ["demo", "org/demo"]
+        assert listed["data"][0]["created"] == listed["data"][1]["created"]
         assert (
             answer
             == listed["data"][1]

@@ -81,7 +81,7 @@ async def test_a_refusal_has_the_sent_and_the_allowed_values(wrong: dict[str, An
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
-def test_every_field_refuses_values_of_the_wrong_type_in_the_message_style(
+def test_refusals_of_wrong_values_have_the_message_style(
     kind: type[Body],
 ) -> None:
     messages = {

@@ -20,7 +20,7 @@ async def test_routes_other_than_probes_metrics_docs_and_the_page_require_a_key(
     guarded = ["/v1/models", "/v1/models/demo", "/tokenize", "/nothing"]
     async with in_memory(api_keys=("secret", "other")) as rig:
         probes = ("/live", "/health", "/ready", "/ping", "/version", "/metrics")
-        for path in (*probes, "/docs", "/docs/swagger-ui.css", "/openapi.json"):
+        for path in (*probes, "/", "/docs", "/docs/swagger-ui.css", "/openapi.json"):
             assert (await rig.http.get(path)).status_code == 200
         for path in (*guarded, "/is_sleeping"):
             response = await rig.http.get(path)
@@ -159,7 +159,7 @@ async def test_a_generating_request_is_logged_in_one_line_with_its_numbers(
         assert "hi" not in line.split()
 
 
-async def test_the_log_line_of_a_refused_request_has_the_reason_without_values(
+async def test_log_lines_have_the_error_without_quoted_values_and_the_ignored_fields(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -190,7 +190,7 @@ async def test_the_log_line_of_a_refused_request_has_the_reason_without_values(
         (400, "a" * 300, "a" * 200 + "..."),
     ],
 )
-def test_an_error_in_the_log_is_short_and_quotes_no_request(
+def test_an_error_in_the_log_is_short_and_a_400_hides_quoted_values(
     status: int, message: str, kept: str
 ) -> None:
     async def send(_: object) -> None: ...
@@ -202,7 +202,7 @@ def test_an_error_in_the_log_is_short_and_quotes_no_request(
     assert record.error == kept
 
 
-async def test_the_access_log_has_a_line_for_every_request_except_probes(
+async def test_the_access_log_omits_probes_metrics_and_files_of_the_page(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
@@ -250,6 +250,9 @@ def test_only_the_beginning_of_logged_token_ids_becomes_text(
 
 async def test_prompts_are_logged_only_with_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "server.http.access_log")
+    async with in_memory() as rig:
+        await rig.complete("a very private text")
+    assert "a very private text" not in caplog.text
     async with in_memory(enable_log_requests=True) as rig:
         await rig.complete("a very private text")
 

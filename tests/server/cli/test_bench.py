@@ -61,7 +61,7 @@ async def test_a_closed_loop_keeps_its_concurrency_and_counts_every_token() -> N
     assert all(body["ignore_eos"] and body["model"] == "double" for body in server.bodies)
 
 
-async def test_measured_times_equal_the_servers_times() -> None:
+async def test_measured_times_are_within_a_factor_of_10_of_the_servers_times() -> None:
     assert await least_awaited(excess_of_measured_times, 10) < 10
 
 

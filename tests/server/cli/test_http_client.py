@@ -158,7 +158,7 @@ WRONG_ANSWERS = {
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
-async def test_an_answer_that_is_not_http_is_reported(content: bytes, message: str) -> None:
+async def test_a_malformed_or_too_large_answer_is_reported(content: bytes, message: str) -> None:
     async with listening(content) as address:
         assert message in await failure(f"http://{address}")
 

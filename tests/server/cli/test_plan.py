@@ -120,6 +120,7 @@ def test_a_wrong_option_is_refused_in_one_line_with_status_2(
     captured = capsys.readouterr()
     assert status == 2
     assert words in captured.err
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
@@ -148,7 +149,7 @@ def test_the_error_names_a_missing_model(
     assert words in capsys.readouterr().err
 
 
-def test_the_doctor_reports_the_capabilities_of_this_machine(
+def test_the_doctor_reports_the_device_and_the_packages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cpu = main(["doctor", "--device", "cpu", "--json"])
@@ -159,7 +160,7 @@ def test_the_doctor_reports_the_capabilities_of_this_machine(
     assert told["packages"]["torch"]
 
 
-def test_plan_and_doctor_load_no_torch() -> None:
+def test_the_doctor_command_and_the_plan_module_load_no_torch() -> None:
     code = (
         "import sys; from server.cli.main import main; main(['doctor']);"
         "import server.cli.plan;"

@@ -142,7 +142,7 @@ def test_a_model_that_does_not_fit_gets_no_preset(
     assert with_preset(loaded, argv, (None, 1)) is loaded
 
 
-def test_free_cards_are_cards_of_one_generation_without_a_process(tmp_path: Path) -> None:
+def test_free_cards_are_counted_with_their_generation(tmp_path: Path) -> None:
     machine = GaudiMachine(tmp_path, cards=4)
 
     assert free_cards(machine.seen()) == ("gaudi3", 4)

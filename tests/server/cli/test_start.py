@@ -1,4 +1,4 @@
-"""server/cli/start.py: where a start stores converted files."""
+"""server/cli/start.py: the cache of converted files, errors, and the default names of a model."""
 
 from pathlib import Path
 

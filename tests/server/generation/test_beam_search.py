@@ -85,7 +85,7 @@ async def test_a_length_penalty_prefers_short_beams_and_chat_supports_beams() ->
         assert [choice["stop_reason"] for choice in choices] == [None, D]
 
 
-async def test_prompts_are_searched_concurrently_and_echoed() -> None:
+async def test_each_prompt_is_searched_and_echoed() -> None:
     async with in_memory(BranchingClient(1, TREE)) as rig:
         response = await rig.complete(
             ["p", "q"], use_beam_search=True, n=2, max_tokens=None, echo=True, temperature=0

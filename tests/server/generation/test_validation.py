@@ -20,11 +20,11 @@ from server.generation.validation import (
     with_checked_ids,
 )
 
-HALF = MAX_LISTED_TOKENS // 4
+QUARTER = MAX_LISTED_TOKENS // 4
 BOUNDS: list[tuple[str, int, int, dict[str, Any]]] = [
     ("logit_bias", 512, MAX_LISTED_BIASES, {"logit_bias": dict.fromkeys(range(512), 1.0)}),
-    ("stop_token_ids", HALF, MAX_LISTED_TOKENS, {"stop_token_ids": (3,) * HALF}),
-    ("allowed_token_ids", HALF, MAX_LISTED_TOKENS, {"allowed_token_ids": (3,) * HALF}),
+    ("stop_token_ids", QUARTER, MAX_LISTED_TOKENS, {"stop_token_ids": (3,) * QUARTER}),
+    ("allowed_token_ids", QUARTER, MAX_LISTED_TOKENS, {"allowed_token_ids": (3,) * QUARTER}),
     ("bad_words", 64, MAX_LISTED_WORDS, {"bad_words_token_ids": ((3,),) * 64}),
     (
         "structured_outputs",
@@ -54,7 +54,7 @@ def test_lists_are_bounded_over_all_sequences_of_a_request(
 
 def test_all_lists_of_token_ids_share_a_limit() -> None:
     params = SamplingParams(
-        logit_bias={5: 1.0}, stop_token_ids=(3,) * HALF, allowed_token_ids=(3,) * (3 * HALF)
+        logit_bias={5: 1.0}, stop_token_ids=(3,) * QUARTER, allowed_token_ids=(3,) * (3 * QUARTER)
     )
 
     with pytest.raises(UserError, match=f"{MAX_LISTED_TOKENS + 1} token ids") as caught:

@@ -75,7 +75,7 @@ def test_the_end_user_of_a_message_has_the_limit_of_the_messages_api() -> None:
     assert taken.metadata is not None
 
 
-async def test_metadata_over_its_limit_is_a_400_of_every_generating_route() -> None:
+async def test_metadata_or_a_user_over_its_limit_is_a_400_of_four_routes() -> None:
     async with in_memory() as rig:
         answers = [
             await rig.post("/v1/chat/completions", {**USER, "metadata": PAIRS}),

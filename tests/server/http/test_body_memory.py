@@ -172,7 +172,7 @@ async def test_each_route_with_a_body_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_the_body_of_a_refused_request_is_freed_at_once(
+async def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collector(
     name: str, spied: None, without_collector: None
 ) -> None:
     case = BODIES[name]

@@ -135,7 +135,7 @@ def test_commas_and_brackets_in_a_text_are_not_counted(monkeypatch: pytest.Monke
     assert decode_json(data) == {"prompt": text}
 
 
-def test_a_single_wide_character_does_not_widen_a_long_text(
+def test_a_text_with_wide_characters_is_limited_at_4_bytes_for_each_character(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(json_decoder, "TEXT_PIECE_BYTES", 2**20)

@@ -21,6 +21,7 @@ from http_rig import Rig, TalkingClient, on_port
 from uvicorn.server import ServerState
 from waits import WAIT_S, wait_for
 
+from config.log import RoleFormatter
 from config.server import ServerConfig
 from server.http.access_log import RequestRecord
 from server.http.protocol import (
@@ -587,6 +588,7 @@ def test_pipelined_requests_of_a_client_that_leaves_are_aborted(stream: bool) ->
         wait_for(lambda: rig.state.num_open_requests == 0)
         time.sleep(0.1)
         assert rig.state.num_open_requests == 0
+        assert len(client.aborted) == len(client.queues)
 
 
 def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
@@ -601,7 +603,9 @@ def test_a_path_and_a_forwarded_address_cannot_forge_log_lines(
         read_until(sock, b"\r\n\r\n")
 
     (record,) = [record for record in caplog.records if record.name == RequestRecord.__module__]
-    assert "client=127.0.0.1" in record.getMessage()
+    line = RoleFormatter("server", None).format(record)
+    assert "client=127.0.0.1" in line
+    assert "\n" not in line and "\x1b" not in line
 
 
 def test_a_flood_of_rejected_requests_writes_few_lines(caplog: pytest.LogCaptureFixture) -> None:

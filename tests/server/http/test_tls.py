@@ -95,7 +95,7 @@ def test_unusable_files_are_refused_with_their_names(
         Tls(configured(tmp_path))
 
 
-def test_an_expired_certificate_is_logged_and_served(
+def test_an_expired_certificate_is_loaded_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(trustme.CA(), tmp_path, "good.test")
@@ -111,7 +111,7 @@ def test_an_expired_certificate_is_logged_and_served(
     assert "certificate has expired" in record.message
 
 
-def test_a_client_needs_a_certificate_of_the_named_authority(tmp_path: Path) -> None:
+def test_a_client_without_a_certificate_is_refused_if_an_authority_is_named(tmp_path: Path) -> None:
     authority, clients = trustme.CA(), trustme.CA()
     write(authority, tmp_path, "first.test")
     clients.cert_pem.write_to_path(str(tmp_path / "clients.pem"))

@@ -65,8 +65,9 @@ def arrays_of(image: ProcessedImage | Answer) -> dict[str, np.ndarray]:
 
 
 OTHERS = [f for f in FAMILIES if f not in ("qwen2_vl", "phi4_multimodal", "minimax_m3_vl")]
-"""The other families: transformers' image processors of qwen2_vl, phi4_multimodal and minimax_m3_vl
-need torchvision."""
+"""Families without qwen2_vl, which `test_images_of_any_size_have_the_grid_of_transformers`
+compares, and without phi4_multimodal and minimax_m3_vl, whose image processors in transformers need
+torchvision."""
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -1,4 +1,5 @@
-"""Videos are read frame by frame within limits, and become the same patches as in transformers."""
+"""Videos are read frame by frame within limits, and become patches in the layout of
+transformers."""
 
 import sys
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_limits_are_reported_with_both_numbers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_video_patches_equal_transformers(count: int, processor: ImageProcessor) -> None:
+def test_video_patches_have_the_layout_of_transformers(
+    count: int, processor: ImageProcessor
+) -> None:
     """The video class needs torchvision; the layout is that of Qwen2VLVideoProcessor.patchify,
     which repeats the last frame up to the temporal patch size."""
     found = processor.process_video(shown(FRAMES[:count], 2.0))
@@ -185,7 +188,7 @@ def test_video_patches_equal_transformers(count: int, processor: ImageProcessor)
     assert found.time_step == 1.0
 
 
-def test_qwen2_5_vl_time_steps_are_in_units_of_seconds(tmp_path: Path) -> None:
+def test_qwen2_5_vl_time_steps_are_seconds_times_tokens_per_second(tmp_path: Path) -> None:
     folder = make_tiny_vision("qwen2_vl", tmp_path, weights=False)
     config = msgspec.json.decode((folder / "config.json").read_bytes())
     config["model_type"] = "qwen2_5_vl"

@@ -78,7 +78,7 @@ def test_a_keyword_argument_of_the_user_takes_precedence(
     ]
 
 
-def test_without_a_result_the_quick_part_runs_except_in_a_rank_of_torchrun(
+def test_selftest_on_runs_the_self_test_except_in_a_rank_of_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*_: object, **__: object) -> SelfTest:

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def test_other_processes_of_a_model_on_a_card_do_not_load_the_vendors_runtime(
+def test_a_model_on_a_card_turns_off_the_autoload_of_the_vendors_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PT_HPU_AUTOLOAD", "")

@@ -10,7 +10,7 @@ from gaudiserve import LLM
 
 
 @pytest.mark.parametrize("max_model_len", [None, 2600])
-def test_the_longest_text_of_a_classifier_is_computed_in_a_single_step(
+def test_a_classifier_takes_a_text_as_long_as_its_context(
     max_model_len: int | None, tmp_path: Path
 ) -> None:
     folder = make_pooling(

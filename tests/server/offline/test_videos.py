@@ -1,4 +1,4 @@
-"""Videos in Python: all forms that LLM accepts give the same tokens."""
+"""Videos in Python: the forms that LLM accepts; arrays and lists of frames give the same tokens."""
 
 from collections.abc import Iterator
 from typing import Any

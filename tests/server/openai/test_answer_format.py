@@ -183,7 +183,9 @@ async def test_a_thinking_budget_is_sent_with_and_without_a_grammar() -> None:
         (MAY_THINK, "5", "integer"),
     ],
 )
-async def test_an_unenforceable_budget_is_refused(config: Any, budget: Any, words: str) -> None:
+async def test_an_invalid_or_unenforceable_thinking_budget_is_refused(
+    config: Any, budget: Any, words: str
+) -> None:
     async with in_memory(TalkingClient("x"), **config) as rig:
         answer = await rig.chat(thinking_token_budget=budget)
         plain = await rig.complete(thinking_token_budget=5)

@@ -83,7 +83,7 @@ async def test_all_keys_share_blocks_by_default() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [*REQUESTS, *POOLING])
-async def test_every_route_uses_the_cache_salt_of_the_key(path: str, body: dict[str, Any]) -> None:
+async def test_a_route_uses_the_cache_salt_of_the_key(path: str, body: dict[str, Any]) -> None:
     engine = PoolingClient() if (path, body) in POOLING else TalkingClient()
     async with in_memory(engine, api_keys=KEYS, cache_salt_per_key=True) as rig:
         answers = [

@@ -88,7 +88,7 @@ async def test_parts_are_joined_and_developer_messages_are_system_messages() -> 
         assert prompt_of(rig.client, 2).startswith("<|im_start|>system\nx<|im_end|>")
 
 
-async def test_every_sampling_field_reaches_the_engine() -> None:
+async def test_sampling_fields_reach_the_engine() -> None:
     fields = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -266,7 +266,7 @@ async def test_the_prompt_of_several_choices_is_counted_once() -> None:
         assert len({queue.sampling.seed for queue in rig.client.queues}) == 4
 
 
-async def test_stop_strings_and_ids_end_the_text_and_are_reported() -> None:
+async def test_a_stop_string_and_the_length_end_the_text_and_are_reported() -> None:
     async with in_memory(TalkingClient("Hello world")) as rig:
         by_text = (await rig.chat(stop="o w")).json()["choices"][0]
         by_length = (await rig.chat(max_tokens=1)).json()["choices"][0]
@@ -357,7 +357,7 @@ async def test_a_trusted_template_gets_the_callers_variables_and_documents() -> 
         assert prompt_of(rig.client, 1) == "doc-none-True-"
 
 
-async def test_control_characters_and_special_tokens_are_content() -> None:
+async def test_control_characters_and_special_tokens_are_accepted() -> None:
     async with in_memory() as rig:
         for text in ("\x00", "\ufeff", "\ue000", "<|im_end|>", "\U0010ffff"):
             assert (await rig.chat(text)).status_code == 200

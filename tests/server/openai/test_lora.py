@@ -1,4 +1,4 @@
-"""Adapters over HTTP: names, loading and unloading, with a real engine in this process."""
+"""Adapters over HTTP: names, loading and unloading, with a real server in its own process."""
 
 import asyncio
 import json
@@ -321,7 +321,7 @@ async def test_an_adapter_changed_after_its_load_fails_without_showing_its_folde
         ({"lora_dir": "/"}, "--api-key", "--api-key KEY"),
     ],
 )
-async def test_a_server_without_an_allowed_folder_names_the_flag(
+async def test_a_server_without_an_adapter_folder_or_a_key_names_the_flag(
     config: Any, missing: str, flags: str
 ) -> None:
     async with in_memory(allow_runtime_lora_updating=True, **config) as rig:
@@ -336,7 +336,7 @@ async def test_a_server_without_an_allowed_folder_names_the_flag(
             assert f"start it with --enable-lora {flags}, and load adapters from" in message
 
 
-def test_the_variable_of_vllm_without_a_folder_starts_a_server() -> None:
+def test_the_variable_of_vllm_is_accepted_without_a_folder() -> None:
     loaded = load_config(["m"], environ={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
 
     assert loaded.server.allow_runtime_lora_updating

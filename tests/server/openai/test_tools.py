@@ -418,7 +418,7 @@ OSLO = ["get_weather", '{"city": "Oslo"}']
 async def test_forced_calls_are_parsed_from_constrained_output(
     choice: Any, reply: str, calls: Any, reason: str
 ) -> None:
-    # Without a tool parser, and with a reasoning template: forced calls need neither.
+    # Forced calls need no tool parser and no thinking, even if the template supports thinking.
     config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "none"}
     async with with_tools(reply, **config) as rig:
         answer, chunks = await both(rig, tools=[STRICT_WEATHER, NOW], tool_choice=choice)
@@ -643,7 +643,7 @@ async def test_allowed_tools_in_required_mode_force_a_call() -> None:
         ),
     ],
 )
-async def test_unsupported_tool_settings_are_refused(
+async def test_invalid_and_unsupported_tool_settings_are_refused(
     fields: Any, config: Any, param: str, word: str
 ) -> None:
     async with with_tools("x", **config) as rig:

@@ -60,8 +60,7 @@ def parser(*, is_inside: bool = False, has_tools: bool = True) -> OutputParser:
             "So.\nYes.",
             [],
         ),
-        # A message to the model itself, or to a tool that is not in the request, is not shown to
-        # the client.
+        # A message to the model itself, or to a tool that is not in the request, is reasoning.
         *(
             (
                 f"<|channel|>commentary to={to}<|message|>1 + 1<|end|>{FINAL}Yes.",

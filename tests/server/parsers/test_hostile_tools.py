@@ -146,7 +146,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("name", FORMATS.values())
-def test_malformed_schemas_are_user_errors(name: str) -> None:
+def test_malformed_schemas_raise_only_user_errors(name: str) -> None:
     @settings(max_examples=25, deadline=None)
     @given(st.dictionaries(st.sampled_from(["a", "b"]), VALUES), VALUES, VALUES)
     def check(properties: dict[str, Any], required: Any, definitions: Any) -> None:

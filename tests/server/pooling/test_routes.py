@@ -360,7 +360,7 @@ async def sent(engine: PoolingClient, count: int) -> None:
     await until(lambda: len(engine.queues) == count)
 
 
-async def test_non_finite_numbers_are_never_returned() -> None:
+async def test_a_vector_with_a_nan_fails_the_request() -> None:
     engine = client()
     engine.answers = False
     async with in_memory(engine) as rig:

@@ -1,4 +1,4 @@
-"""Random changes of a checkpoint's files: the start succeeds, or fails in one sentence."""
+"""Random changes of a checkpoint's files: they are loaded, or the start fails in one line."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def start(folder: Path) -> None:
         pytest.param("gpt_oss", range(5_000, 6_000), marks=pytest.mark.slow),
     ],
 )
-def test_random_changes_are_refused_in_one_sentence_or_served(
+def test_random_changes_are_refused_in_one_line_or_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, seeds: range
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

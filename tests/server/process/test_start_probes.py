@@ -106,9 +106,7 @@ def test_probes_over_tls_get_the_server_s_certificate(
 
 
 @pytest.mark.parametrize(("size", "is_large"), [(LARGE_BYTES - 1, False), (LARGE_BYTES, True)])
-def test_only_a_large_tokenizer_starts_a_probe_process(
-    tmp_path: Path, size: int, is_large: bool
-) -> None:
+def test_a_tokenizer_is_large_from_the_limit_on(tmp_path: Path, size: int, is_large: bool) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(size)
 

@@ -108,7 +108,7 @@ def test_a_response_is_found_by_every_api_server(shared: LiveServer) -> None:
     assert all(answer.status_code == 200 for answer in following)
 
 
-def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
+def test_sigterm_lets_a_stream_finish_and_ends_all_processes(daemon: LiveServer) -> None:
     family = children_of(daemon.pid)
     body = {"prompt": "go", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream(
@@ -128,7 +128,9 @@ def test_sigterm_lets_every_api_server_finish(daemon: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("victim", ["API server", "engine"])
-def test_the_death_of_an_api_server_ends_all_processes(daemon: LiveServer, victim: str) -> None:
+def test_the_death_of_an_api_server_or_of_the_engine_ends_all_processes(
+    daemon: LiveServer, victim: str
+) -> None:
     family = children_of(daemon.pid)
     pid = api_servers(daemon)[1] if victim == "API server" else daemon.find("gaudiserve: engine")
     endings: list[str] = []

@@ -1,4 +1,4 @@
-"""Timeouts of requests, and the digests of their API keys, on all routes."""
+"""Timeouts of requests, and the digests of their API keys."""
 
 import asyncio
 import hashlib
@@ -31,7 +31,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 
 
 class LateClient(ScriptedClient):
-    """A client whose engine ends each request at its deadline."""
+    """A client whose engine ends each request with a timeout at once."""
 
     def __init__(self) -> None:
         super().__init__(ready())

@@ -122,7 +122,7 @@ def test_a_panic_in_a_fork_is_reported() -> None:
     ("bounds", "num_running"),
     [(TokenizerBounds(takes_linear_time=False), 2), (TokenizerBounds(), 3)],
 )
-async def test_a_client_with_slow_texts_leaves_a_thread_and_room_to_other_clients(
+async def test_a_client_leaves_room_and_with_slow_texts_a_thread_to_other_clients(
     monkeypatch: pytest.MonkeyPatch, bounds: TokenizerBounds, num_running: int
 ) -> None:
     monkeypatch.setattr(tokenizer_module, "MAX_PENDING", 8)

@@ -1,4 +1,4 @@
-"""server/text/control_tokens.py: control-token text in messages stays text with every template."""
+"""server/text/control_tokens.py: control-token text in messages stays text."""
 
 import re
 from typing import Any

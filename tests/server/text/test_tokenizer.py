@@ -292,7 +292,7 @@ async def test_a_text_of_700_000_tokens_blocks_neither_the_loop_nor_short_texts(
     assert await least_awaited(delay_s, 0.1) < 0.1
 
 
-async def test_long_and_short_texts_give_the_same_ids_on_any_thread() -> None:
+async def test_a_long_text_has_the_same_ids_on_a_thread() -> None:
     text = long_text(3 * INLINE_CHARACTERS)
 
     ids = await BYTE_LEVEL.encode(text, False)

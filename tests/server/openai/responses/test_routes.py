@@ -75,7 +75,7 @@ async def prompt_of(rig: Rig, place: int = -1) -> str:
     return TOKENIZER.decode(rig.client.queues[place].prompt, skip_special_tokens=False)
 
 
-async def test_a_response_has_every_field_and_an_item_per_output() -> None:
+async def test_a_response_has_the_fields_of_its_request_and_an_item_per_output() -> None:
     async with speaking(THOUGHT + "One moment.\n" + CALL) as rig:
         made = await resolve_request(
             rig, tools=[WEATHER], instructions="Be brief.", metadata={"a": "b"}, temperature=0.5
@@ -457,7 +457,7 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_the_rules() -> None:
         ({"stop": "x", "use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_unsupported_features_are_refused_by_field(fields: Any, param: str) -> None:
+async def test_invalid_and_unsupported_fields_are_refused_by_name(fields: Any, param: str) -> None:
     async with speaking("x") as rig:
         for stream in (False, True):
             refused = await rig.post(ROUTE, {"input": "hi", "stream": stream, **fields})

@@ -72,7 +72,7 @@ class CompilingClient(TalkingClient):
     ],
     ids=str,
 )
-async def test_every_field_becomes_its_spec_compiled_before_the_request_is_sent(
+async def test_every_field_becomes_a_spec_that_is_compiled_and_sent(
     fields: dict[str, Any], spec: GrammarSpec | None
 ) -> None:
     client = CompilingClient()

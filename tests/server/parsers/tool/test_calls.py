@@ -95,7 +95,7 @@ def test_calls_beyond_the_limit_are_dropped() -> None:
     assert len(found[2]) == 1 and found[1] == ""
 
 
-def test_a_long_answer_is_parsed_in_linear_time() -> None:
+def test_a_long_argument_has_an_event_for_each_piece() -> None:
     parser = parser_of("hermes")
     parser.feed('<tool_call>{"name": "f", "arguments": {"a": "')
 

@@ -153,7 +153,7 @@ def test_a_string_is_streamed_before_its_end() -> None:
     assert "a long te" in "".join(getattr(event, "text", "") for event in events)
 
 
-def test_too_deeply_nested_elements_are_kept_as_text() -> None:
+def test_too_deeply_nested_elements_make_a_broken_call() -> None:
     text = call(tag("seats", "1"), f"{NS}<free>" + f"{NS}<a>" * (MAX_DEPTH + 1))
 
     _, said, calls, broken = read(partial(parser_of, "minimax_m3", tools=TOOLS), [text])
