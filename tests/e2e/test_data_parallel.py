@@ -180,6 +180,7 @@ def test_several_api_servers_share_several_engines(tiny_model: str, tmp_path: Pa
             return all(live.ask("/ready").json()["engines"] == "1 of 2" for _ in range(8))
 
         wait_for(is_known)
+        wait_for(lambda: errors(live))
         assert live.ask("/v1/completions", body).status_code == 200
         (error,) = errors(live)
         assert "was killed by SIGKILL, 1 of 2 engines keep running" in error
@@ -222,7 +223,9 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
         wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"})
         assert remote.wait_exit() == 1
         assert live.ask("/v1/completions", body).status_code == 200
-        assert "engine 1 has ended, 1 of 2 keep running: the engine has disconnected" in live.text()
+        # The log follows at the next check of the engines.
+        ended = "engine 1 has ended, 1 of 2 keep running: the engine has disconnected"
+        wait_for(lambda: ended in live.text())
 
 
 def test_other_engines_continue_the_requests_of_a_crashed_engine(
