@@ -20,6 +20,7 @@ from config.checkpoint.gguf_tokenizer import tokenizer_files
 from config.checkpoint.gguf_weights import stored_shapes, write_blocks, write_safetensors
 from config.checkpoint.shapes import check_num_layers, check_shapes, weight_map_of
 from config.errors import ConfigError
+from config.json_text import parse_json
 from config.model.json_fields import Fields, Json
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of
@@ -31,6 +32,8 @@ _FORMAT = 2
 """Version of the conversion. Increase it when the result changes, so that older copies are not
 used."""
 _SAMPLE_BYTES = 2**20
+_SIZES = ".sizes.json"
+"""File with the sizes of the other files."""
 NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -48,7 +51,8 @@ def converted(
     `keep_blocks` it also has the file BLOCKS. Its generation_config.json has the defaults in
     `sampling`, which GGUF files lack.
 
-    A folder appears only when its conversion is complete. A second process waits for the conversion
+    A folder appears only when its conversion is complete; a folder that lacks files, or has
+    truncated files, is converted again. A second process waits for the conversion
     of the first.
     """
     if dtype not in DTYPES:
@@ -58,23 +62,54 @@ def converted(
     target = cache_path(str(cache), "converted") / name
     if target.is_dir():
         check_own(target)
-        return target
+        if _is_whole(target):
+            return target
     report("convert", 0, 0)
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.enter_context(_locked(target.with_name(f"{target.name}.lock"), report))
-        if not target.is_dir():
+        if not _is_whole(target):
             partial = target.with_name(f"{target.name}.partial")
             # Leftovers of a killed process. Only the holder of the lock writes here.
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             partial.mkdir()
             try:
                 _convert(source, partial, dtype, keep_blocks, sampling, progress, report)
+                _write_json(partial / _SIZES, _sizes(partial))
+                if target.exists():
+                    logger.warning("%s is damaged, and is converted again", target)
+                    _remove(target)
                 partial.rename(target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether `folder` has all converted files with their sizes: a cleaner may have removed files,
+    or a full disk truncated them."""
+    try:
+        sizes = parse_json((folder / _SIZES).read_bytes())
+        return isinstance(sizes, dict) and sizes.items() <= _sizes(folder).items()
+    except FileNotFoundError:
+        # A copy of an earlier version lists no sizes.
+        return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file in `folder`, by relative path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:

@@ -178,7 +178,8 @@ class SingleEngineClient:
         self._resumes = False
         """Whether requests are kept when the engine crashes."""
         self._observer: ResumptionObserver[SingleEngineClient] = NoObserver()
-        self._reloading: asyncio.Task[None] | None = None
+        self._reloading: set[asyncio.Task[None]] = set()
+        """The task that loads adapters into a restarted engine, while it runs."""
         self._unsent_aborts: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_numbers = itertools.count(1)
@@ -365,6 +366,7 @@ class SingleEngineClient:
         engine reported itself. Only the first call counts."""
         failure = self.state.cause(failure)
         self.state.settle()
+        self._stop_reloading()
         if not self.state.has_failed:
             self.state = FailedState(failure, self.state.ready)
             self._router.fail(failure.message)
@@ -434,10 +436,19 @@ class SingleEngineClient:
                     await self._call(LOAD_ADAPTER, {"adapter": adapter.named})
             self._restore()
 
+        self._stop_reloading()
         if missing:
-            self._reloading = asyncio.ensure_future(reload())
+            task = asyncio.ensure_future(reload())
+            self._reloading.add(task)
+            task.add_done_callback(self._reloading.discard)
         else:
             self._restore()
+
+    def _stop_reloading(self) -> None:
+        """Stop loading adapters, because the restarted engine has crashed too. Its calls would wait
+        for minutes, and then resume the requests on an engine that may not be ready."""
+        for task in self._reloading:
+            task.cancel()
 
     def _restore(self) -> None:
         """Resume the requests of the crashed engine on the new engine."""

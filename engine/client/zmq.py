@@ -111,4 +111,5 @@ class ZmqClient(SingleEngineClient):
     def _lose_engine(self) -> None:
         # A restarted engine sends Hello and Ready again.
         self._engine = self._early_ready = None
+        self._stop_reloading()
         self._lose(Failure(DISCONNECTED, is_external=None))

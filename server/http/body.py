@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from server.http.pacing import LoopPacer
 from server.http.unread_answers import UnreadAnswers
 
 B = TypeVar("B", bound="BodyModel")
+T = TypeVar("T")
 Fields = dict[str, Any]
 
 
@@ -120,6 +122,22 @@ class BodyReader:
             raise UserError(f"the body is {value_text(decoded)}, it must be a JSON object")
         return ReceivedBody(decoded, size, record_of(request.scope), held)
 
+    async def hold_more(self, held: HeldBody, num_bytes: int) -> HeldBody:
+        """Wait until there is room for `num_bytes` besides the bytes of `held`, and account for
+        both in a new HeldBody: for values that the server decodes for a request besides its body.
+        Raises Overloaded after a timeout."""
+        if num_bytes > LARGE_BODY_BYTES:
+            self._schedule_trims()
+        # Two requests that keep their bytes while they wait would wait for each other.
+        total = held.num_bytes + num_bytes
+        held.free()
+        return await self._held.hold(total, self._max_buffered(total))
+
+    async def on_thread(self, call: Callable[[], T]) -> T:
+        """Run `call`, which decodes large values, on the thread that decodes bodies; clients take
+        turns."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
@@ -142,8 +160,7 @@ class BodyReader:
             self._schedule_trims()
         if size <= PIECE_BYTES:
             return _decode_chunks(chunks)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, _decode_chunks, chunks)
+        return await self.on_thread(partial(_decode_chunks, chunks))
 
     def _schedule_trims(self) -> None:
         """Trim memory repeatedly: the memory of a large body is freed when its request ends, at an

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.error_frames import release_frames
 from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
 from config.native import panics_as_errors
 from config.params.sampling import SamplingParams
@@ -531,6 +532,7 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
             error = EngineFailed(str(error))
         fault = fault_of(error)
         job.tracker.set_error(fault)
+        release_frames(error)
         yield await writer.failing(fault)
 
 

@@ -36,6 +36,8 @@ class BackgroundResponse:
         self._entry = entry
         self._store = store
         self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        """Whether `_task` ends the response with status cancelled."""
 
     def start(self) -> None:
         """Register in the store and start. Raises Overloaded if the store is full; the job is then
@@ -60,12 +62,15 @@ class BackgroundResponse:
         ending."""
         if self._writer.has_ended:
             return
-        # Stop the task first, so that it adds no more output.
-        self._job.close()
-        if self._task is not None:
-            self._task.cancel()
-        # Followers need the last frames even if this request's client disconnects.
-        self._task = asyncio.get_running_loop().create_task(self._end_cancelled())
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            # Stop the task first, so that it adds no more output.
+            self._job.close()
+            if self._task is not None:
+                self._task.cancel()
+            # Followers need the last frames even if this request's client disconnects.
+            self._task = asyncio.get_running_loop().create_task(self._end_cancelled())
+        assert self._task is not None, "a cancelled response has the task that ends it"
         await asyncio.shield(self._task)
 
     async def _end_cancelled(self) -> None:

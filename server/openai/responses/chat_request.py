@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
 from config.errors import NotFound, UserError
-from server.http.body import MANY_BYTES, validate_fields
+from server.http.body import MANY_BYTES, BodyReader, ReceivedBody, validate_fields
 from server.http.body_bounds import MAX_MESSAGES
+from server.http.held_bodies import decoded_bytes
 from server.http.json_decoder import decode_json
 from server.http.json_encoder import encode_json
 from server.openai.responses.items import Item, is_reference, number_in, read_items
@@ -68,28 +71,36 @@ def _renamed(text: str) -> str:
 
 
 async def resolve_request(
+    bodies: BodyReader,
     store: ResponseStore,
+    sent: ReceivedBody,
     body: ResponseBody,
-    num_bytes: int,
     number: str,
     owner: str,
     kinds: Collection[bytes],
 ) -> ResponseRequest:
-    """Build the request for response `number` from `body`, whose JSON has `num_bytes`. `kinds`:
-    supported media besides text. Raises UserError, and NotFound for a response or an item that is
-    not stored for `owner`."""
+    """Build the request for response `number` from `body`, which was sent as `sent`. Adds the
+    memory of the previous and referenced items to `sent.held`. `kinds`: supported media besides
+    text. Raises Overloaded, UserError, and NotFound for a response or an item that is not stored
+    for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
-    if num_bytes <= MANY_BYTES:
+    if sent.num_bytes <= MANY_BYTES:
         items = read_items(body.input, number, kinds)
     else:
         items = await asyncio.to_thread(read_items, body.input, number, kinds)
-    items = await _with_references(store, items, owner)
+    items, num_referenced = await _with_references(bodies, store, sent, items, owner)
     num_before = 0 if before is None else before.num_bytes
     _check_bytes(num_before, "the previous conversation has", "previous_response_id")
-    if num_bytes + num_before <= MANY_BYTES:
-        return _resolve(body, items, before, number)
-    return await asyncio.to_thread(_resolve, body, items, before, number)
+    if sent.num_bytes + num_referenced + num_before <= MANY_BYTES:
+        resolved = _resolve(body, items, before, number)
+    else:
+        if before:
+            decoded = await bodies.on_thread(before.num_decoded_bytes)
+            sent.held = await bodies.hold_more(sent.held, decoded)
+        resolved = await bodies.on_thread(partial(_resolve, body, items, before, number))
+    body.hold(sent.held)
+    return resolved
 
 
 def previous_number(body: ResponseBody) -> str:
@@ -134,11 +145,18 @@ def _resolve(
         return ResponseRequest(validate_fields(ChatBody, fields), history)
 
 
-async def _with_references(store: ResponseStore, items: list[Item], owner: str) -> list[Item]:
-    """Resolve references in `items`. Raises NotFound and UserError."""
+async def _with_references(
+    bodies: BodyReader,
+    store: ResponseStore,
+    sent: ReceivedBody,
+    items: list[Item],
+    owner: str,
+) -> tuple[list[Item], int]:
+    """(`items` with resolved references, bytes of the referenced items). Raises Overloaded,
+    NotFound and UserError."""
     ids = [item["id"] for item in items if item["type"] == "item_reference"]
     if not ids:
-        return items
+        return items, 0
     if len(ids) > MAX_REFERENCES:
         raise UserError(
             f"input has {len(ids)} references to items, at most {MAX_REFERENCES} are allowed",
@@ -146,11 +164,28 @@ async def _with_references(store: ResponseStore, items: list[Item], owner: str) 
         )
     numbers = dict.fromkeys(map(number_in, ids))
     entries = store.find((f"{ID_PREFIX}{number}" for number in numbers if number), owner)
-    return await asyncio.to_thread(_resolved, items, ids, entries)
+    found = await bodies.on_thread(partial(_find, ids, entries))
+    sent.held = await bodies.hold_more(sent.held, found.num_decoded_bytes)
+    decoded = await bodies.on_thread(found.decoded)
+    resolved = [decoded[item["id"]] if item["type"] == "item_reference" else item for item in items]
+    return resolved, found.num_bytes
 
 
-def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) -> list[Item]:
-    """Replace references in `items` by the items of `entries`."""
+class _Found(NamedTuple):
+    """Referenced items as JSON, by id."""
+
+    items: dict[str, bytes]
+    num_bytes: int
+    """Bytes of all references."""
+    num_decoded_bytes: int
+    """Estimated memory of the decoded items."""
+
+    def decoded(self) -> dict[str, Item]:
+        return {item_id: decode_json(item) for item_id, item in self.items.items()}
+
+
+def _find(ids: list[str], entries: list[StoredResponse]) -> _Found:
+    """The items of `entries` with `ids`. Raises NotFound, and UserError for too many bytes."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
         # Item ids contain the number of their response, so previous responses are not searched.
@@ -165,8 +200,8 @@ def _resolved(items: list[Item], ids: list[str], entries: list[StoredResponse]) 
             )
         num_bytes += len(bytes(encoded[item_id]))
     _check_bytes(num_bytes, "the items that input references have", "input")
-    found = {item_id: decode_json(bytes(item)) for item_id, item in encoded.items()}
-    return [found[item["id"]] if item["type"] == "item_reference" else item for item in items]
+    found = {item_id: bytes(item) for item_id, item in encoded.items()}
+    return _Found(found, num_bytes, sum(map(decoded_bytes, found.values())))
 
 
 def _check_bytes(num_bytes: int, what: str, param: str) -> None:

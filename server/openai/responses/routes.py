@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from config.error_frames import release_frames
 from config.errors import UserError
 from config.fair_threads import current_client
 from server.http.access_log import attach_record, record_of
@@ -85,7 +86,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         is_stored = _is_stored(store, body)
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
-            store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
+            state.bodies, store, sent, body, state.peers.new_id(), owner, state.media_kinds
         )
         if body.background:
             # A separate record, because the job continues after this request has ended.
@@ -143,7 +144,7 @@ def _add_create_routes(router: APIRouter, state: AppState, store: ResponseStore)
         sent, body = read
         owner = record_of(request.scope).owner
         resolved = await resolve_request(
-            store, body, sent.num_bytes, state.peers.new_id(), owner, state.media_kinds
+            state.bodies, store, sent, body, state.peers.new_id(), owner, state.media_kinds
         )
         with as_response_fields():
             count = await count_prompt_tokens(state, request, resolved.chat)
@@ -259,6 +260,7 @@ async def _start(
         except UserError as error:
             if not is_cut or not is_too_long(error):
                 raise
+            release_frames(error)
         chat = await shortened(state, request, resolved.chat)
         return await start_chat(state, request, chat, id_prefix=ID_PREFIX)
 

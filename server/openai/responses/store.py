@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from config.errors import NotFound, Overloaded
+from server.http.held_bodies import decoded_bytes
 from server.http.json_decoder import decode_json
 from server.http.json_encoder import encode_json
 from server.http.pacing import LoopPacer
@@ -42,6 +43,8 @@ class ItemHistory:
         self.data = data
         self.previous = before
         self.ref_count = 0
+        self._num_decoded_bytes = 0
+        """Estimated memory of the decoded items; 0 if not computed yet."""
 
     def acquire(self) -> int:
         """Add a reference; returns the additional bytes, including previous histories."""
@@ -67,6 +70,15 @@ class ItemHistory:
     def num_bytes(self) -> int:
         """Bytes of this history and all previous histories."""
         return sum(len(history.data) for history in self._chain())
+
+    def num_decoded_bytes(self) -> int:
+        """Estimated memory of all items of the conversation once decoded. Reads the JSON once: for
+        a long history call it on a thread."""
+        total = 0
+        for history in self._chain():
+            history._num_decoded_bytes = history._num_decoded_bytes or decoded_bytes(history.data)
+            total += history._num_decoded_bytes
+        return total
 
     def items(self) -> list[Item]:
         """All items of the conversation, in order."""

@@ -2,6 +2,7 @@
 
 from starlette.requests import Request
 
+from config.error_frames import release_frames
 from config.errors import UserError
 from server.openai.chat_request import count_prompt_tokens
 from server.openai.responses.messages import LEADING
@@ -43,5 +44,7 @@ async def _fits(state: AppState, request: Request, chat: ChatBody) -> bool:
     except UserError as error:
         if not is_too_long(error):
             raise
+        # The frames of the error refer to all messages.
+        release_frames(error)
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -17,6 +17,9 @@ from server.parsers.stream.text_stream import (
 from server.parsers.tool.structural_tag import Functions, ToolCallGrammar
 
 MAX_NAME_CHARACTERS = 256
+PIECE_CHARACTERS = 32
+"""Characters after a marker in reasoning that are parsed at once. The first characters usually
+decide whether it is a call; parsing more would repeat the work for each of many markers."""
 _TAG_STARTS = "<[]"
 """First characters of tags. Text may quote words that are markers, but not tags."""
 _TAG_ENDS = (">", "]")
@@ -242,15 +245,16 @@ class CallFinder:
         """Whether a call comes next, without consuming `source`."""
         parser, count = ToolCallParser(self.reader, self.tools), 0
         while True:
-            piece = source.peek_piece(count, MAX_REREAD_CHARACTERS)
+            piece = source.peek_piece(count, min(count + PIECE_CHARACTERS, MAX_REREAD_CHARACTERS))
             count += len(piece)
             events = parser.feed(piece)
-            is_last = source.has_ended or count == MAX_REREAD_CHARACTERS
+            is_last = (source.has_ended and not piece) or count == MAX_REREAD_CHARACTERS
             if is_last:
                 events += parser.finish(is_cut=source.is_cut)
             if events or is_last:
                 return bool(events) and isinstance(events[0], ToolCallStart)
-            yield
+            if not piece:
+                yield
 
 
 NO_CALLS = CallFinder(ToolCallReader(), {})

@@ -3,6 +3,9 @@
 import json
 import math
 import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,41 @@ from config.model.read_config import read_model_config
 
 def _convert(source: Path, dtype: str = "float32") -> Path:
     return converted(source, source.parent / "cache", dtype=dtype, progress=False)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "weights without their end": lambda folder: os.truncate(folder / "model.safetensors", 2000),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "an empty config": lambda folder: os.truncate(folder / "config.json", 0),
+    "half a tokenizer": lambda folder: os.truncate(folder / "tokenizer.json", 100),
+    "no files": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "half the sizes": lambda folder: os.truncate(folder / ".sizes.json", 20),
+    "a file instead": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+    "a file of a killed conversion": lambda folder: (
+        shutil.rmtree(folder),
+        folder.with_name(f"{folder.name}.partial").write_text(""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_copy_is_converted_again(name: str, tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = _convert(source)
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+    DAMAGES[name](folder)
+
+    assert _convert(source) == folder
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
+
+
+def test_a_copy_of_an_earlier_version_is_kept(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    folder = _convert(source)
+    (folder / ".sizes.json").unlink()
+    (folder / "own.txt").write_text("kept")
+
+    assert (_convert(source) / "own.txt").read_text() == "kept"
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from engine.client.resumption import (
 )
 from engine.client.state import Failure, Pause
 from engine.transport.messages import (
+    LOAD_ADAPTER,
     Adapters,
     AddRequest,
     Control,
@@ -295,3 +296,41 @@ async def test_adapters_of_a_crashed_engine_stay_listed_until_they_are_loaded_ag
     assert load.arguments["adapter"] == kept.named
     assert [*client.adapters] == ["own", "kept"]
     assert client.state.is_running
+
+
+def waiting_calls(client: RecordingClient) -> list[int]:
+    """The calls that load adapters and wait for an answer."""
+    loads = [message for message in client.sent if isinstance(message, Control)]
+    assert {load.name for load in loads} <= {LOAD_ADAPTER}
+    return [load.call for load in loads if load.call in client._calls]
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_crash_while_adapters_are_loaded_again_leaves_no_call_that_waits(
+    restarts: bool,
+) -> None:
+    client, kept = RecordingClient(), LoRAInfo("kept", "/kept", "0", 4, 8)
+    client._receive(Adapters([kept]))
+    client._receive(ready())
+    client._lose(Failure("killed", is_external=True))
+    client._receive(Adapters([]))
+    client._receive(ready())
+    await asyncio.sleep(0)
+    (first,) = waiting_calls(client)
+
+    client._lose(Failure("killed again", is_external=True))
+    if restarts:
+        client._receive(Adapters([]))
+        client._receive(ready())
+    else:
+        client.end(Failure("killed too often"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    left = waiting_calls(client)
+    assert first not in left and len(left) == restarts
+    assert len(client._reloading) == restarts
+    client.end(Failure("the test has ended"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

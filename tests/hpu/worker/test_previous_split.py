@@ -231,9 +231,7 @@ def test_each_description_has_its_own_entry_and_the_oldest_are_dropped(tmp_path:
     assert record(3).read() == replace(SPLIT, num_blocks=3)
 
 
-def test_an_unwritable_folder_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_folder_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no folder")
     record = SplitRecord(tmp_path / "file" / "blocks.json", DESCRIPTION)
 

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -286,3 +287,33 @@ def test_an_error_that_its_frame_refers_to_frees_the_variables_of_the_frame(
         release_frames(error)
 
     assert TEXTS[0]() is None
+
+
+def frames_in_cycles() -> list[str]:
+    """Functions of the server whose frames only the garbage collector frees."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        frames = [found for found in gc.garbage if isinstance(found, FrameType)]
+        codes = [frame.f_code for frame in frames]
+        return [code.co_name for code in codes if "/server/" in code.co_filename]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+
+async def test_a_response_that_drops_old_messages_leaves_no_frames_to_the_collector(
+    without_collector: None,
+) -> None:
+    async with on_port(TalkingClient(max_model_len=512)) as rig:
+        cut = {"truncation": "auto", "max_output_tokens": 2}
+        # Over 16 Mi characters: the template stops, and is rendered for fewer and fewer messages.
+        given = [{"role": "user", "content": text} for text in (*[LONG] * 60, "a")]
+        first = await rig.post("/v1/responses", {"input": given, **cut})
+        gc.collect()
+        later = {"input": "b", "previous_response_id": first.json()["id"], **cut}
+        answer = await rig.post("/v1/responses", later)
+
+        assert answer.status_code == 200, answer.text
+        assert frames_in_cycles() == []
+        assert rig.state.bodies._held.num_bytes == 0

@@ -15,7 +15,7 @@ from waits import WAIT_S, until
 
 from server.http.pacing import MAX_PER_ITERATION, LoopPacer
 from server.openai.responses import writer
-from server.openai.responses.background import PIECE_BYTES, follow_events
+from server.openai.responses.background import PIECE_BYTES, BackgroundResponse, follow_events
 from server.openai.responses.store import (
     MAX_FOLLOWERS_PER_RESPONSE,
     EndedResponse,
@@ -154,6 +154,26 @@ async def test_a_stream_continues_without_its_reader_and_can_be_resumed() -> Non
 async def last_event(lines: AsyncIterator[str]) -> str:
     """The last `data:` line of a stream."""
     return [line async for line in lines if line.startswith("data:")][-1]
+
+
+async def test_simultaneous_cancels_all_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[BackgroundResponse] = []
+    start = BackgroundResponse.start
+
+    def recorded(self: BackgroundResponse) -> None:
+        running.append(self)
+        start(self)
+
+    monkeypatch.setattr(BackgroundResponse, "start", recorded)
+    client, server = endless()
+    async with server as rig:
+        first = await begun(rig)
+        await speaking(rig, first)
+
+        await asyncio.gather(*[running[0].cancel() for _ in range(3)])
+
+        assert (await get(rig, first))["status"] == "cancelled"
+        assert client.aborted
 
 
 async def test_followers_are_informed_of_a_cancel_or_delete() -> None:

@@ -8,6 +8,7 @@ import pytest
 from delays import machine_s
 from http_rig import TalkingClient, in_memory
 
+from server.http import held_bodies
 from server.http.body_bounds import MAX_MESSAGES
 from server.openai.responses import chat_request, store
 from server.openai.responses.messages import messages_of
@@ -145,3 +146,36 @@ def test_items_that_are_refused_for_their_number_are_not_all_examined() -> None:
 
     assert chat_request.previous_number(body) == ""
     assert examined == MAX_MESSAGES
+
+
+async def test_decoded_conversations_share_the_memory_of_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, decoded = store.decode_json, list[int]()
+    held: list[int] = []
+
+    def watched(data: Any) -> Any:
+        decoded.append(len(data))
+        held.append(rig.state.bodies._held.num_bytes)
+        return decode(data)
+
+    async with in_memory(TalkingClient("x", max_model_len=500_000)) as rig:
+        first = await made(rig, "long " * 40_000)
+        item = {"type": "item_reference", "id": first["output"][0]["id"]}
+        monkeypatch.setattr(store, "decode_json", watched)
+        await made(rig, "b", previous_response_id=first["id"])
+        await made(rig, [item, {"role": "user", "content": "b"}])
+
+        assert max(held) >= 200_000
+        assert rig.state.bodies._held.num_bytes == 0
+        # Another request has the memory: this request waits, and is then refused.
+        monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
+        other = await rig.state.bodies._held.hold(2**40, 2**41)
+        decoded.clear()
+        refused = await rig.post(ROUTE, {"input": "b", "previous_response_id": first["id"]})
+        other.free()
+
+        assert refused.status_code == 503, refused.text
+        assert decoded == []
+        assert rig.state.bodies._held.num_bytes == 0
+        await made(rig, "b", previous_response_id=first["id"])

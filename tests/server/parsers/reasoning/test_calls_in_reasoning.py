@@ -8,7 +8,12 @@ from parsing import good_calls, read_every_way
 
 from server.parsers.output_parser import OutputParser
 from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
-from server.parsers.tool.base import CallFinder, ToolCallParser
+from server.parsers.tool.base import (
+    MAX_NAME_CHARACTERS,
+    PIECE_CHARACTERS,
+    CallFinder,
+    ToolCallParser,
+)
 
 TOOLS: Any = {"f": {"properties": {"city": {"type": "string"}}}}
 CODER = "<tool_call>\n<function=f>\n<parameter=city>\nA\n</parameter>\n</function>\n</tool_call>"
@@ -101,3 +106,28 @@ def test_a_cut_call_in_the_reasoning_keeps_its_partial_arguments() -> None:
     found = read_every_way(parser_of("qwen3", "qwen3_coder"), text, is_cut=True)
 
     assert found[:3] == ("hm", "", [["f", '{"city": "A', "ID"]])
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("hermes", "<tool_call>"), ("qwen3_coder", "<function="), ("kimi_k2", "<|tool_call_begin|>")],
+)
+def test_many_markers_in_one_piece_are_parsed_in_linear_time(
+    name: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, fed = ToolCallParser.feed, list[int]()
+
+    def counted(self: ToolCallParser, text: str) -> Any:
+        fed.append(len(text))
+        return feed(self, text)
+
+    monkeypatch.setattr(ToolCallParser, "feed", counted)
+    text = word * 300
+    parser = REASONING_FORMATS["qwen3"].parser(
+        is_inside=True, calls=CallFinder(TOOL_CALL_FORMATS[name], TOOLS)
+    )
+    parser.feed(text)
+    parser.finish(is_cut=False)
+
+    # Each marker was parsed with the 1,024 characters after it, in quadratic time.
+    assert sum(fed) / 300 <= MAX_NAME_CHARACTERS + 2 * PIECE_CHARACTERS
