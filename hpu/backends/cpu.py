@@ -9,7 +9,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +150,24 @@ class CpuBackend(Backend):
         for a mixture of experts."""
         self._library: Library | None = None
         """The compiled kernels, if open."""
-        self._open: Callable[[], Library | None] | None = None
-        """Opens the kernels; None: they are open or not used."""
+        self._open: Callable[[], Library | None] = lambda: None
+        """Opens the kernels at the first call."""
         if kernels is not None:
-            self._open = partial(
-                open_library,
-                kernels,
-                threads,
-                int8_activations=int8_activations,
-                on_step=on_step,
+            self._open = cache(
+                partial(
+                    open_library,
+                    kernels,
+                    threads,
+                    int8_activations=int8_activations,
+                    on_step=on_step,
+                )
             )
         self.world = join("gloo", ranks)
 
     def open_kernels(self) -> Library | None:
         """The compiled kernels, which the first call opens, and compiles if they are missing; None:
         use torch's own operators."""
-        if self._open is not None:
-            self._library, self._open = self._open(), None
+        self._library = self._open()
         return self._library
 
     def memory(self) -> tuple[int, int]:
