@@ -130,28 +130,29 @@ def vllm_flags() -> str:
 
 
 def models() -> str:
-    """The table and the list of models.md."""
-    heads = ("architecture", "models", "feed-forward", "in GGUF", "limits")
+    """The tables and the list of models.md."""
+    heads = ("models", "architecture", "in GGUF", "limits")
     in_gguf = {
         name: stored for stored, gguf in GGUF_FAMILIES.items() for name in (gguf.name, *gguf.others)
     }
-    rows = [
-        (
-            f"`{name}`",
-            family.models,
-            "dense" if family.moe is None else "experts",
-            f"`{in_gguf[name]}`" if name in in_gguf else "",
-            family.limits,
-        )
-        for name, family in ARCHITECTURES.items()
-    ]
+    dense: list[tuple[str, ...]] = []
+    experts: list[tuple[str, ...]] = []
+    for name, family in ARCHITECTURES.items():
+        gguf = f"`{in_gguf[name]}`" if name in in_gguf else ""
+        rows = dense if family.moe is None else experts
+        rows.append((family.models, f"`{name}`", gguf, family.limits))
     whole = fill(listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
     return (
-        f"{table_of(heads, rows)}\n"
-        f"The table has {len(rows)} architectures. {len(WHOLE_MODELS)} more have images or audio, "
-        f"{len(rows) + len(WHOLE_MODELS)} in all: at least their text model\nis served, and the "
-        f"paragraphs below say which take images.\n\n{whole}.\n\n"
+        f"### Dense models\n\n{table_of(heads, _by_model(dense))}\n"
+        f"### Mixtures of experts\n\n{table_of(heads, _by_model(experts))}\n"
+        f"### Models with images or audio\n\nAt least the text model of these architectures is "
+        f"served; [vision models](vision-models.md) says which\ntake images.\n\n{whole}.\n\n"
     )
+
+
+def _by_model(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows in alphabetical order of the models' names."""
+    return sorted(rows, key=lambda row: row[0].removeprefix("the text model of ").lower())
 
 
 def _flags(names: str) -> str:
