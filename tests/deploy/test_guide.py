@@ -1,5 +1,5 @@
-"""Commands and manifests of the pages about deployment. test_docs.py runs the commands of gaudiserve
-itself."""
+"""Commands and manifests of the pages about deployment. test_docs.py runs the commands of
+gaudiserve itself."""
 
 import configparser
 import json
