@@ -24,7 +24,7 @@ _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
 
 def settings() -> str:
     """The tables of configuration.md."""
-    heads = ("flag", "default", "what it does")
+    heads = ("flag", "default; other values", "what it does")
     groups: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
     for flag in FLAGS:
         if not _LIMIT.fullmatch(flag.key):
@@ -39,14 +39,15 @@ def _setting(flag: Flag) -> tuple[str, ...]:
     text = setting.help
     if flag.key in _PARSERS:
         text += "; [names](tools.md#parsers)"
-    elif setting.choices:
-        text += f": {listed(setting.choices)}"
     if len(flag.names) > 1:
         text += f"; also {listed(f'--{name}' for name in flag.names[1:])}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
         text += f"; also the variable {listed(others)}"
-    default = f"`{flag.shown_default}`" if flag.shown_default else ""
-    return f"`--{flag.key}`", default, text
+    values = f"`{flag.shown_default}`" if flag.shown_default else ""
+    others = [value for value in setting.choices if value != flag.shown_default]
+    if others and flag.key not in _PARSERS:
+        values += f"; {listed(others)}"
+    return f"`--{flag.key}`", values, text
 
 
 def _ranges() -> list[tuple[str, ...]]:
