@@ -140,7 +140,7 @@ def models() -> str:
     experts: list[tuple[str, ...]] = []
     for name, family in ARCHITECTURES.items():
         gguf = f"`{in_gguf[name]}`" if name in in_gguf else ""
-        rows = dense if family.moe is None else experts
+        rows = experts if family.moe else dense
         rows.append((family.models, f"`{name}`", gguf, family.limits))
     whole = fill(listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
     return (
