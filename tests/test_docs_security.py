@@ -1,4 +1,4 @@
-"""The limits in docs/limits.md, docs/security.md and docs/images.md equal the limits in the code."""
+"""Limits of docs/limits.md, docs/security.md and docs/images.md equal the limits in code."""
 
 from pathlib import Path
 
