@@ -54,11 +54,7 @@ from server.cli.selftest import selftest_parser
 from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 PARSER_NAMES = {"tool-call-parser": TOOL_PARSERS.all, "reasoning-parser": REASONING_PARSERS.all}
-ALL_PAGES = [
-    *PAGES,
-    *sorted((ROOT / "benchmarks").glob("*.md")),
-    ROOT / "tests/hpu/emulator/README.md",
-]
+ALL_PAGES = [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))]
 MANIFESTS = ("compose.yaml", "compose.local.yaml", "kubernetes/base/deployment.yaml")
 FENCE = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
 PARSERS: dict[str, Callable[[], FlagParser]] = {

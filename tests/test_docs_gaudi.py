@@ -15,9 +15,7 @@ from server.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RULES = (ROOT / "tests/hpu/emulator/README.md").read_text(encoding="utf-8")
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("gaudi*.md")}
-TEXTS["README.md"] = RULES
 OMITTED = re.compile(r"^\.\.\.\n", re.MULTILINE)
 
 
@@ -100,7 +98,7 @@ def test_each_rule_of_a_card_names_tests_that_exist() -> None:
     files = list((ROOT / "tests").rglob("test_*.py"))
     tests = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
     failures = (ROOT / "tests/hpu/emulator/test_failure_modes.py").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .* \|$", RULES, re.MULTILINE)
+    rows = re.findall(r"^\| .* \|$", TEXTS["gaudi-rules.md"], re.MULTILINE)
     cells = [row.strip("| ").split(" | ")[-1] for row in rows]
     named = [cell for cell in cells if cell not in ("tests", "---")]
 
