@@ -1,4 +1,4 @@
-"""The limits in docs/security.md and docs/images.md equal the limits in the code."""
+"""Limits of docs/limits.md, docs/security.md and docs/images.md equal the limits in code."""
 
 from pathlib import Path
 
@@ -37,7 +37,8 @@ from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
 PAGE = " ".join(
-    (Path(__file__).parents[1] / "docs" / "security.md").read_text(encoding="utf-8").split()
+    " ".join((Path(__file__).parents[1] / "docs" / name).read_text(encoding="utf-8").split())
+    for name in ("security.md", "limits.md")
 )
 IMAGES = " ".join(
     (Path(__file__).parents[1] / "docs" / "images.md").read_text(encoding="utf-8").split()
@@ -68,8 +69,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
         f"| time for a TLS handshake | {DEFAULTS.request_header_timeout_s:g} s, then the",
         f"| time for the headers | {DEFAULTS.request_header_timeout_s:g} s, then 408",
-        f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408; "
-        f"and {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second",
+        f"| time without a byte of the body | {DEFAULTS.request_body_timeout_s:g} s, then 408 |",
+        f"fast beginning | {http_protocol.MIN_BODY_BYTES_PER_S // KIB} KiB a second, then 408 |",
         f"| the limit of open files, less {open_files.RESERVED}; then 503, with TLS a closed",
         f"in turns of clients | {http_protocol.MAX_WAITING_BYTES // MIB} MiB, then 503 | |",
         f"| requests waiting on one connection | {http_protocol.MAX_PIPELINED} |",

@@ -24,7 +24,7 @@ _TABLES = re.compile(r"(<!-- Tables .*? -->\n\n).*(<!-- End)", re.DOTALL)
 
 def settings() -> str:
     """The tables of configuration.md."""
-    heads = ("flag", "default", "what it does")
+    heads = ("flag", "default; other values", "what it does")
     groups: dict[str, list[tuple[str, ...]]] = {group: [] for group in GROUPS}
     for flag in FLAGS:
         if not _LIMIT.fullmatch(flag.key):
@@ -39,14 +39,15 @@ def _setting(flag: Flag) -> tuple[str, ...]:
     text = setting.help
     if flag.key in _PARSERS:
         text += "; [names](tools.md#parsers)"
-    elif setting.choices:
-        text += f": {listed(setting.choices)}"
     if len(flag.names) > 1:
         text += f"; also {listed(f'--{name}' for name in flag.names[1:])}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
         text += f"; also the variable {listed(others)}"
-    default = f"`{flag.shown_default}`" if flag.shown_default else ""
-    return f"`--{flag.key}`", default, text
+    values = f"`{flag.shown_default}`" if flag.shown_default else ""
+    others = [value for value in setting.choices if value != flag.shown_default]
+    if others and flag.key not in _PARSERS:
+        values += f"; {listed(others)}"
+    return f"`--{flag.key}`", values, text
 
 
 def _ranges() -> list[tuple[str, ...]]:
@@ -130,28 +131,29 @@ def vllm_flags() -> str:
 
 
 def models() -> str:
-    """The table and the list of models.md."""
-    heads = ("architecture", "models", "feed-forward", "in GGUF", "limits")
+    """The tables and the list of models.md."""
+    heads = ("models", "architecture", "in GGUF", "limits")
     in_gguf = {
         name: stored for stored, gguf in GGUF_FAMILIES.items() for name in (gguf.name, *gguf.others)
     }
-    rows = [
-        (
-            f"`{name}`",
-            family.models,
-            "dense" if family.moe is None else "experts",
-            f"`{in_gguf[name]}`" if name in in_gguf else "",
-            family.limits,
-        )
-        for name, family in ARCHITECTURES.items()
-    ]
+    dense: list[tuple[str, ...]] = []
+    experts: list[tuple[str, ...]] = []
+    for name, family in ARCHITECTURES.items():
+        gguf = f"`{in_gguf[name]}`" if name in in_gguf else ""
+        rows = experts if family.moe else dense
+        rows.append((family.models, f"`{name}`", gguf, family.limits))
     whole = fill(listed(sorted(WHOLE_MODELS)), 110, break_on_hyphens=False)
     return (
-        f"{table_of(heads, rows)}\n"
-        f"The table has {len(rows)} architectures. {len(WHOLE_MODELS)} more have images or audio, "
-        f"{len(rows) + len(WHOLE_MODELS)} in all: at least their text model\nis served, and the "
-        f"paragraphs below say which take images.\n\n{whole}.\n\n"
+        f"### Dense models\n\n{table_of(heads, _by_model(dense))}\n"
+        f"### Mixtures of experts\n\n{table_of(heads, _by_model(experts))}\n"
+        f"### Models with images or audio\n\nAt least the text model of these architectures is "
+        f"served; [vision models](vision-models.md) says which\ntake images.\n\n{whole}.\n\n"
     )
+
+
+def _by_model(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows in alphabetical order of the models' names."""
+    return sorted(rows, key=lambda row: row[0].removeprefix("the text model of ").lower())
 
 
 def _flags(names: str) -> str:

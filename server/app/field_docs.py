@@ -1,5 +1,5 @@
-"""One-line descriptions of body fields for /openapi.json and docs/api.md; a description on the
-field itself takes precedence."""
+"""One-line descriptions of body fields for /openapi.json and docs/api-fields.md; a description on
+the field itself takes precedence."""
 
 from collections.abc import Mapping
 from typing import Any

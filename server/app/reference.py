@@ -1,13 +1,14 @@
-"""Generates the tables of docs/api.md from the schemas, of docs/tools.md from the parsers, and of
-docs/selftest.md from the checks: `python -m server.app.reference`.
+"""Generates the tables of docs/api-fields.md from the schemas, of docs/tools.md from the parsers,
+and of docs/selftest.md from the checks: `python -m server.app.reference`.
 
-The text of the pages is written by hand. In api.md, each table is between two comments, and the
-first comment names the body. `beyond BODY`: fields that BODY also has are only listed by name.
+The text of the pages is written by hand. In api-fields.md, each table is between two comments, and
+the first comment names the body. `beyond BODY`: fields that BODY also has are only listed by name,
+for ChatBody by group.
 """
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -16,14 +17,51 @@ from config.loading.reference import DOCS, listed, table_of, with_text
 from engine.selftest.fallbacks import table_rows
 from server.app.field_docs import add_descriptions
 from server.app.openapi import BODIES
+from server.openai.schema.chat import ChatBody
 from server.openai.schema.generation import Body
 from server.parsers.kinds import ParserKind, distinct
 from server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
-PATH, TOOLS, SELFTEST = DOCS / "api.md", DOCS / "tools.md", DOCS / "selftest.md"
+FIELDS, TOOLS, SELFTEST = DOCS / "api-fields.md", DOCS / "tools.md", DOCS / "selftest.md"
 TABLES = re.compile(
     r"(<!-- fields of (\w+)(?: beyond (\w+))? -->\n).*?(<!-- end of fields -->\n)", re.DOTALL
 )
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Prompt": (
+        *("messages", "model", "documents", "chat_template", "chat_template_kwargs"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("truncate_prompt_tokens", "truncation_side"),
+    ),
+    "Length and end": (
+        *("max_completion_tokens", "max_tokens", "min_tokens", "stop", "stop_token_ids"),
+        *("include_stop_str_in_output", "ignore_eos"),
+    ),
+    "Sampling": (
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
+        *("allowed_token_ids", "use_beam_search", "length_penalty"),
+    ),
+    "Structured output": (
+        *("response_format", "structured_outputs", "guided_json", "json_schema"),
+        *("guided_json_object", "guided_regex", "regex", "guided_choice", "guided_grammar"),
+        *("ebnf", "grammar", "structural_tag"),
+    ),
+    "Tools and reasoning": (
+        *("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
+        *("include_reasoning", "thinking_token_budget"),
+    ),
+    "Form of the answer": (
+        *("stream", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs", "echo"),
+        *("return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens"),
+        *("spaces_between_special_tokens", "modalities"),
+    ),
+    "Order, time and cache": ("priority", "timeout", "request_id", "cache_salt"),
+    "Without effect": (
+        *("user", "service_tier", "prompt_cache_key", "verbosity", "store", "metadata"),
+        "safety_identifier",
+    ),
+}
+"""Fields of ChatBody by the heading of their table."""
 Rows = dict[str, str]
 """Field name -> the remaining cells of its table row, `type | meaning`."""
 
@@ -46,17 +84,42 @@ def _fields(body: type[Body], base: type[Body] | None) -> str:
     own, objects = _rows_of(body)
     base_rows, base_objects = _rows_of(base) if base else ({}, {})
     shared = [name for name, row in own.items() if base_rows.get(name) == row]
-    parts = [_table({name: row for name, row in own.items() if name not in shared})]
+    rest = {name: row for name, row in own.items() if name not in shared}
+    parts = [_grouped(rest) if body is ChatBody else _table(rest)]
     parts += [
         f"`{name}`:\n\n{_table(rows)}"
         for name, rows in objects.items()
         if base_objects.get(name) != rows
     ]
-    if shared:
+    if shared and base is ChatBody:
+        rows = [(f"[{group}]({_anchor(group)})", listed(names)) for group, names in _in(shared)]
+        parts.append(f"As in a chat:\n\n{table_of(('group', 'fields'), rows)}")
+    elif shared:
         parts.append(f"As described above: {listed(shared)}.\n")
     if body.unsupported:
         parts.append(f"Refused: {listed(sorted(body.unsupported))}.\n")
     return "\n".join(parts)
+
+
+def _in(names: Collection[str]) -> list[tuple[str, list[str]]]:
+    """The groups with these fields, and their fields. Raises ValueError for a field without a
+    group."""
+    if missing := set(names).difference(*GROUPS.values()):
+        raise ValueError(f"fields without a group in GROUPS: {sorted(missing)}")
+    found = [(group, [name for name in of if name in names]) for group, of in GROUPS.items()]
+    return [(group, of) for group, of in found if of]
+
+
+def _anchor(group: str) -> str:
+    return "#" + group.lower().replace(" ", "-").replace(",", "")
+
+
+def _grouped(rows: Rows) -> str:
+    """A table with a heading for each group of fields."""
+    return "\n".join(
+        f"### {group}\n\n{_table({name: rows[name] for name in names})}"
+        for group, names in _in(rows)
+    )
 
 
 def _rows_of(body: type[Body]) -> tuple[Rows, dict[str, Rows]]:
@@ -141,7 +204,7 @@ def with_checks(page: str) -> str:
 
 def main() -> int:
     """Write the tables into the pages."""
-    for path, tables in ((PATH, with_tables), (TOOLS, with_parsers), (SELFTEST, with_checks)):
+    for path, tables in ((FIELDS, with_tables), (TOOLS, with_parsers), (SELFTEST, with_checks)):
         path.write_text(tables(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 

@@ -59,7 +59,7 @@ def write_configs(
 
 def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> None:
     """Limit a quantization configuration to gate_up_proj and experts, except in the last layer:
-    these modules cost the demo model the least accuracy (docs/quantization.md).
+    these modules cost the demo model the least accuracy (docs/inc.md).
 
     Args:
         config: Path of the configuration, in the folder of the measurement files.

@@ -279,7 +279,7 @@ def test_layers_of_the_same_kind_share_recipes(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration in the documentation."""
-    text = (ROOT / "docs" / "quantization.md").read_text("utf-8")
+    text = (ROOT / "docs" / "inc.md").read_text("utf-8")
     (block,) = re.findall(r"```json\n(.*?dynamic_quantization.*?)```", text, re.DOTALL)
     path = tmp_path_factory.mktemp("dynamic") / "dynamic_quant.json"
     path.write_text(block, "utf-8")

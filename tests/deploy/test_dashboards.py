@@ -87,7 +87,7 @@ def test_the_rules_of_the_prometheus_operator_equal_the_file() -> None:
 
 
 def test_the_guide_has_a_remedy_for_each_alert() -> None:
-    guide = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
 
     assert [rule["alert"] for rule in RULES if f"`{rule['alert']}`" not in guide] == []
 

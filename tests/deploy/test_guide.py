@@ -1,5 +1,5 @@
-"""Commands and manifests of docs/deployment.md and docs/kubernetes.md. test_docs.py checks
-the commands of gaudiserve itself."""
+"""Commands and manifests of the pages about deployment. test_docs.py runs the commands of
+gaudiserve itself."""
 
 import configparser
 import json
@@ -18,7 +18,7 @@ from config.server import ServerConfig
 
 GUIDE = "\n".join(
     (ROOT / "docs" / name).read_text(encoding="utf-8")
-    for name in ("deployment.md", "kubernetes.md")
+    for name in ("deployment.md", "containers.md", "monitoring.md", "kubernetes.md")
 )
 BLOCKS = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", GUIDE, re.MULTILINE | re.DOTALL)
 LINES = [

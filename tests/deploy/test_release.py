@@ -57,7 +57,7 @@ def test_the_script_compares_the_tag_with_this_tree(tag: str, status: int) -> No
 
 def test_the_released_images_equal_the_images_of_the_guide() -> None:
     images = workflow("release.yml")["jobs"]["images"]["strategy"]["matrix"]["include"]
-    guide = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "containers.md").read_text(encoding="utf-8")
 
     assert {image["file"] for image in images} == {path.name for path in ROOT.glob("Dockerfile*")}
     for image in images:

@@ -26,8 +26,8 @@ from hpu.spec_decode.select import select_proposer
 from hpu.worker import drafting
 
 DRAFTS = 3
-CACHED = ("eagle", "eagle3", "mtp")
-"""Methods whose head has a KV cache."""
+CACHED = ("eagle", "eagle3", "mtp", "mtp-other")
+"""Methods whose head has a KV cache; mtp-other: of GLM-4.5."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,13 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("glm4_moe", tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture(scope="module")
 def heads(
-    llama: Path, deepseek: Path, tmp_path_factory: pytest.TempPathFactory
+    llama: Path, deepseek: Path, glm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, dict[str, Any], Draft]]:
     """Cases by method, with "-other" for another layout of its checkpoints: the target, config
     keys, and expected drafts."""
@@ -60,6 +65,7 @@ def heads(
         "eagle": (llama, {"model": str(eagle)}, make_eagle(llama, eagle)),
         "eagle3": (llama, {"model": str(eagle3)}, make_eagle3(llama, eagle3, [0, 1, 2])),
         "mtp": (deepseek, {}, add_mtp_layer(deepseek)),
+        "mtp-other": (glm, {}, add_mtp_layer(glm)),
         **{name: (llama, {"model": str(path)}, draft) for name, path, draft in others},
     }
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Model
 from transformers.models.llama.modeling_llama import LlamaModel
 
 Draft = Callable[[list[int], int], list[int]]
@@ -177,11 +176,11 @@ def make_eagle3(target_folder: Path, folder: Path, kept: list[int]) -> Draft:
 
 
 def add_mtp_layer(folder: Path) -> Draft:
-    """Append the layer for multi-token prediction to a DeepSeek-V3 in `folder`."""
+    """Append the layer for multi-token prediction to a DeepSeek-V3 or GLM-4.5 in `folder`."""
     target = _Target(folder)
     file = folder / "model.safetensors"
     config = _one_layer(folder, first_k_dense_replace=0)
-    model: Any = _shape_up(DeepseekV3Model(config), 8)
+    model: Any = _shape_up(type(target.model.model)(config), 8)
     size = config.hidden_size
     fc = _shape_up(nn.Linear(2 * size, size, bias=False), 9)
     enorm, hnorm = (

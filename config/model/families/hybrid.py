@@ -168,7 +168,7 @@ def layers_with_states(
 
 
 NO_PREFIX_CACHING = "no prefix caching"
-_QWEN_LIMITS = f"{NO_PREFIX_CACHING}; layers for multi-token prediction are not loaded"
+_QWEN_LIMITS = f"{NO_PREFIX_CACHING}; no multi-token prediction"
 _QWEN_DEFAULTS = {"partial_rotary_factor": 0.25, "head_dim": 256}
 
 FAMILIES: Mapping[str, Family] = {

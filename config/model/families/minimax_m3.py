@@ -199,6 +199,6 @@ _FAMILY = Family(
 FAMILIES: Mapping[str, Family] = {
     "MiniMaxM3SparseForCausalLM": _FAMILY,
     "MiniMaxM3VLForCausalLM": _FAMILY._replace(
-        make_spec=_in_memory, models="The same, as transformers saves it"
+        make_spec=_in_memory, models="MiniMax-M3's text model, as transformers saves it"
     ),
 }

@@ -146,7 +146,8 @@ def _minimax_m2(config: ModelConfig) -> DecoderSpec:
     )
 
 
-_MTP = "layers for multi-token prediction are not loaded"
+_NO_MTP = "no multi-token prediction"
+MTP = "multi-token prediction needs the speculation method `mtp` and unquantized weights"
 
 QWEN_FIELDS = MoEFields(
     "num_experts",
@@ -222,7 +223,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": Family(
         _glm4_moe,
         "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
-        _MTP,
+        MTP,
         defaults={
             "partial_rotary_factor": 0.5,
             "norm_topk_prob": True,
@@ -240,7 +241,7 @@ FAMILIES: Mapping[str, Family] = {
     "Ernie4_5_MoeForCausalLM": Family(
         _ernie_moe,
         "ERNIE-4.5-21B-A3B, 300B-A47B",
-        f"{_MTP}; `use_bias` is refused",
+        f"{_NO_MTP}; `use_bias` is refused",
         defaults=_ERNIE_DEFAULTS,
         moe=_ERNIE,
     ),

@@ -84,5 +84,5 @@ _MPT = Family(
 
 FAMILIES: Mapping[str, Family] = {
     "MptForCausalLM": _MPT,
-    "MPTForCausalLM": _MPT._replace(models="The same, as first published"),
+    "MPTForCausalLM": _MPT._replace(models="MPT, as first published"),
 }

@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**_GLM_DEFAULTS, "rms_norm_eps": 1e-5},
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
-    "Ernie4_5_ForCausalLM": _ERNIE._replace(models="The same, as first published"),
+    "Ernie4_5_ForCausalLM": _ERNIE._replace(models="ERNIE-4.5-0.3B, as first published"),
     "StableLmForCausalLM": _STABLELM,
-    "StableLMEpochForCausalLM": _STABLELM._replace(models="The same, as first published"),
+    "StableLMEpochForCausalLM": _STABLELM._replace(models="StableLM, as first published"),
 }

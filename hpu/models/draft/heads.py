@@ -1,5 +1,5 @@
 """Draft heads with a KV cache: EAGLE, EAGLE-3, and the multi-token prediction (MTP) layer of
-DeepSeek-V3. Sources: vLLM's llama_eagle.py, llama_eagle3.py and deepseek_mtp.py.
+DeepSeek-V3 and GLM-4.5. Sources: vLLM's llama_eagle.py, llama_eagle3.py and deepseek_mtp.py.
 
 Position i of a head reads token i + 1 of the text and the target's hidden state of token i. The
 output replaces the target's hidden state of token i + 1 where the target has not computed it.

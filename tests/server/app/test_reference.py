@@ -1,4 +1,4 @@
-"""docs/api.md and docs/tools.md agree with the code."""
+"""docs/api.md, docs/api-fields.md and docs/tools.md agree with the code."""
 
 import re
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from http_rig import in_memory
 
+from config.loading.reference import DOCS
 from server.anthropic.schema import CountBody
 from server.app.openapi import BODIES
-from server.app.reference import PATH, TABLES, TOOLS, type_of, with_parsers, with_tables
+from server.app.reference import FIELDS, TABLES, TOOLS, type_of, with_parsers, with_tables
 from server.openai.schema.generation import Body
 from server.pooling.schema import (
     ClassifyBody,
@@ -18,7 +19,8 @@ from server.pooling.schema import (
     PoolChatBody,
 )
 
-PAGE = PATH.read_text(encoding="utf-8")
+PAGE = FIELDS.read_text(encoding="utf-8")
+ROUTES = (DOCS / "api.md").read_text(encoding="utf-8")
 HIDDEN = {"GET /docs", "GET /openapi.json"}
 """Routes that are only on the page: the OpenAPI schema does not list itself."""
 LIKE_OTHERS = (CountBody, EmbeddingChatBody, PoolBody, PoolChatBody, ClassifyBody, ClassifyChatBody)
@@ -43,10 +45,10 @@ def test_the_tables_of_parsers_are_current() -> None:
 def test_each_section_documents_every_field_of_its_body(body: type[Body]) -> None:
     (section,) = (found[0] for found in TABLES.finditer(PAGE) if found[2] == body.__name__)
 
-    first_table = section.split("\n`")[0]
-    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", first_table, re.MULTILINE)
+    first_tables = re.split(r"\n(?:`|As in a chat)", section)[0]
+    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", first_tables, re.MULTILINE)
     own = re.findall(r"`(\w+)`", "\n".join(cells))
-    lines = re.findall(r"^(?:As described above|Refused).*$", section, re.MULTILINE)
+    lines = re.findall(r"^(?:As described above|Refused|\| \[).*$", section, re.MULTILINE)
     listed = re.findall(r"`(\w+)`", "\n".join(lines))
 
     assert set(body.model_fields) <= {*own, *listed}
@@ -60,7 +62,7 @@ async def test_every_route_is_documented() -> None:
         paths = answer.json()["paths"]
 
         served = {f"{method.upper()} {path}" for path, of in paths.items() for method in of}
-        rows = re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \| (.*) \|$", PAGE, re.MULTILINE)
+        rows = re.findall(r"^\| `((?:GET|POST|DELETE) [^`]+)` \| (.*) \|$", ROUTES, re.MULTILINE)
         told = dict(rows)
         assert {*told} == served | HIDDEN
         # The page at /docs and the table agree.
