@@ -112,7 +112,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     assert hqq.startswith("org/hqq/config.json has an unsupported quantization (hqq)")
     assert pickled.startswith("org/pickled has only pickled weights (pytorch_model.bin)")
     assert "t.LlamaForCausalLM" in pickled and '"org/pickled"' in pickled
-    assert "tiny-Q4.gguf: give the path of one GGUF file" in gguf
+    assert "tiny-Q4.gguf: set the model to the path of one GGUF file" in gguf
     assert adapter == "org/adapter has no config.json"
     assert not [name for name in hub.downloaded if not name.endswith(".json")]
 
