@@ -107,7 +107,7 @@ class KVOffload:
         self._loads.extend(zip(slots, blocks, hashes, strict=True))
 
     def on_loaded(self, step: int, corrupt: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Finish the copies to the device of a plan; returns (block, hash) of corrupt copies."""
+        """Finish a plan's copies to the device; returns (block, hash) of each corrupt copy."""
         loaded = self._loading.pop(step, [])
         self._counts["corrupt"] += len(corrupt)
         return [loaded[index] for index in corrupt]

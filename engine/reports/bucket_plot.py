@@ -90,7 +90,7 @@ def _axis(values: Sequence[int], length: int) -> dict[int, float]:
 
 
 def _ticks(axis: dict[int, float]) -> list[tuple[int, float]]:
-    """Tick values, far enough apart that their labels do not overlap."""
+    """(value, position) of the ticks, far enough apart that their labels do not overlap."""
     ticks: list[tuple[int, float]] = []
     for value, place in axis.items():
         if not ticks or place - ticks[-1][1] >= 34:

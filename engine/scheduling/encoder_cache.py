@@ -16,7 +16,7 @@ class _Entry:
 
     num_tokens: int
     ref_count: int = 0
-    """References by running requests whose chunks have not yet passed the image's last token."""
+    """Number of references by running requests that still read the embeddings."""
 
 
 class EncoderCacheManager(RequestResource):

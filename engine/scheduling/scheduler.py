@@ -74,7 +74,8 @@ class LaunchFacts(NamedTuple):
     """Properties of the workers' launches that the scheduler uses."""
 
     prefill_tokens: int = 0
-    """Prompt tokens after which a step starts no further prompt; 0: limited by the budget only."""
+    """Prompt tokens after which a step schedules no further prefill chunk; 0: limited by the budget
+    only."""
     num_stages: int = 1
     """Pipeline stages."""
     tokens_per_decode: int = 1

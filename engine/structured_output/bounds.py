@@ -181,8 +181,8 @@ _MIN_COUNT = re.compile(r"\d+")
 
 
 _FILLED, _EMPTY = "'", '"'
-"""Markers of non-empty and empty items that are not rules. They cannot collide with rule names,
-which consist of letters and digits."""
+"""Markers of non-empty and empty items that are not rules. They cannot collide with the names of
+rules and groups, which contain no quotes."""
 
 _Rules = dict[str, list[list[str]]]
 """Alternatives of each rule; an alternative is a sequence of items. Each group becomes a rule,

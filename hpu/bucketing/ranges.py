@@ -112,7 +112,7 @@ def _linear_axis(given: Range, low: int, step: int, high: int, pad_max: int = 0)
 def _padding_axis(
     given: Range, low: int, step: int, high: int, pad_max: int | None = None
 ) -> tuple[int, ...]:
-    """`pad_max` None: a quarter of the axis."""
+    """(min, step, max, pad_max, pad_percent). `pad_max` None: a quarter of the maximum."""
     low, step, high = _limits(given, low, step, high)
     pad_max = math.ceil(high / 4) if pad_max is None else pad_max
     return (

@@ -101,7 +101,7 @@ def _cut(
     scheme: WeightScheme,
 ) -> Tensor:
     """Select the entries of `intervals` in `dim` from `tensor`, which holds the units that cover
-    them. Groups of inputs are split into `num_groups` groups."""
+    them. Groups of inputs are split into the groups of StoredWeight.num_groups."""
     if not axis.unit or axis.is_whole or (axis.unit == 1 and not axis.is_packed):
         return tensor
     pieces, start, unit = [], 0, axis.unit

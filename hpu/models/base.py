@@ -84,8 +84,8 @@ class CausalLM(nn.Module):
         self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
     ) -> None:
         """Use the caches of each layer, with the shapes of `cache_shapes`. With `num_rings`,
-        launches contain the request index of each sequence, below `num_rings` - 1, the index of
-        padding; a prefill must not run twice on the same inputs."""
+        launches contain the request index of each sequence (padding: `num_rings` - 1), and a
+        prefill must not run twice on the same inputs."""
         raise NotImplementedError
 
     def state_specs(self) -> list[StateCacheSpec]:

@@ -97,7 +97,8 @@ class DeviceLaunches:
         self._write(embeddings, device)
 
     def end(self) -> None:
-        """Called when all launches of a plan are submitted."""
+        """Keep the host tensors of a plan's launches until the device has read them. Called after
+        the last launch of the plan."""
         self._in_flight = [launch for launch in self._in_flight if not launch[0].done()]
         self._in_flight.append((self._backend.event(), self._hosts))
         self._hosts = []

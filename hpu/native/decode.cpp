@@ -139,7 +139,8 @@ void add_product(const Model& m, const Step& s, const Product& by, const bf16* x
   if (m.group) add_sums_of_ranks(m, s);
 }
 
-// Adds the outputs of attention and MLP to the residual stream.
+// Output projection of attention, MLP norm, and MLP or mixture of experts; adds both outputs to the
+// residual stream. `inside`: buffer for the activations of the MLP.
 void add(const Model& m, const Layer& layer, const Step& s, const bf16* attended, bf16* inside,
          Groups& g) {
   add_product(m, s, layer.out, attended, layer.mixture ? nullptr : &layer.gate_up, true,

@@ -141,8 +141,8 @@ inline Width width_of(int64_t left, const End& end, int most) {
   return {wide, end.gated ? wide / 2 : wide};
 }
 
-// The q-th of the panels that are multiplied at once from `panel` on; the first `near` of them are in
-// the first half.
+// The q-th of the panels that are multiplied at once from `panel` on. The first `near` panels are
+// consecutive, further panels are at the same place in the second half (gated products).
 inline int64_t panel_at(const Product& by, int64_t panel, int q, int near) {
   return q < near ? panel + q : by.outputs / PANEL / 2 + panel + q - near;
 }
@@ -611,7 +611,7 @@ void low_begins(const LowSums& low, const Product& by, const End& end, int64_t r
   constexpr int64_t AHEAD_BYTES = 2048;
   const AdapterRows& rows = *low.rows;
   const auto place = [&](int64_t r) { return (r - row) / 16 * 512 + (r - row) % 16 * 16; };
-  // Calls use(first panel, panels at once, number of these in the first half, their sums).
+  // Calls use(first panel, number of panels at once, `near` of panel_at, sums of the panels).
   const auto for_each = [&](auto use) {
     float* to = sums;
     for (int64_t p = begin; p < stop; to += 1024) {

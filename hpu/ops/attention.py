@@ -92,7 +92,7 @@ def attend_unfused(
     causal: bool = False,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` as matmuls and a softmax, for devices without the fused CPU kernel."""
+    """`attend` as matmuls and a softmax, for devices other than the CPU and for soft caps."""
     batch, heads, length, size = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
     folded = query.reshape(batch, kv_heads, heads // kv_heads, length, size).flatten(2, 3)

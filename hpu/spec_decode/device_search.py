@@ -46,8 +46,8 @@ class TextSearch(Protocol):
 
 
 class NgramSearch:
-    """N-gram drafting on the device. Unlike hpu/spec_decode/ngram.py, it compares at most
-    `lookup_max` tokens and uses the most recent of the longest matches. Stateless."""
+    """N-gram drafting on the device. Uses the most recent of the longest matches, like
+    hpu/spec_decode/ngram.py, but compares at most `lookup_max` tokens. Stateless."""
 
     remembers = False
     tensors: tuple[Tensor, ...] = ()

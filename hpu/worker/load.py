@@ -375,8 +375,8 @@ class _Loading:
     def decoder(
         self, patcher: ModelPatcher | None, weights: WeightsInHostMemory, block_size: int
     ) -> _Parts:
-        """Load a generating model and its vision tower. Raises ConfigError, before reading weights,
-        if the configured KV cache is too small for a full context."""
+        """Load a generating model and its vision tower. Without a patcher, raises ConfigError
+        before reading weights if the configured KV cache is too small for a full context."""
         config, backend = self.config, self.backend
         # A compressor patches the caches itself.
         kv_cache_dtype = config.cache.kv_cache_dtype if patcher is None else AUTO

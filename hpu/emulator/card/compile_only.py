@@ -51,7 +51,8 @@ class CompileOnly:
         self._created.discard(_storage(target))
 
     def end(self) -> None:
-        """End the mode: restore all memory except the targets of copies from the host."""
+        """End the mode: restore older tensors, except the targets of copies from the host, and fill
+        tensors that ops have created with garbage."""
         for raw, before in self._older.values():
             raw.copy_(before)
         for created in self._alive.values():

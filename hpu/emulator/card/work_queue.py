@@ -79,8 +79,8 @@ class WorkQueue:
     def copy_deferred(
         self, target: Tensor, stream: object, read: Read, *, is_late: bool = True
     ) -> None:
-        """Copy to `target` the result of `read` at the time when the host waits. `is_late`: see
-        Copy."""
+        """Submit a copy to `target`. `read` returns its bytes when the card copies: when the host
+        waits, or earlier if another stream waits for the copy. `is_late`: see Copy."""
         self._submitted += 1
         self._copies.append(Copy(self._submitted, stream, target, read, is_late))
 

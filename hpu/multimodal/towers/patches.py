@@ -54,8 +54,8 @@ class WindowPatches(Patches):
         self._full_blocks = range(len(visual.blocks)) if full is None else full
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patch features. Patches with equal `segments` attend to each other; in layers with window
-        attention, patches with equal `windows`."""
+        """Image embeddings. Patches with equal `segments` attend to each other; in layers with
+        window attention, patches with equal `windows`."""
         pixels, positions, segments, windows = inputs
         visual = self._visual
         # The patch embedding is a convolution whose stride equals its kernel size.
@@ -115,7 +115,7 @@ class InterpolatedPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patch features. `taps`: indices of the learned positions around each patch; `weights`:
+        """Image embeddings. `taps`: indices of the learned positions around each patch; `weights`:
         their interpolation weights. Patches with equal `segments` attend to each other."""
         pixels, positions, taps, weights, segments = inputs
         visual = self._visual
@@ -173,7 +173,7 @@ class AxialPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patch features. Inputs: pixels, positions (time, row, column), and segments."""
+        """Image embeddings. Inputs: pixels, positions (time, row, column), and segments."""
         pixels, positions, segments = inputs
         tower = self._tower
         # The patch embedding is a convolution whose stride equals its kernel size.

@@ -40,7 +40,7 @@ class PixtralPatches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patch features. Inputs: pixels, (row, column) positions, and segments."""
+        """Image embeddings. Inputs: pixels, (row, column) positions, and segments."""
         pixels, positions, segments = inputs
         tower, projector = self._tower, self._projector
         # The patch embedding is a convolution whose stride equals its kernel size.

@@ -39,7 +39,7 @@ class Siglip2Patches(Patches):
         )
 
     def features(self, *inputs: Tensor) -> Tensor:
-        """Patch features. Inputs: pixels, weights of the learned positions, and segments."""
+        """Image embeddings. Inputs: pixels, weights of the learned positions, and segments."""
         pixels, weights, segments = inputs
         tower, projector = self._tower, self._projector
         embeddings = tower.embeddings
