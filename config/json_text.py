@@ -1,4 +1,4 @@
-"""Parses JSON in settings and in files of the operator."""
+"""JSON parsing for settings, checkpoints and input files, with error messages for users."""
 
 import json
 from typing import Any

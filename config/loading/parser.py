@@ -68,7 +68,7 @@ class FlagParser(argparse.ArgumentParser):
         for name, names in self.kinds.items():
             action = self._option_string_actions[f"--{name}"]
             given = str(action.metavar)
-            # The values of a list are too many for the help.
+            # A flag without choices (--emulator-faults) has too many names for the help.
             if given.startswith("{"):
                 choices = (*given.strip("{}").split(","), *names())
                 action.metavar = _choices(dict.fromkeys(choices))

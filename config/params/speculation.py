@@ -60,7 +60,7 @@ _REFUSED_KEYS = (
     *("quantization", "code_revision", "disable_by_batch_size", "speculative_token_tree"),
     *("enforce_eager", "disable_padded_drafter_batch", "parallel_drafting", "draft_load_config"),
 )
-"""Keys of vLLM that do not apply to the supported methods."""
+"""Keys of vLLM that no supported method reads."""
 
 
 class SuffixLimits(NamedTuple):

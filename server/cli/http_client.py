@@ -39,8 +39,8 @@ def key_for(api_keys: Sequence[str], base_url: str | None) -> str | None:
 
 
 class HttpFailure(Exception):
-    """No response, a response with a status other than 200, or a response that is not HTTP. The
-    message is for the user and includes the server's address."""
+    """A failed request: no response, an error from the server, or a response that is not HTTP or
+    lacks what the command needs. The message is for the user."""
 
 
 @dataclass(slots=True)

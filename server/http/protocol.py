@@ -512,14 +512,16 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _is_over(self) -> bool:
-        """Whether the connection is only kept open for the client to read."""
+        """Whether the connection is closing, or no request on it is being read or answered. The
+        client may still be reading a response."""
         return self.transport.is_closing() or (
             self._read_state in (_ReadState.IDLE, _ReadState.DROPPED)
             and not self._has_pending_response()
         )
 
     def _has_unsent(self) -> bool:
-        """Whether a part of a response is unsent; `expire_response` then limits the time."""
+        """Whether a part of a response is unsent. If so, sets `read_deadline_s` unless it is
+        set already; see `expire_response`."""
         if not self.transport.get_write_buffer_size():
             return False
         if self.read_deadline_s == math.inf:

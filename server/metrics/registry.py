@@ -21,7 +21,7 @@ from server.metrics.processes import ProcessMemory
 from server.metrics.requests import LABELS, RequestMetrics
 
 ENGINE = "0"
-"""Engine label for counts before an engine is chosen."""
+"""Engine label of metrics of the API server, which belong to no engine."""
 REJECTIONS = ("queue_full", "not_ready", "max_ttft")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 

@@ -81,8 +81,9 @@ async def _encode(
     max_tokens: int,
     param: str,
 ) -> list[int]:
-    """Token ids of `text`, at most `max_tokens`. If the text is truncated, they include at least
-    the tokens that truncation keeps. Raises TooManyTokens and TooManyCharacters."""
+    """Token ids of `text`, at most `max_tokens`. If truncation keeps no more than `max_tokens`
+    tokens, returns instead the ids of a part of `text` that contains the kept tokens, which may
+    be more than `max_tokens`. Raises TooManyTokens and TooManyCharacters."""
     tokenizer = state.text_tokenizer(param)
     num_kept = num_kept_tokens(keep, state.max_model_len, limit)
     try:

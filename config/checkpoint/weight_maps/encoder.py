@@ -64,7 +64,8 @@ _NAMES = {DISTIL_BERT: _DISTIL_BERT_NAMES, NOMIC_BERT: _NOMIC_BERT_NAMES}
 
 
 _ENCODER_HEADS = ("cls.", "lm_head.", "vocab_", "pooler.", "classifier.", "pre_classifier.")
-"""Prefixes of pretraining heads, which are not loaded."""
+"""Prefixes of pretraining and classification heads, which the encoder does not load; for the
+classification head see `head_weights`."""
 
 
 def encoder_weight_map(config: ModelConfig) -> WeightMap:

@@ -118,7 +118,7 @@ def read_mxfp8(fields: Fields) -> QuantizationConfig:
 
 
 def mxfp8_scheme(suffix: str, activations: Literal["none", "dynamic"] = "dynamic") -> WeightScheme:
-    """The scheme of a weight whose scales have `suffix`."""
+    """MXFP8 scheme. `suffix`: name of the scale tensor in the module."""
     outputs = StoredAxis(OUTPUTS)
     parts = (
         WeightPart("values", "weight", (outputs, StoredAxis(INPUTS)), ("F8_E4M3",)),

@@ -23,7 +23,7 @@ UNMEASURED_METHODS = ("UNIT_SCALE", "HW_ALIGNED_SINGLE_SCALE")
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """A checked configuration file."""
+    """Validated INC configuration file."""
 
     path: str
     mode: str

@@ -79,10 +79,10 @@ async def resolve_request(
     owner: str,
     kinds: Collection[bytes],
 ) -> ResponseRequest:
-    """Build the request for response `number` from `body`, which was sent as `sent`. Adds the
-    memory of the previous and referenced items to `sent.held`. `kinds`: supported media besides
-    text. Raises Overloaded, UserError, and NotFound for a response or an item that is not stored
-    for `owner`."""
+    """Build the request for response `number` from `body`, which was sent as `sent`. Adds to
+    `sent.held` the memory of referenced items, and of previous items if the conversation exceeds
+    MANY_BYTES. `kinds`: supported media besides text. Raises Overloaded, UserError, and NotFound
+    for a response or an item that is not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
     if sent.num_bytes <= MANY_BYTES:

@@ -406,7 +406,8 @@ _AFFECT_TOKENS = {
     "bad_words": ([],),
     "stop": ([],),
 }
-"""Field that changes which tokens are generated -> its neutral values."""
+"""Field that beam search rejects, because it changes which tokens are generated -> the neutral
+values, which beam search accepts."""
 
 
 def _check_beam_search(body: GenerationBody) -> None:
