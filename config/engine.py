@@ -87,8 +87,8 @@ class CacheConfig:
         check_settings(self)
         if self.calculate_kv_scales and self.kv_cache_dtype not in (FP8, FP8_INC):
             raise ConfigError(
-                f"calculate_kv_scales is set and kv_cache_dtype is {self.kv_cache_dtype}: layers "
-                f"have scales with {FP8} only"
+                f"calculate_kv_scales is set and kv_cache_dtype is {self.kv_cache_dtype}: set "
+                f"kv_cache_dtype to {FP8} or {FP8_INC}"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(

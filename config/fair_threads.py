@@ -105,7 +105,9 @@ class FairThreads(ThreadPoolExecutor):
         if own < share:
             return
         if sum(client.num_calls for client in self._clients.values()) >= self._max_calls:
-            raise Overloaded(f"{own} {self._nouns} of this client wait, at most {share:g} may wait")
+            raise Overloaded(
+                f"{own} {self._nouns} of this client wait or run, at most {share:g} are allowed"
+            )
 
     def _forget_cancelled(self, client: "_Client", future: "Future[Any]") -> None:
         if future.cancelled():

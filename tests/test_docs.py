@@ -221,7 +221,7 @@ def test_the_files_that_the_pages_name_exist() -> None:
         (page.name, name) for page in ALL_PAGES for name in path.findall(page.read_text("utf-8"))
     }
 
-    # Files of a reader, which git ignores.
+    # Files that the reader creates, and that git ignores.
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     named = {(page, name) for page, name in named if name not in ignored}
     missing = sorted((page, name) for page, name in named if not (ROOT / name).exists())

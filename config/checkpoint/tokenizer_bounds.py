@@ -153,7 +153,7 @@ class _Checker:
         longest = max(longest, longest_added)
         self._at_most("characters in a token", longest, MAX_TOKEN_CHARACTERS)
         self._at_most(
-            "characters in max_input_chars_per_word",
+            "characters per word (max_input_chars_per_word)",
             model.max_input_chars_per_word,
             MAX_WORD_CHARACTERS,
         )

@@ -50,14 +50,18 @@ _TEMPLATE_FILES = re.compile(r"template_llava|tool_chat_template_[\w.]+")
 MODEL, NUMBER = "the model's name", "a number"
 """Placeholders in `VALUES`: the value of --model, and any number."""
 
+_SEVERAL_HOSTS = (
+    "--distributed-executor-backend ray places the workers of an engine on several hosts"
+)
+
 VALUES = (
     # (flags, accepted values (empty: any), reason why they have no effect)
     (
-        "decode-context-parallel-size prefill-context-parallel-size nnodes",
+        "decode-context-parallel-size prefill-context-parallel-size",
         ("1",),
-        "--tensor-parallel-size and --pipeline-parallel-size divide a model among devices in this "
-        "version",
+        "--tensor-parallel-size and --pipeline-parallel-size divide a model among devices",
     ),
+    ("nnodes", ("1",), _SEVERAL_HOSTS),
     (
         "data-parallel-backend",
         ("mp",),
@@ -206,10 +210,7 @@ ABSENT = (
     ),
     ("models", "a server has a single model; start a server for each"),
     ("headless", "a host with --data-parallel-rank above 0 has no API server"),
-    (
-        "node-rank master-addr master-port",
-        "--distributed-executor-backend ray places the workers of an engine on several hosts",
-    ),
+    ("node-rank master-addr master-port", _SEVERAL_HOSTS),
     (
         "all2all-backend expert-placement-strategy num-redundant-experts enable-eplb eplb-* "
         "enable-dbo dbo-* ubatch-size",

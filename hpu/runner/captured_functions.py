@@ -72,7 +72,7 @@ class CapturedFunctions:
             elif self._backend.is_out_of_memory(error):
                 self._is_full = True
                 logger.warning(
-                    "No memory is left for graphs of %s: it runs without graphs", self._what
+                    "No memory is left for graphs of %s: no more graphs are captured", self._what
                 )
             else:
                 raise

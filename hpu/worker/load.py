@@ -660,7 +660,7 @@ def _log_states(config: EngineConfig) -> None:
     """Log the features that a model with recurrent states does not support."""
     why = "the model has recurrent layers"
     if config.cache.enable_prefix_caching:
-        logger.info("Prefix caching is off: %s, which is not cached with the blocks", why)
+        logger.info("Prefix caching is off: %s, whose states are not cached with the blocks", why)
     if config.scheduler.merged_prefill:
         logger.info("Merged prefill is off: %s, which take one prompt in each row", why)
 

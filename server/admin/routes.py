@@ -51,7 +51,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/ready",
         operation_id="ready",
-        summary="200 once requests are accepted; 503 before, and while draining",
+        summary="200 while requests are accepted, otherwise 503",
     )
     async def get_ready() -> Response:
         return _readiness(state)

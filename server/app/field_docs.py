@@ -52,7 +52,7 @@ SHARED: Mapping[str, str] = {
     "ignore_eos": "Whether to continue after the end token; default false.",
     # Sampling.
     "temperature": "0 to 2; 0 is greedy. Default: the model's own, or 1.",
-    "top_p": "Above 0, to 1: nucleus sampling. Default: the model's, or 1.",
+    "top_p": "Above 0 and at most 1: nucleus sampling. Default: the model's, or 1.",
     "top_k": "Number of tokens to sample from; 0 or -1: all. Default: the model's, or all.",
     "min_p": "0 to 1: minimum probability relative to the most likely token. Default: the model's, "
     "or 0.",

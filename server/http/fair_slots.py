@@ -89,18 +89,23 @@ class FairSlots:
     def _check(self, client: str, num_bytes: int) -> None:
         entry = self._clients.get(client) or _Client()
         num_clients = len(self._clients) + (client not in self._clients)
-        for own, added, whole, limit, unit in (
-            (len(entry.waiting), 1, self._num_waiting, self._max_waiting, self._nouns),
+        for own, added, whole, limit, what in (
+            (
+                len(entry.waiting),
+                1,
+                self._num_waiting,
+                self._max_waiting,
+                f"{self._nouns} of this client wait",
+            ),
             (
                 *(entry.num_bytes, num_bytes, self._num_bytes, self._max_bytes),
-                f"bytes of {self._nouns}",
+                f"bytes of {self._nouns} of this client wait or run",
             ),
         ):
             share = max(1, limit // num_clients)
             if whole + added > limit and own + added > share:
                 raise Overloaded(
-                    f"{own} {unit} of this client wait and {added} would be added, at most {share} "
-                    "may wait"
+                    f"{own} {what} and {added} would be added, at most {share} are allowed"
                 )
 
 

@@ -31,8 +31,8 @@ SPEC_DECODE = (
 )
 """(key in EngineStats.spec_decode, help text)."""
 RANK_GAUGES = (
-    ("weight_bytes", "hpu_rank_weights_bytes", "The weights of a rank."),
-    ("kv_bytes", "hpu_rank_kv_cache_bytes", "The KV cache of a rank."),
+    ("weight_bytes", "hpu_rank_weights_bytes", "Memory of a rank's weights."),
+    ("kv_bytes", "hpu_rank_kv_cache_bytes", "Memory of a rank's KV cache."),
     ("graph_bytes", "hpu_rank_graph_memory_bytes", "Memory of a rank's graphs after the warm-up."),
     ("total_bytes", "hpu_rank_memory_total_bytes", "Memory of a rank's device."),
     ("warmup_compilations", "hpu_rank_warmup_compilations", "Graphs that its warm-up compiled."),

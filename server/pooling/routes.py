@@ -312,8 +312,8 @@ async def _cohere_inputs(
     for index, item in enumerate(inputs):
         if len(item.token_ids) > most:
             raise UserError(
-                f"{options.item(index)} has {len(item.token_ids)} tokens, max_tokens is {most}; "
-                'send "truncate": "END" to cut it',
+                f"{options.item(index)} has {len(item.token_ids)} tokens, at most {most} are "
+                'allowed; send "truncate": "END" to cut it',
                 param=body.source,
             )
     processor.check_size(inputs, body.source)

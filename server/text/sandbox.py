@@ -357,7 +357,9 @@ def _check_name(name: object) -> None:
 
 def _check_format(form: str) -> None:
     if _WIDE_FORMAT.search(form):
-        raise TemplateError("a format must not have a width of five digits or more, or *")
+        raise TemplateError(
+            "a format must not have a width or precision of five digits or more, or *"
+        )
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -116,10 +116,10 @@ def test_a_client_that_fills_the_queue_does_not_exclude_another_client() -> None
     gate = threading.Event()
     with FairThreads(1, "test", max_calls=4, nouns="texts") as threads:
         calls = [submit(threads, "busy", gate.wait, WAIT_S) for _ in range(4)]
-        with pytest.raises(Overloaded, match="4 texts of this client wait, at most 4 may"):
+        with pytest.raises(Overloaded, match="4 texts of this client wait or run, at most 4 are"):
             submit(threads, "busy", gate.wait, WAIT_S)
         calls += [submit(threads, "other", int, "1") for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 texts of this client wait, at most 2 may"):
+        with pytest.raises(Overloaded, match="2 texts of this client wait or run, at most 2 are"):
             submit(threads, "other", int, "1")
         assert submit(threads, None, int, "1") is not None
         gate.set()

@@ -91,7 +91,7 @@ def test_certificate_and_keys_change_under_load_and_no_request_fails(
         try:
             assert name_shown() == "first.test"
             assert [status(key) for key in ("key-1", "key-2", "key-3")] == [200, 200, 401]
-            # Requests of a proxy that removes the prefix.
+            # A proxy may remove the prefix.
             assert status("key-2", path="/v1/completions") == 200
             write_certificate(authority, tmp_path, "second.test")
             (tmp_path / "keys").write_text("key-3\n")

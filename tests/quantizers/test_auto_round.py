@@ -4,6 +4,7 @@ Skipped without AutoRound."""
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,35 +67,53 @@ def test_the_weights_equal_the_tools_dequantization(name: str, family: str, tmp_
         torch.testing.assert_close(found[path], tensor, rtol=2e-3, atol=2e-5)
 
 
-def _write_awq_reference(plain: Path, folder: Path, target: Path, group_size: int) -> None:
-    """Write the reference from the definition of AWQ, because transformers needs GPTQModel for AWQ;
-    see _write_reference."""
+def _write_defined_reference(plain: Path, folder: Path, target: Path) -> None:
+    """Write the reference from the definitions of GPTQ and AWQ, where transformers needs other
+    packages (AWQ) or cannot load quantized experts; see _write_reference."""
     shutil.copytree(plain, target)
+    own = json.loads((folder / "config.json").read_text())["quantization_config"]
+    bits, group_size = own["bits"], own["group_size"]
+    is_awq = "awq" in own.get("packing_format", own["quant_method"])
     tensors = load_file(folder / "model.safetensors")
     weights = {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".weight")}
+    num_packed = 0
     for name, scales in tensors.items():
         if not name.endswith(".scales"):
             continue
         module = name.removesuffix(".scales")
-        values, zeros = (_unpacked(tensors[f"{module}.{end}"]) for end in ("qweight", "qzeros"))
+        qweight, qzeros = tensors[f"{module}.qweight"], tensors[f"{module}.qzeros"]
+        if is_awq:
+            values, zeros = _unpacked(qweight, AWQ_ORDER), _unpacked(qzeros, AWQ_ORDER)
+        else:
+            order = range(32 // bits)
+            # GPTQ packs inputs, and stores zero points less 1.
+            values, zeros = _unpacked(qweight.T, order).T, _unpacked(qzeros, order) + 1
         zeros, scales = (item.repeat_interleave(group_size, 0) for item in (zeros, scales.float()))
         weights[f"{module}.weight"] = ((values - zeros) * scales).T.contiguous()
+        num_packed += 1
+    assert num_packed >= 14
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack int32 (rows, columns) to (rows, 8 * columns). The lowest bits are output 0, the next
-    bits output 2."""
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return torch.stack([packed >> 4 * order.index(i) & 15 for i in range(8)], -1).flatten(1)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Outputs of the bits of an int32 number, from the lowest."""
+
+
+def _unpacked(packed: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Unpack int32 (rows, columns) to (rows, len(order) * columns). `order`: output of each group
+    of bits, from the lowest."""
+    bits = 32 // len(order)
+    parts = [packed >> bits * order.index(i) & 2**bits - 1 for i in range(len(order))]
+    return torch.stack(parts, -1).flatten(1)
 
 
 def _write_reference(plain: Path, folder: Path, target: Path) -> None:
     """Write the model of `folder` with the weights that AutoRound dequantizes."""
     settings = json.loads((folder / "config.json").read_text())
     own = settings["quantization_config"]
-    if own["quant_method"] == "awq":
-        _write_awq_reference(plain, folder, target, own["group_size"])
+    is_awq = "awq" in own.get("packing_format", own["quant_method"])
+    if is_awq or settings["model_type"] == "qwen3_moe":
+        _write_defined_reference(plain, folder, target)
         return
     if own["quant_method"] == "gptq":
         # The same tensors with the label that AutoRound itself loads.

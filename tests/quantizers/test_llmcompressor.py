@@ -33,7 +33,7 @@ PROMPT = [3 + (7 * at) % 90 for at in range(40)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", [kind for kind, target in TARGETS.items() if not target.converts])
 def test_the_served_model_equals_the_librarys_model(kind: str, family: str, tmp_path: Path) -> None:
     folder = make_tiny(family.partition(",")[0], tmp_path / "plain", **FAMILIES[family])
     output = tmp_path / "quantized"
@@ -129,7 +129,7 @@ def test_the_error_names_a_path_without_a_layer(
 
     assert main([*words, "--skip-perplexity", "--ignore", name]) == 2
 
-    assert f"--ignore {name} is no" in capsys.readouterr().err
+    assert f"--ignore {name} has " in capsys.readouterr().err
 
 
 def test_weight_only_schemes_do_not_quantize_activations(tmp_path: Path) -> None:

@@ -66,13 +66,14 @@ def _check_transforms(fields: Fields) -> None:
     without them the rotated weights give wrong outputs."""
     schemes = fields.get("transform_config", dict, {}).get("config_groups") or {}
     if not isinstance(schemes, dict):
-        raise refused(fields, "transform_config", schemes, "an object of groups")
+        raise refused(fields, "config_groups in transform_config", schemes, "an object")
     for scheme in schemes.values():
         applied = scheme.get("apply") if isinstance(scheme, dict) else None
         for place in applied if isinstance(applied, list) else [applied]:
             location = place.get("location") if isinstance(place, dict) else None
             if location not in ("weight_input", "weight_output"):
-                raise refused(fields, "transform_config", location, "weight_input or weight_output")
+                allowed = "weight_input or weight_output"
+                raise refused(fields, "location in transform_config", location, allowed)
 
 
 def _rule(group: Fields, whole: Fields) -> Rule:

@@ -69,7 +69,7 @@ class QuantConfig:
 
 
 def read_quant_config(path: str | None) -> QuantConfig:
-    """Read the file that QUANT_CONFIG names. Raises ConfigError."""
+    """Read the file of --quant-config or QUANT_CONFIG. Raises ConfigError."""
     if path is None:
         raise ConfigError(
             f"quantization is {INC}, and neither {VARIABLE} nor --quant-config names the "
@@ -78,11 +78,15 @@ def read_quant_config(path: str | None) -> QuantConfig:
     try:
         fields = parse_json(read_limited(path, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}, which {VARIABLE} names: {error.strerror}") from error
+        raise ConfigError(
+            f"{path}, the file of --quant-config or {VARIABLE}: {error.strerror}"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"{path}, which {VARIABLE} names, is not JSON: {error}") from error
+        raise ConfigError(
+            f"{path}, the file of --quant-config or {VARIABLE}, is not JSON: {error}"
+        ) from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}, which {VARIABLE} names, is not a JSON object")
+        raise ConfigError(f"{path}, the file of --quant-config or {VARIABLE}, is not a JSON object")
     mode = str(fields.get("mode", QUANTIZE)).upper()
     if mode not in MODES:
         raise ConfigError(f"mode in {path} is {fields['mode']!r}, it must be MEASURE or QUANTIZE")

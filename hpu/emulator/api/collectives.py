@@ -197,7 +197,7 @@ def register(current: str) -> None:
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         device: EmulatedDevice = getattr(torch, current).emulated
         if size > 1 and device.acquisition.is_acquired and device.world_size == 1:
-            raise RuntimeError("hccl must be initialised before the first touch of the device")
+            raise RuntimeError("hccl must be initialised before the first use of the device")
         timeout = min(timeout, timedelta(seconds=device.config.collective_timeout_s))
         group = dist.ProcessGroupGloo(store, rank, size, timeout)
         device.world_size = max(device.world_size, size)
@@ -233,7 +233,7 @@ def make_module(device: EmulatedDevice) -> ModuleType:
         The arguments apply only if all three are given; otherwise the environment variables apply.
         Without a local rank, the process acquires the first free card."""
         if device.acquisition.is_acquired:
-            raise RuntimeError("hccl must be initialised before the first touch of the device")
+            raise RuntimeError("hccl must be initialised before the first use of the device")
         given = (world_size, rank, local_rank)
         if None not in given:
             environment.update(zip(RANK_VARIABLES, map(str, given), strict=True))

@@ -240,7 +240,7 @@ CHECKS = (
     ),
     Check(
         name="fused-sdpa-statistics",
-        assumption="the statistics of sdpa_recomp_fwd are those of a mask with a row a query",
+        assumption="sdpa_recomp_fwd returns correct statistics with a mask row for each query",
         source=f"{BRIDGE}, hpu_ops/sdpa_gen.cpp",
         program=statistics_of_rows,
         fallbacks=(UNFUSED,),

@@ -93,7 +93,9 @@ def test_pickles_are_refused_with_a_command_that_converts_them(
 def test_a_folder_of_gguf_files_is_refused_with_the_path_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "tiny-Q4.gguf").write_bytes(b"")
 
-    with pytest.raises(ConfigError, match=r"tiny-Q4\.gguf: set the model to the path of one GGUF file"):
+    with pytest.raises(
+        ConfigError, match=r"tiny-Q4\.gguf: set the model to the path of one GGUF file"
+    ):
         resolve(str(tmp_path))
 
 

@@ -260,7 +260,7 @@ def test_a_bucket_file_selects_the_file_strategy() -> None:
             ["--prompt-bs-bucket-min=4", "--prompt-bs-bucket-max=2"],
             "^--prompt-bs-bucket-min is 4 and --prompt-bs-bucket-max is 2,",
         ),
-        (["--nnodes", "2"], "must be 1: --tensor-parallel-size"),
+        (["--nnodes", "2"], "must be 1: --distributed-executor-backend ray"),
         (["a", "--model", "b"], "two different models are set, 'a' and 'b'"),
         (["a", "b"], "takes no argument 'b'"),
         (["--port"], "--port: expected one argument"),

@@ -132,7 +132,7 @@ def test_one_message_names_every_flag_that_cannot_be_used(
     assert (
         "--max-modellen is not a flag of gaudiserve serve; did you mean --max-model-len?" in message
     )
-    assert "--nnodes is '2', it must be 1: --tensor-parallel-size and" in message
+    assert "--nnodes is '2', it must be 1: --distributed-executor-backend ray" in message
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def test_measuring_and_scale_methods_without_statistics_need_no_measurement_file
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"quant\.json, which QUANT_CONFIG names, is not JSON"),
-        ("[]", r"quant\.json, which QUANT_CONFIG names, is not a JSON object"),
+        ("{", r"quant\.json, the file of --quant-config or QUANT_CONFIG, is not JSON"),
+        ("[]", r"quant\.json, the file of --quant-config or QUANT_CONFIG, is not a JSON object"),
         ('{"mode": "SERVE"}', r"mode in .*quant\.json is 'SERVE', it must be MEASURE or QUANTIZE"),
         ('{"dump_stats_path": 3}', r"dump_stats_path in .*quant\.json is 3, it must be a path"),
     ],
@@ -76,7 +76,7 @@ def test_an_invalid_configuration_is_refused_with_its_path(
 def test_a_missing_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither QUANT_CONFIG nor --quant-config"):
         read_quant_config(None)
-    with pytest.raises(ConfigError, match=r"none\.json, which QUANT_CONFIG names: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.json, .* QUANT_CONFIG: No such file"):
         read_quant_config(str(tmp_path / "none.json"))
 
 

@@ -194,7 +194,7 @@ async def test_waiting_requests_are_counted_before_the_engine_reports_them() -> 
     assert [len(engine.added) for engine in engines] == [2, 2]
 
 
-async def test_a_prompt_is_routed_to_a_prefix_that_another_front_end_sent() -> None:
+async def test_a_prompt_is_routed_to_the_engine_with_its_prefix_from_another_front_end() -> None:
     router, engines = await started()
     hashes = block_hashes(chat(5, 64), BLOCK)
 

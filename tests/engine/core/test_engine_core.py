@@ -347,10 +347,7 @@ def test_an_abort_alone_is_enough_to_send_new_gauges() -> None:
     assert (last.running, last.waiting, last.blocks_used) == (0, 0, 0)
 
 
-# Invariants of the architecture, by number.
-
-
-def test_invariant_1_free_and_used_blocks_add_up_at_every_step() -> None:
+def test_free_and_used_blocks_add_up_at_every_step() -> None:
     rig = CoreRig(num_blocks=14, max_num_seqs=4, budget=12)
     for key in range(12):
         rig.add(key, [1, 2, 3, 4] * 3 + [key], max_tokens=12 + key, ignore_eos=True)
@@ -362,7 +359,7 @@ def test_invariant_1_free_and_used_blocks_add_up_at_every_step() -> None:
     assert rig.core.stats().preemptions > 0
 
 
-def test_invariant_1_a_leaked_block_is_detected() -> None:
+def test_a_leaked_block_is_detected() -> None:
     rig = CoreRig()
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(steps=2)
@@ -373,7 +370,7 @@ def test_invariant_1_a_leaked_block_is_detected() -> None:
         rig.core.check()
 
 
-def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
+def test_only_full_blocks_of_accepted_tokens_are_shared() -> None:
     # With a step in flight, the request's KV includes a token that is not accepted yet.
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], max_tokens=40, ignore_eos=True)
@@ -389,7 +386,7 @@ def test_invariant_2_only_full_blocks_of_accepted_tokens_are_shared() -> None:
     assert len(request.block_hashes) == 10
 
 
-def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_conversation() -> None:
+def test_generated_blocks_are_found_by_the_next_turn_of_a_conversation() -> None:
     rig = CoreRig()
     rig.add(0, list(range(10, 20)), max_tokens=15, ignore_eos=True)
     rig.run()
@@ -402,7 +399,7 @@ def test_invariant_2_generated_blocks_are_found_by_the_next_turn_of_a_conversati
     rig.check_output(1)
 
 
-def test_invariant_3_a_preempted_request_delivers_every_token_once() -> None:
+def test_a_preempted_request_delivers_every_token_once() -> None:
     for depth in (1, 2):
         rig = CoreRig(num_blocks=9, max_num_seqs=3, depth=depth)
         for key in range(3):
@@ -415,7 +412,7 @@ def test_invariant_3_a_preempted_request_delivers_every_token_once() -> None:
             rig.check_output(key)
 
 
-def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
+def test_every_launch_names_a_prepared_bucket() -> None:
     for strategy in ("exponential", "linear"):
         rig = CoreRig(buckets=strategy, max_num_seqs=8, budget=24, num_blocks=40)
         for key in range(20):
@@ -429,7 +426,7 @@ def test_invariant_4_every_launch_names_a_prepared_bucket() -> None:
             rig.check_output(key)
 
 
-def test_invariant_7_each_plan_is_collected_once_and_no_message_follows_a_finish() -> None:
+def test_each_plan_is_collected_once_and_no_message_follows_a_finish() -> None:
     rig = CoreRig(max_num_seqs=3)
     for key in range(9):
         rig.add(key, [key, 1], max_tokens=7)
@@ -441,7 +438,7 @@ def test_invariant_7_each_plan_is_collected_once_and_no_message_follows_a_finish
         rig.check_output(key)
 
 
-def test_invariant_8_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemption() -> None:
+def test_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemption() -> None:
     prompt = [4, 5, 6, 7] * 4
     outputs = set()
 
@@ -459,7 +456,7 @@ def test_invariant_8_tokens_do_not_depend_on_batch_bucket_chunk_prefix_or_preemp
     assert len(outputs) == 1
 
 
-def test_invariant_10_an_abort_at_any_moment_leaks_nothing() -> None:
+def test_an_abort_at_any_moment_leaks_nothing() -> None:
     for depth, steps, size in itertools.product((1, 2), range(9), (3, 30)):
         rig = CoreRig(depth=depth, budget=8, max_num_seqs=2)
         rig.add(0, [1] * size, **LONG)
@@ -477,7 +474,7 @@ def test_invariant_10_an_abort_at_any_moment_leaks_nothing() -> None:
         rig.check_output(1)
 
 
-def test_invariant_10_blocks_of_an_aborted_request_are_freed_after_its_last_plan() -> None:
+def test_blocks_of_an_aborted_request_are_freed_after_its_last_plan() -> None:
     rig = CoreRig(depth=2)
     rig.add(0, [1, 2, 3], **LONG)
     rig.run(steps=4)

@@ -42,7 +42,7 @@ def test_only_full_blocks_are_shared() -> None:
     assert found == first.blocks[:2]
 
 
-def test_a_full_hit_leaves_one_token_to_compute() -> None:
+def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
     kv = KVCacheManager(8, SIZE, prefix_caching=True)
     first = make(list(range(8)))
     fill(kv, first)

@@ -67,7 +67,7 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def card() -> Iterator[None]:
-    """The vendor's operators, also on CPU tensors."""
+    """The emulator, with operators that also accept CPU tensors."""
     with emulated(lazy=False, generation="gaudi3", runs_on_host=True), torch.inference_mode():
         yield
 

@@ -38,7 +38,7 @@ SCALE = 0.25
 
 @pytest.fixture
 def card() -> Iterator[None]:
-    """The vendor's operators, also on CPU tensors."""
+    """The emulator, with operators that also accept CPU tensors."""
     with emulated(lazy=False, runs_on_host=True), torch.inference_mode():
         yield
 
@@ -481,7 +481,7 @@ def test_only_statistics_of_a_decode_are_float32(card: None) -> None:
 
     decode(gaudi(), torch.bfloat16, watch)
 
-    # The limit is blocks times heads.
+    # Blocks times heads.
     assert watch.most == 8 * 6
 
 

@@ -162,7 +162,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """The vendor's operators, also on CPU tensors."""
+    """The emulator, with operators that also accept CPU tensors."""
     with emulated(lazy=False, generation="gaudi3", runs_on_host=True), torch.inference_mode():
         yield
 

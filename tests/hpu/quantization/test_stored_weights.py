@@ -166,7 +166,7 @@ _UNSLOTH_PLAIN = (
 
 
 @pytest.mark.parametrize("merged", ["merged_4bit", "merged_16bit"])
-def test_folders_that_unsloth_merges_are_dequantized_exactly(merged: str, tmp_path: Path) -> None:
+def test_folders_that_unsloth_merges_are_loaded_exactly(merged: str, tmp_path: Path) -> None:
     reference = make_tiny("llama", tmp_path / "reference", **SIZES)
     folder = reference
     if merged == "merged_4bit":

@@ -55,7 +55,7 @@ def test_the_pad_block_follows_the_usable_blocks_and_is_counted() -> None:
     assert cache.bytes == 4 * block_bytes(model, 4, torch.float32)
 
 
-def test_flags_of_tokens_are_counted() -> None:
+def test_blocks_include_the_flags_of_the_non_finite_guard() -> None:
     model = _Layers()
     plain = block_bytes(model, 4, torch.float32)
     model.non_finite_guard = NonFiniteGuard(torch.tensor(float("nan")))
@@ -158,7 +158,7 @@ def test_large_moves_are_split_if_memory_is_short() -> None:
     assert not keys[28:].any()
 
 
-def test_flags_of_tokens_move_with_their_block_and_survive_scrubbing() -> None:
+def test_flags_of_the_non_finite_guard_move_with_their_block_and_survive_scrubbing() -> None:
     model = _Layers()
     model.non_finite_guard = NonFiniteGuard(torch.tensor(torch.nan))
     cache = _cache(model)

@@ -89,7 +89,9 @@ def test_each_card_holds_its_share_of_weights_and_blocks() -> None:
     assert shared.num_blocks > 8 * alone.num_blocks
 
 
-def test_the_flags_of_tokens_are_counted_for_a_model_and_its_draft_model(tmp_path: Path) -> None:
+def test_flags_of_the_non_finite_guard_are_counted_for_a_model_and_its_draft_model(
+    tmp_path: Path,
+) -> None:
     folder = make_tiny("llama", tmp_path)
     model = load_decoder(folder)
     # Attention on a card zeroes non-finite numbers, which needs the flags.

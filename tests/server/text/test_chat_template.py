@@ -794,7 +794,7 @@ async def test_a_hostile_request_template_neither_blocks_the_server_nor_uses_its
     isolation: ForkServer, greedy: str
 ) -> None:
     template = ours(CHATML, isolation=isolation)
-    # The fork server has started.
+    # Wait until the fork server has started.
     await template.render(HELLO, template="{{ messages[0].content }}")
     process = psutil.Process()
     before = process.memory_info().rss

@@ -77,7 +77,7 @@ async def test_another_owner_gets_the_error_of_unknown_ids() -> None:
     assert store.get("a", "owner").id == "a"
 
 
-async def test_the_oldest_responses_are_evicted_when_they_are_too_big() -> None:
+async def test_the_oldest_responses_are_evicted_above_the_byte_limit() -> None:
     store = ResponseStore(100, 2_000, 60)
 
     for number in range(20):
