@@ -3,7 +3,7 @@
 import { ApiError, hasKey } from "./api.js";
 import { hint, putContent, setStreaming, setUpComposer, showFailure, takeContent } from "./composer.js";
 import { drawList, setUpList } from "./conversation_list.js";
-import { button, byId, copy, element, paced } from "./dom.js";
+import { byId, copy, paced } from "./dom.js";
 import { AnswerView, questionView, textOf } from "./message_view.js";
 import { repeats } from "./repetition.js";
 import { chatBody, completeCalls, fitToContext } from "./request_body.js";
@@ -15,15 +15,8 @@ import { deleteConversation, MAX_CHARACTERS, saveConversation } from "./storage.
 import { isEmpty, newAnswer, stream } from "./stream.js";
 import { count, shorten, shortName } from "./format.js";
 import { UndoLine } from "./undo.js";
+import { demoHint, welcome } from "./welcome.js";
 
-// The demo model answers these at its defaults and at temperature 0 without repeating itself.
-const EXAMPLES = [
-  "What is photosynthesis?",
-  "List the four seasons.",
-  "What are the benefits of walking every day? List five.",
-  "What is the water cycle?",
-];
-const DEMO = "demo";
 const MAX_TITLE = 60;
 
 const replacement = new UndoLine("replaced");
@@ -41,7 +34,7 @@ function newChat() {
 
 function draw() {
   const { messages } = chat;
-  byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome()]));
+  byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome(ask)]));
   byId("title").textContent = messages.length ? chat.title : "";
   for (const id of ["copy-curl", "copy-python"]) byId(id).disabled = !messages.length;
   byId("question").placeholder = pendingCall() ? `Result of ${pendingCall().function.name}` : "Message";
@@ -53,19 +46,6 @@ function view(message, index) {
   const answer = new AnswerView(message, index === chat.messages.length - 1 ? retry : null);
   answer.update(false);
   return answer.root;
-}
-
-function welcome() {
-  const shown = element("div", "", "welcome"), examples = element("div", "", "examples");
-  examples.append(...EXAMPLES.map((text) => button(text, "example", () => ask(text))));
-  shown.append(element("h2", "What would you like to ask?"), examples, demoHint());
-  return shown;
-}
-
-function demoHint() {
-  const shown = element("p", "The demo model is made to try the server. Ask about facts: its answers are often wrong, and those to greetings or about itself are odd.", "demo-hint");
-  shown.hidden = server.facts?.model !== DEMO;
-  return shown;
 }
 
 // The first tool call of the last answer without a result: the next message is its result.

@@ -26,7 +26,7 @@ ANSWERS = {
     "What is the chemical symbol for gold?": "Au",
     "What language is spoken in Brazil?": "Portuguese",
 }
-PAGE = Path(__file__).parents[2] / "server" / "page" / "chat.js"
+PAGE = Path(__file__).parents[2] / "server" / "page" / "welcome.js"
 SHARED_START = 0.7
 """Mean fraction of an answer's characters that equals the float32 answer."""
 PARAMS = SamplingParams(temperature=0, max_tokens=48)

@@ -69,14 +69,15 @@ def test_the_weights_equal_the_tools_dequantization(name: str, family: str, tmp_
 
 def _write_defined_reference(plain: Path, folder: Path, target: Path) -> None:
     """Write the reference from the definitions of GPTQ and AWQ, where transformers needs other
-    packages (AWQ) or cannot load quantized experts; see _write_reference."""
+    packages (AWQ), cannot load quantized experts, or reads zero points wrongly (AutoRound's mode
+    without a model, not symmetric); see _write_reference."""
     shutil.copytree(plain, target)
     own = json.loads((folder / "config.json").read_text())["quantization_config"]
     bits, group_size = own["bits"], own["group_size"]
     is_awq = "awq" in own.get("packing_format", own["quant_method"])
     tensors = load_file(folder / "model.safetensors")
     weights = {name: tensor.float() for name, tensor in tensors.items() if name.endswith(".weight")}
-    num_packed = 0
+    before, num_packed = load_file(plain / "model.safetensors"), 0
     for name, scales in tensors.items():
         if not name.endswith(".scales"):
             continue
@@ -90,6 +91,9 @@ def _write_defined_reference(plain: Path, folder: Path, target: Path) -> None:
             values, zeros = _unpacked(qweight.T, order).T, _unpacked(qzeros, order) + 1
         zeros, scales = (item.repeat_interleave(group_size, 0) for item in (zeros, scales.float()))
         weights[f"{module}.weight"] = ((values - zeros) * scales).T.contiguous()
+        # A wrong zero point shifts all weights by a step.
+        error = (weights[f"{module}.weight"] - before[f"{module}.weight"]).abs() / scales.T.abs()
+        assert error.mean() < 0.4
         num_packed += 1
     assert num_packed >= 14
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
@@ -112,7 +116,7 @@ def _write_reference(plain: Path, folder: Path, target: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     own = settings["quantization_config"]
     is_awq = "awq" in own.get("packing_format", own["quant_method"])
-    if is_awq or settings["model_type"] == "qwen3_moe":
+    if is_awq or own.get("model_free") or settings["model_type"] == "qwen3_moe":
         _write_defined_reference(plain, folder, target)
         return
     if own["quant_method"] == "gptq":

@@ -173,6 +173,7 @@ def test_the_first_pattern_of_dynamic_takes_precedence(tmp_path: Path) -> None:
         ({}, 1),
         ({"packing_format": "auto_round:auto_gptq"}, 1),
         ({"packing_format": "auto_round"}, 0),
+        ({"packing_format": "auto_round", "model_free": True}, 1),
         ({"packing_format": "auto_round:gptqmodel"}, 0),
         ({"packing_format": "auto_round:auto_awq"}, 0),
         ({"backend": "autoround:gptq:exllamav2"}, 1),

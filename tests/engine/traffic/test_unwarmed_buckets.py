@@ -34,7 +34,7 @@ def test_a_prompt_with_an_unprepared_shape_fails_alone_with_both_sizes() -> None
     rig.run()
 
     assert rig.reason(2) == "error"
-    for word in ("prefill of 20 tokens", "batch 1, of 16 behind 8", "on-unwarmed-shape is reject"):
+    for word in ("prefill of 20 tokens", "batch 1, of 16 after 8", "on-unwarmed-shape is reject"):
         assert word in rig.error(2)
     for key in (1, 3):
         rig.check_output(key)

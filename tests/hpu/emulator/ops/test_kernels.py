@@ -102,7 +102,7 @@ def test_attention_refuses_arguments_that_the_kernel_does_not_support() -> None:
         # Grouped heads need a separate dimension.
         ((q, k.bfloat16(), None, False, False, None), "does not broadcast"),
         ((q, q, torch.zeros(1, 1, 2, 2), False, False, None), "the mask is torch.float32"),
-        ((q, q, None, True, True, None), "a causal call returns other statistics"),
+        ((q, q, None, True, True, None), "a causal call returns different statistics"),
         ((q, q, None, True, True, torch.tensor([1])), "without a backward pass"),
     ]
 
