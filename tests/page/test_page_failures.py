@@ -241,7 +241,7 @@ def test_an_empty_chat_shows_its_heading_below_the_form_for_the_key(browser: Bro
         send(page, "Hi")
         page.fill("#key", "wrong")
         page.press("#key", "Enter")
-        expect(page.locator("#key-error")).to_contain_text("refuses this key")
+        expect(page.locator("#key-error")).to_contain_text("rejected this key")
 
         expect(page.locator(".welcome h2")).to_be_in_viewport(ratio=0.99)
 
