@@ -1,16 +1,19 @@
 """server/cli/main.py: output, exit statuses, and the absence of heavy imports."""
 
 import json
+import platform
 import re
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.env import chosen_device
 from config.loading.flags import GROUPS
 from config.server import ServerConfig
 from config.version import VERSION
@@ -315,6 +318,24 @@ def test_a_missing_model_is_refused_before_slow_imports() -> None:
         "-v\n"
     )
     assert done.stderr == said
+
+
+def test_the_first_line_of_the_log_names_versions_model_and_device() -> None:
+    code = (
+        "import sys; from server.cli import start; from server.cli.main import main;"
+        "start.start = lambda engine, server: print('torch' in sys.modules) or 0;"
+        "main(['serve', '--model', '/', '--port=0', '--max-num-s=4'])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout == "False\n", done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert f"gaudiserve {VERSION}, Python {platform.python_version()}, torch" in first
+    assert first.endswith(f"torch {version('torch')}: model /, device {chosen_device('auto')}")
+    assert "--max-num-seqs" in rest[0]
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
