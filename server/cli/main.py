@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     disable_autoload()
     try:
+        if words[0] == "help" and len(words) > 1:
+            words = [*words[1:], "--help"]
         if text := TEXTS.get(words[0]):
             if len(words) > 1:
                 raise ConfigError(f"`gaudiserve {words[0]}` takes no argument {words[1]!r}")
@@ -256,18 +258,19 @@ def _fetch_demo(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    action, *rest = argv or [""]
-    if action in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(BENCH_HELP, end="")
-        return 0
+        return 0 if argv else 2
+    action, *rest = argv
     if action == "serve":
         return _module("bench.command", rest)
     if action in ("throughput", "latency"):
         offline = import_module("server.cli.bench.offline")
         status: int = getattr(offline, action)(rest)
         return status
-    command = " ".join(("gaudiserve", "bench", *argv[:1]))
-    raise ConfigError(f"`{command}` is not a command: use serve, throughput or latency")
+    raise ConfigError(
+        f"`gaudiserve bench {action}` is not a command: use serve, throughput or latency"
+    )
 
 
 def _module(name: str, argv: list[str]) -> int:

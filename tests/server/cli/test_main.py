@@ -49,7 +49,7 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
             "--prot is not a flag of gaudiserve serve; did you mean --port?",
         ),
         (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
-        (["bench"], "`gaudiserve bench` is not a command: use serve, throughput or latency"),
+        (["bench", "x"], "`gaudiserve bench x` is not a command: use serve, throughput or latency"),
         (["buckets", "draw"], "`gaudiserve buckets draw` is not a command: use show or fit"),
         (["buckets", "show", "m"], "gaudiserve buckets show takes no argument 'm'"),
         (["buckets", "fit", "m", "--traffic", "x"], "gaudiserve buckets fit takes no argument 'm'"),
@@ -212,11 +212,36 @@ def test_help_for_an_unknown_word_lists_the_groups_of_settings() -> None:
     assert "options" not in str(refused.value)
 
 
-def test_bench_help_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
+@pytest.mark.parametrize(
+    ("argv", "status"), [(["bench", "--help"], 0), (["help", "bench"], 0), (["bench"], 2)]
+)
+def test_bench_help_lists_its_commands(
+    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == status
 
     shown = capsys.readouterr().out
     assert all(f"gaudiserve {command}" in shown for command in BENCHES)
+
+
+@pytest.mark.parametrize("argv", [["help", "serve"], ["serve", "--help-all"]])
+def test_the_help_of_serve_is_shown_by_each_spelling(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for words in (["serve", "--help"], argv):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+
+    assert shown[0] == shown[1] != ""
+
+
+def test_help_for_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "serv"]) == 2
+
+    assert "'serv' is not a command" in capsys.readouterr().err
 
 
 def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
