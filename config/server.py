@@ -76,7 +76,7 @@ class ServerConfig:
         "Share cached prompt prefixes only among requests with the same API key; needs --api-key",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "Web origin whose pages may call the server; a JSON list, or given several times"
+        (), "Web origin whose pages may call the server (CORS); a JSON list, or given several times"
     )
     max_body_bytes: int = setting(64 * 2**20, "Maximum size of a request body in bytes", minimum=1)
     h11_max_incomplete_event_size: int = setting(

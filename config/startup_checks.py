@@ -2,7 +2,6 @@
 the checkpoint. Imports no torch and opens no device."""
 
 import importlib
-import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_confi
 from config.model.quantization.registry import KERNELS, SCHEMES_AT_LOAD, config_at_load
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages, indexer_of
-from config.version import install_command
+from config.version import install_command, installed_version
 
 EMULATOR_MAX_MODEL_LEN = 512
 """Maximum default of max_model_len on the emulated card: its warm-up runs every bucket of every
@@ -46,7 +45,7 @@ def check_device(device: str) -> None:
         raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
     if device == "auto":
         return
-    if problem := DEVICES[device].problem(Installed(is_installed, _torch_version())):
+    if problem := DEVICES[device].problem(Installed(is_installed, installed_version("torch"))):
         raise ConfigError(problem)
 
 
@@ -315,10 +314,3 @@ def choose_max_model_len(
     if requested > MAX_POSITION:
         raise SettingError(f"--max-model-len is {requested}, it must be at most {MAX_POSITION}")
     return requested
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""

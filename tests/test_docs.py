@@ -416,16 +416,29 @@ def check_ini(block: Block) -> None:
     configparser.RawConfigParser(strict=False).read_string(block.text)
 
 
+def check_proxy(block: Block) -> None:
+    """Check the braces, and that the proxy leads to the default address of a server."""
+    depth = 0
+    for line in block.text.splitlines():
+        depth += {"{": 1, "}": -1}.get(line[-1:], 0)
+        assert line.startswith("    " * (depth - line.endswith("{"))), line
+        assert block.kind != "nginx" or line[-1:] in ("{", "}", ";"), line
+    assert depth == 0
+    assert re.search(r"^ +(proxy_pass http://|reverse_proxy )127\.0\.0\.1:8000\b", block.text, re.M)
+
+
 def check_yaml(block: Block) -> None:
     assert all(yaml.safe_load_all(block.text))
 
 
 KINDS: dict[str, Callable[[Block], None]] = {
     "bash": check_shell,
+    "caddy": check_proxy,
     "console": check_shell,
     "ini": check_ini,
     "javascript": check_elsewhere,
     "json": check_json,
+    "nginx": check_proxy,
     "python": check_python,
     "text": check_text,
     "toml": check_toml,

@@ -1,7 +1,6 @@
 """The only module that reads environment variables: settings from variables, and the variables of a
 worker."""
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -30,6 +29,7 @@ from config.model.architectures import decoder_spec
 from config.model.quantization.inc import read_quant_config
 from config.model.read_config import read_model_config
 from config.setting import is_count
+from config.version import installed_version
 
 PREFIX = "GAUDISERVE_"
 
@@ -323,7 +323,7 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
         enforce_eager=config.enforce_eager,
         lazy_variable=os.environ.get("PT_HPU_LAZY_MODE"),
         has_vendor_torch=is_emulated or _has_vendor_torch(),
-        release=EMULATED_RELEASE if is_emulated else _version(RUNTIME_DISTRIBUTION),
+        release=EMULATED_RELEASE if is_emulated else installed_version(RUNTIME_DISTRIBUTION),
     )
 
 
@@ -416,15 +416,7 @@ def set_missing(variables: Mapping[str, str]) -> None:
 
 
 def _has_vendor_torch() -> bool:
-    return is_vendor_torch(_version("torch"))
-
-
-def _version(distribution: str) -> str:
-    """Version of an installed distribution; empty if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return is_vendor_torch(installed_version("torch"))
 
 
 def is_installed(module: str) -> bool:

@@ -249,7 +249,7 @@ def server_parser(
     """Parser of all server flags, in groups, with defaults in the help. `no_model`: model that the
     command uses if none is named, for the help. `load` rejects unknown kinds for the flags in
     `kinds`. `has_own_flags`: the caller adds its own groups; `--help` shows only these groups,
-    `--help-all` shows all groups."""
+    `--help-all` shows all groups. Without own flags, `--help-all` is the same as `--help`."""
     parser = FlagParser(
         prog=prog,
         usage=f"{prog} {'[MODEL] ' if has_model else ''}[flags]",
@@ -276,10 +276,9 @@ def server_parser(
             _add_switch(parser, name, argparse.SUPPRESS)
         else:
             parser.add_argument(f"--{name}", action=_Record, help=argparse.SUPPRESS)
+    text = "Show the flags of the server as well" if has_own_flags else argparse.SUPPRESS
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
     if has_own_flags:
-        parser.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, help="Show the flags of the server as well"
-        )
         parser.server_groups = [
             group for group in parser._action_groups if group.title not in _UNTITLED
         ]

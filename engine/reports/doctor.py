@@ -43,6 +43,7 @@ PACKAGES = (
 )
 """Packages whose versions are reported."""
 
+NOT_CHECKED = "The model and the port were not checked."
 CACHE_REMEDY = "set --cache-dir to another folder"
 
 
@@ -63,10 +64,10 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Last line of the report: whether a server can run here."""
+        """Last line of the report: whether a server can run here, and what was not checked."""
         command = f"`gaudiserve serve --device {self.requested_device}`"
         if self.can_serve:
-            return f"{command} can run here, on {self.device}."
+            return f"{command} can run here, on {self.device}. {NOT_CHECKED}"
         hint = "" if self.device == "cpu" else "; try --device cpu"
         return f"{command} cannot run here{hint}."
 
@@ -279,4 +280,5 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
             for finding in findings
         ],
         "can_serve": diagnosis.can_serve,
+        "not_checked": ["model", "port"],
     }

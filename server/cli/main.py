@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,14 +22,14 @@ from config.errors import (
     ReasonPrinted,
     checkpoint_errors,
 )
-from config.loading.env import disable_autoload, environment
+from config.loading.env import chosen_device, disable_autoload, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser
 from config.loading.sources import Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.server import ServerConfig
-from config.version import VERSION
+from config.version import VERSION, installed_version
 from server.cli.flags import command_parser, log_notes, server_parser
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     disable_autoload()
     try:
+        if words[0] == "help" and len(words) > 1:
+            words = [*words[1:], "--help"]
         if text := TEXTS.get(words[0]):
             if len(words) > 1:
                 raise ConfigError(f"`gaudiserve {words[0]}` takes no argument {words[1]!r}")
@@ -142,10 +145,11 @@ def _serve(argv: list[str]) -> int:
         )
     server = loaded.server
     log.setup("server", server.log, access_log=not server.disable_access_log)
+    check_early(loaded.engine, server)
+    logger.info("%s", software_line(loaded.engine))
     log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
-    check_early(loaded.engine, server)
     from server.cli.presets import with_preset
     from server.cli.selftest import served
     from server.cli.start import start
@@ -154,8 +158,8 @@ def _serve(argv: list[str]) -> int:
 
 
 def check_early(engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise CheckpointError for a model that does not exist, and ConfigError for a port in use,
-    before the slow imports of the server."""
+    """Raise CheckpointError for a model that does not exist, and ConfigError for a port in use or a
+    device that is not available, before the slow imports of the server."""
     from config.checkpoint.model_name import check_model_name
     from server.process.listening import bind_port
 
@@ -163,6 +167,18 @@ def check_early(engine: EngineConfig, server: ServerConfig) -> None:
         bind_port(server.host, server.port, shared=False).close()
     with checkpoint_errors():
         check_model_name(engine.model)
+    from config.startup_checks import check_device
+
+    check_device(engine.device)
+
+
+def software_line(engine: EngineConfig) -> str:
+    """The first line of a server's log: versions, model and device. Imports no torch."""
+    return (
+        f"gaudiserve {VERSION}, Python {platform.python_version()}, "
+        f"torch {installed_version('torch')}: model {engine.model}, "
+        f"device {chosen_device(engine.device)}"
+    )
 
 
 def log_spellings(loaded: Loaded) -> None:
@@ -242,18 +258,19 @@ def _fetch_demo(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
-    action, *rest = argv or [""]
-    if action in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help"):
         print(BENCH_HELP, end="")
-        return 0
+        return 0 if argv else 2
+    action, *rest = argv
     if action == "serve":
         return _module("bench.command", rest)
     if action in ("throughput", "latency"):
         offline = import_module("server.cli.bench.offline")
         status: int = getattr(offline, action)(rest)
         return status
-    command = " ".join(("gaudiserve", "bench", *argv[:1]))
-    raise ConfigError(f"`{command}` is not a command: use serve, throughput or latency")
+    raise ConfigError(
+        f"`gaudiserve bench {action}` is not a command: use serve, throughput or latency"
+    )
 
 
 def _module(name: str, argv: list[str]) -> int:

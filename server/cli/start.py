@@ -44,6 +44,7 @@ def main() -> None:
     exit_with_parent()
     log.setup("server", args.server.log, access_log=not args.server.disable_access_log)
     try:
+        check_device(args.engine.device)
         sys.exit(start(args.engine, args.server))
     except ProfileWritten as end:
         logger.info("%s", end)
@@ -56,8 +57,8 @@ def main() -> None:
 
 
 def start(engine: EngineConfig, server: ServerConfig) -> int:
-    """Serve until stopped; returns the exit status. Raises ConfigError and CheckpointError."""
-    check_device(engine.device)
+    """Serve until stopped; returns the exit status. The caller has called `check_device`. Raises
+    ConfigError and CheckpointError."""
     names = server.served_model_names or default_names(
         engine.model, {adapter.name for adapter in engine.lora.adapters}
     )

@@ -4,11 +4,11 @@ of them reports the engines without summing."""
 import functools
 import time
 from collections.abc import Collection, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from config.version import installed_version
 from engine.client.base import EngineClient, SingleEngineClient
 from engine.transport.messages import ASLEEP, AWAKE, BACKGROUND_WARMUP, EngineStats
 from server.metrics.counters import Labels, Registry
@@ -43,11 +43,7 @@ text)."""
 
 @functools.cache
 def _torch_version() -> str:
-    """Version of torch; empty if it is not installed."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
+    return installed_version("torch")
 
 
 class EngineCollector:

@@ -24,6 +24,7 @@ export function showFailure(text) {
 export function takeContent() {
   const text = box.value.trim(), urls = takePictures();
   box.value = "";
+  hint("");
   fit();
   if (!urls.length) return text;
   const parts = urls.map((url) => ({ type: "image_url", image_url: { url } }));

@@ -18,6 +18,7 @@ from tiny_models import make_tiny
 from waits import WAIT_S, wait_for
 
 from config.checkpoint.resolve import resolve
+from config.version import VERSION
 from hpu.native.library import kernel_folder
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -154,6 +155,8 @@ def test_the_first_lines_have_working_urls_and_warn_of_an_open_server(
     ]
     assert [answer.status_code for answer in answers] == [200] * len(urls)
     assert "http://0.0.0.0" not in text
+    assert f"gaudiserve {VERSION}, Python " in text.splitlines()[0]
+    assert text.count(f"gaudiserve {VERSION}, ") == 1
     warned = [line for line in text.splitlines() if "without an API key" in line]
     assert len(warned) == is_warned
     assert all("WARNING" in line and "--api-key" in line for line in warned)

@@ -83,6 +83,35 @@ def test_markdown_is_shown_with_highlighted_code_that_can_be_copied(
     assert copied == MARKDOWN.split("```python\n")[1].split("```")[0]
 
 
+def test_numbers_of_nested_lists_fit_in_the_padding(page: Page, server: PageServer) -> None:
+    server.answer("1. outer\n\n   100. inner\n   101. inner\n")
+
+    ask(page, "List!")
+
+    inner = page.locator(".markdown ol ol")
+    expect(inner).to_have_count(1)
+    widths = inner.evaluate("""list => {
+        const style = getComputedStyle(list);
+        const pen = document.createElement("canvas").getContext("2d");
+        pen.font = `${style.fontSize} ${style.fontFamily}`;
+        return [pen.measureText("100. ").width, parseFloat(style.paddingLeft)];
+    }""")
+    assert 0 < widths[0] <= widths[1]
+
+
+def test_the_note_of_a_copy_goes_with_the_next_question(page: Page, server: PageServer) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, "Hi")
+    page.click("#copy-python")
+    expect(page.locator("#hint")).to_have_text("Copied as Python.")
+    server.answer(LONG, pace_s=0.01)
+
+    send(page, "More")
+
+    expect(page.locator("#hint")).to_have_text("", timeout=2000)
+    page.click("#send")
+
+
 def test_code_can_be_copied_and_selected_while_the_answer_grows(
     page: Page, server: PageServer
 ) -> None:

@@ -200,7 +200,7 @@ def test_an_in_process_worker_sets_its_variables_before_torch_imports_the_runtim
         "from config.loading import env\n"
         "env.is_installed = lambda module: True\n"
         "env._has_vendor_torch = lambda: True\n"
-        "env._version = lambda name: '1.22.1.6'\n"
+        "env.installed_version = lambda name: '1.22.1.6'\n"
         "import engine.executors.select as select\n"
         "seen = []\n"
         "class Finder:\n"

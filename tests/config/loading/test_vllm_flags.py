@@ -182,7 +182,7 @@ def test_a_flag_without_effect_is_accepted_and_logged_with_its_reason(
 ) -> None:
     code = cli.main([*SERVE, *line.split()])
 
-    (record,) = [record for record in caplog.records if record.name == cli.__name__]
+    (_, record) = [record for record in caplog.records if record.name == cli.__name__]
     assert code == 0
     assert record.message.startswith("Accepted without effect: --")
     assert record.message.endswith(")")
@@ -193,7 +193,7 @@ def test_all_flags_without_effect_are_logged_in_one_line(
 ) -> None:
     cli.main([*SERVE, "--preemption-mode=swap", "--trust-remote-code", "--num-lookahead-slots=8"])
 
-    (record,) = [record for record in caplog.records if record.name == cli.__name__]
+    (_, record) = [record for record in caplog.records if record.name == cli.__name__]
     assert (
         "--preemption-mode swap (--swap-space above 0 keeps blocks of preempted" in record.message
     )

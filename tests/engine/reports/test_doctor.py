@@ -47,7 +47,8 @@ def test_a_plain_machine_serves_on_its_cpu(plain: GaudiMachine) -> None:
     assert "none here: no runtime, no driver, no card" in text
     assert "torch-compile" not in text
     assert "slow" not in text
-    assert text.endswith("can run here, on cpu.")
+    assert text.endswith("can run here, on cpu. The model and the port were not checked.")
+    assert as_json(found)["not_checked"] == ["model", "port"]
 
 
 def test_a_plain_machine_cannot_serve_on_a_gaudi(plain: GaudiMachine) -> None:

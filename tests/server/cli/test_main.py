@@ -1,16 +1,19 @@
 """server/cli/main.py: output, exit statuses, and the absence of heavy imports."""
 
 import json
+import platform
 import re
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
+from config.loading.env import chosen_device
 from config.loading.flags import GROUPS
 from config.server import ServerConfig
 from config.version import VERSION
@@ -46,7 +49,7 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
             "--prot is not a flag of gaudiserve serve; did you mean --port?",
         ),
         (["config", "--port", "-1"], "port is -1, it must be between 0 and 65535"),
-        (["bench"], "`gaudiserve bench` is not a command: use serve, throughput or latency"),
+        (["bench", "x"], "`gaudiserve bench x` is not a command: use serve, throughput or latency"),
         (["buckets", "draw"], "`gaudiserve buckets draw` is not a command: use show or fit"),
         (["buckets", "show", "m"], "gaudiserve buckets show takes no argument 'm'"),
         (["buckets", "fit", "m", "--traffic", "x"], "gaudiserve buckets fit takes no argument 'm'"),
@@ -209,11 +212,36 @@ def test_help_for_an_unknown_word_lists_the_groups_of_settings() -> None:
     assert "options" not in str(refused.value)
 
 
-def test_bench_help_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
+@pytest.mark.parametrize(
+    ("argv", "status"), [(["bench", "--help"], 0), (["help", "bench"], 0), (["bench"], 2)]
+)
+def test_bench_help_lists_its_commands(
+    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == status
 
     shown = capsys.readouterr().out
     assert all(f"gaudiserve {command}" in shown for command in BENCHES)
+
+
+@pytest.mark.parametrize("argv", [["help", "serve"], ["serve", "--help-all"]])
+def test_the_help_of_serve_is_shown_by_each_spelling(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for words in (["serve", "--help"], argv):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+
+    assert shown[0] == shown[1] != ""
+
+
+def test_help_for_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "serv"]) == 2
+
+    assert "'serv' is not a command" in capsys.readouterr().err
 
 
 def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,6 +343,24 @@ def test_a_missing_model_is_refused_before_slow_imports() -> None:
         "-v\n"
     )
     assert done.stderr == said
+
+
+def test_the_first_line_of_the_log_names_versions_model_and_device() -> None:
+    code = (
+        "import sys; from server.cli import start; from server.cli.main import main;"
+        "start.start = lambda engine, server: print('torch' in sys.modules) or 0;"
+        "main(['serve', '--model', '/', '--port=0', '--max-num-s=4'])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout == "False\n", done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert f"gaudiserve {VERSION}, Python {platform.python_version()}, torch" in first
+    assert first.endswith(f"torch {version('torch')}: model /, device {chosen_device('auto')}")
+    assert "--max-num-seqs" in rest[0]
 
 
 def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
