@@ -424,7 +424,8 @@ def check_proxy(block: Block) -> None:
         assert line.startswith("    " * (depth - line.endswith("{"))), line
         assert block.kind != "nginx" or line[-1:] in ("{", "}", ";"), line
     assert depth == 0
-    assert re.search(r"^ +(proxy_pass http://|reverse_proxy )127\.0\.0\.1:8000\b", block.text, re.M)
+    pattern = r"^ +(proxy_pass http://|reverse_proxy /v1/\* )127\.0\.0\.1:8000\b"
+    assert re.search(pattern, block.text, re.M) and "/v1/" in block.text
 
 
 def check_yaml(block: Block) -> None:
