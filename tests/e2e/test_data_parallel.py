@@ -131,10 +131,9 @@ def test_a_killed_engine_fails_its_requests_and_the_last_kill_ends_the_server(
     wait_for(lambda: any(stream.ended_s for stream in streams))
     (lost,) = (stream for stream in streams if stream.ended_s)
     (kept,) = (stream for stream in streams if stream is not lost)
-    assert (
-        "was killed by SIGKILL"
-        in json.loads(lost.events[-2].removeprefix("data: "))["error"]["message"]
-    )
+    message = json.loads(lost.events[-2].removeprefix("data: "))["error"]["message"]
+    # The report of the supervisor, or on a busy machine the end of the connection, comes first.
+    assert "was killed by SIGKILL" in message or "the engine has disconnected" in message
     wait_for(lambda: live.ask("/ready").json() == {"status": "ready", "engines": "1 of 2"})
     assert live.ask("/health").status_code == 200
     assert sorted(series(live, "gaudiserve:engine_up").values()) == [0, 1]
