@@ -31,13 +31,12 @@ SIDE_COPIES, DEFAULT_COPIES, BLOCKING_COPIES = "side", "default", "blocking"
 PACKED_EXPERTS_FLAG = "native-mxfp4"
 """Name of the flag that keeps MXFP4 experts packed on the card."""
 
+READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
+"""Settings of execution that every device reads, beside the settings of diagnostics."""
+
 
 def _flag_of(name: str, facts: Setting) -> str:
     return f"--{facts.name or name.replace('_', '-')}"
-
-
-READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
-"""Settings of execution that every device reads, beside the settings of diagnostics."""
 
 
 @dataclass(frozen=True, slots=True)
