@@ -24,9 +24,11 @@ FLAGS = (
     "2",
     "--num-threads=1",
     "--no-resume",
+    '--hf-overrides={"max_position_embeddings": 16384}',
 )
 TRACE = "trace.json"
-LONG = {"model": "tiny", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+LONG = {"model": "tiny", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+"""A request that is still running when its engine is killed, and ends within a minute."""
 
 
 @pytest.fixture(scope="module")

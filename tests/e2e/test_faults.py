@@ -16,13 +16,26 @@ from delays import least
 from live import LiveServer, alive, children_of, cpu_seconds, running, workers_of
 from waits import WAIT_S, wait_for
 
-LONG = {"model": "tiny", "prompt": "go", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-FLAGS = ("--served-model-name=tiny", "--dtype=float32", "--no-resume")
+LONG = {"model": "tiny", "prompt": "go", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+"""A request that is still running when its server is killed on a busy machine."""
+FLAGS = (
+    "--served-model-name=tiny",
+    "--dtype=float32",
+    "--no-resume",
+    '--hf-overrides={"max_position_embeddings": 65536}',
+)
 
 
 @pytest.fixture(params=[pytest.param("uni", marks=pytest.mark.slow), "mp"])
 def fresh(tiny_model: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
     with running(tiny_model, tmp_path / "log", *FLAGS, f"--executor={request.param}") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server that no test ends."""
+    with running(tiny_model, tmp_path_factory.mktemp("kept") / "log", *FLAGS) as live:
         yield live
 
 
@@ -193,24 +206,24 @@ def test_a_second_sigint_stops_at_once(fresh: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_aborts_all_sequences_of_the_request(server: LiveServer, stream: bool) -> None:
+def test_a_disconnect_aborts_all_sequences_of_the_request(kept: LiveServer, stream: bool) -> None:
     body = {**LONG, "n": 3, "stream": stream, "temperature": 1}
-    aborted = _metric(server, 'vllm:request_success_total{engine="0",finished_reason="abort"')
+    aborted = _metric(kept, 'vllm:request_success_total{engine="0",finished_reason="abort"')
     content = json.dumps(body)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(content)}\r\n\r\n"
 
     def abort_s() -> float:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as connection:
+        with socket.create_connection(("127.0.0.1", kept.port), timeout=WAIT_S) as connection:
             connection.sendall((head + content).encode())
-            wait_for(lambda: _metric(server, "vllm:num_requests_running") == 3)
+            wait_for(lambda: _metric(kept, "vllm:num_requests_running") == 3)
         begun_s = time.monotonic()
-        wait_for(lambda: _metric(server, "vllm:num_requests_running") == 0)
+        wait_for(lambda: _metric(kept, "vllm:num_requests_running") == 0)
         return time.monotonic() - begun_s
 
     assert least(abort_s, 1.5) < 1.5
 
-    assert _metric(server, "vllm:kv_cache_usage_perc") == 0
-    after = _metric(server, 'vllm:request_success_total{engine="0",finished_reason="abort"')
+    assert _metric(kept, "vllm:kv_cache_usage_perc") == 0
+    after = _metric(kept, 'vllm:request_success_total{engine="0",finished_reason="abort"')
     assert after > aborted
 
 

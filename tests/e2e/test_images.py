@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from delays import ATTEMPTS
 from live import LiveServer, running
 from PIL import Image
 from tiny_vision import FAMILIES as TINY
@@ -369,7 +370,12 @@ def test_a_request_with_an_image_is_resumed_after_an_engine_kill(live: LiveServe
 
     expected = tokens(kills=False)
 
-    assert tokens(kills=True) == expected and len(expected) == 350
+    assert len(expected) == 350
+    # On a busy machine the answer may be complete before its engine is killed.
+    for _ in range(ATTEMPTS):
+        assert tokens(kills=True) == expected
+        if "resumes 1 request" in live.text():
+            break
     assert "resumes 1 request" in live.text()
 
 

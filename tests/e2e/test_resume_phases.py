@@ -128,7 +128,7 @@ def test_an_engine_that_is_killed_in_its_first_warm_up_ends_the_server(
 def test_streams_of_a_draining_server_continue_after_an_engine_kill(
     tiny_model: str, tmp_path: Path, count: int
 ) -> None:
-    bodies = [{**STREAM, "prompt": prompt, "max_tokens": 600} for prompt in PROMPTS]
+    bodies = [{**STREAM, "prompt": prompt, "max_tokens": 1800} for prompt in PROMPTS]
     with running(tiny_model, tmp_path / "log", *FLAGS, f"--api-server-count={count}") as live:
         expected = contents(live, bodies)
 
@@ -157,7 +157,7 @@ def test_adapters_are_served_after_an_engine_kill(tmp_path: Path, has_configured
         loaded = httpx.post(f"{live.url}/v1/load_lora_adapter", json=named, headers=KEY, timeout=60)
         assert loaded.status_code == 200, loaded.text
         models = ("tiny", "first", "second") if has_configured else ("tiny", "second")
-        bodies = [{**STREAM, "model": model, "prompt": "x", "max_tokens": 400} for model in models]
+        bodies = [{**STREAM, "model": model, "prompt": "x", "max_tokens": 1800} for model in models]
         expected = contents(live, bodies)
 
         found = contents(live, bodies, kill_engine)

@@ -15,7 +15,7 @@ from tiny_models import make_tiny
 from waits import wait_for
 
 NUM_STREAMS = 12
-NUM_TOKENS = 600
+NUM_TOKENS = 1200
 
 
 @pytest.fixture(scope="module")

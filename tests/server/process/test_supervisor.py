@@ -21,7 +21,7 @@ TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    return str(make_tiny("llama", folder, max_position_embeddings=4096))
+    return str(make_tiny("llama", folder, max_position_embeddings=65536))
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def metric(live: LiveServer, name: str) -> float:
 def read_to_the_end(live: LiveServer, endings: list[str]) -> None:
     """Append the last event of a long stream before [DONE], or the error that broke it, to
     `endings`."""
-    body = {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = {"prompt": "go", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
     try:
         with httpx.stream(
             "POST", f"{live.url}/v1/completions", json=body, timeout=WAIT_S
