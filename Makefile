@@ -18,6 +18,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
 PIP := $(COUNTED) --summarize pip $(BIN)/python $(PIP_INSTALL)
 CLIENTS := .venv-clients
 QUANTIZERS := .venv-quantizers
+GPTQMODEL := .venv-gptqmodel
 NODE_CLIENT := tests/clients/node
 AGENTS := tests/clients/agents
 AIDER := .venv-aider
@@ -178,8 +179,17 @@ $(QUANTIZERS)/.installed: pyproject.toml
 	$(COUNTED) --summarize pip $(QUANTIZERS)/bin/python $(PIP_INSTALL) $$torch bitsandbytes auto-round --editable '.[cpu,dev,quantize]'
 	@touch $@
 
-test-quantizers: $(QUANTIZERS)/.installed ## Checkpoints that third-party tools quantize, in a separate environment
+$(GPTQMODEL)/.installed: pyproject.toml
+	@# llmcompressor requires older releases of transformers than GPTQModel.
+	@echo "Installing GPTQModel into $(GPTQMODEL)"
+	@$(PYTHON) -m venv $(GPTQMODEL)
+	@torch=$$($(COUNTED) 'Choosing a build of torch' $(GPTQMODEL)/bin/python $(TORCH_CHOICE)) && \
+	$(COUNTED) --summarize pip $(GPTQMODEL)/bin/python $(PIP_INSTALL) $$torch gptqmodel --editable '.[cpu,dev]'
+	@touch $@
+
+test-quantizers: $(QUANTIZERS)/.installed $(GPTQMODEL)/.installed ## Checkpoints that third-party tools quantize, in separate environments
 	@$(QUANTIZERS)/bin/python -m pytest -q -m quantizers -W default tests/quantizers $(ARGS)
+	@$(GPTQMODEL)/bin/python -m pytest -q -m quantizers -W default tests/quantizers/test_gptqmodel.py $(ARGS)
 
 lint: style ## Check format, style and types
 	@$(BIN)/mypy --no-error-summary
@@ -200,5 +210,5 @@ bench-cuda: $(VENV)/.installed ## With an NVIDIA GPU: decode steps against its b
 	@$(BIN)/python benchmarks/cuda_compare.py $(ARGS)
 
 clean: ## Remove .venv, caches and build output
-	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(AIDER) $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(PAGE_TESTS)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(CLIENTS) $(QUANTIZERS) $(GPTQMODEL) $(AIDER) $(NODE_CLIENT)/node_modules $(AGENTS)/node_modules $(PAGE_TESTS)/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Files of GPTQModel, in its GPTQ and AWQ formats, are served like the weights that GPTQModel
 dequantizes.
 
-Skipped without GPTQModel, which conflicts with llmcompressor about the release of transformers."""
+Skipped without GPTQModel, which requires newer releases of transformers than llmcompressor."""
 
 import os
 from pathlib import Path
