@@ -432,6 +432,24 @@ def check_yaml(block: Block) -> None:
     assert all(yaml.safe_load_all(block.text))
 
 
+CLASS = re.compile(r"\b(?:[A-Z][a-z]+){2,}\b")
+
+
+def check_diagram(block: Block) -> None:
+    """Check that blocks are closed, and that the classes in the labels exist."""
+    kind, *lines = (line.strip() for line in block.text.splitlines())
+    assert kind.split()[0] in ("flowchart", "sequenceDiagram"), kind
+    opened = [line for line in lines if line.split()[0] in ("subgraph", "loop")]
+    assert lines.count("end") == len(opened), block.text
+    defined = {
+        name
+        for path in (ROOT / folder for folder in ("server", "engine", "hpu"))
+        for file in path.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+    }
+    assert set(CLASS.findall(" ".join(lines))) <= defined
+
+
 KINDS: dict[str, Callable[[Block], None]] = {
     "bash": check_shell,
     "caddy": check_proxy,
@@ -439,6 +457,7 @@ KINDS: dict[str, Callable[[Block], None]] = {
     "ini": check_ini,
     "javascript": check_elsewhere,
     "json": check_json,
+    "mermaid": check_diagram,
     "nginx": check_proxy,
     "python": check_python,
     "text": check_text,
