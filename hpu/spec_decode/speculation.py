@@ -203,7 +203,7 @@ class Speculation:
             alive = following
             if not alive:
                 break
-        return accepted, _in_order(parts, len(counts))
+        return accepted, _in_order(parts)
 
     def _set_bitmasks_at(self, position: int, req_indices: Sequence[int]) -> None:
         """Set the bitmasks of requests with a grammar for `position` of the launch."""
@@ -237,7 +237,7 @@ def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
     return accepted
 
 
-def _in_order(parts: list[tuple[list[int], TopLogprobs]], num_requests: int) -> TopLogprobs | None:
+def _in_order(parts: list[tuple[list[int], TopLogprobs]]) -> TopLogprobs | None:
     """Merge the log-probabilities of each position into one table, sorted by request."""
     if not parts:
         return None
