@@ -146,7 +146,8 @@ def expanded_experts(expert_bytes: int) -> int:
 
 
 def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
-    """Bytes of a layer's experts that a card dequantizes at once."""
+    """Bytes of a layer's integer experts that a card dequantizes at once; 0 if no weight has
+    integers."""
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
@@ -254,8 +255,8 @@ def kv_block_bytes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
 ) -> int:
     """Bytes of a KV block of a stage's attention layers on a card: keys and values of the card's
-    shard of heads, or the latents, which every card has. Layers that share keys and values count
-    once if `config` gives the number of cached elements."""
+    shard of heads, or the latents, and index keys; every card has all latents and index keys.
+    Layers that share keys and values count once if `config` gives the number of cached elements."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
@@ -371,9 +372,9 @@ def activation_bytes(
     num_logit_rows: int,
     num_engines: int = 1,
 ) -> int:
-    """Estimated bytes of the largest launch: activations of a layer, its dequantized 4-bit experts,
-    and `num_logit_rows` rows of float32 logits with the copies made by sampling. `num_engines`:
-    engines that share experts."""
+    """Estimated bytes of the largest launch: activations of a layer, its dequantized integer
+    experts, the scan of a layer with a state, and `num_logit_rows` rows of float32 logits with the
+    copies made by sampling. `num_engines`: engines that share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:

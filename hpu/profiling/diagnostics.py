@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class CountsWork(Protocol):
-    """Back end whose runtime counts compilations and host fallbacks. All counts are totals since
-    the start; reading them does not wait for the device."""
+    """Back end whose runtime counts compilations, host fallbacks and recipe cache lookups. All
+    counts are totals since the start; reading them does not wait for the device."""
 
     def compilations(self) -> int: ...
 
@@ -44,11 +44,11 @@ class Diagnostics:
         """Count the compilations of a warmed-up bucket of `phase`."""
 
     def collected(self, output: AsyncStepOutput) -> None:
-        """Count and log compilations and fallbacks since the last step."""
+        """Count compilations and fallbacks since the last step, and log them if configured."""
 
 
 class RuntimeDiagnostics(Diagnostics):
-    """Reads the runtime's totals after each step.
+    """Reads the runtime's totals after each step and after each warmed-up bucket.
 
     A launch is compiled when it is submitted. If the next plan is already submitted, its
     compilations count for the current step.
