@@ -14,6 +14,7 @@ from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
+from config.model.quantization.base import WeightScheme
 from config.model.split import cross_layers_of, indexer_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
@@ -146,15 +147,20 @@ def expanded_experts(expert_bytes: int) -> int:
 
 
 def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
-    """Bytes of a layer's integer experts that a card dequantizes at once; 0 if no weight has
-    integers."""
+    """Bytes of a layer's experts that a card dequantizes at once; 0 if no weight has integers or
+    FP8 blocks."""
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
-    if all(scheme.is_float or scheme.is_flat for scheme in quantization.schemes):
+    if not any(_is_dequantized(scheme) for scheme in quantization.schemes):
         return 0
     expert = 3 * config.hidden_size * moe.inner_size * width
     return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)
+
+
+def _is_dequantized(scheme: WeightScheme) -> bool:
+    """Whether launches may dequantize experts: integers, and FP8 with block scales."""
+    return not scheme.is_flat and (not scheme.is_float or scheme.group_size is not None)
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
