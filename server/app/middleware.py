@@ -131,7 +131,7 @@ class AuthMiddleware:
             release_frames(error)
         except Exception as error:  # process boundary: one response, one log line
             if record.status:
-                logger.exception("request %s failed in the middle of its response", record.id)
+                logger.exception("Request %s failed in the middle of its response", record.id)
                 release_frames(error)
                 return
             if isinstance(error, Overloaded):

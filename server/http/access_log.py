@@ -194,4 +194,4 @@ def log_prompt(record: RequestRecord, prompt: str | list[int]) -> None:
     text = text[:MAX_PROMPT_CHARACTERS]
     shown = repr(text)[:MAX_PROMPT_CHARACTERS]
     fields = {"request_id": record.id, "prompt": text}
-    logger.info("request %s prompt: %s", record.id, shown, extra={"fields": fields})
+    logger.info("Request %s prompt: %s", record.id, shown, extra={"fields": fields})
