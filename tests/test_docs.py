@@ -334,13 +334,19 @@ def check_make(command: Command) -> None:
 def check_pip(command: Command) -> None:
     """Check that each extra and each package belongs to this project."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert command.words[1] == "install"
-    for word in command.words[2:]:
+    assert command.words[1] in ("install", "wheel")
+    words = iter(command.words[2:])
+    for word in words:
+        if word in ("--wheel-dir", "--extra-index-url"):
+            next(words)
+            continue
+        if word == ".":
+            continue
         if extras := re.fullmatch(r"\.\[(.+)\]", word):
             for extra in extras[1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
         else:
-            assert re.search(rf'^ *"{word}\b', project, re.MULTILINE)
+            assert re.search(rf'^(requires = \[| *)"{word}\b', project, re.MULTILINE)
 
 
 def check_benchmark(command: Command) -> None:
