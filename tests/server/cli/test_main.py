@@ -188,12 +188,18 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_config_shows_how_an_abbreviation_was_expanded(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", ["config", "doctor"])
+def test_a_report_says_how_an_abbreviation_was_expanded(
+    command: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    main(["config", "--max-num-seq", "8"])
+    main([command, "--max-num-seq", "8"])
 
     assert any("--max-num-seqs" in record.getMessage() for record in caplog.records)
+
+
+def test_config_shows_an_abbreviated_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "--max-num-seq", "8"])
+
     assert "max-num-seqs" in capsys.readouterr().out
 
 
