@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from config.cache_folder import in_container
 from config.checkpoint.demo import NAMES
-from config.container import in_container
 from config.errors import ConfigError
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)

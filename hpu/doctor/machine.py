@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from config.cache_folder import in_container
 from config.child_command import running
-from config.container import in_container
 
 OK, WARN, ERROR = "ok", "warn", "error"
 

@@ -192,7 +192,8 @@ def _with_reasons(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
 
-def _config(argv: list[str]) -> int:
+def config_parser() -> FlagParser:
+    """Parser with the flags of `config` and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve config", "Print the configuration that `serve` would run with."
     )
@@ -207,9 +208,13 @@ def _config(argv: list[str]) -> int:
         help="Print only what a flag, a variable or a file sets",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON")
+    return parser
+
+
+def _config(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
-    loaded = load(argv, default_model=NAMES[0], parser=parser)
+    loaded = load(argv, default_model=NAMES[0], parser=config_parser())
     log_notes(loaded)
     shown = loaded.shown()
     if loaded.arguments.changed:

@@ -17,7 +17,6 @@ from engine.reports.presets import card_generation
 from server.cli.flags import command_parser, log_notes
 
 
-
 def add_device(group: argparse._ArgumentGroup) -> None:
     """Add `--device` of `plan` and `presets` to a group of flags."""
     group.add_argument(

@@ -246,7 +246,7 @@ def _call_on_loop(
     try:
         loop.call_soon_threadsafe(callback, argument)
     except RuntimeError:
-        logger.debug("after the event loop has ended: %s", argument)
+        logger.debug("After the event loop has ended: %s", argument)
 
 
 class EngineExit(NamedTuple):

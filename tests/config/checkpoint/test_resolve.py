@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tiny_gguf import write_gguf
 from tiny_models import make_tiny
 
+from config.cache_folder import CONTAINER_MARKS, in_container
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
-from config.container import MARKS, in_container
 from config.errors import ConfigError
 from config.model.read_config import read_model_config
 
@@ -74,14 +74,12 @@ def test_an_unknown_model_is_refused_with_the_reason(
         resolve(model)
 
 
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize("mark", CONTAINER_MARKS)
 def test_a_missing_folder_has_the_hint_of_a_mount_only_in_a_container(
     mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "config.checkpoint.model_name.in_container", lambda: in_container(tmp_path)
-    )
-    with pytest.raises(ConfigError, match="folder: /no/such/place$"):
+    monkeypatch.setattr("config.checkpoint.model_name.in_container", lambda: in_container(tmp_path))
+    with pytest.raises(ConfigError, match=r"folder: /no/such/place$"):
         resolve("/no/such/place")
 
     (tmp_path / mark).parent.mkdir(exist_ok=True)

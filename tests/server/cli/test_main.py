@@ -356,8 +356,8 @@ def test_the_config_command_loads_no_torch_and_no_web_framework() -> None:
 
 def test_a_missing_model_is_refused_before_slow_imports() -> None:
     code = (
-        "import sys; from server.cli.main import main; from config import container;"
-        "container.MARKS = ();"
+        "import sys; from server.cli.main import main; from config import cache_folder;"
+        "cache_folder.CONTAINER_MARKS = ();"
         "status = main(['serve', '/no/such/model.gguf', '--port=0']);"
         "slow = ('huggingface_hub', 'zmq', 'fastapi', 'engine.core.loop');"
         "print(status, [name for name in slow if name in sys.modules])"
