@@ -262,6 +262,7 @@ def test_config_changed_prints_only_what_a_source_sets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("GAUDISERVE_SEED", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     main(["config", "--changed", "m", "--port", "81"])
     table = _lines(capsys)
@@ -273,7 +274,11 @@ def test_config_changed_prints_only_what_a_source_sets(
     assert [line.split()[0] for line in table if line.startswith(" ")] == ["model", "seed", "port"]
 
 
-def test_config_changed_says_that_nothing_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_changed_says_that_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
     main(["config", "--changed"])
     assert capsys.readouterr().out == "every setting has its default\n"
 
