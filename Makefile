@@ -15,7 +15,9 @@ BIN := $(VENV)/bin
 COUNTED := $(PYTHON) deploy/counted.py
 # The counter shows the steps of pip. Errors of pip are shown unchanged, repeated warnings once.
 PIP_INSTALL := -m pip --disable-pip-version-check install --progress-bar off
-PIP := $(COUNTED) --summarize pip $(BIN)/python $(PIP_INSTALL)
+# In a .venv of install-hpu, pip keeps the vendor's versions, which the shell finds when pip starts.
+PIP := $(COUNTED) --summarize pip $(BIN)/python $(PIP_INSTALL) \
+	$$(test ! -f $(VENV)/vendor.txt || echo --constraint $(VENV)/vendor.txt)
 CLIENTS := .venv-clients
 QUANTIZERS := .venv-quantizers
 GPTQMODEL := .venv-gptqmodel
@@ -25,7 +27,7 @@ AIDER := .venv-aider
 PAGE_TESTS := tests/page
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-hpu serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures reference lint style format bench bench-cuda clean
+.PHONY: help install install-hpu install-dev serve test test-slow test-overload test-resume test-clients test-cuda test-hpu test-deploy test-docs test-kernels test-fuzz test-page test-parallel test-quantizers page-libraries page-pictures reference lint style format bench bench-cuda clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +35,9 @@ help: ## Show this list
 	@echo "  PORT=$(PORT)  MODEL=folder, .gguf file or hub id  ARGS='more flags'"
 	@echo "  PYTHON=$(PYTHON)  TORCH_INDEX=URL for another build of torch, none for the one that pip finds"
 
-install: $(VENV)/.installed-dev ## Create .venv with everything for the CPU back end and the tests
+install: $(VENV)/.installed ## Create .venv with what serving on a CPU needs
+
+install-dev: $(VENV)/.installed-dev ## Add what the tests need to .venv
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gaudiserve needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
@@ -53,9 +57,9 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@# install-hpu has installed the packages of the tests, too.
-	@if ! test -f $(VENV)/vendor.txt; then \
-	echo "Installing what the tests need into $(VENV)" && $(PIP) --editable '.[dev]'; fi
+	@echo "Installing what the tests need into $(VENV)"
+	@$(PIP) --editable '.[dev]'
+	@if test -f $(VENV)/vendor.txt; then $(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt; fi
 	@touch $@
 
 install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keeps the vendor's torch
@@ -63,9 +67,9 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 	@test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages $(VENV)
 	@$(BIN)/python deploy/vendor_torch.py check
 	@$(BIN)/python deploy/vendor_torch.py constraints > $(VENV)/vendor.txt
-	@$(PIP) --constraint $(VENV)/vendor.txt --editable '.[dev]'
+	@$(PIP) --editable .
 	@$(BIN)/python deploy/vendor_torch.py same $(VENV)/vendor.txt
-	@touch $(VENV)/.installed $(VENV)/.installed-dev
+	@touch $(VENV)/.installed
 
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
 	@# The server prints its first line after its imports, which may take seconds.

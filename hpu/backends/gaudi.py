@@ -236,7 +236,7 @@ class GaudiBackend(Backend):
         self._hpu.manual_seed(seed)
         for name in ("graph_compilation", "cpu_fallback"):
             if self._metrics.metric_global(name) is None:
-                logger.warning("the runtime has no metric %s: it is reported as 0", name)
+                logger.warning("The runtime has no metric %s: it is reported as 0", name)
         self.card = str(self._hpu.get_device_name())
         logger.info(
             "HPU %s: mode %s, %s",

@@ -143,7 +143,7 @@ class Trace(NoTrace):
         try:
             logger.info("Wrote the trace %s: %s", self.end(), reason)
         except OSError as error:
-            logger.error("the trace %s cannot be written: %s", self.path, error)
+            logger.error("The trace %s cannot be written: %s", self.path, error)
 
     def _launches(self, output: AsyncStepOutput, seconds: list[float]) -> None:
         spans: list[tuple[float, float]] = []
