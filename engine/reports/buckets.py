@@ -14,8 +14,8 @@ from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128
-"""Defaults for the maximum length and the block size: this report reads no checkpoint and no
-device."""
+"""Maximum length and block size where the settings have none: the reports read no device, and
+`gaudiserve buckets` reads no checkpoint."""
 
 SECONDS_PER_GRAPH = 3.0
 """Assumed compile time: under a second with a recipe cache, up to minutes without a cache. The
