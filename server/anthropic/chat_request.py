@@ -123,7 +123,9 @@ class _MessageBuilder:
             shown = value_text(message)
             if isinstance(message, dict):
                 shown += f" with role {value_text(message.get('role'))}"
-            raise _bad(f"{where} is {shown}, it must be an object whose role is user or assistant")
+            raise _bad(
+                f"{where} is {shown}, it must be an object whose role is user, assistant or system"
+            )
         role, content = message["role"], message.get("content")
         if role == "assistant":
             content = content or []

@@ -243,7 +243,8 @@ class ChoiceParser:
             self._ids = []
 
     def _num_tokens_to_end_tag(self) -> int:
-        """Number of tokens up to the end tag, found by bisection."""
+        """Number of tokens up to the end tag or call marker that ended the reasoning, found by
+        bisection."""
         ids, window = self._ids, CLOSING_TOKENS
         while window < len(ids) and not self._has_end_tag(ids[-window:]):
             window *= 4

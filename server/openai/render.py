@@ -1,6 +1,6 @@
 """POST /v1/chat/completions/render and /v1/completions/render: token ids and sampling parameters of
 a request, without running it. Routers that are aware of prefix caches need the token ids. Each
-result is a body for /inference/v1/generate."""
+result without images is a body for /inference/v1/generate."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ from server.serving.job import check_queued_tokens, request_id_of
 from server.serving.state import AppState
 
 MAX_REPEATED_BYTES = 8 * 2**20
-"""Maximum bytes of the sampling parameters in a response, over all prompts."""
+"""Maximum bytes of the sampling parameters in a response, over all of several prompts."""
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 

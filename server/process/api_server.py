@@ -68,7 +68,8 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 WRONG_SETTING = 2
 ENGINE_GONE = 4
-"""Exit code of an API server whose last engine has died, if there are several API servers."""
+"""Exit code of an API server whose last engine has died or has written a profile, if there are
+several API servers."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -92,8 +93,8 @@ MANY_CONNECTIONS = 500
 it."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
-"""Keep-alive timeout. Longer than the idle timeout of load balancers, which could otherwise send a
-request on a connection that the server is closing."""
+"""Keep-alive timeout. Longer than the usual idle timeout of load balancers (60 s), which could
+otherwise send a request on a connection that the server is closing."""
 BACKLOG = 2048
 WATCH_S = 1.0
 """Interval between checks for changed files."""
@@ -348,8 +349,8 @@ class ApiServer:
             engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count the crash of an engine; the launcher logs it. `has_poison`: a poison request was
-        failed."""
+        """Count the crash of an engine, and log a poison request and the requests that other
+        engines resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(
@@ -575,8 +576,8 @@ class ApiServer:
         )
 
     def _start_probes(self, listener: socket.socket, folder: str) -> StartProbes | None:
-        """Start the process that responds while a large tokenizer is parsed; None for a small
-        file."""
+        """Start the process that responds while a large tokenizer is parsed; None for a small file,
+        with --skip-tokenizer-init, and in a restarted API server."""
         config = self.state.config
         # A restarted API server is not listening yet.
         is_listening = not self._args.restart

@@ -299,7 +299,7 @@ class Supervisor:
         except OSError as error:
             raise ConfigError(
                 f"metrics of several API servers need a folder: {directory} cannot be written "
-                f"({error.strerror}); set TMPDIR to a folder with more room"
+                f"({error.strerror}); set TMPDIR to another folder"
             ) from error
         self._children: dict[int, ChildProcess] = {}
         """API servers by index."""

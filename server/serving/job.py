@@ -334,14 +334,14 @@ def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
 def _check_priority(state: AppState, priority: int | None) -> None:
     if priority and not state.has_priorities:
         raise UserError(
-            f"priority is {priority}, it must be 0: this server runs first come, first served",
+            f"priority is {priority}, it must be 0 without --scheduling-policy priority",
             param="priority",
         )
 
 
 def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> str:
     """Prefix-cache salt of a request with `salt` in its body. With --cache-salt-per-key it includes
-    the owner of the API key."""
+    the digest of the API key."""
     salt = salt or ""
     if not state.config.cache_salt_per_key:
         return salt
@@ -398,8 +398,8 @@ async def start_tracked(
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
     """Send a request to the engine with `start`, and track it. Raises the errors of `start`, and
-    Overloaded if its first prompt, of `num_first_tokens` tokens, would wait longer than
-    --max-ttft."""
+    Overloaded if the expected time to first token of its first prompt, of `num_first_tokens`
+    tokens, exceeds --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)

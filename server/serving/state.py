@@ -230,7 +230,8 @@ class AppState:
         """The tokenizer. Raises UserError if the server was started without a tokenizer."""
         if self.tokenizer is None:
             raise UserError(
-                "this server has no tokenizer, send token ids to /v1/completions", param=param
+                "this server has no tokenizer: send token ids to a route that accepts them",
+                param=param,
             )
         return self.tokenizer
 

@@ -41,7 +41,8 @@ from server.text.template_renderer import (
 TIME_LIMIT_S = 1.5
 """Time limit of a rendering."""
 MAX_PENDING = 1_024
-"""Maximum number of renderings that wait for a thread."""
+"""Maximum number of renderings that wait for a thread or run there; for templates in requests, of
+the waiting renderings alone."""
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
@@ -118,7 +119,8 @@ class ChatTemplate:
 
     @property
     def default(self) -> str | None:
-        """Template for requests that name no template."""
+        """Template for requests that name no template, unless they have tools and there is a
+        template tool_use."""
         return self._sources.get("default")
 
     def uses_generic_tools(self) -> bool:
