@@ -96,7 +96,9 @@ class Metrics:
             LABELS,
         ).labels(self._model_name, ENGINE)
         rejections = self._registry.counter(
-            "vllm:admission_rejections", "Requests answered with 503.", (*LABELS, "reason")
+            "vllm:admission_rejections",
+            "Requests rejected because of load, answered with 503.",
+            (*LABELS, "reason"),
         )
         self._rejections = {
             reason: rejections.labels(self._model_name, ENGINE, reason) for reason in REJECTIONS

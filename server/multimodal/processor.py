@@ -77,7 +77,8 @@ class Observer(Protocol):
         ...
 
     def image_processed(self, seconds: float) -> None:
-        """An image that was not in the cache was processed. `seconds` includes waiting."""
+        """Processing of an image that was not in the cache ended, even if it failed or was
+        cancelled. `seconds` includes waiting."""
         ...
 
 

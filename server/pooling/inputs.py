@@ -62,7 +62,7 @@ def make_input_processor(
 def not_a_pooling_model() -> UserError:
     """The error for a pooling request to a generative model."""
     return UserError(
-        "This model generates text; this route needs a pooling model: serve one, or serve this "
+        "This model generates text; this request needs a pooling model: serve one, or serve this "
         "model with --runner pooling.",
         param="model",
     )

@@ -78,7 +78,8 @@ def _items(schema: Mapping[str, Any]) -> Any:
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with references into `root` replaced by their targets, unless keywords conflict."""
+    """`schema` with references into `root`, and allOf with a single branch, replaced by their
+    targets, unless keywords conflict."""
     for _ in range(MAX_SCHEMA_DEPTH):
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         if isinstance(schema.get("$ref"), str) and "allOf" not in schema:

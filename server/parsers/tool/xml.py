@@ -67,7 +67,7 @@ class Attributes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
     """Tags of a model family. `opening` precedes a function name, `key` a parameter name. Markers
-    are the tags around calls and `opening` itself, because models omit the tag before it.
+    are the tags around calls, and `opening` itself if models omit the tag before it.
 
     A missing tag is implied by the next tag of the family. Text between tags becomes text of the
     answer, after the call.
