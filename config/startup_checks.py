@@ -75,7 +75,9 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
 def check_model_config(
     config: EngineConfig, folder: str
 ) -> tuple[ModelConfig, PoolerConfig | None]:
-    """Like check_checkpoint, but without the weights, which may not be downloaded yet."""
+    """ModelConfig of the model, and PoolerConfig if it is served for pooling. Raises ConfigError
+    like check_checkpoint, but checks neither drafts nor weights, which may not be downloaded
+    yet."""
     model_config = read_model_config(folder)
     pooler = choose_pooler(config, model_config)
     is_built_in = pooler is not None or is_native(model_config, config.model_impl)
@@ -292,8 +294,8 @@ def choose_max_model_len(
 ) -> int:
     """The requested length, or the checkpoint's default, which is at most EMULATOR_MAX_MODEL_LEN on
     the emulated card. Raises ConfigError for a length above the checkpoint's maximum, unless
-    `allows_longer` is set and the model is a decoder. The model builder checks the learned
-    positions of decoders."""
+    `allows_longer` is set and the model is a decoder; even then, at most MAX_POSITION. The model
+    builder checks the learned positions of decoders."""
     longest = max_context_length(model_config)
     if requested is None:
         default = default_context_length(model_config)

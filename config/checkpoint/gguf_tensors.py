@@ -143,8 +143,8 @@ def model_entries(
     file: GgufFile, model_config: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
     """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
-    few thousandths of all weights) in float32. Raises ConfigError if a tensor is missing in `file`,
-    or if `file` has a tensor that the model lacks."""
+    few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError if a
+    tensor is missing in `file`, or if `file` has a tensor that the model lacks."""
     tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()

@@ -137,7 +137,7 @@ class _EngineMetrics:
         is_up = engine.ready is not None and engine.failure is None and engine.lost is None
         yield self._gauge(
             "gaudiserve:engine_up",
-            "1 while the engine accepts requests, 0 during start-up and after it has died.",
+            "1 while the engine accepts requests, else 0.",
             is_up,
         )
         if engine.ready is not None:

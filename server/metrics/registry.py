@@ -97,7 +97,7 @@ class Metrics:
         ).labels(self._model_name, ENGINE)
         rejections = self._registry.counter(
             "vllm:admission_rejections",
-            "Requests rejected because of load, answered with 503.",
+            "Requests that were not admitted, answered with 503.",
             (*LABELS, "reason"),
         )
         self._rejections = {

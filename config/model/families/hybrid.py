@@ -19,7 +19,7 @@ _ATTENTION_KINDS = ("full_attention", "attention")
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """time_step_limit of all published models, as written by transformers 4 and 5."""
 MAX_KERNEL = 16
-"""Maximum kernel size of the convolution; published models have 4."""
+"""Maximum kernel size of a convolution; published models have 3 or 4."""
 
 
 def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
