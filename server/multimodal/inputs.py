@@ -80,8 +80,8 @@ class ImageLoader:
             found = self.preprocessor.named(owner, source.uuid, kind)
             if found is None:
                 raise UserError(
-                    f"{source.where} has only a uuid, and this server has no image with this uuid: "
-                    "send it again with its url",
+                    f"{source.where} has only a uuid, and this server has no image or video with "
+                    "this uuid: send it again with its url",
                     param=param,
                 )
             return found

@@ -815,8 +815,8 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
 def _log_default_limit(defaults: Mapping[str, float]) -> None:
     if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
         logger.info(
-            "a request without max_tokens generates at most %d tokens, by the generation config; "
-            "--generation-config vllm removes this limit",
+            "a request without max_tokens generates at most %d tokens, the limit set by "
+            "--generation-config or --override-generation-config",
             limit,
         )
 

@@ -19,8 +19,8 @@ IMAGE_TYPES = ("image_url", "input_image", "image")
 VIDEO_TYPES = ("video_url", "video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_ARGUMENTS_CHARACTERS = 2**19
-"""Maximum characters of a tool call's arguments: decoding takes 15 ms, and model output is never
-that long."""
+"""Maximum characters of a tool call's arguments, which take 15 ms to decode; models write much
+shorter arguments."""
 _KNOWN_PARTS = (*_TEXT_PARTS, "refusal", *IMAGE_TYPES, *VIDEO_TYPES)
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
 """Marker at the end of the continued message; its trailing space shows whether the template trims
