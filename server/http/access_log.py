@@ -31,8 +31,8 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled; logged once, at the end of the
-    response."""
+    """Record of a request, filled in while the request is handled; logged at the end of the
+    response, unless its path is excluded."""
 
     id: str
     method: str

@@ -79,7 +79,8 @@ class ReceivedBody:
 
 
 class BodyReader:
-    """Reader of request bodies. Any number of bodies can be read concurrently."""
+    """Reader of request bodies. Bodies are read concurrently, within a limit on the
+    bytes in memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -76,7 +76,7 @@ WARM_UP_PIXELS = 224
 
 
 class ImageProcessor:
-    """Image processor and PromptForm of a checkpoint."""
+    """Preprocesses images and videos with a checkpoint's image processor and PromptForm."""
 
     def __init__(self, setup: Setup) -> None:
         """Raises ConfigError."""
