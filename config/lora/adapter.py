@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
-"""Files of an adapter folder that are downloaded: those that are read, and NEW_TOKENS_FILE, which
-is refused."""
+"""Files of an adapter folder that are downloaded. NEW_TOKENS_FILE is refused, not read."""
 
 MAX_VALUE = 65504.0
 """Maximum absolute value of a weight; for the second matrix, after multiplication by the scale.

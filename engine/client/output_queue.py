@@ -47,9 +47,9 @@ class Update(msgspec.Struct, gc=False):
         return num_bytes
 
     def take_first(self) -> "Update":
-        """Remove and return the first MAX_READ_VALUES tokens or log-probabilities (those of at
-        least one step), with all prompt log-probabilities; returns the update itself if it holds no
-        more tokens."""
+        """Remove and return the first MAX_READ_VALUES tokens or log-probabilities (at least one
+        step), with all prompt log-probabilities; returns the update itself if it holds no more
+        tokens."""
         num_tokens, num_parts = MAX_READ_VALUES, 0
         if self.logprobs:
             num_tokens = num_values = 0
