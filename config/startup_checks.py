@@ -130,8 +130,9 @@ def check_model_config(
 
 
 def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str | None:
-    """The value of --quantization; without the flag, the checkpoint's method, unless the model's
-    family reads the weights itself. Raises ConfigError if the flag contradicts the checkpoint."""
+    """The method that has quantized the checkpoint, otherwise `requested`, the value of
+    --quantization; None if it only names the method of weights that the model's family reads
+    itself. Raises ConfigError if it contradicts the checkpoint."""
     own = None if model_config.quantization is None else model_config.quantization.method
     declared = own or model_config.other_quantization
     if requested in (None, declared) or declared in KERNELS.get(str(requested), ()):

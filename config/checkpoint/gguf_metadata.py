@@ -110,7 +110,7 @@ class GgufFile:
         return found
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """`value` of the key `<architecture>.<name>`."""
+        """`value` of the key `<architecture>.<name>`; None without the key."""
         return self.value(f"{self.architecture}.{name}", kind)
 
     def count(self, name: str, default: int | None = None) -> int:

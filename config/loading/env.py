@@ -389,8 +389,8 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
-    """The folder in which the worker's runtime caches compiled recipes; None without a cache.
-    Raises ConfigError for an impossible execution mode."""
+    """The folder in which the worker's runtime caches compiled recipes; None without a cache, or if
+    the runtime deletes it on start. Raises ConfigError for an impossible execution mode."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     variables = {**hpu_environment(config), **os.environ}

@@ -74,7 +74,8 @@ class EngineClient(Protocol):
 
     @property
     def progress(self) -> Progress | None:
-        """Latest progress of the start-up, of a wake-up or of the warm-up after the start."""
+        """Latest progress of the start-up, of a wake-up or of the warm-up after the start, if
+        any."""
 
     @property
     def failure(self) -> str | None:

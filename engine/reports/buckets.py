@@ -58,7 +58,8 @@ def planned_limits(config: EngineConfig, *, has_windows: bool = False) -> Bucket
 
 
 def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> BucketTable:
-    """The table with the least padding for the traffic in `traffic_file`."""
+    """The table of strategy `fitted` for the traffic in `traffic_file`, with at most `num_graphs`
+    buckets if these cover all launches."""
     buckets = BucketConfig(strategy="fitted", traffic=traffic_file, num_graphs=num_graphs)
     return BucketTable.make(buckets, planned_limits(config))
 

@@ -159,7 +159,8 @@ class PairSocket(Generic[Sent, Received]):
         return self._decode(frame if self._segments is None else self._segments.message(frame))
 
     def stop_accepting(self) -> None:
-        """Stop accepting connections; safe to call twice. Existing connections are kept."""
+        """Stop accepting connections on a Unix socket; safe to call twice. Existing connections are
+        kept."""
         _remove(self._path)
         self._path = None
 
@@ -193,7 +194,7 @@ class Publisher(Generic[Sent]):
 
     def has_all_peers(self) -> bool:
         """Whether all peers are connected; a message sent before would not reach all of them. Once
-        all are connected, no other connections are accepted."""
+        all are connected, a Unix socket accepts no other connections."""
         while self._num_missing:
             try:
                 is_new = self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBED)

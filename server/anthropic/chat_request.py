@@ -74,8 +74,8 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:
-    """Reasoning effort, and the template variables that enable reasoning: templates read either
-    `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
+    """Reasoning effort, and the template variables that enable or disable reasoning: templates read
+    either `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     fields: dict[str, Any] = {

@@ -127,7 +127,7 @@ class GenerationStream(RequestStream, Protocol):
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has arrived; the entry of the first position is None."""
+        token has arrived, or the request has ended; the entry of the first position is None."""
         ...
 
     @property

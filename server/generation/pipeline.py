@@ -483,8 +483,9 @@ def asleep() -> Overloaded:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of choice `choice`. The first choice uses `seed` itself; further seeds are derived
-    from `seed` (splitmix64), so that a choice's random stream does not depend on n."""
+    """The seed of choice `choice`; None without a `seed`. The first choice uses `seed` itself;
+    further seeds are derived from it (splitmix64), so that a choice's random stream does not depend
+    on n."""
     if seed is None or choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64

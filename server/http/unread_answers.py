@@ -139,8 +139,8 @@ class UnreadAnswers:
         self._count_soon()
 
     def _check(self) -> None:
-        """Drop responses until the unread bytes are within the limit; repeats while they exceed
-        it."""
+        """Drop responses that the limits do not allow; repeats while the unread bytes exceed
+        `max_bytes`."""
         self._checks.clear()
         loop = asyncio.get_running_loop()
         held: list[UnreadAnswer] = [*self._answers, *self._streams]

@@ -185,7 +185,8 @@ class Metrics:
             self._images[IMAGE_HITS].inc()
 
     def image_processed(self, seconds: float) -> None:
-        """Count an image that was decoded and preprocessed."""
+        """Record how long the processing of an image or a video took, with waiting. See
+        Observer.image_processed."""
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:

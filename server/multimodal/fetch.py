@@ -457,7 +457,8 @@ def is_public_address(text: str) -> bool:
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address embedded in an IPv6 address (NAT64, ISATAP, Teredo, mapped, 6to4)."""
+    """The IPv4 address embedded in an IPv6 address (NAT64, ISATAP, Teredo, mapped, 6to4), if
+    any."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in _NAT64 or int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:

@@ -134,7 +134,8 @@ def _check_size(num_bytes: int, num_prompts: int) -> None:
 
 
 def _features(prompt: Prompt, images: Sequence[ProcessedImage]) -> Fields | None:
-    """Hashes and positions of the images and videos of a prompt, by modality."""
+    """Hashes and positions of the images and videos of a prompt, by modality; None without
+    them."""
     if prompt.images is None:
         return None
     hashes: dict[str, list[str]] = {}

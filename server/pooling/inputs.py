@@ -129,7 +129,8 @@ class InputProcessor:
             )
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
-        """Create inputs from texts or pairs; the model's prompt is put before single texts."""
+        """Create inputs from texts or pairs; the model's prompt is put before single texts. Raises
+        UserError, and Overloaded if too many texts wait."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)

@@ -226,7 +226,8 @@ class UvicornServer(uvicorn.Server):
                 self.servers.append(cast(asyncio.Server, listener))
 
     async def on_tick(self, counter: int) -> bool:
-        """Expire connections past their deadline. uvicorn calls it ten times a second."""
+        """Expire connections past their deadline, and return memory to the operating system after
+        many have closed. uvicorn calls it ten times a second."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [
@@ -757,7 +758,8 @@ def load_tokenizer(
     folder: str, config: ServerConfig, cache_dir: str | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
-    all three are None; for models without vision the image loader is None."""
+    all three are None; the image loader is also None for models without vision, and if
+    `make_image_inputs` returns None."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(

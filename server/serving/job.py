@@ -132,7 +132,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return self.parsers.parser(delta.index).parse(delta)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Finish reason of the choice of `delta`; call it after `events`."""
+        """Finish reason of the choice of `delta`; None before its end. Call it after `events`."""
         if self.parsers is None:
             return delta.finish_reason
         return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
@@ -397,9 +397,9 @@ async def start_tracked(
     num_sequences: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
-    """Send a request to the engine with `start`, and track it. Raises the errors of `start`, and
-    Overloaded if the expected time to first token of its first prompt, of `num_first_tokens`
-    tokens, exceeds --max-ttft."""
+    """Send a request to the engine with `start`, and track it. Raises UserError for invalid
+    `options`, the errors of `start`, and Overloaded if the expected time to first token of its
+    first prompt, of `num_first_tokens` tokens, exceeds --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)

@@ -36,7 +36,7 @@ NAME_CHARACTERS_SHOWN = 200
 NAMES_SHOWN = 3
 MAX_RECENT = 100
 MAX_RESTARTS = 5
-"""Number of engine restarts that the page shows."""
+"""Maximum number of engine restarts that the page shows."""
 
 
 class PastRestart(NamedTuple):

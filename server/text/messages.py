@@ -172,7 +172,8 @@ def mark_continuation(messages: list[Message], source: str) -> str:
 
 
 def cut_at_marker(rendered: str, final: str) -> str:
-    """The prompt up to the end of the continued message."""
+    """The prompt up to the end of the continued message. Raises UserError if the template has
+    changed the message."""
     if final.strip() not in rendered or _MARKER.strip() not in rendered:
         raise UserError(
             "continue_final_message: the chat template changes the last message",

@@ -241,7 +241,7 @@ class GenerationBody(Body):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """(field, grammar) that constrain the output. Raises UserError."""
+        """(field, grammar) that constrain the output; None: no constraint. Raises UserError."""
         given = ((name, getattr(self, name)) for name in FIELDS)
         others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)

@@ -358,7 +358,8 @@ class _Arguments:
         return key in self.names if self.names else IDENTIFIER.fullmatch(key) is not None
 
     def is_wrapper(self, key: str) -> bool:
-        """Whether `key` is not a parameter but may contain all arguments, as in JSON formats."""
+        """Whether `key` is not a parameter but may contain all arguments, as in JSON formats; only
+        the first key may."""
         is_other = bool(self.names) and key not in self.names
         return is_other and key in _WRAPPERS and not self._keys
 
