@@ -81,8 +81,8 @@ _PREFIX = "gaudiserve-"
 
 class SocketDirectory(OwnedDirectory):
     """Directory of sockets, and a second directory of files for large messages; only this user can
-    enter them. Both are removed by `close` or at exit. Directories of a killed daemon are removed
-    when the next daemon creates its own."""
+    enter them. Both are removed by `close` or at exit. Directories of a killed process are removed
+    when the next process creates its own."""
 
     def __init__(self, parent: str | None = None) -> None:
         """Create the directory below `parent` (None: the system's directory for temporary
@@ -541,8 +541,8 @@ class ZmqContext:
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
     ) -> RouterSocket[Any, Any]:
-        """Open a router that stops accepting connections when `num_peers` peers have sent a message
-        (0: never). Raises ConfigError when the address is not available."""
+        """Open a router that, on a Unix socket, stops accepting connections when `num_peers` peers
+        have sent a message (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Created before the socket listens, so that the monitor reports every connection.

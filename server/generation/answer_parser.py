@@ -335,7 +335,7 @@ class MessagePart:
     kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
     """Pieces of the text, or of a call's arguments. The joined arguments are a JSON object unless
-    the answer was truncated."""
+    the answer was truncated or the model wrote arguments that cannot be parsed."""
     call: ToolCallStart | None = None
 
     @property

@@ -48,7 +48,8 @@ class BodyModel(Protocol):
 LARGE_BODY_BYTES = 2**20
 """Body size above which freed memory is explicitly returned to the OS, since malloc retains it."""
 MAX_BUFFERED_BODIES = 16
-"""Number of maximum-size bodies that may be buffered at once; further bodies get a 503."""
+"""Number of maximum-size bodies that may be buffered at once; further bodies wait for room or get a
+503."""
 MAX_SMALL_BODIES = 256
 """Number of additional bodies of up to LARGE_BODY_BYTES that may be buffered; larger bodies cannot
 use this space."""
