@@ -33,7 +33,9 @@ logit becomes infinite or zero."""
 
 EndTokens = frozenset[int] | TokenSet
 
-NO_ALLOWED_TOKEN = "the grammar allows only tokens that allowed_token_ids or bad_words exclude"
+NO_ALLOWED_TOKEN = (
+    "the grammar allows only tokens that allowed_token_ids, bad_words or min_tokens exclude"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,8 @@ class Request:
 
     @property
     def has_no_allowed_token(self) -> bool:
-        """Whether bad_words, min_tokens and the grammar together exclude every allowed token."""
+        """Whether bad_words, min_tokens and the grammar together exclude every allowed token. False
+        without allowed_token_ids, unless bad_words and a grammar are set."""
         sampling, outputs = self.sampling, tuple(self.output_token_ids)
         listed = sampling.allowed_token_ids
         if listed is None and not (sampling.bad_words and self.guide):

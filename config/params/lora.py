@@ -26,7 +26,7 @@ class NamedAdapter(NamedTuple):
     root: str = ""
     """Root folder of the adapter, see AdapterFolder.root."""
     label: str = ""
-    """The folder as the user wrote it."""
+    """Path or hub id as the user wrote it; empty: `path`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def limit_named(body: ChatBody) -> Iterator[None]:
 
 
 async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> PreparedChat:
-    """Check and render `body`. Raises UserError and Overloaded."""
+    """Check and render `body`. Raises UserError, Overloaded, and the errors of `check_grammar`."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(

@@ -361,8 +361,8 @@ async def check_grammar(
     state: AppState, request: Request, field: str, spec: GrammarSpec, *, place: str
 ) -> None:
     """Compile the grammar of `field` in the engine, so that errors are reported before the response
-    starts. `place`: path of the grammar in the body, for errors. Raises UserError, Overloaded and
-    ClientGone."""
+    starts. `place`: path of the grammar in the body, for errors. Raises UserError, ClientGone,
+    Overloaded (also after GRAMMAR_TIMEOUT_S), and the other errors of EngineClient.control."""
     record = record_of(request.scope)
     call = state.client.control(
         COMPILE_GRAMMAR,
