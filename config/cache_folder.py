@@ -1,5 +1,5 @@
-"""Cache folders: ownership checks of folders and files, free-space checks, and errors for folders
-that cannot be written."""
+"""Cache folders: reads and writes of cached files, checks of their ownership and of free space, and
+errors for folders that cannot be written."""
 
 import contextlib
 import errno
@@ -34,9 +34,9 @@ def cache_path(cache_home: str, name: str) -> Path:
 
 
 def foreign_writer(folder: Path) -> str:
-    """Reason why another user can write to `folder`: it belongs to neither this user nor root, or
-    it is world-writable. Empty if nobody else can write to it, or if it does not exist. The group
-    is trusted, since a Kubernetes volume is group-writable."""
+    """Reason why another user can write to `folder`: it, or a symbolic link to it, belongs to
+    neither this user nor root, or it is world-writable. Empty if nobody else can write to it, or if
+    it does not exist. The group is trusted, since a Kubernetes volume is group-writable."""
     try:
         link, found = folder.lstat(), folder.stat()
     except OSError:

@@ -59,13 +59,14 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = setting(
         None,
         "KV-cache size in bytes (4G is 4 GiB); auto: measured; on CPU 2048 tokens for each of "
-        "--max-num-seqs sequences, at most a tenth of the free memory or one full context",
+        "--max-num-seqs sequences, at most a tenth of the free memory, or a quarter if one full "
+        "context needs it",
         minimum=1,
     )
     cross_attention_images: int = setting(
         1,
         "Maximum images of a request with cross attention (Llama 3.2 Vision); memory is "
-        "reserved for 16 requests",
+        "reserved for up to 16 requests",
         minimum=1,
         maximum=64,
     )
@@ -148,7 +149,8 @@ class SchedulerConfig:
     )
     max_inflight_steps: int = setting(
         2,
-        "Steps in flight; 1 turns off asynchronous scheduling",
+        "Maximum steps in flight, or the number of pipeline stages if it is larger; 1 turns off "
+        "asynchronous scheduling",
         name="overlap-depth",
         switches={"async-scheduling": (2, 1), "delayed-sampling": (2, 1)},
         switch_variables={"VLLM_DELAYED_SAMPLING": "delayed-sampling"},
@@ -314,7 +316,7 @@ class EngineConfig:
     )
     num_threads: int | None = setting(
         None,
-        "Compute threads on CPU; auto: the cores available to the process",
+        "Compute threads of a worker on CPU; auto: the available cores, divided among the workers",
         group="Device",
         variables=("OMP_NUM_THREADS",),
         minimum=1,
@@ -354,7 +356,12 @@ class EngineConfig:
         group="Device",
         variables=(VARIABLE,),
     )
-    enforce_eager: bool = setting(False, "Do not capture graphs", group="Device")
+    enforce_eager: bool = setting(
+        False,
+        "Do not capture graphs; on a Gaudi: execution mode lazy instead of hpu-graphs, eager "
+        "instead of torch-compile",
+        group="Device",
+    )
     cache: CacheConfig = field(default_factory=CacheConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

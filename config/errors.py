@@ -82,7 +82,8 @@ class NotFound(UserError):
 
 
 class Overloaded(GaudiserveError):
-    """The server is full; the client may retry after `retry_after_s` seconds."""
+    """The server cannot take the request now; the client may retry after `retry_after_s` seconds
+    (None: unknown)."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class ReasonPrinted(GaudiserveError):
 
 
 class ConfigError(GaudiserveError):
-    """A setting or checkpoint that cannot be used; the message says what would work."""
+    """A setting, file or checkpoint that cannot be used."""
 
 
 class SettingError(ConfigError):
@@ -153,7 +154,7 @@ class ProfileWritten(ConfigError):
 
 
 class CheckpointError(ConfigError):
-    """A model that cannot be served; the message names the file and the field."""
+    """A model that cannot be served."""
 
 
 @contextmanager

@@ -45,8 +45,8 @@ class ExecutionConfig:
 
     mode: str = setting(
         "auto",
-        "Execution mode; auto: hpu-graphs with the vendor's torch up to release 1.23, else "
-        "torch-compile",
+        "Execution mode; auto: by PT_HPU_LAZY_MODE and --enforce-eager; without them hpu-graphs "
+        "with the vendor's torch up to release 1.23, else torch-compile",
         name="execution-mode",
         choices=("auto", HPU_GRAPHS, TORCH_COMPILE, EAGER, LAZY),
     )

@@ -26,7 +26,8 @@ CHATTY = (
 """Libraries whose INFO lines are dropped."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
-"""Paths that are polled every few seconds, so they are not in the access log."""
+"""Paths that are polled every few seconds. They are not in the access log, and wait in a queue of
+their own for each client."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -48,7 +49,7 @@ _applied = DEFAULT
 
 
 def escaped(text: str) -> str:
-    """`text` with line breaks and terminal control characters escaped."""
+    """`text` with the characters that _UNSAFE matches escaped."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

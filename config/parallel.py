@@ -1,5 +1,4 @@
-"""ParallelConfig: how a model is divided among devices, and the executor that starts the
-workers."""
+"""ParallelConfig: how a model is divided among devices. Stage: the position of a pipeline stage."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

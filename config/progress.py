@@ -16,8 +16,8 @@ NUM_LINES = 10
 """Number of log lines for a download or conversion without a progress bar."""
 
 Report = Callable[[str, int, int], None]
-"""Called with a stage ("fetch", "convert"), the bytes done and the total (0: unknown). May be
-called from several threads; an exception aborts the work."""
+"""Called with a stage, such as "fetch" or "convert", the bytes done and the total (0: unknown). May
+be called from several threads; an exception aborts the work."""
 
 
 def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:

@@ -28,7 +28,7 @@ AUTO_OR_NONE = ("auto", "none")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Address, keys, limits and text handling of the API servers."""
+    """Settings of the API servers."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)
@@ -105,10 +105,14 @@ class ServerConfig:
         variables=("FORWARDED_ALLOW_IPS",),
     )
     max_queued_requests: int = setting(
-        1024, "Maximum number of waiting requests; more are answered with 503", minimum=1
+        1024,
+        "Maximum number of waiting requests in each API server; more are answered with 503",
+        minimum=1,
     )
     max_queued_prompt_tokens: int = setting(
-        4_000_000, "Maximum number of waiting prompt tokens; more are answered with 503", minimum=1
+        4_000_000,
+        "Maximum number of waiting prompt tokens in each API server; more are answered with 503",
+        minimum=1,
     )
     shutdown_timeout_s: float = setting(
         30.0,
@@ -118,12 +122,13 @@ class ServerConfig:
     )
     resume: bool = setting(
         True,
-        "Restart a dead engine and continue its requests; off: the server stops",
+        "Restart an engine that dies after its start, and continue its requests; off: the server "
+        "stops when its last engine dies",
     )
     max_engine_restarts: int = setting(
         5,
-        "Maximum consecutive restarts of an engine that dies within a minute of being ready; then "
-        "the server stops",
+        "Maximum consecutive restarts of an engine that dies within a minute of being ready; the "
+        "server stops when no engine is left",
         minimum=0,
     )
     engine_restart_wait_s: float = setting(
@@ -141,12 +146,16 @@ class ServerConfig:
     )
     engine_timeout_s: float = setting(
         600.0,
-        "Seconds after which an engine that has requests and sends nothing is killed and "
-        "restarted; 0: no limit",
+        "Seconds after which an engine that has requests and sends nothing is killed, and "
+        "restarted with --resume; 0: no limit",
         name="engine-timeout",
         minimum=0,
     )
-    stream_interval: int = setting(1, "Tokens per streamed chunk", minimum=1)
+    stream_interval: int = setting(
+        1,
+        "Minimum tokens of a streamed chunk, except the first and the last of a choice",
+        minimum=1,
+    )
     keep_alive_s: float = setting(
         0.0,
         "Seconds between SSE comments that keep a stream alive through proxies; 0: none",
@@ -355,13 +364,13 @@ class ServerConfig:
     )
     enable_log_requests: bool = setting(
         False,
-        "Log prompts; one line per request is always logged",
+        "Log the beginning of each prompt, besides the line of each request",
         group="Logs",
         switches={"disable-log-requests": (False, True)},
     )
     disable_access_log: bool = setting(
         False,
-        "Do not log HTTP requests",
+        "Do not log HTTP requests, except requests to the engine",
         group="Logs",
         aliases=("disable-uvicorn-access-log",),
     )

@@ -75,7 +75,9 @@ def check_checkpoint(config: EngineConfig, folder: str) -> None:
 def check_model_config(
     config: EngineConfig, folder: str
 ) -> tuple[ModelConfig, PoolerConfig | None]:
-    """Like check_checkpoint, but without the weights, which may not be downloaded yet."""
+    """ModelConfig of the model, and PoolerConfig if it is served for pooling. Raises ConfigError
+    like check_checkpoint, but checks neither drafts nor weights, which may not be downloaded
+    yet."""
     model_config = read_model_config(folder)
     pooler = choose_pooler(config, model_config)
     is_built_in = pooler is not None or is_native(model_config, config.model_impl)
@@ -128,8 +130,9 @@ def check_model_config(
 
 
 def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str | None:
-    """The value of --quantization; without the flag, the checkpoint's method, unless the model's
-    family reads the weights itself. Raises ConfigError if the flag contradicts the checkpoint."""
+    """The method that has quantized the checkpoint, otherwise `requested`, the value of
+    --quantization; None if it only names the method of weights that the model's family reads
+    itself. Raises ConfigError if it contradicts the checkpoint."""
     own = None if model_config.quantization is None else model_config.quantization.method
     declared = own or model_config.other_quantization
     if requested in (None, declared) or declared in KERNELS.get(str(requested), ()):
@@ -292,8 +295,8 @@ def choose_max_model_len(
 ) -> int:
     """The requested length, or the checkpoint's default, which is at most EMULATOR_MAX_MODEL_LEN on
     the emulated card. Raises ConfigError for a length above the checkpoint's maximum, unless
-    `allows_longer` is set and the model is a decoder. The model builder checks the learned
-    positions of decoders."""
+    `allows_longer` is set and the model is a decoder; even then, at most MAX_POSITION. The model
+    builder checks the learned positions of decoders."""
     longest = max_context_length(model_config)
     if requested is None:
         default = default_context_length(model_config)

@@ -1,4 +1,4 @@
-"""Request: a sequence to generate and its progress."""
+"""Request: a sequence to generate or a text to pool, and its progress."""
 
 import sys
 from array import array
@@ -33,7 +33,9 @@ logit becomes infinite or zero."""
 
 EndTokens = frozenset[int] | TokenSet
 
-NO_ALLOWED_TOKEN = "the grammar allows only tokens that allowed_token_ids or bad_words exclude"
+NO_ALLOWED_TOKEN = (
+    "the grammar allows only tokens that allowed_token_ids, bad_words or min_tokens exclude"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,8 @@ class ModelLimits:
 
 
 class Request:
-    """An unfinished sequence. Attributes are plain numbers because the loops over all requests read
-    and write them.
+    """An unfinished sequence or text. The counters are plain numbers because the loops over all
+    requests read and write them.
 
     `num_tokens` counts the request's tokens (prompt and accepted output). `num_computed_tokens`
     counts the tokens whose KV is written once every submitted plan has run; with a step in flight
@@ -182,7 +184,7 @@ class Request:
         )
         self.allowed_bitmask: Bitmask | None = None
         """allowed_token_ids as a bitmask, intersected with the grammar's mask at each token. None
-        without a grammar."""
+        without a grammar or without allowed_token_ids."""
         if grammar is not None and params.allowed_token_ids is not None:
             self.allowed_bitmask = bitmask_of(
                 token_array(params.allowed_token_ids), limits.vocab_size
@@ -214,7 +216,7 @@ class Request:
         """Value of `num_computed_tokens` at which a decode needs another block, or its last token
         is scheduled."""
         self.next_cache_at = NEVER
-        """Value of `num_cached_tokens` at which the next block is full and gets its hash."""
+        """Number of tokens with collected KV at which the next block is full and gets its hash."""
         self.pending_hashes: list[bytes] = []
         """Hashes of the blocks that this request computes; other requests may wait for them."""
         self.last_step = -1
@@ -283,7 +285,8 @@ class Request:
 
     @property
     def has_no_allowed_token(self) -> bool:
-        """Whether bad_words, min_tokens and the grammar together exclude every allowed token."""
+        """Whether bad_words, min_tokens and the grammar together exclude every allowed token. False
+        without allowed_token_ids, unless bad_words and a grammar are set."""
         sampling, outputs = self.sampling, tuple(self.output_token_ids)
         listed = sampling.allowed_token_ids
         if listed is None and not (sampling.bad_words and self.guide):

@@ -20,13 +20,13 @@ COUNTERS = ("recompilations", "cpu_fallbacks", "graphs", "graph_bytes")
 RECIPES = {"recipe_hits": "hit", "recipe_misses": "miss"}
 
 MAX_SAMPLES = 4096
-"""Maximum number of samples between two snapshots; at the limit the list is cleared."""
+"""Number of samples between two snapshots from which the next step clears the list."""
 
 PHASES = ("prefill", "decode")
 """Names of hpu.protocol.PREFILL and DECODE, indexed by their numbers."""
 
 MAX_SHAPES = 512
-"""Launch shapes that are counted separately; all further shapes share a count."""
+"""Launch shapes that are counted separately; all further shapes of a phase share a count."""
 
 OTHERS = (0, 0, 0)
 

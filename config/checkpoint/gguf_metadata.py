@@ -52,7 +52,7 @@ class GgufLimits(NamedTuple):
 
 
 class GgufTensor(NamedTuple):
-    """An entry of the tensor directory, with a view of its bytes in the mapped file."""
+    """An entry of the tensor directory, with a view of its bytes in the array of the file."""
 
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A memory-mapped GGUF file."""
+    """Metadata and tensors of a GGUF file, which is memory-mapped or in an array."""
 
     path: Path
     metadata: dict[str, Any]
@@ -110,7 +110,7 @@ class GgufFile:
         return found
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """`value` of the key `<architecture>.<name>`."""
+        """`value` of the key `<architecture>.<name>`; None without the key."""
         return self.value(f"{self.architecture}.{name}", kind)
 
     def count(self, name: str, default: int | None = None) -> int:

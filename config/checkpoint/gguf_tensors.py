@@ -143,8 +143,8 @@ def model_entries(
     file: GgufFile, model_config: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
     """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
-    few thousandths of all weights) in float32. Raises ConfigError if a tensor is missing in `file`,
-    or if `file` has a tensor that the model lacks."""
+    few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError if a
+    tensor is missing in `file`, or if `file` has a tensor that the model lacks."""
     tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
@@ -272,7 +272,8 @@ class WeightSources:
     def _order(
         self, spec: WeightSpec, source: TensorRows, name: str | None
     ) -> npt.NDArray[np.int64] | None:
-        """TensorRows.order for a weight that the file stores as the single tensor `name`."""
+        """TensorRows.order for a weight that the file stores as the single tensor `name`; None: the
+        stored order."""
         rows = source.shape[0] if source.shape else 1
         is_attention = "qkv_proj" in spec.parameter
         if is_attention and spec.row_groups is not None:
@@ -382,8 +383,9 @@ class WeightSources:
         return keys, values // keys, fields.count("linear_value_head_dim")
 
     def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-        """TensorRows.order for gated DeltaNet. Files of Qwen3.5 store the first value head of every
-        key head, then the second value head of every key head, and so on."""
+        """TensorRows.order for gated DeltaNet; None for other weights. Files of Qwen3.5 store the
+        first value head of every key head, then the second value head of every key head, and so
+        on."""
         if self._file.architecture not in _TILED or ".linear_attn." not in name:
             return None
         keys, each, size = self._delta_sizes()

@@ -1,5 +1,5 @@
 """Downloads a model from the Hugging Face hub. The configuration is checked before the weights are
-downloaded, and each error says how to fix it."""
+downloaded."""
 
 import errno
 import os

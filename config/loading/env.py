@@ -162,7 +162,7 @@ def openmp_environment() -> dict[str, str]:
 
 
 def data_parallel_token() -> str:
-    """Token of the engines on other hosts. Raises ConfigError if it is not set or easy to guess."""
+    """Token of the engines on other hosts. Raises ConfigError if it is missing or too short."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
@@ -207,8 +207,8 @@ def device_environment(
     config: EngineConfig, index: int, count: int, *, num_cards: int = 1
 ) -> dict[str, str]:
     """Variables that assign `num_cards` of the cards visible to this process to engine `index` of
-    the `count` engines on this host; empty on a CPU and for a single engine. Raises ConfigError if
-    there are fewer visible cards than the engines need."""
+    the `count` engines on this host; empty for a device without cards and for a single engine.
+    Raises ConfigError if there are fewer visible cards than the engines need."""
     variable = DEVICES[chosen_device(config.device)].cards_variable
     if not variable or count == 1:
         return {}
@@ -389,8 +389,8 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
-    """The folder in which the worker's runtime caches compiled recipes; None without a cache.
-    Raises ConfigError for an impossible execution mode."""
+    """The folder in which the worker's runtime caches compiled recipes; None without a cache, or if
+    the runtime deletes it on start. Raises ConfigError for an impossible execution mode."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     variables = {**hpu_environment(config), **os.environ}

@@ -71,7 +71,7 @@ class Loaded:
     without_effect: Mapping[str, str]
     """Accepted vLLM flags with their values -> reason why they have no effect."""
     notes: tuple[str, ...]
-    """Notes about how vLLM's spellings, files and variables were interpreted."""
+    """Notes for the operator: how settings were interpreted, and which have no effect."""
     arguments: argparse.Namespace
     """Parsed command line, including flags specific to the command."""
     words: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PICKLE_FILE = "adapter_model.bin"
 NEW_TOKENS_FILE = "new_embeddings.safetensors"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
-"""All files of an adapter folder that are read, or whose existence is checked."""
+"""Files of an adapter folder that are downloaded. NEW_TOKENS_FILE is refused, not read."""
 
 MAX_VALUE = 65504.0
 """Maximum absolute value of a weight; for the second matrix, after multiplication by the scale.
@@ -119,7 +119,7 @@ class LoadedAdapter(NamedTuple):
     content: str
     """SHA-256 of the adapter's files, in hexadecimal."""
     data: NDArray[np.uint8]
-    """Bytes of the weights file; empty without `keeps_bytes`."""
+    """Bytes of the weights as a safetensors file; empty without `keeps_bytes`."""
 
     def info(self, name: str, parent: str | None = None, kind: str = "") -> LoRAInfo:
         """LoRAInfo of the adapter, served as `name`."""
@@ -161,7 +161,7 @@ def load_adapter(
     keeps_bytes: bool = False,
 ) -> LoadedAdapter:
     """Load an adapter like read_adapter, and check it against the server's limits, including all
-    values. Reads each file once."""
+    values. Opens each file once."""
     with _opened(folder, base, max_rank) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:

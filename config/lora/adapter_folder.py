@@ -1,5 +1,5 @@
 """AdapterFolder: opens the files of an adapter, and names them in errors. OpenWeights: the open
-weights file, read once so that header, values and hash come from the same bytes."""
+weights file, opened once so that header, values and hash come from the same file."""
 
 import hashlib
 import json

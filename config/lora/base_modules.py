@@ -108,8 +108,8 @@ class BaseModules:
         return self._modules
 
     def find(self, name: str) -> BaseModule | None:
-        """The module for an adapter's module name `name`. transformers and the checkpoint may have
-        different paths for a router."""
+        """The module for an adapter's module name `name`, if any. transformers and the checkpoint
+        may have different paths for a router."""
         mapped = self._mapped(name)
         found = self._modules.get(mapped)
         if found is None and _ROUTER_NAMES.fullmatch(mapped):
@@ -118,9 +118,9 @@ class BaseModules:
         return found
 
     def find_experts(self, name: str) -> ExpertStack | None:
-        """The routed experts for an adapter's module name `name`. Only the layer and the last
-        component of the path are compared: the components between may differ between transformers
-        and the checkpoint."""
+        """The routed experts for an adapter's module name `name`, if any. Only the layer and the
+        last component of the path are compared: the components between may differ between
+        transformers and the checkpoint."""
         if not name.endswith(".experts"):
             return None
         layer = self._layer.match(self._mapped(name))

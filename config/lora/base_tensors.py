@@ -36,7 +36,7 @@ class BaseTensors:
         try:
             files = weight_files(self._folder)
         except ConfigError:
-            # The base model is a GGUF file.
+            # There are no weight files: random weights, or a GGUF file that is not converted.
             return {}
         return {
             self._weight_map.map_name(tensor.name): TensorLocation(file, tensor)

@@ -23,7 +23,7 @@ class LoRAInfo(NamedTuple):
     root: str = ""
     """AdapterFolder.root."""
     source: str = ""
-    """Folder of the adapter as the user wrote it, shown to clients."""
+    """Path or hub id of the adapter as the user wrote it, shown to clients."""
 
     @property
     def named(self) -> NamedAdapter:

@@ -47,7 +47,8 @@ def read_object(path: Path) -> Json:
 
 
 def token_text(token: object) -> str | None:
-    """The text of a token in tokenizer_config.json: a string, or an object with `content`."""
+    """The text of a token in tokenizer_config.json: a string, or an object with `content`. None for
+    an empty text or another value."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None

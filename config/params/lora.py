@@ -8,7 +8,8 @@ from config.json_text import parse_json
 from config.setting import check_settings, setting
 
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
-"""Optional adapter targets, whose buffers are allocated only if an adapter needs them."""
+"""Optional adapter targets, whose buffers are allocated only if --lora-extra-targets names them or,
+with auto, a configured adapter needs them."""
 AUTO = "auto"
 IMAGE = "image"
 
@@ -25,7 +26,7 @@ class NamedAdapter(NamedTuple):
     root: str = ""
     """Root folder of the adapter, see AdapterFolder.root."""
     label: str = ""
-    """The folder as the user wrote it."""
+    """Path or hub id as the user wrote it; empty: `path`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,13 +54,13 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What a pooling model supports, from its config.json and the files of
-    sentence-transformers."""
+    """What a pooling model supports, from its config.json, the files of sentence-transformers and
+    --pooler-config."""
 
     tasks: tuple[str, ...]
     """The supported TASKS."""
     width: int
-    """Size of the vectors of embed and classify."""
+    """Size of the vectors of embed, score and classify."""
     token_width: int
     """Size of the vectors of token_embed."""
     normalizes: bool = False

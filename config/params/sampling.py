@@ -88,8 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: TokenIds = ()
-    """Stop token ids; packed as bytes if the list is long, like `allowed_token_ids`. Set by the
-    text pipeline."""
+    """Stop token ids. The text pipeline packs a long list as bytes, like `allowed_token_ids`."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None

@@ -74,7 +74,8 @@ class EngineClient(Protocol):
 
     @property
     def progress(self) -> Progress | None:
-        """Progress of the start-up."""
+        """Latest progress of the start-up, of a wake-up or of the warm-up after the start, if
+        any."""
 
     @property
     def failure(self) -> str | None:
@@ -102,7 +103,7 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """The latest gauges and counters, summed over engines."""
+        """The latest gauges and counters; with several engines, their sums (see router.summed)."""
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
@@ -151,7 +152,7 @@ class SingleEngineClient:
         self.engine = engine
         self.state: EngineState = Starting()
         self.progress: Progress | None = None
-        """Progress of the start-up."""
+        """See EngineClient.progress."""
         self.stats = EngineStats()
         """The latest gauges and counters."""
         self.adapters: Mapping[str, LoRAInfo] = {}
@@ -224,8 +225,8 @@ class SingleEngineClient:
         return self._router.num_waiting_tokens
 
     def silent_s(self) -> float:
-        """Seconds since the last message of an engine that has open requests; 0 without open
-        requests, before the engine is ready, and while it is being restarted."""
+        """Seconds for which an engine with open requests has sent nothing; 0 without open requests,
+        before the engine is ready, and while it is being restarted."""
         is_waiting = self.state.is_running and not self._router.is_empty
         return time.monotonic() - self._heard_at_s if is_waiting else 0.0
 

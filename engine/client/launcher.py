@@ -131,7 +131,8 @@ class EngineProcesses:
         """Start the engines with `launch`. `on_exit` is called with the number of an engine that
         has ended and a description of the end. An engine that has been ready is restarted instead,
         at most `max_restarts` times in a row and at most `max_wait_s` after each end, and
-        `on_restart` is called. Coupled engines are never restarted."""
+        `on_restart` is called. Coupled engines, and an engine whose restart failed with a
+        ConfigError, are not restarted."""
         config = share_cores(config)
         self._start = partial(
             launch,

@@ -17,8 +17,8 @@ from hpu.protocol import TOKEN_BYTES, Logprobs
 
 MIN_TIMEOUT_S = 1e-3
 MAX_READ_VALUES = 1_000
-"""Maximum tokens and log-probabilities that `get` returns at once: 5 ms of the event loop,
-including their JSON encoding for a stream."""
+"""Maximum output tokens and their log-probabilities that `get` returns at once, unless a single
+step has more: 5 ms of the event loop, including their JSON encoding for a stream."""
 UNREAD_TOKEN_BYTES = 36
 UNREAD_PART_BYTES = 1_200
 """Memory of an unread token, and of a Logprobs object without its arrays."""
@@ -47,8 +47,9 @@ class Update(msgspec.Struct, gc=False):
         return num_bytes
 
     def take_first(self) -> "Update":
-        """Remove and return the first MAX_READ_VALUES tokens and log-probabilities, but at least
-        one step's; returns the update itself if it holds no more."""
+        """Remove and return the first MAX_READ_VALUES tokens or log-probabilities (at least one
+        step), with all prompt log-probabilities; returns the update itself if it holds no more
+        tokens."""
         num_tokens, num_parts = MAX_READ_VALUES, 0
         if self.logprobs:
             num_tokens = num_values = 0

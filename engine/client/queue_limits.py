@@ -8,7 +8,8 @@ class QueueLimits:
 
     With `fair_share`, a full queue still admits a tenant up to its share, which is the limit
     divided by the number of tenants with waiting requests, so that a tenant that fills the queue
-    does not lock other tenants out. At most limit * (1 + 1/2 + 1/3 + ...) requests wait in total.
+    does not lock other tenants out. At most limit * (1 + 1/2 + 1/3 + ...) requests wait in total,
+    not counting continuations and one request of each tenant beyond the first `limit` tenants.
     """
 
     def __init__(

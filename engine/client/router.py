@@ -35,8 +35,8 @@ from hpu.protocol import TOKEN_BYTES
 BUSY_RATIO = 1.5
 BUSY_TOKENS = 2048
 """An engine is clearly busier than another engine if it has more than BUSY_RATIO times as many
-outstanding tokens (see `outstanding_tokens`), and at least BUSY_TOKENS more in addition to the
-tokens that its longer cached prefix saves."""
+outstanding tokens (see `outstanding_tokens`), and over BUSY_TOKENS more in addition to the tokens
+that its longer cached prefix saves."""
 
 MAX_BLOCKS = 1024
 """Maximum number of leading prompt blocks to hash; less than a millisecond on the event loop."""
@@ -112,7 +112,8 @@ def choose(candidates: Sequence[Candidate], num_tokens: int = 0) -> tuple[int, s
 
     The engine with the longest cached prefix is chosen, unless it is clearly busier than the engine
     with the fewest waiting and running tokens (BUSY_TOKENS), or less than half of the request is
-    cached and another engine's cache has much more room (FULL_SHARE).
+    cached and another engine's cache has much more room (FULL_SHARE). If no engine has a prefix,
+    the engine with the fewest waiting and running tokens is chosen.
     """
     indices = range(len(candidates))
 
@@ -143,8 +144,9 @@ class RouterClient:
 
     All engines must start, except engines that had failed before this client was created. An engine
     that fails later is removed: its requests end with EngineDied, new requests go to the other
-    engines, and the router has failed when no engine is left. Coupled engines, which step together,
-    end together.
+    engines, and the router has failed when no engine is left. After `resume`, other engines take
+    over the requests of an engine that crashes and is restarted. Coupled engines, which step
+    together, end together.
     """
 
     def __init__(
@@ -432,7 +434,8 @@ def outstanding_tokens(engine: SingleEngineClient, block_size: int) -> int:
 
 
 def summed(parts: Sequence[EngineStats]) -> EngineStats:
-    """Sums of gauges and counters, without samples; the sleep state is `combined_sleep`."""
+    """Sums of the integer gauges and of the counters, without times, rates, waiting shares and
+    samples; the sleep state is `combined_sleep`."""
     total = EngineStats(sleep=combined_sleep([part.sleep for part in parts] or [AWAKE]))
     for part in parts:
         for name in EngineStats.__struct_fields__:

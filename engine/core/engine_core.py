@@ -326,7 +326,7 @@ class EngineCore:
         known = _ARGUMENTS.get(name, ())
         if not set(arguments) <= set(known):
             raise UserError(
-                f"control {name!r} takes {len(known)} arguments, it got {len(arguments)}"
+                f"control {name!r} takes the arguments {list(known)}, it got {list(arguments)}"
             )
         return calls[name](**arguments)
 

@@ -154,7 +154,8 @@ class MessageSender:
         """Called on the sending thread if a message could not be sent."""
 
     def put(self, front_end: int | None, message: FromEngine) -> None:
-        """Send to `front_end`, or to all front ends if None. Thread-safe."""
+        """Send to `front_end`, or to all front ends if None; calls `on_error` with an error.
+        Thread-safe."""
         try:
             if isinstance(message, Ready):
                 mark_ready(self._ready_file)

@@ -88,7 +88,8 @@ class EngineLoop:
     """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
 
     A request is rejected at once when the number of inbox entries plus requests with a grammar in
-    compilation reaches `max_queue_len`. Aborts, controls and resumed requests are always accepted.
+    compilation reaches `max_queue_len`. Aborts, controls and resumed requests are exempt from this
+    limit.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class EngineLoop:
         by each entry."""
 
     def receive(self, front_end: int, message: ToEngine) -> None:
-        """Receive a message from a front end. Hashes the prompt on the calling thread; grammars are
-        compiled on other threads."""
+        """Receive a message from a front end. With prefix caching, hashes the prompt on the calling
+        thread; grammars are compiled and adapters are read on other threads."""
         if isinstance(message, CancelControl):
             self._cancel_controls([(front_end, message.call)])
             return

@@ -163,8 +163,8 @@ class OutputProcessor:
     def _append_tokens(
         self, requests: list[Request], tokens: list[int], now: float
     ) -> list[Request]:
-        """Append one token to each request. Hot path: the only loop over all tokens of a step
-        without speculation."""
+        """Append one token to each request. Hot path: the only loop over all tokens of a step in
+        which each request gets a single token."""
         finished = []
         front_end = -1
         for request, token in zip(requests, tokens, strict=True):

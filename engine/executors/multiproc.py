@@ -52,8 +52,8 @@ LAST_MESSAGE_S = 0.2
 STOP_TIMEOUT_S = 5.0
 
 STALLED_S = 300.0
-"""Time without messages during start-up after which the bucket of each worker is logged; seconds.
-Longer than any compilation. Ranks that disagree on a bucket would block forever."""
+"""Time without messages during a warm-up after which the bucket of each worker is logged; seconds.
+Longer than a compilation usually takes. Ranks that disagree on a bucket would block forever."""
 
 
 _NOUNS = {
@@ -135,7 +135,7 @@ class WorkerProcess:
         self.name = f"worker {orders.ranks.rank}"
         self.child = launcher.launch(self.name, orders, on_exit)
         self.bucket = ""
-        """Bucket that the worker is preparing during start-up; empty if none is known."""
+        """Bucket that the worker is preparing in a warm-up; empty if none is known."""
 
 
 class MultiprocExecutor(Executor):
@@ -362,7 +362,7 @@ class MultiprocExecutor(Executor):
         """Log the bucket of each worker: different buckets show ranks that wait for each other."""
         places = (f"{each.name}: {each.bucket or 'no bucket'}" for each in self._workers)
         logger.warning(
-            "The start has made no progress for %.0f s: %s", STALLED_S, "; ".join(places)
+            "The warm-up has made no progress for %.0f s: %s", STALLED_S, "; ".join(places)
         )
 
     def _cause(self, failure: WorkerFailed) -> ConfigError | EngineDied:

@@ -17,8 +17,8 @@ ON_HOST = -1
 class KVCacheManager:
     """Allocates blocks to requests as they grow, and caches full blocks under their hashes.
 
-    A block table only grows, until `free` empties it. A block is cached once all of its tokens are
-    accepted and their KV is written, so a prefix hit can be read at once.
+    A block table only grows, until `free` empties it. A computed block is cached once all of its
+    tokens are accepted and their KV is written, so a prefix hit can be read at once.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ NO_OFFLOAD = OffloadFacts(num_slots=0, load_s=0.0, max_files=0, file_hashes=b"")
 
 class KVOffload:
     """Decides which blocks are copied to the host and back. Copies are part of the next plan; file
-    reads run concurrently with plans, into slots that no plan uses during the read.
+    reads run concurrently with plans, into slots that no plan submitted during the read uses.
 
     With NO_OFFLOAD, no block is stored or found. `only_preempted`: offload only blocks of preempted
     requests.

@@ -27,10 +27,11 @@ logger = logging.getLogger(__name__)
 PARENT_DIED = 3
 """Exit code of a child whose parent died."""
 STOP = signal.SIGUSR1
-"""Signal with which a parent stops a child. Not SIGTERM: service managers send SIGTERM to every
-process of a service at once, and a child that exited then would lose running requests."""
+"""Signal with which a parent stops a child by default. Not SIGTERM: service managers send SIGTERM
+to every process of a service at once, and an engine that exited then would lose running
+requests."""
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that a child ignores, since only the parent handles them."""
+"""Signals that a child ignores by default, since only the parent handles them."""
 
 EXIT_WAIT_S = 1.0
 """Maximum wait for the threads of a process that has finished its work; seconds."""

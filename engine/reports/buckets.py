@@ -14,8 +14,8 @@ from hpu.protocol import DECODE, PREFILL, BucketLimits
 
 MAX_MODEL_LEN = 4096
 BLOCK_SIZE = 128
-"""Defaults for the maximum length and the block size: this report reads no checkpoint and no
-device."""
+"""Maximum length and block size where the settings have none: the reports read no device, and
+`gaudiserve buckets` reads no checkpoint."""
 
 SECONDS_PER_GRAPH = 3.0
 """Assumed compile time: under a second with a recipe cache, up to minutes without a cache. The
@@ -58,7 +58,8 @@ def planned_limits(config: EngineConfig, *, has_windows: bool = False) -> Bucket
 
 
 def fit_buckets(config: EngineConfig, traffic_file: str, num_graphs: int) -> BucketTable:
-    """The table with the least padding for the traffic in `traffic_file`."""
+    """The table of strategy `fitted` for the traffic in `traffic_file`, with at most `num_graphs`
+    buckets if these cover all launches."""
     buckets = BucketConfig(strategy="fitted", traffic=traffic_file, num_graphs=num_graphs)
     return BucketTable.make(buckets, planned_limits(config))
 

@@ -155,7 +155,7 @@ def card_generation(machine: Machine) -> str:
 
 def free_cards(machine: Machine) -> tuple[str | None, int]:
     """(generation, number) of the unused cards. The generation is None if the driver does not
-    report it or the cards differ."""
+    report it, the cards differ or no card is free."""
     cards = [card for card in find_cards(machine).cards if not card.holders]
     generations = {card.generation for card in cards}
     return (generations.pop() if len(generations) == 1 else None), len(cards)

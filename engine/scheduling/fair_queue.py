@@ -2,7 +2,7 @@
 
 Start-time fair queueing (Goyal et al., 1996) over tokens: each tenant has a virtual time, the
 tokens that it was served, and the tenant with the smallest virtual time is next. A returning tenant
-starts at the virtual time of the tenant served last, so idle tenants accumulate no credit.
+starts at least at the virtual time of the tenant served last, so idle tenants accumulate no credit.
 """
 
 import heapq
@@ -18,7 +18,7 @@ FIRST_OUTPUT = 128.0
 OUTPUT_WEIGHT = 0.1
 """Weight of each finished request in its tenant's moving average of output tokens."""
 MAX_IDLE_TENANTS = 1024
-"""Limit of known tenants. At the limit, idle tenants are dropped."""
+"""Number of known tenants from which a new tenant makes the queue drop idle tenants."""
 MAX_LABELS = 100
 """Tenants whose tokens are counted separately; all others share the label OTHERS."""
 OTHERS, NO_KEY = "other", "none"
@@ -84,7 +84,7 @@ class FairQueue(WaitingQueue):
         self._order: list[tuple[Key, int]] = []
         """Heap of tenants with waiting requests; may contain stale entries."""
         self._virtual_time = 0.0
-        """Virtual time of the tenant served last, before it was charged."""
+        """Largest virtual time at which a tenant was served, before it was charged."""
         self._num_started = 0
         self.served: dict[str, int] = {}
         """Served tokens by `tenant_label`."""
@@ -132,8 +132,9 @@ class FairQueue(WaitingQueue):
         self._skipped.clear()
 
     def start(self, request: Request, num_cached: int) -> None:
-        """Charge a request that starts, after `remove`; `num_cached` of its tokens are cached. Sets
-        its `priority_key` so that requests that start later are preempted first."""
+        """Charge a request that starts for the first time, after `remove`; `num_cached` of its
+        tokens are cached. Sets its `priority_key` so that requests that start later are preempted
+        first."""
         self._num_started += 1
         if request.charged_until >= 0:
             return

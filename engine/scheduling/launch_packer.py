@@ -17,8 +17,8 @@ of maximum length."""
 
 
 class Chunk(NamedTuple):
-    """A prefill chunk: the next `num_tokens` tokens of a request, after `context` cached blocks.
-    `samples`: the chunk ends the prompt, so a token is sampled."""
+    """A prefill chunk: the next `num_tokens` tokens of a request, after `context` computed blocks.
+    `samples`: whether a token is sampled after it; False for pooling requests."""
 
     request: Request
     num_tokens: int
@@ -116,7 +116,7 @@ class LaunchPacker:
         return launches
 
     def decode(self, req_indices: list[int], num_blocks: int) -> Launch:
-        """Launch of all decoding requests, which read `num_blocks` blocks in total."""
+        """Launch of a decode of these requests, which reads `num_blocks` blocks."""
         lookup = self._table.find(DECODE, len(req_indices), 1, num_blocks)
         self._count(DECODE, lookup, len(req_indices))
         return Launch(DECODE, lookup.bucket, req_indices)

@@ -41,8 +41,8 @@ class _Entry:
 
 class LoRASlots(RequestResource):
     """Assigns adapters to host memory and to `max_loras` device slots. A running request's adapter
-    keeps its slot; an adapter with unfinished requests keeps its host memory. Other adapters stay
-    until their slot or memory is needed, and are evicted least recently used first.
+    keeps its slot; an adapter with unfinished requests keeps its host memory. Other served adapters
+    stay until their slot or memory is needed, and are evicted least recently used first.
 
     With LoRA off, no adapter can be registered.
     """
@@ -94,9 +94,9 @@ class LoRASlots(RequestResource):
         entry.names.add(info.name)
 
     def unregister(self, name: str) -> int:
-        """Stop serving an adapter to new requests. Its memory is freed when its last request ends.
-        Returns its number of unfinished requests. Raises UserError if LoRA is off or the name is
-        unknown."""
+        """Stop serving an adapter under this name. If no other name serves the adapter, its memory
+        is freed when its last request ends. Returns its number of unfinished requests. Raises
+        UserError if LoRA is off or the name is unknown."""
         self._check_enabled()
         info = self._by_name.pop(name, None)
         if info is None:
@@ -152,8 +152,9 @@ class LoRASlots(RequestResource):
             self._load_waiting()
 
     def may_start(self, request: Request) -> bool:
-        """Whether the request's adapter is in host memory and has, or can get, a slot. False after
-        MAX_PASSES requests started ahead of an older request that waits for a slot."""
+        """Whether the request's adapter is in host memory and has, or can get, a slot. False if the
+        request would overtake an older request that waits for a slot, and MAX_PASSES requests have
+        done so before."""
         if not request.adapter:
             return True
         entry = self._entries[request.adapter]

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 _priority_key = attrgetter("priority_key")
 
 WATERMARK_SHARE = 100
-"""Admission watermark: while requests run, 1/WATERMARK_SHARE of the blocks stays free, so that they
-can grow a little before a preemption."""
+"""Admission watermark: while requests run, an admission leaves 1/WATERMARK_SHARE of the blocks
+free, so that the running requests can grow a little before a preemption."""
 YIELD_STEPS = 16
-"""Minimum steps between two preemptions in favour of a tenant below its share: each preemption
-recomputes a request."""
+"""Minimum steps between two attempts to preempt requests in favour of a tenant below its share:
+each preemption recomputes a request."""
 RESERVED_STEPS = 8
 """Steps for which a finished beam's index is reserved for its continuation. Longer than a front end
 takes to send the continuation."""
@@ -629,7 +629,8 @@ class Scheduler:
     def _ensure_free_blocks(self, request: Request, count: int, output: SchedulerOutput) -> bool:
         """Whether `count` blocks are free for the request now. If needed, preempts later requests,
         last first. Blocks used by a plan in flight are freed a step later: the request waits for
-        them, and no further request is preempted."""
+        them, and no further request is preempted. Fails the request if it alone exceeds the
+        cache."""
         while self._kv.pool.num_free < count:
             if self._draining:
                 return False

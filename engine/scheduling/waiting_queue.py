@@ -111,7 +111,7 @@ class WaitingQueue:
 
     @property
     def gauges(self) -> dict[str, object]:
-        """EngineStats fields about shares and tenants."""
+        """EngineStats fields about the queue's shares; empty unless `by_share`."""
         if not self._by_share:
             return {}
         first = islice(self.shares.items(), MAX_SHARES)

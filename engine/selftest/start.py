@@ -75,8 +75,8 @@ def check_place(config: EngineConfig, machine: Machine) -> None:
     """Raise ConfigError if no self-test can run."""
     if not is_gaudi(config):
         raise ConfigError(
-            "the self-test needs a Gaudi card and the vendor's runtime, which is not installed "
-            "here: --device hpu-emulator runs it on an emulated card"
+            f"the self-test needs a Gaudi card, and the device is "
+            f"{env.chosen_device(config.device)}: --device hpu-emulator runs it on an emulated card"
         )
     if env.chosen_device(config.device) == "hpu":
         check_start(machine)
@@ -165,7 +165,8 @@ def stored(config: EngineConfig, machine: Machine) -> Sequence[SelfTest]:
 
 def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
     """The result that a server starts with: a stored result, else the result of the quick checks,
-    which run now. Empty if the self-test is off or cannot run, and by default on the emulator."""
+    which run now. Empty if the self-test is off or cannot run. By default the emulator uses only a
+    stored result."""
     config = loaded.engine
     when = config.execution.selftest
     if not is_gaudi(config) or when == "off":
@@ -182,7 +183,7 @@ def at_start(loaded: Loaded, machine: Machine) -> Sequence[SelfTest]:
         # Start-up reports these errors in more detail.
         return ()
     logger.info(
-        "First start on this card: the quick part of `gaudiserve selftest` runs, at most %.0f s "
+        "No self-test of this card and software is stored: the quick part runs, at most %.0f s "
         "unless a check hangs; --selftest off skips it",
         QUICK_BUDGET_S,
     )
@@ -257,7 +258,7 @@ def _mode(loaded: Loaded) -> str:
 
 
 def failure_report(found: SelfTest, machine: Machine) -> bytes:
-    """Report as JSON, without secrets and without the path of the user's home folder."""
+    """Report as JSON, without the values of SECRET_NAMES and the path of the user's home folder."""
     packages = {name: machine.version(name) or "" for name in REPORTED_PACKAGES}
     variables = {
         name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)

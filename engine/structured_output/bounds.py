@@ -18,7 +18,7 @@ MAX_BRACKET_DEPTH = 120
 MAX_RULE_DEPTH = 500
 """Maximum rules on a path from the start rule."""
 MAX_EXPRESSIONS = 20_000
-"""Maximum number of names, literals and patterns in all rules of a grammar."""
+"""Maximum number of names, literals, patterns and comments in all rules of a grammar."""
 MAX_RULES = 1_000
 MAX_RECURSIVE_ITEMS = 300
 """Maximum references between mutually recursive rules. Ambiguous rules with more references would

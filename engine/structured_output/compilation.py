@@ -51,7 +51,8 @@ exceed it."""
 MAX_CACHED = 256
 """Maximum cached grammars and errors; the least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
-"""Maximum memory of the cached grammars. An evicted grammar stays in memory while it is used."""
+"""Maximum memory of the cached grammars when a spec is added. An evicted grammar stays in memory
+while it is used."""
 MAX_GRAMMAR_BYTES = 128 * 2**20
 """Maximum memory of a compiled grammar. Larger grammars are refused; a cached grammar that grows
 beyond the limit is compiled again for the next request."""
@@ -139,7 +140,8 @@ class GrammarCompiler:
 
     def compile(self, spec: GrammarSpec, client: str = "") -> "Future[Grammar]":
         """Future of the grammar of `spec`, shared by all callers. It fails with a UserError if the
-        spec cannot be compiled. Raises Overloaded if too many specs of `client` are pending."""
+        spec cannot be compiled. Raises Overloaded if MAX_PENDING specs are pending and `client` has
+        its share of them."""
         with self._lock:
             future = self._cached.get(spec)
             if future and (refusal := _refusal_of(future)):

@@ -81,8 +81,8 @@ _PREFIX = "gaudiserve-"
 
 class SocketDirectory(OwnedDirectory):
     """Directory of sockets, and a second directory of files for large messages; only this user can
-    enter them. Both are removed by `close` or at exit. Directories of a killed daemon are removed
-    when the next daemon creates its own."""
+    enter them. Both are removed by `close` or at exit. Directories of a killed process are removed
+    when the next process creates its own."""
 
     def __init__(self, parent: str | None = None) -> None:
         """Create the directory below `parent` (None: the system's directory for temporary
@@ -159,7 +159,8 @@ class PairSocket(Generic[Sent, Received]):
         return self._decode(frame if self._segments is None else self._segments.message(frame))
 
     def stop_accepting(self) -> None:
-        """Stop accepting connections; safe to call twice. Existing connections are kept."""
+        """Stop accepting connections on a Unix socket; safe to call twice. Existing connections are
+        kept."""
         _remove(self._path)
         self._path = None
 
@@ -193,7 +194,7 @@ class Publisher(Generic[Sent]):
 
     def has_all_peers(self) -> bool:
         """Whether all peers are connected; a message sent before would not reach all of them. Once
-        all are connected, no other connections are accepted."""
+        all are connected, a Unix socket accepts no other connections."""
         while self._num_missing:
             try:
                 is_new = self._socket.recv(zmq.NOBLOCK).startswith(_SUBSCRIBED)
@@ -540,8 +541,8 @@ class ZmqContext:
     def bind_router(
         self, endpoint: str, received: Any, *, num_peers: int = 0
     ) -> RouterSocket[Any, Any]:
-        """Open a router that stops accepting connections when `num_peers` peers have sent a message
-        (0: never). Raises ConfigError when the address is not available."""
+        """Open a router that, on a Unix socket, stops accepting connections when `num_peers` peers
+        have sent a message (0: never). Raises ConfigError when the address is not available."""
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Created before the socket listens, so that the monitor reports every connection.

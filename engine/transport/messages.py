@@ -1,7 +1,7 @@
 """Messages between server and engine: tagged structs of plain columns.
 
-Prompts and log-probabilities are binary fields, which decode to views of the received frame and are
-never copied into Python objects.
+Prompts and log-probabilities are binary fields, which decode to views of the received frame instead
+of lists of Python numbers.
 """
 
 from typing import Any
@@ -74,8 +74,8 @@ NO_SAMPLING = SamplingParams()
 
 
 class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=1):
-    """A sequence to generate. A request with n choices is sent as n sequences with derived
-    seeds."""
+    """A sequence to generate, or a text to pool. A request with n choices is sent as n sequences
+    with derived seeds."""
 
     key: int
     """Unique key of the sequence; set by EngineClient.add."""
@@ -121,7 +121,7 @@ class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag
     """A call that is answered with a Reply. Names: reset_prefix_cache, ping, start_profile and
     stop_profile (the value is the name of the trace file), shapes (launch shapes, see
     StepStats.shapes), sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py),
-    COMPILE_GRAMMAR, LOAD_ADAPTER and UNLOAD_ADAPTER."""
+    COMPILE_GRAMMAR, LOAD_ADAPTER, UNLOAD_ADAPTER and, inside the engine, REGISTER_ADAPTER."""
 
     call: int
     name: str
@@ -139,7 +139,7 @@ ToEngine = AddRequest | Abort | Control | CancelControl
 
 
 SLEEPING = "the engine sleeps"
-"""`Finish.error` of requests that a sleeping engine ends or rejects."""
+"""`Finish.error` of requests that an engine ends or rejects because it sleeps or falls asleep."""
 
 
 class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -149,7 +149,8 @@ class Finish(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     reason: str
     """stop, length, abort or error."""
     stop_token: int | None = None
-    """The stop_token_ids entry that ended the sequence; None for an end token."""
+    """The stop_token_ids entry that ended the sequence; None if an EOS token or something else
+    ended it."""
     error: str | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -171,7 +172,7 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     waiting: int = 0
     waiting_prompt_tokens: int = 0
     oldest_waiting_s: float = 0.0
-    """Queue time of the request that has waited longest; 0 if no request waits."""
+    """Time since the arrival of the request that entered the queue first; 0 if no request waits."""
     blocks_used: int = 0
     blocks_total: int = 0
     sleep: str = AWAKE
@@ -279,7 +280,7 @@ class Reply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=5
 
 
 class Hello(msgspec.Struct, array_like=True, gc=False, tag=6):
-    """First message of an engine to a front end."""
+    """First message on the socket on which an engine receives."""
 
     engine: int
     pid: int
@@ -292,7 +293,7 @@ BACKGROUND_WARMUP = "later"
 
 
 class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
-    """Progress of the start-up."""
+    """Progress of the start-up, of a wake-up or of the warm-up after Ready."""
 
     engine: int
     stage: str
@@ -356,7 +357,7 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     is_config: bool = False
     """Whether the failure is a ConfigError."""
     may_follow: bool = False
-    """Whether the failure may be a consequence of another engine's end; set where engines share
+    """Whether the failure may be a consequence of another engine's end; read where engines share
     experts."""
     is_stopped: bool = False
     """Whether the engine was told to stop."""

@@ -66,7 +66,8 @@ def _page_files() -> Mapping[str, StaticFile]:
 
 
 async def _shapes(state: AppState) -> Any:
-    """Launch shapes of the engine (StepStats.shapes); None if it does not respond in time."""
+    """Launch shapes of the engine (StepStats.shapes); None if it fails or does not respond in
+    time."""
     try:
         return await asyncio.wait_for(state.client.control("shapes"), SHAPES_TIMEOUT_S)
     except (GaudiserveError, asyncio.TimeoutError):

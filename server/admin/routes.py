@@ -51,7 +51,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/ready",
         operation_id="ready",
-        summary="200 while requests are accepted, otherwise 503",
+        summary="200 while requests are served, otherwise 503",
     )
     async def get_ready() -> Response:
         return _readiness(state)
@@ -103,7 +103,7 @@ def _health(state: AppState) -> Response:
 
 
 def starting(state: AppState) -> Response:
-    """Response of /health while the server starts."""
+    """Response of the probes except /live while the server starts."""
     message = f"The server is starting: {state.progress}."
     headers = {"Retry-After": str(STARTING_RETRY_S)}
     return Fault(503, message, "server_error", headers=headers).response()

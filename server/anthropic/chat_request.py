@@ -74,8 +74,8 @@ def to_chat_body(body: CountBody, *, has_reasoning: bool, takes_images: bool = F
 
 
 def _reasoning_fields(body: CountBody) -> dict[str, Any]:
-    """Reasoning effort, and the template variables that enable reasoning: templates read either
-    `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
+    """Reasoning effort, and the template variables that enable or disable reasoning: templates read
+    either `enable_thinking` or `thinking`. The request's chat_template_kwargs override them."""
     thinking = body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     fields: dict[str, Any] = {
@@ -123,7 +123,9 @@ class _MessageBuilder:
             shown = value_text(message)
             if isinstance(message, dict):
                 shown += f" with role {value_text(message.get('role'))}"
-            raise _bad(f"{where} is {shown}, it must be an object whose role is user or assistant")
+            raise _bad(
+                f"{where} is {shown}, it must be an object whose role is user, assistant or system"
+            )
         role, content = message["role"], message.get("content")
         if role == "assistant":
             content = content or []

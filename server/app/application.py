@@ -145,9 +145,9 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path. The message names the flag that enables the route, the replacement
-    for a vLLM route, the route if only `/v1` is missing, a route below `/v1`, or the route with the
-    most similar path."""
+    """404 for an unknown path. The message names the flag that enables the route, the API to use
+    instead of Ollama's, the replacement for a vLLM route, the route if only `/v1` is missing, a
+    route below `/v1`, or the route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."

@@ -180,7 +180,7 @@ class _Terminal:
             self._messages.append({"role": "system", "content": system_prompt})
 
     def _say(self, text: str) -> bool:
-        """Print the reply as it arrives; returns False if there is no reply."""
+        """Print the reply as it arrives; returns False if the request failed."""
         self._messages.append({"role": "user", "content": text})
         answer: list[str] = []
         stop = asyncio.Event()

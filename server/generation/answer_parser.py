@@ -243,7 +243,8 @@ class ChoiceParser:
             self._ids = []
 
     def _num_tokens_to_end_tag(self) -> int:
-        """Number of tokens up to the end tag, found by bisection."""
+        """Number of tokens up to the end tag or call marker that ended the reasoning, found by
+        bisection."""
         ids, window = self._ids, CLOSING_TOKENS
         while window < len(ids) and not self._has_end_tag(ids[-window:]):
             window *= 4
@@ -334,7 +335,7 @@ class MessagePart:
     kind: Literal["reasoning", "text", "tool_call"]
     texts: list[str]
     """Pieces of the text, or of a call's arguments. The joined arguments are a JSON object unless
-    the answer was truncated."""
+    the answer was truncated or the model wrote arguments that cannot be parsed."""
     call: ToolCallStart | None = None
 
     @property

@@ -1,7 +1,7 @@
 """Beam search on top of an engine, with the semantics of transformers' `generate(num_beams=...)`.
 
-Each step sends a request per beam, which generates a single token. The prefix cache covers all but
-the last block of the beam, and the engine puts the requests at the head of the queue.
+Each step sends a request per beam, which generates a single token. With prefix caching, the cache
+covers all but the last block of the beam, and the engine queues the requests before new requests.
 """
 
 import time
@@ -44,7 +44,7 @@ class Beam:
     """Whether the last token is an end token."""
 
     def score(self, length_penalty: float) -> float:
-        """Score of a finished beam: logprob / length ** length_penalty. The length includes the end
+        """Score of the beam: logprob / length ** length_penalty. The length includes the end
         token."""
         return float(self.logprob / len(self.tokens) ** length_penalty)
 

@@ -22,7 +22,7 @@ class Delta:
     finish_reason: str | None = None
     """`stop` or `length`; set only on the last delta of the choice."""
     stop_reason: str | int | None = None
-    """The stop string or stop_token_ids entry; None for an end token."""
+    """The stop string or stop_token_ids entry that ended the choice; None if something else did."""
     num_merged: int = field(default=0, compare=False)
     """See Update.num_merged."""
 
@@ -127,7 +127,7 @@ class GenerationStream(RequestStream, Protocol):
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has arrived; the entry of the first position is None."""
+        token has arrived, or the request has ended; the entry of the first position is None."""
         ...
 
     @property

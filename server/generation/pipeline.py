@@ -38,8 +38,8 @@ from server.http.pacing import LoopPacer
 from server.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 MAX_BAD_WORDS_CHARACTERS = 5_000
-"""Maximum total length of bad_words. Each word is tokenized twice on the event loop, a few
-milliseconds in total."""
+"""Maximum total length of bad_words; less for a tokenizer that encodes fewer than INLINE_CHARACTERS
+on the event loop. Each word is tokenized twice there, a few milliseconds in total."""
 MAX_UPDATE_VALUES = 1_000
 """Tokens and log-probabilities to process before the event loop runs other requests: 5 ms,
 including their JSON in a stream."""
@@ -274,8 +274,8 @@ class Pauses:
 class Generation:
     """Output of a request (see GenerationStream). Iterate it once, or `collect` it.
 
-    Raises EngineDied if the engine dies, RequestFailed if the request fails in the engine,
-    UserError if the request's settings leave no allowed token; unfinished choices are then aborted.
+    Raises EngineDied if the engine dies, and the exceptions of `check_finish` if a choice fails in
+    the engine; unfinished choices are then aborted.
     """
 
     def __init__(
@@ -483,8 +483,9 @@ def asleep() -> Overloaded:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of choice `choice`. The first choice uses `seed` itself; further seeds are derived
-    from `seed` (splitmix64), so that a choice's random stream does not depend on n."""
+    """The seed of choice `choice`; None without a `seed`. The first choice uses `seed` itself;
+    further seeds are derived from it (splitmix64), so that a choice's random stream does not depend
+    on n."""
     if seed is None or choice == 0:
         return seed
     mixed = (seed + choice * 0x9E3779B97F4A7C15) % 2**64

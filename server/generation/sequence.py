@@ -50,8 +50,8 @@ class Sequence:
             self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
-        """Convert an update to a delta; None if the update has no visible output. `elapsed_s`: time
-        since the start of the request."""
+        """Convert an update to a delta; None if the update has neither tokens nor a Finish.
+        `elapsed_s`: time since the start of the request."""
         if update.num_cached_tokens is not None:
             self.num_cached_tokens = update.num_cached_tokens
             self.timing.queue_s = elapsed_s

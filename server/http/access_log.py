@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 MAX_IGNORED_FIELDS = 8
 MAX_IGNORED_CHARACTERS = 64
-"""Limits on the unknown fields listed in a response header: number of names, and characters per
+"""Limits on the ignored fields listed in a response header: number of names, and characters per
 name."""
 MAX_ERROR_CHARACTERS = 200
 """Maximum length of an error message in a log line."""
@@ -31,8 +31,8 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled; logged once, at the end of the
-    response."""
+    """Record of a request, filled in while the request is handled; logged at the end of the
+    response, unless its path is excluded."""
 
     id: str
     method: str
@@ -55,7 +55,7 @@ class RequestRecord:
     is_forwarded: bool = False
     """Whether another API server handles the request, and also logs and counts it."""
     ignored_fields: list[str] = field(default_factory=list)
-    """Unknown fields of the body."""
+    """Unknown fields and ignored entries of the body."""
     finish_reasons: str = ""
     """stop, length, abort or error; joined for several choices."""
     error: str = ""
@@ -78,8 +78,8 @@ class RequestRecord:
 
     @property
     def ignored_words(self) -> str:
-        """Names of the unknown fields of the body as a header value: at most MAX_IGNORED_FIELDS
-        names, in printable ASCII."""
+        """`ignored_fields` as a header value: at most MAX_IGNORED_FIELDS names, in printable
+        ASCII."""
         shown = [name[:MAX_IGNORED_CHARACTERS] for name in self.ignored_fields[:MAX_IGNORED_FIELDS]]
         more = ["..."] if len(self.ignored_fields) > MAX_IGNORED_FIELDS else []
         return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])

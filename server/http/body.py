@@ -48,7 +48,8 @@ class BodyModel(Protocol):
 LARGE_BODY_BYTES = 2**20
 """Body size above which freed memory is explicitly returned to the OS, since malloc retains it."""
 MAX_BUFFERED_BODIES = 16
-"""Number of maximum-size bodies that may be buffered at once; further bodies get a 503."""
+"""Number of maximum-size bodies that may be buffered at once; further bodies wait for room or get a
+503."""
 MAX_SMALL_BODIES = 256
 """Number of additional bodies of up to LARGE_BODY_BYTES that may be buffered; larger bodies cannot
 use this space."""
@@ -79,7 +80,8 @@ class ReceivedBody:
 
 
 class BodyReader:
-    """Reader of request bodies. Any number of bodies can be read concurrently."""
+    """Reader of request bodies. Bodies are read concurrently, within a limit on the
+    bytes in memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

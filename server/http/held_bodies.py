@@ -1,5 +1,5 @@
-"""Accounts for the memory of decoded request bodies, from decoding until only the prompt is
-needed."""
+"""Accounts for the memory of decoded request bodies, from before their decoding until they are
+freed."""
 
 import asyncio
 import contextlib

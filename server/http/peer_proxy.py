@@ -28,7 +28,7 @@ from server.http.json_encoder import PIECE_WEIGHT, encode_json, weighs_more
 
 _ID = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
-_GONE = "The API server that stored this response has exited."
+_GONE = "The API server that stored this response has exited or does not respond."
 
 TOKEN_TIMEOUT_S = 5.0
 """Time for a connection to present the token."""

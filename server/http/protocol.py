@@ -179,7 +179,7 @@ class _Flow(FlowControl):
 
 class HttpProtocol(HttpToolsProtocol):
     """A client connection. The server must call `expire` when the event loop's clock passes
-    `deadline_s`."""
+    `deadline_s`, and `expire_response` when it passes `read_deadline_s`."""
 
     def __init__(
         self,
@@ -591,7 +591,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _reject(self, fault: Fault) -> None:
         """Respond with `fault` and drop further input. If earlier responses are pending, complete
-        them instead and do not send `fault`."""
+        them instead and do not send `fault`; in the body of a request that cannot get a status any
+        more, abort the connection."""
         self._log_rejection(fault)
         if self.transport.is_closing():
             return

@@ -6,7 +6,8 @@ import ipaddress
 from starlette.types import Scope
 
 MAX_HOPS = 32
-"""Maximum number of X-Forwarded-For entries that are read, from the end."""
+"""Maximum number of X-Forwarded-For entries that are read, from the end; if all proxies are
+trusted, only the first entry is read."""
 _SCHEMES = (b"http", b"https")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -78,7 +78,7 @@ class UnreadStream(UnreadAnswer):
 class UnreadAnswers:
     """Bounds the memory of unread responses and streams. Over `max_bytes`, drops responses to slow
     clients, and over twice `max_bytes`, responses to any client. The client with the most unread
-    bytes loses its oldest response first."""
+    bytes loses its oldest response first. A long response is kept while there is no other."""
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -139,8 +139,8 @@ class UnreadAnswers:
         self._count_soon()
 
     def _check(self) -> None:
-        """Drop responses until the unread bytes are within the limit; repeats while they exceed
-        it."""
+        """Drop responses that the limits do not allow; repeats while the unread bytes exceed
+        `max_bytes`."""
         self._checks.clear()
         loop = asyncio.get_running_loop()
         held: list[UnreadAnswer] = [*self._answers, *self._streams]

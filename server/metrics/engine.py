@@ -137,7 +137,7 @@ class _EngineMetrics:
         is_up = engine.ready is not None and engine.failure is None and engine.lost is None
         yield self._gauge(
             "gaudiserve:engine_up",
-            "1 while the engine accepts requests, 0 after it has died.",
+            "1 while the engine accepts requests, else 0.",
             is_up,
         )
         if engine.ready is not None:
@@ -193,7 +193,7 @@ class _EngineMetrics:
         silent_s = time.monotonic() - self._stats_s if stats.waiting else 0.0
         yield self._gauge(
             "gaudiserve:oldest_waiting_seconds",
-            "Time that the oldest waiting request has been in the queue.",
+            "Time since the arrival of the oldest waiting request.",
             stats.oldest_waiting_s + silent_s,
         )
         yield self._counters(

@@ -96,7 +96,9 @@ class Metrics:
             LABELS,
         ).labels(self._model_name, ENGINE)
         rejections = self._registry.counter(
-            "vllm:admission_rejections", "Requests answered with 503.", (*LABELS, "reason")
+            "vllm:admission_rejections",
+            "Requests that were not admitted, answered with 503.",
+            (*LABELS, "reason"),
         )
         self._rejections = {
             reason: rejections.labels(self._model_name, ENGINE, reason) for reason in REJECTIONS
@@ -183,7 +185,8 @@ class Metrics:
             self._images[IMAGE_HITS].inc()
 
     def image_processed(self, seconds: float) -> None:
-        """Count an image that was decoded and preprocessed."""
+        """Record how long the processing of an image or a video took, with waiting. See
+        Observer.image_processed."""
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:

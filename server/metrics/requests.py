@@ -59,7 +59,7 @@ class RequestMetrics:
         finished = self._registry.counter(
             "vllm:request_success", "Sequences that ended, by reason.", (*LABELS, "finished_reason")
         )
-        # Create the series before the first scrape, so that a rate is never empty.
+        # Create the series before the first scrape, so that a rate includes the first event.
         self._finished = {
             reason: finished.labels(*self._labels, reason) for reason in FINISH_REASONS
         }

@@ -1,4 +1,4 @@
-"""Reads an image or a video from the URL in a request: data:, https: and, if allowed, file:.
+"""Reads an image or a video from the URL in a request: data: and, if allowed, https: and file:.
 
 Guards against server-side request forgery: for each connection, the host name is resolved once, the
 addresses are checked, and the connection goes to a checked address.
@@ -32,7 +32,7 @@ MAX_VIDEO_BYTES = 64 * 2**20
 MAX_FRAMES = 768
 """Maximum number of frames in a data: URL of frames."""
 MAX_FETCHES = 32
-"""Maximum concurrent fetches of all clients."""
+"""Maximum concurrent fetches of https: URLs of all clients."""
 MAX_FETCHES_PER_CLIENT = 8
 MAX_WAITING_FETCHES = 1024
 MAX_LOOKUPS = 16
@@ -167,7 +167,7 @@ class MediaFetcher:
     ) -> bytes:
         """Read the bytes of `url`; returns an encoded Video if `kind` is VIDEO. Clients share the
         connections fairly. Raises Overloaded, and UserError, which names the place `where` in the
-        request and reveals nothing about the response of another server."""
+        request and does not reveal the status or the network error of a failed fetch."""
         try:
             if kind == VIDEO:
                 return await self._fetch_video(url, client)
@@ -457,7 +457,8 @@ def is_public_address(text: str) -> bool:
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address embedded in an IPv6 address (NAT64, ISATAP, Teredo, mapped, 6to4)."""
+    """The IPv4 address embedded in an IPv6 address (NAT64, ISATAP, Teredo, mapped, 6to4), if
+    any."""
     if isinstance(address, ipaddress.IPv4Address):
         return None
     if address in _NAT64 or int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:
@@ -489,7 +490,7 @@ def _frames(url: str, kind: _Kind) -> list[bytes]:
 
 
 def _data_text(url: str, kind: _Kind) -> str:
-    """The base64 text in a data: URL. Raises _Refused for an unsupported media type or encoding."""
+    """The base64 text in a data: URL. Raises _Refused unless it is base64 of a supported type."""
     head, comma, data = url.partition(",")
     form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:

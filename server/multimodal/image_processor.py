@@ -1,5 +1,6 @@
-"""Decodes images and videos, and preprocesses them with the checkpoint's transformers image
-processor. Import this module only in the isolated process, because it imports transformers."""
+"""Decodes images and videos, and preprocesses them with the checkpoint's image processor, of
+transformers or a port of it. Import this module only in the isolated process, because it imports
+transformers."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,8 @@ INPUTS = (
         "image_attention_mask",
     ),
 )
-"""Processor outputs that vision towers use. All other outputs serve only the prompt text."""
+"""Processor outputs that vision towers of listed models use. All other outputs serve only the
+prompt text."""
 M3_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451584}
 """Pixel limits for images of MiniMax-M3. The size in its published files has no effect."""
 
@@ -74,7 +76,7 @@ WARM_UP_PIXELS = 224
 
 
 class ImageProcessor:
-    """Image processor and PromptForm of a checkpoint."""
+    """Preprocesses images and videos with a checkpoint's image processor and PromptForm."""
 
     def __init__(self, setup: Setup) -> None:
         """Raises ConfigError."""

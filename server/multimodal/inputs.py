@@ -51,8 +51,8 @@ class ImageLoader:
         param: str = "messages",
     ) -> list[ProcessedImage]:
         """Load the images and videos, in order; equal sources are loaded once. An image that is
-        given only by a uuid must have been sent by `owner` before. Clients share fetches and
-        processing fairly. Raises UserError and Overloaded."""
+        given only by a uuid must have been sent by `owner` before and still be cached. Clients
+        share fetches and processing fairly. Raises UserError and Overloaded."""
         check_count(sources, self._limits, param)
         loading: dict[MediaSource, asyncio.Future[ProcessedImage]] = {}
         equal = [replace(source, where="") for source in sources]
@@ -80,8 +80,8 @@ class ImageLoader:
             found = self.preprocessor.named(owner, source.uuid, kind)
             if found is None:
                 raise UserError(
-                    f"{source.where} has only a uuid, and this server has no image with this uuid: "
-                    "send it again with its url",
+                    f"{source.where} has only a uuid, and this server has no image or video with "
+                    "this uuid: send it again with its url",
                     param=param,
                 )
             return found
@@ -106,7 +106,7 @@ def make_image_inputs(
 
     Returns None if limit_mm_per_prompt allows neither images nor videos: the checkpoint then needs
     no processor. Also returns None, and logs a warning, if the model is unlisted and its
-    transformers processor cannot be used. Raises ConfigError.
+    transformers processor cannot be used; the tokens are not protected then. Raises ConfigError.
     """
     image_token = tokenizer.token(vision.image_token_id)
     video_token = ""

@@ -1,5 +1,5 @@
 """Isolated process that converts image and video files to model inputs. engine/process/isolation.py
-calls `prepare` in a separate process and forks it for each image, so that a decoder that crashes,
+calls `prepare` in a separate process and forks it for each call, so that a decoder that crashes,
 hangs or uses too much memory fails only its request."""
 
 import importlib

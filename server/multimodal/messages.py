@@ -1,4 +1,4 @@
-"""Messages between an API server and the isolated process that decodes images and videos."""
+"""Messages to and from the isolated process that decodes images and videos."""
 
 from typing import Any
 

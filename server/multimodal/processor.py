@@ -28,12 +28,12 @@ from server.multimodal.messages import IMAGE, VIDEO, Answer, ImageFacts, Setup
 IMAGE_LIMITS = Limits(cpu_s=10.0, wall_s=20.0, memory_bytes=2 * 2**30, stack_bytes=8 * 2**20)
 VIDEO_LIMITS = Limits(cpu_s=20.0, wall_s=30.0, memory_bytes=3 * 2**30, stack_bytes=8 * 2**20)
 MAX_RUNNING = 4
-"""Maximum number of images processed concurrently."""
+"""Maximum number of images and videos processed concurrently."""
 MAX_RUNNING_PER_CLIENT = 2
 MAX_PENDING = 256
-"""Maximum number of images that wait for processing."""
+"""Maximum number of images and videos that wait for processing."""
 MAX_PENDING_BYTES = 2**30
-"""Maximum total size of images that are waiting or being processed."""
+"""Maximum total size of images and videos that are waiting or being processed."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
 """Maximum size of an image that is hashed on the event loop; larger images are hashed on a
@@ -70,14 +70,15 @@ class ProcessedImage:
 
 
 class Observer(Protocol):
-    """Counts images, for metrics."""
+    """Counts images and videos, for metrics."""
 
     def image_looked_up(self, is_hit: bool) -> None:
         """An image of a request was looked up in the cache."""
         ...
 
     def image_processed(self, seconds: float) -> None:
-        """An image that was not in the cache was processed. `seconds` includes waiting."""
+        """Processing of an image that was not in the cache ended, even if it failed or was
+        cancelled. `seconds` includes waiting."""
         ...
 
 

@@ -66,7 +66,7 @@ def keep_least_losing(config: Path, num_ranks: int, *, with_attention: bool) -> 
         num_ranks: Number of ranks that were measured.
         with_attention: Also quantize the matmuls of attention and the KV cache.
 
-    Raises ConfigError if nothing would be quantized.
+    Raises ConfigError if no module is a gate_up_proj or has experts.
     """
     nodes = read_measures(measure_path(config.parent, 0, num_ranks))["Nodes"]
     layers = (re.search(r"\.layers\.(\d+)\.", name) for name in nodes)
@@ -93,7 +93,8 @@ def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:
 def finish_measures(folder: Path, num_ranks: int) -> list[int]:
     """Repair and unify the measurements of all ranks. Writes files for each number of ranks that
     divides `num_ranks`, and returns these numbers: the maximum over all ranks bounds every shard.
-    Raises ConfigError if a rank's file is missing, or if a layer measured only zero inputs."""
+    Raises ConfigError if a rank's file is missing, if the ranks' modules differ, or if a layer
+    measured only zero inputs."""
     records = [read_measures(measure_path(folder, rank, num_ranks)) for rank in range(num_ranks)]
     unified = unify([repair(record) for record in records])
     _check_measured(unified)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from config.errors import EngineDied
 
 STOP_TIMEOUT_S = 30.0
-"""Time limit for the cleanup of a cancelled call."""
+"""Time limit for the cleanup of cancelled calls, and for the end of the thread."""
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,7 @@ class BackgroundLoop:
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """Run `call` and return its result. Ctrl-C cancels the call, and is raised after its
-        cleanup."""
+        cleanup. Raises EngineDied after `close`."""
         if self._is_closed:
             call.close()
             raise EngineDied("it was closed")

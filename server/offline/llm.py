@@ -74,9 +74,9 @@ class LLM:
     """Offline inference: `LLM(model="...").generate(["Hello"])`.
 
     Any engine or server flag is a keyword argument (`max_model_len=2048`); an unknown keyword
-    raises a ConfigError that names the most similar flag. Use LLM in a `with` block, or call
-    `close`: this stops all threads, as does interpreter exit. Not thread-safe: make one call at a
-    time.
+    raises a ConfigError that names the most similar flag, if any. Use LLM in a `with` block, or
+    call `close`: this stops all threads, as does interpreter exit. Not thread-safe: make one call
+    at a time.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
@@ -129,7 +129,7 @@ class LLM:
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Maximum number of prompts in flight: two batches. Later prompts are not tokenized yet.
+        # Number of sequences in flight: two batches. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
@@ -268,10 +268,10 @@ class LLM:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Vectors or class probabilities of each prompt, from a pooling model.
 
-        `pooling_task` is embed, token_embed, classify or score; the other fields of
-        `pooling_params` apply to any task. Longer prompts are truncated to `truncate_prompt_tokens`
-        (-1: to the model's maximum); without it they raise UserError. A generative model also
-        raises UserError.
+        `pooling_task`: embed, token_embed, classify or score, which replaces the task of
+        `pooling_params`; None: the task of a single `pooling_params`. Prompts are truncated to
+        `truncate_prompt_tokens` (-1: to the model's maximum). Raises UserError for an invalid input
+        and for a generative model, PromptTooLong for a prompt that does not fit.
         """
         if pooling_task is None:
             if not isinstance(pooling_params, PoolingParams):
@@ -365,8 +365,8 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters with the checkpoint's recommended values, and neutral values
-        otherwise."""
+        """Sampling parameters with the defaults from generation_config and
+        override_generation_config, and neutral values otherwise."""
         return self._defaults
 
     @property

@@ -16,7 +16,8 @@ class LoRARequest(NamedTuple):
     lora_int_id: int
     """Not used: adapters are identified by name and content."""
     lora_path: str = ""
-    """Folder of the adapter; empty: an adapter in lora_modules."""
+    """Folder of the adapter; empty: an adapter that is already loaded, such as one in
+    lora_modules."""
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

@@ -36,7 +36,8 @@ class CompletionOutput:
     finish_reason: str | None
     """stop or length."""
     stop_reason: str | int | None
-    """The stop string or stop token id; None for an end token."""
+    """The stop string or stop_token_ids entry that ended the choice; None if something else
+    did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """Text of the prompt; None if the prompt came as token ids."""
+    """Text of the prompt; None if only token ids were given."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     """Token id -> log-probability for each prompt token, None for the first token; None unless

@@ -12,7 +12,8 @@ from server.offline.videos import given_video, is_video
 from server.text.messages import Message
 
 PromptInput = str | Mapping[str, Any] | Sequence[int]
-"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of ids."""
+"""A text, {"prompt": text}, {"prompt_token_ids": ids}, or a list of ids. A dict may also have
+cache_salt and multi_modal_data."""
 
 
 def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:

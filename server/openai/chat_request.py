@@ -25,8 +25,8 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 INLINE_PARTS = 2_000
-"""Maximum number of messages and parts that are validated on the event loop, about a
-millisecond."""
+"""Maximum number of messages and parts, and maximum weight of the tools, that are validated on the
+event loop: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def limit_named(body: ChatBody) -> Iterator[None]:
 
 
 async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> PreparedChat:
-    """Check and render `body`. Raises UserError and Overloaded."""
+    """Check and render `body`. Raises UserError, Overloaded, and the errors of `check_grammar`."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(
@@ -190,7 +190,8 @@ async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> Pre
 
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
-    """Number of prompt tokens of `body`, even beyond the context length. Raises UserError."""
+    """Number of prompt tokens of `body`, even beyond the context length (see max_counted_tokens).
+    Raises UserError."""
     state.model(body.model)
     await body.on_thread_if_large(body.check)
     rendered = await render_watched(state, request, body)

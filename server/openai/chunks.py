@@ -23,7 +23,7 @@ class _Chunks:
         self._has_ids = bool(job.body.return_token_ids)
         self._has_usage = job.includes_usage_in_chunks
         self._is_plain = not (self._has_logprobs or self._has_ids or self._has_usage)
-        """Whether all chunks except the last have only text."""
+        """Whether chunks of text come without log-probabilities, token ids and usage."""
 
     async def ending(self) -> bytes:
         if not self._job.includes_usage:

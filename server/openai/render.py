@@ -1,6 +1,6 @@
 """POST /v1/chat/completions/render and /v1/completions/render: token ids and sampling parameters of
 a request, without running it. Routers that are aware of prefix caches need the token ids. Each
-result is a body for /inference/v1/generate."""
+result without images is a body for /inference/v1/generate."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ from server.serving.job import check_queued_tokens, request_id_of
 from server.serving.state import AppState
 
 MAX_REPEATED_BYTES = 8 * 2**20
-"""Maximum bytes of the sampling parameters in a response, over all prompts."""
+"""Maximum bytes of the sampling parameters in a response, over all of several prompts."""
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 
@@ -134,7 +134,8 @@ def _check_size(num_bytes: int, num_prompts: int) -> None:
 
 
 def _features(prompt: Prompt, images: Sequence[ProcessedImage]) -> Fields | None:
-    """Hashes and positions of the images and videos of a prompt, by modality."""
+    """Hashes and positions of the images and videos of a prompt, by modality; None without
+    them."""
     if prompt.images is None:
         return None
     hashes: dict[str, list[str]] = {}

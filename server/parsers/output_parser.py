@@ -17,8 +17,8 @@ from server.parsers.tool.base import ToolCallParser, ToolCallReader
 class OutputParser:
     """Chains a reasoning parser and a tool parser, which gets the text from the reasoning parser.
 
-    Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, leading and
-    trailing whitespace of the text is dropped.
+    Every call gets an id; calls beyond `max_calls` are dropped. If there are calls, trailing
+    whitespace of the text is dropped, and leading whitespace of text that starts after a call.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def make_input_processor(
 def not_a_pooling_model() -> UserError:
     """The error for a pooling request to a generative model."""
     return UserError(
-        "This model generates text; this route needs a pooling model: serve one, or serve this "
+        "This model generates text; this request needs a pooling model: serve one, or serve this "
         "model with --runner pooling.",
         param="model",
     )
@@ -129,7 +129,8 @@ class InputProcessor:
             )
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
-        """Create inputs from texts or pairs; the model's prompt is put before single texts."""
+        """Create inputs from texts or pairs; the model's prompt is put before single texts. Raises
+        UserError, and Overloaded if too many texts wait."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)

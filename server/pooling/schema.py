@@ -361,7 +361,8 @@ class RerankBody(PairBody):
 
 def texts_of(given: object, name: str) -> list[str]:
     """List of texts from a text or a list of texts. A text is a string, {"text": ...} or
-    {"content": [text parts]}. Raises UserError with the index of an invalid text."""
+    {"content": ...} with a string or text parts. Raises UserError with the index of an invalid
+    text."""
     texts = given if isinstance(given, list) else [given]
     if not texts:
         raise UserError(f"{name} is an empty list, it must have at least 1 text", param=name)

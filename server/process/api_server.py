@@ -68,7 +68,8 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 WRONG_SETTING = 2
 ENGINE_GONE = 4
-"""Exit code of an API server whose last engine has died, if there are several API servers."""
+"""Exit code of an API server whose last engine has died or has written a profile, if there are
+several API servers."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -92,8 +93,8 @@ MANY_CONNECTIONS = 500
 it."""
 EMULATOR = "hpu-emulator"
 KEEP_ALIVE_S = 75
-"""Keep-alive timeout. Longer than the idle timeout of load balancers, which could otherwise send a
-request on a connection that the server is closing."""
+"""Keep-alive timeout. Longer than the usual idle timeout of load balancers (60 s), which could
+otherwise send a request on a connection that the server is closing."""
 BACKLOG = 2048
 WATCH_S = 1.0
 """Interval between checks for changed files."""
@@ -225,7 +226,8 @@ class UvicornServer(uvicorn.Server):
                 self.servers.append(cast(asyncio.Server, listener))
 
     async def on_tick(self, counter: int) -> bool:
-        """Expire connections past their deadline. uvicorn calls it ten times a second."""
+        """Expire connections past their deadline, and return memory to the operating system after
+        many have closed. uvicorn calls it ten times a second."""
         now_s = asyncio.get_running_loop().time()
         connections = cast("set[HttpProtocol]", self.server_state.connections)
         for connection in [
@@ -348,8 +350,8 @@ class ApiServer:
             engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count the crash of an engine; the launcher logs it. `has_poison`: a poison request was
-        failed."""
+        """Count the crash of an engine, and log a poison request and the requests that other
+        engines resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(
@@ -575,8 +577,8 @@ class ApiServer:
         )
 
     def _start_probes(self, listener: socket.socket, folder: str) -> StartProbes | None:
-        """Start the process that responds while a large tokenizer is parsed; None for a small
-        file."""
+        """Start the process that responds while a large tokenizer is parsed; None for a small file,
+        with --skip-tokenizer-init, and in a restarted API server."""
         config = self.state.config
         # A restarted API server is not listening yet.
         is_listening = not self._args.restart
@@ -756,7 +758,8 @@ def load_tokenizer(
     folder: str, config: ServerConfig, cache_dir: str | None
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
-    all three are None; for models without vision the image loader is None."""
+    all three are None; the image loader is also None for models without vision, and if
+    `make_image_inputs` returns None."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
@@ -814,8 +817,8 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
 def _log_default_limit(defaults: Mapping[str, float]) -> None:
     if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
         logger.info(
-            "A request without max_tokens generates at most %d tokens, by the generation config; "
-            "--generation-config vllm removes this limit",
+            "A request without max_tokens generates at most %d tokens, the limit set by "
+            "--generation-config or --override-generation-config",
             limit,
         )
 

@@ -32,8 +32,8 @@ exit."""
 def serve_engines(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
-    """Run this host's engines until SIGTERM or SIGINT, or until the last engine ends; returns the
-    exit code. Raises ConfigError, and the errors of `resolve`.
+    """Run this host's engines until SIGTERM or SIGINT, or until the last engine ends (of coupled
+    engines, the first); returns the exit code. Raises ConfigError, and the errors of `resolve`.
 
     The engines connect to `server_config.api_server_count` API servers on the other host, which may
     start later. They end when the connection to any of them is lost.
@@ -89,7 +89,8 @@ def _watch(
     start_engines: Callable[[str], None],
     engines: list[EngineProcesses],
 ) -> int:
-    """Handle events until a signal arrives or the last engine ends; returns the exit code."""
+    """Handle events until a signal arrives or the last engine ends (of coupled engines, the first);
+    returns the exit code. Raises the exception of a failed download."""
     while True:
         event = events.get()
         if isinstance(event, Exception):

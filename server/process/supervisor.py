@@ -274,8 +274,8 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 class Supervisor:
     """Runs several API servers and the engines. Restarts API servers that exit, within limits.
-    Stops everything if an API server may not be restarted or the last engine has exited; logs the
-    exit of an engine while other engines run."""
+    Stops everything if an API server may not be restarted or the last engine (of coupled engines,
+    the first) has exited; logs the exit of an engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -299,7 +299,7 @@ class Supervisor:
         except OSError as error:
             raise ConfigError(
                 f"metrics of several API servers need a folder: {directory} cannot be written "
-                f"({error.strerror}); set TMPDIR to a folder with more room"
+                f"({error.strerror}); set TMPDIR to another folder"
             ) from error
         self._children: dict[int, ChildProcess] = {}
         """API servers by index."""

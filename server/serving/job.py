@@ -132,7 +132,7 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return self.parsers.parser(delta.index).parse(delta)
 
     def finish_reason(self, delta: Delta) -> str | None:
-        """Finish reason of the choice of `delta`; call it after `events`."""
+        """Finish reason of the choice of `delta`; None before its end. Call it after `events`."""
         if self.parsers is None:
             return delta.finish_reason
         return self.parsers.parser(delta.index).finish_reason(delta.finish_reason)
@@ -334,14 +334,14 @@ def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
 def _check_priority(state: AppState, priority: int | None) -> None:
     if priority and not state.has_priorities:
         raise UserError(
-            f"priority is {priority}, it must be 0: this server runs first come, first served",
+            f"priority is {priority}, it must be 0 without --scheduling-policy priority",
             param="priority",
         )
 
 
 def cache_salt_of(state: AppState, record: RequestRecord, salt: str | None) -> str:
     """Prefix-cache salt of a request with `salt` in its body. With --cache-salt-per-key it includes
-    the owner of the API key."""
+    the digest of the API key."""
     salt = salt or ""
     if not state.config.cache_salt_per_key:
         return salt
@@ -361,8 +361,8 @@ async def check_grammar(
     state: AppState, request: Request, field: str, spec: GrammarSpec, *, place: str
 ) -> None:
     """Compile the grammar of `field` in the engine, so that errors are reported before the response
-    starts. `place`: path of the grammar in the body, for errors. Raises UserError, Overloaded and
-    ClientGone."""
+    starts. `place`: path of the grammar in the body, for errors. Raises UserError, ClientGone,
+    Overloaded (also after GRAMMAR_TIMEOUT_S), and the other errors of EngineClient.control."""
     record = record_of(request.scope)
     call = state.client.control(
         COMPILE_GRAMMAR,
@@ -397,9 +397,9 @@ async def start_tracked(
     num_sequences: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
-    """Send a request to the engine with `start`, and track it. Raises the errors of `start`, and
-    Overloaded if its first prompt, of `num_first_tokens` tokens, would wait longer than
-    --max-ttft."""
+    """Send a request to the engine with `start`, and track it. Raises UserError for invalid
+    `options`, the errors of `start`, and Overloaded if the expected time to first token of its
+    first prompt, of `num_first_tokens` tokens, exceeds --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)

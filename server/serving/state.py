@@ -36,7 +36,7 @@ NAME_CHARACTERS_SHOWN = 200
 NAMES_SHOWN = 3
 MAX_RECENT = 100
 MAX_RESTARTS = 5
-"""Number of engine restarts that the page shows."""
+"""Maximum number of engine restarts that the page shows."""
 
 
 class PastRestart(NamedTuple):
@@ -74,7 +74,7 @@ class AppState:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     images: ImageLoader | None = None
-    """Image loader; None if the model does not support images."""
+    """Image loader; None if images are not served."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
@@ -230,7 +230,8 @@ class AppState:
         """The tokenizer. Raises UserError if the server was started without a tokenizer."""
         if self.tokenizer is None:
             raise UserError(
-                "this server has no tokenizer, send token ids to /v1/completions", param=param
+                "this server has no tokenizer: send token ids to a route that accepts them",
+                param=param,
             )
         return self.tokenizer
 

@@ -41,7 +41,8 @@ from server.text.template_renderer import (
 TIME_LIMIT_S = 1.5
 """Time limit of a rendering."""
 MAX_PENDING = 1_024
-"""Maximum number of renderings that wait for a thread."""
+"""Maximum number of renderings that wait for a thread or run there; for templates in requests, of
+the waiting renderings alone."""
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
@@ -118,7 +119,8 @@ class ChatTemplate:
 
     @property
     def default(self) -> str | None:
-        """Template for requests that name no template."""
+        """Template for requests that name no template, unless they have tools and there is a
+        template tool_use."""
         return self._sources.get("default")
 
     def uses_generic_tools(self) -> bool:
@@ -141,8 +143,8 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """Render the prompt. Raises UserError if the template rejects the chat, takes too long or
-        writes too much text; Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError for invalid arguments, or if the template rejects the
+        chat, takes too long or writes too much text; Overloaded if too many renderings wait.
 
         `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
         to all text of the caller; `client`: API key or address, so that clients share the threads

@@ -34,7 +34,7 @@ class TokenLengthBound:
 
 def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
     """Bound for `encoder`; None if a token may represent any number of bytes (unknown words,
-    dropped whitespace)."""
+    dropped whitespace), or if a part of the tokenizer is of an unknown type."""
     added = encoder.get_added_tokens_decoder().values()
     growth = _shrinking(_state(encoder.normalizer))
     keeps_all = _keeps_all(_state(encoder.pre_tokenizer))

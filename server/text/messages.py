@@ -19,8 +19,8 @@ IMAGE_TYPES = ("image_url", "input_image", "image")
 VIDEO_TYPES = ("video_url", "video")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_ARGUMENTS_CHARACTERS = 2**19
-"""Maximum characters of a tool call's arguments: decoding takes 15 ms, and model output is never
-that long."""
+"""Maximum characters of a tool call's arguments, which take 15 ms to decode; models write much
+shorter arguments."""
 _KNOWN_PARTS = (*_TEXT_PARTS, "refusal", *IMAGE_TYPES, *VIDEO_TYPES)
 _MARKER = "CONTINUED-HERE-9f2c61d7 "
 """Marker at the end of the continued message; its trailing space shows whether the template trims
@@ -172,7 +172,8 @@ def mark_continuation(messages: list[Message], source: str) -> str:
 
 
 def cut_at_marker(rendered: str, final: str) -> str:
-    """The prompt up to the end of the continued message."""
+    """The prompt up to the end of the continued message. Raises UserError if the template has
+    changed the message."""
     if final.strip() not in rendered or _MARKER.strip() not in rendered:
         raise UserError(
             "continue_final_message: the chat template changes the last message",

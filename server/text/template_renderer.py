@@ -170,8 +170,8 @@ class Renderer:
 
 
 class CompiledTemplate:
-    """A compiled template, and the content formats that it accepts for each role, which are probed
-    once."""
+    """A compiled template, and what it supports, which is probed once: content formats of each
+    role, tools, and system messages after the first message."""
 
     def __init__(self, template: Template, source: str) -> None:
         self.template = template

@@ -39,11 +39,12 @@ INLINE_CHARACTERS = 2_000
 """Maximum characters of a text that is encoded on the event loop: at 0.3 us per character, less
 than a millisecond."""
 SHORT_CHARACTERS = 50_000
-"""Maximum characters of a text that is encoded on the threads for short texts."""
+"""Maximum characters of a text, or of a batch of inputs, that is encoded on the threads for short
+texts."""
 MAX_CHARACTER_BYTES = 4
 MAX_PENDING = 1_024
-"""Maximum number of short texts, and of long texts, that wait for a thread. Beyond it, only clients
-with less than their share may add texts."""
+"""Maximum number of short texts, and of long texts, that wait for a thread or are being encoded.
+Beyond it, only clients with less than their share may add texts."""
 INLINE_GROWN_BYTES = 2**17
 """Maximum bytes, after the tokenizer's growth, of a text that is encoded on the event loop: 0.06
 s."""

@@ -222,9 +222,9 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     files = [folder / name for name in names if (folder / name).is_file()]
     if not any(file.name != "tokenizer_config.json" for file in files):
         raise ConfigError(
-            f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); copy the "
-            "tokenizer files of the base model into it, or serve token ids alone with "
-            "--skip-tokenizer-init"
+            f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json or "
+            "vocab.txt): copy the tokenizer files of the base model into it, or serve token ids "
+            "alone with --skip-tokenizer-init"
         )
     digest = hashlib.sha256()
     for file in files:

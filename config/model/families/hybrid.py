@@ -19,7 +19,7 @@ _ATTENTION_KINDS = ("full_attention", "attention")
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """time_step_limit of all published models, as written by transformers 4 and 5."""
 MAX_KERNEL = 16
-"""Maximum kernel size of the convolution; published models have 4."""
+"""Maximum kernel size of a convolution; published models have 3 or 4."""
 
 
 def _granite_hybrid(config: ModelConfig) -> DecoderSpec:
@@ -131,7 +131,7 @@ def attention_layers(
     config: ModelConfig, state_kinds: tuple[str, ...] = _STATE_KINDS
 ) -> tuple[bool, ...]:
     """For each layer, True for attention and False for a layer of `state_kinds`, from layer_types;
-    empty if layer_types is absent."""
+    empty if layer_types is absent. Raises ConfigError for a wrong length or an unknown type."""
     fields = config.fields
     kinds: list[Any] = fields.get("layer_types", list, [])
     # check_shapes first maps the model without layers (num_layers 0): skip the length check then.

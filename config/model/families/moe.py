@@ -167,7 +167,8 @@ GLM_FIELDS = MoEFields(
     first_layer="first_k_dense_replace",
 )
 EXPERT_LAYERS = "moe_layers"
-"""Field that `listed_expert_layers` computes."""
+"""Field with the indices of the layers with experts, which `listed_expert_layers` computes from
+newer fields."""
 _VISION_EXPERTS = "moe_num_vision_experts"
 """Field that `_ernie_vl_fields` computes."""
 _ERNIE = MoEFields(

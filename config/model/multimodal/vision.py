@@ -22,7 +22,8 @@ class VisionFacts:
     architecture: str
     """Multimodal architecture, such as LlavaForConditionalGeneration."""
     image_token_id: int
-    """Placeholder token: each occurrence is replaced by an embedding of the image."""
+    """Placeholder token: one for each embedding of an image, or one for each image if `cross` is
+    set."""
     video_token_id: int | None = None
     uses_mrope: bool = False
     """Whether positions have three axes: time, height and width (M-RoPE)."""

@@ -219,7 +219,7 @@ def _selects(patterns: tuple[str, ...], module: str) -> bool:
 
 def _first(patterns: tuple[str, ...], module: str) -> int | None:
     """Index of the first regular expression in `patterns` that matches `module`, counting only
-    expressions."""
+    expressions; None: no match."""
     if not patterns:
         return None
     found = (expressions(patterns).first(name) for name in _names(module))

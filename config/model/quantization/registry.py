@@ -84,7 +84,7 @@ def _settings(fields: Fields) -> Fields | None:
 
 
 def _marked(settings: object) -> str | None:
-    """The format of `settings` without quant_method, identified by other fields."""
+    """The format of `settings` without quant_method, identified by other fields, if any."""
     if not isinstance(settings, dict):
         return None
     found = (name for name, form in _ALL.items() if any(map(settings.get, form.marks)))

@@ -1,1 +1,1 @@
-"""`gaudiserve bench serve`: a load generator for an OpenAI-compatible server."""
+"""`gaudiserve bench`: a load generator for an OpenAI-compatible server, and offline benchmarks."""

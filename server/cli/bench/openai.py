@@ -163,4 +163,4 @@ async def first_model(client: HttpClient) -> str:
     try:
         return str(response["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
-        raise HttpFailure("/v1/models lists no model; name one with --model") from None
+        raise HttpFailure("/v1/models lists no model") from None

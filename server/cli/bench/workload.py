@@ -1,6 +1,6 @@
 """Workload: prompts, output lengths and arrival times, reproducible from a seed.
 
-Text prompts are adjusted to their token counts with the server's tokenizer.
+Text prompts are adjusted to their token counts with a CountTokens.
 """
 
 import random
@@ -50,7 +50,7 @@ class BenchRequest:
 
 
 CountTokens = Callable[[str], Awaitable[int]]
-"""Counts the tokens of a text with the server's tokenizer."""
+"""Counts the tokens of a text with the tokenizer of the measured model."""
 
 
 async def count_words(text: str) -> int:

@@ -1,5 +1,5 @@
 """PromptForm: the prompt text of images for a model family. The processor classes of transformers
-generate the same text, but need torch and a tokenizer."""
+generate the same text, but need a tokenizer, and some need torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,7 +119,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class VideoForm(Protocol):
-    """Prompt text of videos. The image processor has already preprocessed each frame as an
+    """Frame size and prompt text of videos. The image processor preprocesses each frame as an
     image."""
 
     @property
@@ -150,7 +150,7 @@ class VideoForm(Protocol):
 
 
 class PromptForm(Protocol):
-    """Prompt text of images."""
+    """Prompt text and grid of images, and arguments of their image processor."""
 
     @property
     def video(self) -> VideoForm | None:
@@ -169,7 +169,8 @@ class PromptForm(Protocol):
         ...
 
     def text(self, arrays: Arrays) -> str:
-        """Text that replaces `mark`. Each of its image tokens corresponds to an embedding row."""
+        """Text that replaces `mark`. If `num_rows` is 0, each of its image tokens corresponds to an
+        embedding row."""
         ...
 
     def grid(self, arrays: Arrays) -> tuple[int, int, int]:

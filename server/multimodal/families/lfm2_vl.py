@@ -23,8 +23,8 @@ Size = tuple[int, int]
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 MAX_TILES = 100
-"""Limit on the tiles of an image; published checkpoints have 10. The number of grids grows
-quadratically."""
+"""Limit on the tiles of an image; published checkpoints have 10. Listing the grids takes
+cubic time."""
 
 _COUNTS: Mapping[str, tuple[int, int]] = {
     "downsample_factor": (2, MAX_SIDE),

@@ -27,7 +27,7 @@ class LlavaForm(NoGrid):
             "default",
         )
         # The strategy "default" drops CLIP's class token, which num_additional_image_tokens
-        # includes. Without this field, the class token is the only additional token.
+        # includes. Without this field, only the patches have tokens.
         dropped = int(strategy == "default")
         extra = processor_fields(files.processor).integer(
             "num_additional_image_tokens", dropped, maximum=MAX_IMAGE_TOKENS

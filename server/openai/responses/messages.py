@@ -14,8 +14,8 @@ LEADING = ("system", "developer")
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
     """Convert validated `items` to chat messages. Consecutive output of the model (reasoning, text,
-    calls) becomes a single message. `instructions` and the system messages after them are merged,
-    since many templates accept only a single system message."""
+    calls) becomes a single message. `instructions` and the system messages after them, up to a
+    message with an image, are merged, since many templates accept only a single system message."""
     outputs = ("function_call_output", "custom_tool_call_output")
     builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:

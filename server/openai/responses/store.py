@@ -139,7 +139,8 @@ class StoredResponse:
 
     id: str
     owner: str
-    """API key that created the response (see ApiKeys.check); only this key can access it."""
+    """Owner of the request that created the response (see ApiKeys.check); only requests of this
+    owner can access it."""
     input_history: ItemHistory
     """Input items, linked to all previous items."""
     full_history: ItemHistory | None = None
@@ -150,7 +151,8 @@ class StoredResponse:
     running: RunningResponse | None = None
     is_background: bool = False
     events: list[bytes] | None = None
-    """Frames of the stream, by sequence number; None if the response is not streamed."""
+    """Frames of the stream, by sequence number; None unless the response was created with
+    background and stream."""
     num_bytes: int = 0
     """Size in bytes, without the histories."""
     stored_s: float = 0.0
@@ -200,7 +202,7 @@ class Followers:
 
 class ResponseStore:
     """Stored responses by id. Running responses count towards the limits but are never evicted; if
-    they fill the store, new responses are rejected."""
+    they fill the store, new background responses are rejected."""
 
     def __init__(
         self,
@@ -263,8 +265,8 @@ class ResponseStore:
         self._count_bytes(entry, num_bytes)
         if not self._evict() and entry.running is not None:
             raise Overloaded(
-                f"the stored responses have {self._max_bytes} bytes, which is the maximum "
-                "(--responses-store-max-bytes)"
+                f"the running responses have more than {self._max_bytes} bytes, which is the "
+                "maximum (--responses-store-max-bytes)"
             )
 
     def finish(self, entry: StoredResponse, response: EndedResponse) -> None:

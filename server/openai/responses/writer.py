@@ -79,7 +79,7 @@ class ResponseWriter:
 
     def add(self, deltas: list[Delta]) -> list[list[StreamEvent]]:
         """Add deltas to the response; returns the events of each delta, which have no frames
-        yet."""
+        yet. Raises UserError for too many log-probabilities."""
         self._job.check_kept_logprobs()
         return [self._output.add(delta) for delta in deltas]
 

@@ -303,7 +303,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def forced_name(self) -> str | None:
-        """Name of the function that tool_choice names."""
+        """Name of the function that tool_choice names, if any."""
         return name_of(self.tool_choice)
 
     @property

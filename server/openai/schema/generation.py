@@ -49,7 +49,7 @@ for until the request ends: 100 to 500 kB."""
 MAX_STOP_CHARACTERS = 1_024
 """Maximum length of a stop string: the text of each token is compared with all its prefixes."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters that a model's generation_config may set."""
+"""Sampling parameters that a model's generation_config may set."""
 
 
 def _listed(value: object) -> object:
@@ -156,7 +156,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Sampling and transport fields of chat and text completions."""
+    """Sampling and transport fields of all generation requests."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
     instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
@@ -241,7 +241,7 @@ class GenerationBody(Body):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """(field, grammar) that constrain the output. Raises UserError."""
+        """(field, grammar) that constrain the output; None: no constraint. Raises UserError."""
         given = ((name, getattr(self, name)) for name in FIELDS)
         others = {name: value for name, value in given if value is not None}
         return spec_of(self.response_format, self.structured_outputs, others)

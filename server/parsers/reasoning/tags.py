@@ -28,8 +28,8 @@ class ReasoningFormat:
     label: str = ""
     """Optional word in the first line of reasoning, after the start tag."""
     is_anywhere: bool = False
-    """Whether reasoning may start anywhere in an answer. Tags are then special tokens, and stray
-    tags outside the reasoning are dropped."""
+    """Whether reasoning may start anywhere in an answer. Its tags, except _TEXT_TAGS, are then
+    special tokens, and stray ones outside the reasoning are dropped."""
     dropped: tuple[str, ...] = ()
     """Other tags that are dropped and that end the reasoning, with `is_anywhere`."""
     has_messages: bool = False
@@ -111,8 +111,9 @@ class ShownReasoningParser(ReasoningParser):
 
 
 class ReasoningTagParser(ReasoningParser):
-    """Parser of reasoning between tags. Drops whitespace around the tags. Reasoning without an end
-    tag ends before a call or at the end of the answer."""
+    """Parser of reasoning between tags. Drops whitespace around the tags, except after the
+    reasoning with `keeps_whitespace`. Reasoning without an end tag ends before a call or at the end
+    of the answer."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Building blocks of parsers: events, incremental text, incremental JSON."""
+"""Building blocks of parsers: events, incremental text, JSON and Python literals."""

@@ -51,8 +51,8 @@ ParserEvent = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 class Parser(Protocol):
     """Incremental parser for a choice. Never raises. Returns the same events (adjacent pieces
-    joined) for any chunking of the text. Buffers only text that may still be a marker or the name
-    of a call."""
+    joined) for any chunking of the text. Buffers only text whose meaning is still open, such as the
+    start of a marker or of a call."""
 
     def feed(self, text: str) -> list[ParserEvent]:
         """The events that `text` completes."""
@@ -65,9 +65,9 @@ class Parser(Protocol):
 
 
 class EventBuffer:
-    """Collects events and joins adjacent pieces. A call is buffered until its first value starts or
-    the call ends, because text that only starts like a call may still turn out to be text. After
-    that it remains a call."""
+    """Collects events and joins adjacent pieces. A call is buffered until its first value starts,
+    its arguments exceed MAX_HELD_CHARACTERS, or the call ends, because text that only starts like a
+    call may still turn out to be text. After that it remains a call."""
 
     def __init__(self) -> None:
         self._events: list[ParserEvent] = []

@@ -1,4 +1,4 @@
-"""Incremental JSON parser: validates each character and emits it immediately."""
+"""Incremental JSON parser: validates text and emits it as it arrives, numbers and words whole."""
 
 import json
 import re
@@ -17,9 +17,9 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 def read_value(
     source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read any JSON value, and emit it as written. Adds missing brackets before one of `ends` or
-    before an outer bracket, and drops trailing commas. Raises ParseError at any other invalid
-    character, and for values nested deeper than MAX_DEPTH."""
+    """Read any JSON value, and emit it as written, with strings as in `read_string`. Adds missing
+    brackets before one of `ends` or before an outer bracket, and drops trailing commas. Raises
+    ParseError at any other invalid character, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)
@@ -36,7 +36,7 @@ def read_value(
 
 def read_string(source: Source, sink: Sink) -> Steps[None]:
     """Read a JSON string. Escapes raw control characters, and backslashes before characters that
-    JSON does not allow there, because models write both."""
+    JSON does not allow there, because models write both; a backslash before ' is dropped."""
     yield from source.expect('"')
     sink('"')
     while True:

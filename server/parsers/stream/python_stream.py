@@ -34,8 +34,8 @@ Ends = Callable[[], Steps[bool]]
 
 
 def read_literal(source: Source, sink: Sink, depth: int, ends: Ends) -> Steps[None]:
-    """Read a Python literal and emit it as JSON; a set becomes a list. A quote inside a string that
-    does not end the value is part of the string. Raises ParseError."""
+    """Read a Python literal and emit it as JSON; a tuple or a set becomes a list. A quote inside a
+    string that does not end the value is part of the string. Raises ParseError."""
     first = yield from source.peek()
     if first in "\"'":
         sink('"')

@@ -17,9 +17,10 @@ Sink = Callable[[str], object]
 
 WHITESPACE = " \t\r\n"
 MAX_REREAD_CHARACTERS = 1024
-"""Maximum characters of a failed call that are parsed again as text."""
+"""Maximum characters of a failed call that are parsed again as text, and of text that is examined
+to decide whether a marker in reasoning starts a call."""
 MAX_BLANKS = 64
-"""Maximum whitespace before the character that decides whether a quote ends a value."""
+"""Maximum whitespace before the text that decides whether a quote or a tag ends a value."""
 MAX_LOOKAHEAD = 4096
 """Maximum characters that are searched to decide whether a tag ends a value."""
 
@@ -135,7 +136,7 @@ class Source:
 
     def is_followed_by(self, words: tuple[str, ...], skip: int) -> Steps[bool]:
         """Whether any of `words`, or the end of the text, follows the next `skip` characters and
-        whitespace."""
+        at most MAX_BLANKS whitespace characters."""
         while True:
             rest = self._text[self._at + skip : self._at + skip + MAX_BLANKS + max(map(len, words))]
             following = rest.lstrip(WHITESPACE)
@@ -249,7 +250,8 @@ class Source:
     def collect_until(
         self, words: tuple[str, ...], *, most: int, leave: bool = False
     ) -> Steps[str]:
-        """The text before the first of `words`. Raises UnexpectedEnd if the text ends first."""
+        """The text before the first of `words`. Raises UnexpectedEnd if the text ends first, and
+        ParseError like `read_until`."""
         pieces: list[str] = []
         if not (yield from self.read_until(words, pieces.append, most=most, leave=leave)):
             raise UnexpectedEnd

@@ -78,7 +78,8 @@ def _items(schema: Mapping[str, Any]) -> Any:
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` with references into `root` replaced by their targets, unless keywords conflict."""
+    """`schema` with references into `root`, and allOf with a single branch, replaced by their
+    targets, unless keywords conflict."""
     for _ in range(MAX_SCHEMA_DEPTH):
         rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
         if isinstance(schema.get("$ref"), str) and "allOf" not in schema:
@@ -189,7 +190,7 @@ class _Search:
         return {"allOf": present} if len(present) > 1 else next(iter(present), None)
 
     def types(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """The types that `schema` allows."""
+        """The types that `schema` allows; None: not limited, or not known."""
         if not self._enter(schema, depth):
             return None
         found = [_named_types(schema), _value_types(schema)]
@@ -206,8 +207,8 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`. A set that contradicts the earlier sets is
-        ignored."""
+        """The intersection of the sets in `found`; None if there is none. A set that contradicts
+        the earlier sets is ignored."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):

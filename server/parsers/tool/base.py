@@ -38,7 +38,7 @@ class ToolCallReader:
     """The ignored markers that start and end a section of calls; other text inside the section is
     dropped."""
     ends: tuple[str, ...] = ()
-    """Optional texts after a call, which are dropped anywhere after it."""
+    """Optional texts after a call; the tags among them are dropped anywhere after it."""
     allows_unmarked: bool = False
     """Whether an answer may start with a call without a marker."""
     unmarked_starts: str = ""
@@ -80,7 +80,8 @@ class ToolCallFormat(ToolCallReader):
 
 
 class ToolCallParser(StreamParser):
-    """Parser for the calls of a format. Text that is not a call stays text. Arguments that cannot
+    """Parser for the calls of a format. Text that is not a call stays text, except for ignored
+    markers, empty blocks of tags, and text between the calls of a section. Arguments that cannot
     be parsed are emitted unchanged."""
 
     def __init__(self, reader: ToolCallReader, tools: Tools) -> None:
@@ -127,7 +128,8 @@ class ToolCallParser(StreamParser):
 
     def _read_section(self) -> Steps[None]:
         """Read the calls of a section and drop the text around them. Text before an end tag is
-        kept, because it is a call that cannot be parsed."""
+        kept, because it is a call that cannot be parsed. If the section has no calls, or the answer
+        ends in it, the text is kept too."""
         reader, source, first = self._reader, self._source, self._output.num_calls
         self._section_text = []
         while True:

@@ -217,8 +217,8 @@ def read_inner_arguments(
 
 
 def collect_name(source: Source, separator: str, reader: ToolCallReader) -> Steps[str]:
-    """Consume and return the text up to `separator`. Raises ParseError if another tag comes
-    first."""
+    """Consume the text up to `separator`, and `separator`; returns the text. Raises ParseError if
+    another tag comes first or the text is too long."""
     tags = (separator, *reader.markers, *reader.ignored_markers)
     name = yield from source.collect_until(tags, most=MAX_NAME_CHARACTERS, leave=True)
     if not (yield from source.accept(separator)):

@@ -26,8 +26,8 @@ MAX_ARGUMENT_KEYWORDS = 65_536
 """Maximum number of keywords of all arguments, including entries of enums and branches. A keyword
 takes at least 4 characters; a larger grammar exceeds the character limit anyway."""
 MAX_CALLS = 32
-"""Maximum number of calls in a constrained answer; without a limit, a model may continue to the end
-of the context."""
+"""Maximum number of calls in a constrained JSON list; without a limit, a model may continue to the
+end of the context."""
 _VALUES = ("enum", "const", "default", "examples")
 """Keywords whose values are not schemas."""
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
@@ -131,8 +131,8 @@ def check_keywords(functions: Functions) -> None:
 
 
 def check_optional_arguments(functions: Functions) -> None:
-    """Raise UserError for more optional arguments than `named_arguments` supports: if all arguments
-    are optional, the grammar has a part for each pair of arguments."""
+    """Raise UserError for more keywords or arguments than `named_arguments` supports: if all
+    arguments are optional, the grammar has a part for each pair of arguments."""
     check_keywords(functions)
     total = 0
     for schema in functions.values():

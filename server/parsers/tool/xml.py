@@ -67,7 +67,7 @@ class Attributes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags(ToolCallFormat):
     """Tags of a model family. `opening` precedes a function name, `key` a parameter name. Markers
-    are the tags around calls and `opening` itself, because models omit the tag before it.
+    are the tags around calls, and `opening` itself if models omit the tag before it.
 
     A missing tag is implied by the next tag of the family. Text between tags becomes text of the
     answer, after the call.
@@ -358,7 +358,8 @@ class _Arguments:
         return key in self.names if self.names else IDENTIFIER.fullmatch(key) is not None
 
     def is_wrapper(self, key: str) -> bool:
-        """Whether `key` is not a parameter but may contain all arguments, as in JSON formats."""
+        """Whether `key` is not a parameter but may contain all arguments, as in JSON formats; only
+        the first key may."""
         is_other = bool(self.names) and key not in self.names
         return is_other and key in _WRAPPERS and not self._keys
 

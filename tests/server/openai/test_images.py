@@ -176,7 +176,7 @@ async def test_an_image_uuid_reuses_an_image_that_was_sent_before(rig: Rig) -> N
     first, second = (queue.images[0].content for queue in rig.client.queues)
     assert first == second
     assert other.status_code == 400
-    assert "has no image with this uuid" in other.json()["error"]["message"]
+    assert "has no image or video with this uuid" in other.json()["error"]["message"]
 
 
 async def test_tokenize_returns_the_image_tokens(rig: Rig) -> None:
@@ -500,7 +500,7 @@ async def test_a_name_of_an_image_belongs_to_its_api_key(
         ]
 
     assert [answer.status_code for answer in answers] == [200, 200, 400]
-    assert "has no image with this uuid" in answers[2].json()["error"]["message"]
+    assert "has no image or video with this uuid" in answers[2].json()["error"]["message"]
 
 
 def with_fetcher(rig: Rig, timeout_s: float = WAIT_S) -> None:
