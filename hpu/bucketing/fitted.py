@@ -1,7 +1,7 @@
-"""Strategy `fitted`: buckets that minimize the padding of given traffic, up to a number of graphs.
+"""Strategy `fitted`: buckets that reduce the padding of given traffic, up to a number of graphs.
 
-Dynamic programming finds the best boundaries of each axis; their grid is then pruned, and the
-remaining buckets are refined together.
+Dynamic programming finds the best boundaries of each axis. Greedy steps then prune their grid and
+refine the remaining buckets together.
 """
 
 import math
