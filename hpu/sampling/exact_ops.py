@@ -99,7 +99,7 @@ class ExactOps:
     def _scores(self, logits: Tensor, launch: SamplingLaunch, inputs: "_Inputs") -> Tensor:
         """(B, V) scores after every stage before the temperature."""
         indices, stages, width, pinned = launch
-        if not any(stages._replace(logprobs=False)):
+        if not stages.scores:
             return logits
         tables, rows = self._tables, inputs.rows
         scores = logits.float()
@@ -148,20 +148,20 @@ class ExactOps:
         if not stages.draw:
             return self.greedy(scores), scores
         best = filters.argmax(scores)
-        weights = _weights(scores, best, params, stages)
-        weights, is_best = self._filtered(weights, best, launch, inputs)
+        weights, is_best = self._weights(scores, best, launch, inputs)
         drawn = filters.draw(weights, inputs.random).unsqueeze(1)
         tokens = torch.where(is_best, best.tokens, drawn)
         if self._mode.is_processed and stages.logprobs:
             scores = processed_logits(scores, weights, params)
         return self._finite(filters.Argmax(best.values, tokens)), scores
 
-    def _filtered(
-        self, weights: Tensor, best: filters.Argmax, launch: SamplingLaunch, inputs: "_Inputs"
+    def _weights(
+        self, scores: Tensor, best: filters.Argmax, launch: SamplingLaunch, inputs: "_Inputs"
     ) -> tuple[Tensor, Tensor]:
-        """Weights (B, V) after min_p, top_k and top_p, and whether (B, 1) the request takes the
-        argmax."""
+        """Weights (B, V) after temperature, min_p, top_k and top_p, and whether (B, 1) the request
+        takes the argmax."""
         stages, params = launch.stages, inputs.params
+        weights = _probabilities(scores, best, params, stages)
         is_best = params.greedy > 0.5
         thresholds: list[Tensor] = []
         if stages.min_p:
@@ -222,7 +222,7 @@ class _Inputs:
         """(B, 1) of the type in which weights are summed."""
 
 
-def _weights(scores: Tensor, best: filters.Argmax, params: Params, stages: Stages) -> Tensor:
+def _probabilities(scores: Tensor, best: filters.Argmax, params: Params, stages: Stages) -> Tensor:
     """(B, V) probabilities after the temperature."""
     if stages.temperature:
         # Subtract the maximum first: tiny temperatures then give -inf and weight 0, never infinity.

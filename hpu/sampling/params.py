@@ -49,6 +49,11 @@ class Stages(NamedTuple):
     grammar: bool = False
 
     @property
+    def scores(self) -> bool:
+        """Whether any stage except `logprobs` runs."""
+        return any(self) and self != _ONLY_LOGPROBS
+
+    @property
     def tables(self) -> bool:
         """Whether a table of per-token values is read."""
         return self.bias or self.banned or self.counts
@@ -80,6 +85,7 @@ class Stages(NamedTuple):
 
 GREEDY_STAGES = Stages()
 """Stages of a launch whose requests all take the argmax of the logits."""
+_ONLY_LOGPROBS = Stages(logprobs=True)
 
 
 class Params(NamedTuple):

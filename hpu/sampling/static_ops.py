@@ -140,7 +140,7 @@ class StaticOps:
         """(B,) tokens of `logits` (B, V), and their log-probabilities. `params` and `rows` of
         `tables` have an entry for each row of `logits`."""
         compiled, scores, weights = self._compiled, logits, None
-        if any(stages._replace(logprobs=False)):
+        if stages.scores:
             # Convert in a separate stage, so that all later stages have float32 inputs.
             scores = compiled.to_float(logits)
         if stages.grammar:
