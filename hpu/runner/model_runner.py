@@ -53,7 +53,8 @@ from hpu.runner.kv_cache import KVCache
 from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.logprobs import MAX_PACKED, TopLogprobs, pack, top_logprobs
-from hpu.sampling.sampler import Sampler, SamplerOutput
+from hpu.sampling.ops import SamplerOutput
+from hpu.sampling.sampler import Sampler
 
 PROMPT_LOGITS = 1 << 24
 """Maximum number of logits in memory for prompt log-probabilities: 64 MiB in float32."""

@@ -6,26 +6,46 @@ yet on the host is a device tensor: the uploaded values are valid for any such n
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend
+from hpu.sampling.device_columns import ByWidth, DeviceColumns
+from hpu.sampling.ops import SamplingLaunch, SamplingState
 from hpu.sampling.params import Params, TableRows
 
 NO_TOKEN = -2
 """Padding after the accepted tokens of a request."""
 
 
-class DraftRows:
-    """Compiled functions for launches with `width` rows per request. B: requests, R = width * B:
-    rows, V: vocabulary."""
+class SamplingRows(NamedTuple):
+    """Requests of a decode with drafts. B: batch width, K: drafts per request."""
 
-    def __init__(self, backend: Backend, width: int, num_randoms: int, neutral: int) -> None:
-        """`num_randoms`: random numbers uploaded per request. `neutral`: index of the neutral row
-        of each table."""
-        self.width = width
-        self.num_randoms = num_randoms
+    req_indices: list[int]
+    drafts: Tensor
+    """(B, K)"""
+    ahead: Tensor
+    """(B,): generated tokens of each request beyond `num_generated`."""
+    num_generated: npt.NDArray[np.int64]
+    """(len(req_indices),)"""
+
+
+class DraftRows:
+    """Compiled functions and inputs of launches with `width` rows per request. B: requests, R =
+    width * B: rows, V: vocabulary."""
+
+    def __init__(
+        self, backend: Backend, state: SamplingState, max_drafts: int, max_inflight_steps: int
+    ) -> None:
+        self.width = width = 1 + max_drafts
+        # Each launch in flight, including the current launch, may accept all drafts.
+        num_randoms = max_drafts * max_inflight_steps + 1
+        neutral = state.tables.neutral_row
+        self._columns, _, self._bitmasks = state
 
         def expanded(
             params: Tensor, rows: TableRows, randoms: Tensor, num_banned: Tensor, ahead: Tensor
@@ -47,6 +67,33 @@ class DraftRows:
         """Maps the counts table, its rows (B,) and accepted tokens (B, width), padded with
         NO_TOKEN, to the new contents of these rows."""
         self.last_after: Callable[..., Tensor] = compiled(_last_after)
+
+        def columns_of(count: int, dtype: torch.dtype) -> ByWidth[DeviceColumns]:
+            return ByWidth(lambda batch: DeviceColumns(backend, count, batch, dtype))
+
+        self._randoms = columns_of(num_randoms, torch.float32)
+        self._num_banned = columns_of(1, backend.index_dtype)
+        self._limits = columns_of(1, backend.index_dtype)
+
+    def upload(
+        self, launch: SamplingLaunch, num_generated: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor]:
+        """Upload random numbers, and the number of tokens that remain until min_tokens."""
+        randoms, num_banned = self._randoms[launch.width], self._num_banned[launch.width]
+        self._columns.write_randoms(launch.indices, num_generated, randoms.host())
+        randoms.upload(launch.pinned)
+        self._columns.write_num_banned(launch.indices, num_generated, num_banned.host()[0])
+        num_banned.upload(launch.pinned)
+        return randoms.device, num_banned.device
+
+    def upload_bitmasks(self, launch: SamplingLaunch, words: DeviceColumns) -> Tensor:
+        """Upload the bitmasks of all rows as `words`. Returns the largest number of drafts (B,)
+        that has a bitmask."""
+        limits = self._limits[launch.width]
+        self._bitmasks.write_drafted(launch.indices, words.host(), limits.host()[0])
+        words.upload(launch.pinned)
+        limits.upload(launch.pinned)
+        return limits.device
 
 
 def _expanded(

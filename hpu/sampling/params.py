@@ -32,7 +32,7 @@ class Stages(NamedTuple):
     top_k: bool = False
     top_p: bool = False
     sort: bool = False
-    """Any request has a top_k above FEW_TOP_K, or top_p without top_k (static shapes only)."""
+    """Any request has a top_k above FEW_TOP_K, or top_p without top_k."""
     bias: bool = False
     """Any request has a row in the bias table, for allowed_token_ids or, with static shapes,
     logit_bias."""
@@ -49,6 +49,11 @@ class Stages(NamedTuple):
     grammar: bool = False
 
     @property
+    def scores(self) -> bool:
+        """Whether any stage except `logprobs` runs."""
+        return any(self) and self != _ONLY_LOGPROBS
+
+    @property
     def tables(self) -> bool:
         """Whether a table of per-token values is read."""
         return self.bias or self.banned or self.counts
@@ -57,6 +62,11 @@ class Stages(NamedTuple):
     def words(self) -> bool:
         """Whether a table of bad words is read."""
         return self.few_words or self.many_words
+
+    @property
+    def word_tables(self) -> list[str]:
+        """Names of the tables of bad words that are read."""
+        return [name for name in ("few_words", "many_words") if getattr(self, name)]
 
     def merged(self) -> "Stages":
         """Merge stages, for devices that compile each combination: merged stages run together, or
@@ -71,6 +81,11 @@ class Stages(NamedTuple):
             banned=tables,
             counts=tables,
         )
+
+
+GREEDY_STAGES = Stages()
+"""Stages of a launch whose requests all take the argmax of the logits."""
+_ONLY_LOGPROBS = Stages(logprobs=True)
 
 
 class Params(NamedTuple):
@@ -119,9 +134,9 @@ class SamplingColumns:
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
         self._logit_bias: dict[int, TokenValues] = {}
-        """logit_bias of requests without a table row, by req_index. `_end_tokens`: end tokens
-        banned before min_tokens, for exact shapes."""
+        """logit_bias of requests without a table row, by req_index."""
         self._end_tokens: dict[int, TokenValues] = {}
+        """End tokens banned before min_tokens, by req_index."""
         self._stages = np.zeros((len(Stages._fields), max_num_reqs + 1), dtype=np.bool_)
         self._params = np.empty((len(Params._fields), max_num_reqs + 1), dtype=np.float32)
         self._params[:] = np.array(_DEFAULTS)[:, None]
@@ -150,7 +165,7 @@ class SamplingColumns:
             min_p=not greedy and sampling.min_p > 0,
             top_k=not greedy and top_k > 0,
             top_p=not greedy and sampling.top_p < 1,
-            sort=not greedy and self._needs_sort(top_k, sampling.top_p),
+            sort=not greedy and (top_k > FEW_TOP_K or (top_k == 0 and sampling.top_p < 1)),
             bias=has_bias_row,
             banned=banned,
             logit_bias=bool(sampling.logit_bias) and not has_bias_row,
@@ -163,7 +178,7 @@ class SamplingColumns:
         self._stages[:, req_index] = stages
         if stages.logit_bias:
             self._logit_bias[req_index] = biases_of(sampling)
-        if banned and not self._static_shapes:
+        if banned:
             ends = token_array(sampling.end_token_ids)
             values = np.full(len(ends), -np.inf, dtype=np.float32)
             self._end_tokens[req_index] = ends, values
@@ -194,9 +209,6 @@ class SamplingColumns:
             self._not_argmax.discard(req_index)
         return stages
 
-    def _needs_sort(self, top_k: int, top_p: float) -> bool:
-        return self._static_shapes and (top_k > FEW_TOP_K or (top_k == 0 and top_p < 1))
-
     def remove_request(self, req_index: int) -> None:
         """Reset a request's entry to the defaults."""
         self._stages[:, req_index] = False
@@ -210,12 +222,16 @@ class SamplingColumns:
         """Whether the argmax of the raw logits is sufficient for all these requests."""
         return not self._not_argmax or self._not_argmax.isdisjoint(req_indices)
 
-    def stages(self, req_indices: npt.NDArray[np.int64]) -> Stages:
-        """Stages that a launch of these requests needs in this step."""
-        below = self._num_generated[req_indices] < self._min_tokens[req_indices]
-        self._stages[_STAGE["banned"], req_indices] = below
-        needed = np.any(self._stages[:, req_indices], axis=1)
-        return Stages(*needed.tolist())
+    def stages(self, req_indices: list[int]) -> Stages:
+        """Stages that a launch of these requests runs in this step."""
+        if self.all_plain_greedy(req_indices):
+            return GREEDY_STAGES
+        indices = np.array(req_indices, dtype=np.int64)
+        below = self._num_generated[indices] < self._min_tokens[indices]
+        self._stages[_STAGE["banned"], indices] = below
+        needed = np.any(self._stages[:, indices], axis=1)
+        stages = Stages(*needed.tolist())
+        return stages.merged() if self._static_shapes else stages
 
     def write_params(self, req_indices: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
         """Fill `out` (len(Params), B) float32, except for the random numbers."""

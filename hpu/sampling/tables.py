@@ -92,6 +92,7 @@ class SamplingTables:
         self._has_banned = preallocates
         self._shapes = _shapes(vocab_size, backend.index_dtype)
         self._tables: dict[str, _Table] = {}
+        self._pinned: list[Tensor] = []
         if preallocates:
             for name in self._shapes:
                 self._table(name)
@@ -102,6 +103,17 @@ class SamplingTables:
     def items(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of all allocated tables."""
         return [(name, table.tensor) for name, table in self._tables.items()]
+
+    @property
+    def neutral_row(self) -> int:
+        """Index of the neutral row of each table."""
+        return self._max_num_reqs
+
+    def take_pinned(self) -> list[Tensor]:
+        """Host tensors of uploads since the last call, to be kept until the device has read
+        them."""
+        pinned, self._pinned = self._pinned, []
+        return pinned
 
     def _table(self, name: str) -> _Table:
         if name not in self._tables:
@@ -115,9 +127,8 @@ class SamplingTables:
         stages: Stages,
         prompt: npt.NDArray[np.uint32],
         generated: npt.NDArray[np.uint32],
-    ) -> list[Tensor]:
-        """Write the table rows that the request's stages read. Returns the host tensors to keep
-        until the device has read them."""
+    ) -> None:
+        """Write the table rows that the request's stages read."""
         rows: dict[str, npt.NDArray[Any]] = {}
         if stages.bias:
             rows["bias"] = self._bias(sampling)
@@ -135,11 +146,8 @@ class SamplingTables:
             last_tokens = rows["last_tokens"] = np.zeros(NUM_LAST_TOKENS, dtype=np.int64)
             tail = generated[-NUM_LAST_TOKENS:]
             last_tokens[NUM_LAST_TOKENS - len(tail) :] = tail.astype(np.int64) + 1
-        return [
-            host
-            for name, values in rows.items()
-            for host in self._table(name).write(req_index, values)
-        ]
+        for name, values in rows.items():
+            self._pinned += self._table(name).write(req_index, values)
 
     def _bias(self, sampling: RequestSampling) -> npt.NDArray[np.float32]:
         bias = np.zeros(self._vocab_size, dtype=np.float32)

@@ -14,7 +14,8 @@ from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
 from hpu.runner.drafting.device_drafter import DeviceModelDrafter
 from hpu.runner.input_buffers import InputBuffers
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
-from hpu.sampling.sampler import SamplerOutput
+from hpu.sampling.draft_rows import SamplingRows
+from hpu.sampling.ops import SamplerOutput
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
 
 
@@ -197,19 +198,18 @@ class DeviceSpeculationRunner(ModelRunner):
         assert forward.logits is not None
         done, inputs = forward.launch, forward.inputs
         assert isinstance(inputs, DraftBuffers)
-        req_indices, append, limits = inputs.draft_inputs.req_indices, None, None
+        req_indices = inputs.draft_inputs.req_indices
         if all(map(self._sampler.takes_argmax, done.req_indices)):
             sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
         else:
             num_generated = forward.num_generated
             if num_generated is None:
                 num_generated = np.zeros(len(done.req_indices), np.int64)
-            sampled, append, limits = self._sampler.sample_drafts(
-                forward.logits, done.req_indices, rows.drafts, rows.ahead, num_generated
-            )
+            drafted = SamplingRows(done.req_indices, rows.drafts, rows.ahead, num_generated)
+            sampled = self._sampler.sample_drafts(forward.logits, drafted)
         done.pinned = (*sampled.pinned, *self._speculation.take_host_tensors())
-        if limits is not None:
-            rows = self._speculation.limit(rows, limits)
+        if sampled.limits is not None:
+            rows = self._speculation.limit(rows, sampled.limits)
         accepted, tokens = self._speculation.accept(rows, sampled.tokens, req_indices)
         if forward.drafts_next:
             accepted = self._speculation.draft_next(accepted, inputs.draft_inputs, inputs.bucket)
@@ -220,8 +220,7 @@ class DeviceSpeculationRunner(ModelRunner):
                 for i, req_index in enumerate(done.req_indices)
                 if plans or self._sampler.has_grammar(req_index)
             ]
-        if append is not None:
-            append(tokens)
+        sampled.append(tokens)
         if self._compared_ranks.size > 1:
             found = self._compared_ranks.all_gather(tokens.unsqueeze(0), dim=0)
             done.all_tokens = self._backend.to_host(found)

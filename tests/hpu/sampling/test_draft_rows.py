@@ -6,7 +6,7 @@ import torch
 
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
-from hpu.sampling.draft_rows import NO_TOKEN
+from hpu.sampling.draft_rows import NO_TOKEN, SamplingRows
 from hpu.sampling.sampler import Sampler
 
 VOCAB, BATCH, DRAFTS = 60, 8, 3
@@ -46,14 +46,16 @@ def test_rows_after_drafts_equal_sequential_sampling(ahead: int) -> None:
     known = sampler.num_generated(requests)
     for first in (ahead, ahead + 1 + DRAFTS):
         tokens = torch.stack(expected[first : first + 1 + DRAFTS])
-        sampled, append, _ = sampler.sample_drafts(
+        sampled = sampler.sample_drafts(
             logits[first : first + 1 + DRAFTS].reshape(-1, VOCAB),
-            requests,
-            tokens[:DRAFTS].t().contiguous(),
-            torch.full((BATCH,), ahead),
-            known + (first - ahead),
+            SamplingRows(
+                requests,
+                drafts=tokens[:DRAFTS].t().contiguous(),
+                ahead=torch.full((BATCH,), ahead),
+                num_generated=known + (first - ahead),
+            ),
         )
-        append(tokens.t().contiguous())
+        sampled.append(tokens.t().contiguous())
 
         found = sampled.tokens.view(1 + DRAFTS, BATCH)[:, : len(requests)]
         assert torch.equal(found, tokens[:, : len(requests)])
@@ -70,10 +72,10 @@ def test_rejected_tokens_leave_no_trace() -> None:
     rows = torch.cat((logits[0], *[torch.randn(BATCH, VOCAB)] * DRAFTS))
     none = torch.full((BATCH, DRAFTS), NO_TOKEN, dtype=first.dtype)
 
-    sampled, append, _ = sampler.sample_drafts(
-        rows, requests, wrong, zeros, sampler.num_generated(requests)
+    sampled = sampler.sample_drafts(
+        rows, SamplingRows(requests, wrong, zeros, sampler.num_generated(requests))
     )
-    append(torch.cat((sampled.tokens[:BATCH].unsqueeze(1), none), dim=1))
+    sampled.append(torch.cat((sampled.tokens[:BATCH].unsqueeze(1), none), dim=1))
     for index in requests:
         sampler.advance(index, 1)
 
@@ -95,15 +97,17 @@ def test_each_row_uses_the_bitmask_after_its_drafts() -> None:
     logits = torch.randn((1 + DRAFTS) * BATCH, VOCAB)
 
     sampler.set_draft_bitmasks(0, words)
-    sampled, _, limits = sampler.sample_drafts(
+    sampled = sampler.sample_drafts(
         logits,
-        [0, 1],
-        torch.zeros((BATCH, DRAFTS), dtype=torch.int64),
-        torch.zeros(BATCH, dtype=torch.int64),
-        sampler.num_generated([0, 1]),
+        SamplingRows(
+            [0, 1],
+            drafts=torch.zeros((BATCH, DRAFTS), dtype=torch.int64),
+            ahead=torch.zeros(BATCH, dtype=torch.int64),
+            num_generated=sampler.num_generated([0, 1]),
+        ),
     )
 
     rows = sampled.tokens.view(1 + DRAFTS, BATCH)
     assert rows[:3, 0].tolist() == allowed
     assert torch.equal(rows[:, 1], logits.view(1 + DRAFTS, BATCH, VOCAB)[:, 1].argmax(-1))
-    assert limits is not None and limits[:2].tolist() == [2, DRAFTS]
+    assert sampled.limits is not None and sampled.limits[:2].tolist() == [2, DRAFTS]

@@ -13,8 +13,9 @@ from torch import Tensor
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling import filters
+from hpu.sampling.ops import SamplerOutput
 from hpu.sampling.rng import uniforms
-from hpu.sampling.sampler import Sampler, SamplerOutput
+from hpu.sampling.sampler import Sampler
 
 CPU = CpuBackend(torch.get_num_threads())
 GREEDY = RequestSampling(temperature=0.0)

@@ -16,9 +16,10 @@ from hpu.backends.cpu import CpuBackend
 from hpu.protocol import RequestSampling
 from hpu.sampling import filters
 from hpu.sampling.logprobs import RAW, LogprobsMode
+from hpu.sampling.ops import SamplerOutput
 from hpu.sampling.params import FEW_TOP_K, Params
-from hpu.sampling.sampler import Sampler, SamplerOutput
-from hpu.sampling.static import draw
+from hpu.sampling.sampler import Sampler
+from hpu.sampling.static_ops import draw
 
 VOCAB = 300
 ROWS = 5

@@ -1,24 +1,39 @@
-"""Sampler stages with static shapes, as pure functions of tensors: each may be compiled, captured
-or run as a recipe.
+"""StaticOps: the sampler with static shapes. Its stages are pure functions of tensors: each may be
+compiled, captured or run as a recipe.
 
-Nothing is modified in place: a captured graph without tensor cache may free such an intermediate.
+No stage modifies a tensor in place: a captured graph without tensor cache may free such an
+intermediate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from config.params.sampling import MAX_LOGPROBS
 from hpu.backends.base import Backend
 from hpu.sampling import filters
+from hpu.sampling.device_columns import ByWidth, DeviceColumns, LaunchColumns
+from hpu.sampling.draft_rows import DraftRows, SamplingRows
 from hpu.sampling.logprobs import LogprobsMode, TopLogprobs, processed_logits, top_logprobs
-from hpu.sampling.params import FEW_TOP_K, Params, Stages, TableRows
+from hpu.sampling.ops import (
+    SamplerOutput,
+    SamplingLaunch,
+    SamplingState,
+    TokensOf,
+    bad_word_ends,
+    finite_tokens,
+    grammar_bias,
+    penalized,
+    word_bits,
+)
+from hpu.sampling.params import FEW_TOP_K, GREEDY_STAGES, Params, Stages, TableRows
 
-TokensOf = Callable[..., Tensor]
 Drawn = tuple[Tensor, Tensor | None]
 
-GREEDY_STAGES = Stages()
 DRAWS = tuple(
     Stages(draw=True, top_k=is_filtered, sort=sort).merged()
     for is_filtered, sort in ((False, False), (True, False), (True, True))
@@ -26,13 +41,154 @@ DRAWS = tuple(
 """Variants of the draw with different operations: without a filter, with `topk`, with a sort."""
 
 
-class StaticStages:
+class StaticOps:
+    """SamplerOps with a fixed sequence of operations per stage, and fixed shapes per batch width.
+    The requests determine only which stages run."""
+
+    accepts_argmax = False
+
+    def __init__(
+        self,
+        backend: Backend,
+        state: SamplingState,
+        mode: LogprobsMode,
+        ties: filters.Ties,
+        num_sets: int,
+    ) -> None:
+        """`num_sets`: number of launches in flight."""
+        self._backend = backend
+        self._state = state
+        self._columns, self._tables, self._bitmasks = state
+        self._mode = mode
+        self._compiled = CompiledStages(backend, mode, ties)
+        self._inputs = ByWidth(lambda width: LaunchColumns(backend, width, num_sets))
+        num_words = self._bitmasks.num_words
+        self._words = ByWidth(lambda rows: DeviceColumns(backend, rows, num_words, torch.int32))
+        """Bitmasks by number of rows."""
+        self._bits = word_bits(backend)
+        self._draft_rows = DraftRows(backend, state, max_drafts=0, max_inflight_steps=1)
+
+    def expect_drafts(self, max_drafts: int, max_inflight_steps: int) -> None:
+        """See Sampler.expect_drafts."""
+        if self._draft_rows.width != 1 + max_drafts:
+            self._draft_rows = DraftRows(self._backend, self._state, max_drafts, max_inflight_steps)
+
+    def begin(self, indices: npt.NDArray[np.int64], stages: Stages, width: int) -> SamplingLaunch:
+        inputs, pinned = self._inputs[width], self._tables.take_pinned()
+        if stages.draw or stages.tables:
+            host = inputs.params.host()
+            self._columns.write_params(indices, host)
+            self._columns.write_random(indices, host[0])
+            inputs.params.upload(pinned)
+        if stages.tables or stages.words:
+            self._columns.write_table_rows(indices, inputs.rows.host())
+            inputs.rows.upload(pinned)
+        if stages.grammar:
+            self._bitmasks.write(indices, self._words[width].host())
+            self._words[width].upload(pinned)
+        return SamplingLaunch(indices, stages, width, pinned)
+
+    def params(self, width: int) -> Tensor:
+        return self._inputs[width].params.device
+
+    def sample(self, logits: Tensor, launch: SamplingLaunch) -> SamplerOutput:
+        # Pending operations are part of the bucket's recipe, not of the first stage's.
+        self._backend.mark_step()
+        inputs, stages, compiled = self._inputs[launch.width], launch.stages, self._compiled
+        rows, tables = inputs.table_rows, dict(self._tables.items())
+        tokens, logprobs = self._run(logits, stages, inputs.params.device, rows, tables)
+        self._append(compiled.counted, compiled.appended, rows, stages, tokens)
+        return SamplerOutput(tokens, logprobs, tuple(launch.pinned))
+
+    def sample_drafts(self, logits: Tensor, rows: SamplingRows, stages: Stages) -> SamplerOutput:
+        """See Sampler.sample_drafts."""
+        drafted = self._draft_rows
+        assert 1 + rows.drafts.shape[1] == drafted.width, "see expect_drafts"
+        indices = np.array(rows.req_indices, dtype=np.int64)
+        launch = self.begin(indices, stages._replace(grammar=False), len(rows.ahead))
+        limits = None
+        if stages.grammar:
+            limits = drafted.upload_bitmasks(launch, self._words[len(logits)])
+        randoms, num_banned = drafted.upload(launch, rows.num_generated)
+        self._backend.mark_step()
+        inputs, tables = self._inputs[launch.width], dict(self._tables.items())
+        own = inputs.table_rows
+        params, every = drafted.expanded(inputs.params.device, own, randoms, num_banned, rows.ahead)
+        if stages.tables:
+            tables["counts"] = drafted.counts_before(tables["counts"], own.counts, rows.drafts)
+        if stages.words:
+            last = drafted.last_before(tables["last_tokens"], own.last_tokens, rows.drafts)
+            tables["last_tokens"] = last
+        tokens, logprobs = self._run(logits, stages, params, every, tables)
+        append = partial(self._append, drafted.counts_after, drafted.last_after, own, stages)
+        return SamplerOutput(tokens, logprobs, tuple(launch.pinned), append, limits)
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        return self._compiled.greedy(logits)
+
+    def fused_function(self, stages: Stages) -> TokensOf | None:
+        return self._compiled.fused_function(stages)
+
+    def _run(
+        self,
+        logits: Tensor,
+        stages: Stages,
+        params: Tensor,
+        rows: TableRows,
+        tables: Mapping[str, Tensor],
+    ) -> tuple[Tensor, TopLogprobs | None]:
+        """(B,) tokens of `logits` (B, V), and their log-probabilities. `params` and `rows` of
+        `tables` have an entry for each row of `logits`."""
+        compiled, scores, weights = self._compiled, logits, None
+        if stages.scores:
+            # Convert in a separate stage, so that all later stages have float32 inputs.
+            scores = compiled.to_float(logits)
+        if stages.grammar:
+            scores = compiled.with_grammar(scores, self._words[len(logits)].device, self._bits)
+        for name in stages.word_tables:
+            scores = compiled.without_bad_words(
+                scores, tables[name], getattr(rows, name), tables["last_tokens"], rows.last_tokens
+            )
+        if stages.tables:
+            three = tables["bias"], tables["banned"], tables["counts"]
+            scores = compiled.with_tables(scores, *three, rows, params)
+        if stages.draw:
+            tokens, weights = compiled.draw(scores, params, stages)
+        else:
+            tokens = compiled.greedy(scores)
+        if not stages.logprobs:
+            return tokens, None
+        if self._mode.is_processed:
+            logits = compiled.to_float(scores)
+            if weights is not None:
+                logits = compiled.processed(logits, weights, params)
+        return tokens, compiled.logprobs(logits, tokens)
+
+    def _append(
+        self,
+        counted: TokensOf,
+        appended: TokensOf,
+        rows: TableRows,
+        stages: Stages,
+        tokens: Tensor,
+    ) -> None:
+        """Append the tokens to the tables. The compiled functions `counted` and `appended` compute
+        only the new rows: torch.compile would copy a table that is modified in place."""
+        if stages.counts:
+            counts = self._tables["counts"]
+            counts.index_copy_(0, rows.counts, counted(counts, rows.counts, tokens))
+            self._backend.mark_step()
+        if stages.words:
+            table = self._tables["last_tokens"]
+            table.index_copy_(0, rows.last_tokens, appended(table, rows.last_tokens, tokens))
+            self._backend.mark_step()
+
+
+class CompiledStages:
     """Sampler stages as compiled functions of `backend`. B: batch width, V: vocabulary. `params`:
     (len(Params) * B,) float32, the concatenated columns of Params."""
 
-    def __init__(
-        self, backend: Backend, mode: LogprobsMode, ties: filters.Ties = filters.keep_ties
-    ) -> None:
+    def __init__(self, backend: Backend, mode: LogprobsMode, ties: filters.Ties) -> None:
         index_dtype = backend.index_dtype
         is_processed, is_logits = mode
 
@@ -87,37 +243,6 @@ class StaticStages:
         return self._whole.get(stages)
 
 
-def finite_tokens(chosen: filters.Argmax, dtype: torch.dtype) -> Tensor:
-    """(B,) tokens as `dtype`, -1 if the largest score is non-finite."""
-    tokens = torch.where(chosen.values.isfinite(), chosen.tokens, -1)
-    return tokens.squeeze(1).to(dtype)
-
-
-def minus_inf(banned: Tensor) -> Tensor:
-    """-inf where banned, else 0."""
-    zero = torch.zeros((), dtype=torch.float32, device=banned.device)
-    return torch.where(banned, float("-inf"), zero)
-
-
-def bad_word_ends(words: Tensor, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, W) last token of each of `words` (B, W, L + 1), and (B, W) values to add to its score:
-    -inf if the token would complete the word after `last_tokens` (B, N >= L), else 0."""
-    prefixes, ends = words[:, :, :-1], words[:, :, -1]
-    recent = last_tokens[:, -prefixes.shape[2] :].unsqueeze(1)
-    completes = ((prefixes == recent) | (prefixes == 0)).all(-1) & (ends > 0)
-    return (ends - 1).clamp(min=0), minus_inf(completes)
-
-
-def penalized(scores: Tensor, counts: Tensor, params: Params) -> Tensor:
-    """Scores (B, V) after repetition, frequency and presence penalties; `counts`: see
-    SamplingTables."""
-    generated = counts >= 1
-    repeated = torch.where(scores > 0, scores / params.repetition, scores * params.repetition)
-    scores = torch.where(counts > 0, repeated, scores)
-    out: Tensor = scores - params.frequency * counts.floor() - params.presence * generated
-    return out
-
-
 def split_params(params: Tensor) -> Params:
     """Columns of `params`, each as (B, 1)."""
     width = params.shape[0] // len(Params._fields)
@@ -141,8 +266,7 @@ def _to_float(logits: Tensor) -> Tensor:
 
 
 def _with_grammar(scores: Tensor, words: Tensor, bits: Tensor) -> Tensor:
-    banned = (words.view(len(scores), -1, 1) & bits) == 0
-    return scores + minus_inf(banned.view(len(scores), -1)[:, : scores.shape[1]])
+    return scores + grammar_bias(scores, words, bits)
 
 
 def _without_bad_words(
