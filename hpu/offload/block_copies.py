@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
+from hpu.offload.block_files import BlockFiles
 from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MAX_GATHERS, copy_sizes
 from hpu.runner.block_lists import BlockLists
@@ -65,18 +66,6 @@ class BlockCopies(Protocol):
         ...
 
 
-class Files(Protocol):
-    """Files to which blocks are written from their slots."""
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Cancel pending writes of these slots. Call it before their contents change."""
-        ...
-
-    def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
-        """Write the blocks in these slots asynchronously."""
-        ...
-
-
 class DirectCopies:
     """BlockCopies of a device that shares host memory: a copy is complete when the call returns."""
 
@@ -85,7 +74,7 @@ class DirectCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: Files | None,
+        files: BlockFiles | None,
     ) -> None:
         self._layout = layout_of(caches, block_size)
         self._caches = [
@@ -149,7 +138,7 @@ class StagedCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: Files | None,
+        files: BlockFiles | None,
         backend: Backend,
     ) -> None:
         self._caches = list(caches)
