@@ -11,7 +11,7 @@ import gc
 import importlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -37,6 +37,7 @@ from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
 from hpu.backends.gaudi_copy_trials import CopyTrials
 from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
+from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
@@ -51,7 +52,8 @@ from hpu.gaudi_devices import (
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import QKVParallelLinear
 from hpu.ops.kernels import Kernels, SliceSizes
-from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
+from hpu.quantization.base import LinearMethod, MoEMethod
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
 from hpu.quantization.stored.fp8 import (
     Fp8BlockLinearMethod,
@@ -212,7 +214,7 @@ class GaudiBackend(Backend):
             self._htorch = importlib.import_module(VENDOR_PACKAGE)
             self._htcore = importlib.import_module(f"{VENDOR_PACKAGE}.core")
             self._hpu = importlib.import_module(f"{VENDOR_PACKAGE}.hpu")
-            self._metrics = importlib.import_module(f"{VENDOR_PACKAGE}.hpu.metrics")
+            metrics = importlib.import_module(f"{VENDOR_PACKAGE}.hpu.metrics")
             self._check_mode(choice)
             # The runtime acquires the card that belongs to the rank.
             self._group = GaudiGroup(ranks)
@@ -233,9 +235,7 @@ class GaudiBackend(Backend):
             self._hpu, SIDE_COPIES if self._chooses_copies else execution.host_copies
         )
         self._hpu.manual_seed(seed)
-        for name in ("graph_compilation", "cpu_fallback"):
-            if self._metrics.metric_global(name) is None:
-                logger.warning("the runtime has no metric %s: it is reported as 0", name)
+        self.runtime_metrics = RuntimeMetrics(metrics)
         self.card = str(self._hpu.get_device_name())
         logger.info(
             "HPU %s: mode %s, %s",
@@ -573,11 +573,11 @@ class GaudiBackend(Backend):
                 "torch-compile"
             )
 
-    def begin_load(self, patcher: ModelPatcher | None = None) -> None:
+    def begin_load(self, patcher: IncCompressor | None = None) -> None:
         if patcher is not None:
             self._call_core("hpu_inference_set_env", "hpu_set_env")
 
-    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         self.synchronize()
         if self._chooses_copies:
             self._copies.kind = CopyTrials(
@@ -613,7 +613,7 @@ class GaudiBackend(Backend):
         core = self._htcore
         getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
-    def _can_split(self, model: nn.Module, patcher: ModelPatcher | None) -> bool:
+    def _can_split(self, model: nn.Module, patcher: IncCompressor | None) -> bool:
         """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`
         quantizes the weights. Logs how many layers keep a merged matmul because their weights are
         quantized."""
@@ -703,31 +703,6 @@ class GaudiBackend(Backend):
             graph.free()
         if self._guards_off:
             torch.compiler.set_stance("default")
-
-    def compilations(self) -> int:
-        return int(self._metric("graph_compilation").get("TotalNumber", 0))
-
-    def compile_seconds(self) -> float:
-        return float(self._metric("graph_compilation").get("TotalTime", 0)) / 1e6
-
-    def compiled_recipes(self) -> Sequence[tuple[str, int]]:
-        """Recorded only with PT_HPU_METRICS_GC_DETAILS."""
-        return [
-            (str(name), int(us)) for name, us in self._metric("graph_compilation").get("recipe", ())
-        ]
-
-    def cpu_fallbacks(self) -> Mapping[str, int]:
-        return dict(self._metric("cpu_fallback").get("FallbackOps", {}))
-
-    def recipe_cache(self) -> tuple[int, int]:
-        """(hits, misses) since the start; counted only with PT_HPU_ENABLE_CACHE_METRICS."""
-        found = self._metric("recipe_cache")
-        return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
-
-    def _metric(self, name: str) -> dict[str, Any]:
-        """The runtime's counts since the start; empty if the runtime does not have this metric."""
-        metric = self._metrics.metric_global(name)
-        return {} if metric is None else dict(metric.stats())
 
     def close(self) -> None:
         self._free_graphs()

@@ -58,7 +58,7 @@ from hpu.multimodal.base import Tower
 from hpu.multimodal.select import build_tower, served_facts
 from hpu.offload.weight_streamer import WeightStreamer
 from hpu.protocol import Bucket, BucketLimits, WarmupProgress
-from hpu.quantization.base import ModelPatcher
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import cache_sizes, reads_contiguously
@@ -100,7 +100,7 @@ class LoadedModel:
     num_rings: int = 0
     """Number of rings in each sliding-window layer's cache, including a ring for padding. 0: these
     layers cache the whole context in blocks."""
-    patcher: ModelPatcher | None = None
+    patcher: IncCompressor | None = None
     """Component that replaced modules of the model."""
     lora: Adapters = field(default_factory=Adapters)
     tower: Tower | None = None
@@ -373,7 +373,7 @@ class _Loading:
         return self.groups.expert if self.config.parallel.enable_expert_parallel else SINGLE
 
     def decoder(
-        self, patcher: ModelPatcher | None, weights: WeightsInHostMemory, block_size: int
+        self, patcher: IncCompressor | None, weights: WeightsInHostMemory, block_size: int
     ) -> _Parts:
         """Load a generating model and its vision tower. Without a patcher, raises ConfigError
         before reading weights if the configured KV cache is too small for a full context."""
