@@ -92,6 +92,11 @@ class RequestStream(Protocol):
         ...
 
     @property
+    def num_sequences(self) -> int:
+        """Number of choices, over all prompts."""
+        ...
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens; each prompt is counted once, independent of n."""
         ...

@@ -24,6 +24,7 @@ from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.progress import CountBar
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.base import EngineClient
+from engine.client.request_limits import RequestTerms
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
@@ -475,9 +476,8 @@ class LLM:
             make_prompt, params, salt = jobs[index]
             async with self._start_order:
                 prompt = await make_prompt()
-                generation = await self._pipeline.start(
-                    [prompt], params, cache_salt=salt, param="prompt", adapter=adapters[index]
-                )
+                terms = RequestTerms(cache_salt=salt, adapter=adapters[index])
+                generation = await self._pipeline.start([prompt], params, terms, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
             num_tokens += generation.num_output_tokens
@@ -513,10 +513,9 @@ class LLM:
                 self._pipeline,
                 [prompt],
                 sampling,
+                RequestTerms(cache_salt=salt, adapter=adapters[index]),
                 length_penalty=params.length_penalty,
-                cache_salt=salt,
                 param="prompt",
-                adapter=adapters[index],
             )
             async for _ in search:
                 pass
