@@ -74,6 +74,19 @@ class EngineOptions(Protocol):
     def timeout(self) -> float | None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A checked generation request that is ready for the engine."""
+
+    model: str
+    params: SamplingParams
+    prompts: list[Prompt]
+    prompt_field: str
+    """Field of the body that holds the prompts, for errors."""
+    parsers: ChoiceParsers | None = None
+    """Output parsers; None: the output is plain text."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RunningRequest(Generic[StreamT]):
     """A request that has passed all checks and runs in the engine."""
@@ -446,16 +459,13 @@ async def start_job(
     state: AppState,
     request: Request,
     body: GenerationBody,
+    prepared: PreparedRequest,
     *,
     id_prefix: str,
-    model: str,
-    params: SamplingParams,
-    prompts: list[Prompt],
-    param: str,
-    parsers: ChoiceParsers | None = None,
 ) -> ServingRequest:
-    """Check the request and send it to the engine. After an exception, nothing of the request is
-    left in the engine."""
+    """Send the request to the engine, if it can be admitted. After an exception, nothing of the
+    request is left in the engine."""
+    params, prompts, param = prepared.params, prepared.prompts, prepared.prompt_field
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
     _check_prompt_logprobs(body, params, prompts)
@@ -470,13 +480,14 @@ async def start_job(
             length_penalty=penalty,
             admit=partial(_admit_beams, state, num_sequences, param),
         )
+    parsers = prepared.parsers
     visible_special_ids = frozenset() if parsers is None else parsers.marker_token_ids
     tracker = await start_tracked(
         state,
         request,
         body,
         partial(start, prompts, params, param=param, visible_special_ids=visible_special_ids),
-        model=model,
+        model=prepared.model,
         num_prompt_tokens=num_tokens,
         num_first_tokens=len(prompts[0].token_ids),
         params=params,
@@ -484,7 +495,7 @@ async def start_job(
     return ServingRequest(
         state=state,
         id=request_id_of(body, id_prefix),
-        model=model,
+        model=prepared.model,
         tracker=tracker,
         body=body,
         params=params,
