@@ -12,6 +12,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -154,15 +155,41 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """Facts of the card and its software that the runtime does not report."""
+
+    driver: str = ""
+    """Version of the driver; empty if unknown."""
+    software: str = ""
+    """Release of the runtime; empty: the release of the installed package."""
+    multiplies_float32: bool = True
+    """Whether the card multiplies float32 matrices."""
+    explain: Callable[[str], str | None] = lambda text: None
+    """Returns the meaning of an error text of the runtime, if it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardHooks:
+    """Calls that an emulated card needs; no-ops for a real card."""
+
+    on_warmup_begin: Callable[[], None] = lambda: None
+    """Called before a warm-up that follows the first one."""
+    on_warmup_end: Callable[[], None] = lambda: None
+    on_close: Callable[[], None] = lambda: None
+    """Called when the card is released."""
+
+
+NO_FACTS = CardFacts()
+NO_HOOKS = CardHooks()
+
+
 class GaudiBackend(Backend):
     """The card of this process; the runtime assigns at most one card to a process.
 
-    `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
-    version, if known; `software` is the runtime's version (None: read from the installed package).
-    The callbacks `on_warmup_end`, `on_warmup_begin` and `on_close` are called after warm-up, before
-    another warm-up, and on release of the card. `guards_off`: compiled code checks no guards after
-    warm-up, and a new shape is an error. Raises ConfigError if the runtime is unusable; `explain`
-    translates its error texts.
+    `choice` is the mode; the runtime's variables are already set for it. `guards_off`: compiled
+    code checks no guards after warm-up, and a new shape is an error. Raises ConfigError if the
+    runtime is unusable.
     """
 
     name = "hpu"
@@ -185,27 +212,18 @@ class GaudiBackend(Backend):
         choice: ModeChoice,
         *,
         seed: int = 0,
-        driver: str = "",
-        software: str | None = None,
         ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
-        explain: Callable[[str], str | None] = lambda text: None,
-        multiplies_float32: bool = True,
-        on_warmup_end: Callable[[], None] = lambda: None,
-        on_warmup_begin: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
+        facts: CardFacts = NO_FACTS,
+        hooks: CardHooks = NO_HOOKS,
     ) -> None:
-        self.driver = driver
-        self.software = software or distribution_version(RUNTIME_DISTRIBUTION) or ""
+        self.driver = facts.driver
+        self.software = facts.software or distribution_version(RUNTIME_DISTRIBUTION) or ""
         self._execution = execution
         self._mode = choice.mode
-        self._explain = explain
-        self._on_warmup_end = on_warmup_end
-        self._on_warmup_begin = on_warmup_begin
-        self._on_close = on_close
+        self._facts = facts
+        self._hooks = hooks
         self._guards_off = guards_off
-        self._multiplies_float32 = multiplies_float32
-        """Whether the card multiplies float32 matrices."""
         self._only_compiles = False
         """Whether recipes are compiled and not launched."""
         self._disables_tensor_cache = True
@@ -287,7 +305,7 @@ class GaudiBackend(Backend):
 
         * The kernel block_softmax is not used.
         """
-        if not self._multiplies_float32 and model.dtype != torch.bfloat16:
+        if not self._facts.multiplies_float32 and model.dtype != torch.bfloat16:
             raise ConfigError(
                 f"this revision of the card ({self.card}) multiplies no float32 matrices, and a "
                 f"model in {str(model.dtype).removeprefix('torch.')} needs them: use --dtype "
@@ -317,7 +335,7 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
-            splits_products=not self._multiplies_float32,
+            splits_products=not self._facts.multiplies_float32,
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))
@@ -454,7 +472,7 @@ class GaudiBackend(Backend):
         # The server's own errors already contain advice.
         if isinstance(error, GaudiserveError):
             return ""
-        parts = [self._explain(str(error)) or ""]
+        parts = [self._facts.explain(str(error)) or ""]
         if self._mode in (HPU_GRAPHS, LAZY):
             parts.append(
                 f"the mode is {self._mode}, and lazy mode is the vendor's legacy path: try "
@@ -692,11 +710,11 @@ class GaudiBackend(Backend):
     def end_warmup(self) -> None:
         if self._guards_off and self._mode == TORCH_COMPILE:
             torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
-        self._on_warmup_end()
+        self._hooks.on_warmup_end()
 
     def begin_warmup(self) -> None:
         self._free_graphs()
-        self._on_warmup_begin()
+        self._hooks.on_warmup_begin()
 
     def _free_graphs(self) -> None:
         for graph in list(self._graphs):
@@ -708,9 +726,9 @@ class GaudiBackend(Backend):
         self._free_graphs()
         self._group.leave()
         torch._dynamo.config.disable = self._was_disabled
-        self._on_close()
+        self._hooks.on_close()
 
     def _explained(self, error: Exception) -> str:
         text = str(error)
-        meaning = self._explain(text)
+        meaning = self._facts.explain(text)
         return f"the HPU cannot be used: {meaning or text}"

@@ -24,7 +24,7 @@ from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, Mode
 from config.loading.sources import load
 from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
-from hpu.backends.gaudi import GaudiBackend
+from hpu.backends.gaudi import CardFacts, GaudiBackend
 from hpu.backends.select import select_backend
 from hpu.doctor.errors import explain
 from hpu.emulator.card.device import EmulatedDevice
@@ -753,7 +753,7 @@ def test_the_first_operation_that_fails_names_driver_and_runtime(
         GaudiBackend(
             ExecutionConfig(),
             ModeChoice("hpu-graphs", ""),
-            explain=lambda text: explain(text, machine.seen()),
+            facts=CardFacts(explain=lambda text: explain(text, machine.seen())),
         )
 
 
