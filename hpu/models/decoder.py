@@ -42,7 +42,7 @@ from hpu.layers.metadata import (
     rotated_positions,
 )
 from hpu.layers.metadata_builder import HybridMetadataBuilder, MetadataBuilder
-from hpu.layers.mla import MLAAttention
+from hpu.layers.mla import DirectQueries, LatentQueries, MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
 from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
 from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
@@ -488,36 +488,37 @@ class Decoder(LoadableModel):
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         hidden, rank, eps = config.hidden_size, mla.q_lora_rank, mla.norm_eps
         query_size = config.num_heads * mla.qk_head_dim
-        layers: dict[str, Any]
+        queries: LatentQueries | DirectQueries
         if rank is None:
-            layers = {
-                "q_proj": ColumnParallelLinear(
+            queries = DirectQueries(
+                q_proj=ColumnParallelLinear(
                     hidden, query_size, **self._options(f"{path}.q_proj", hidden)
                 ),
-                "kv_a_proj_with_mqa": ReplicatedLinear(
+                kv_a_proj_with_mqa=ReplicatedLinear(
                     hidden,
                     mla.latent_size,
                     bias=spec.qkv_bias,
                     **self._options(f"{path}.kv_a_proj_with_mqa", hidden),
                 ),
-            }
+            )
         else:
-            layers = {
-                "fused_qkv_a_proj": ReplicatedLinear(
+            queries = LatentQueries(
+                fused_qkv_a_proj=ReplicatedLinear(
                     hidden,
                     [rank, mla.latent_size],
                     bias=spec.qkv_bias,
                     **self._options(f"{path}.fused_qkv_a_proj", hidden),
                 ),
-                "q_a_layernorm": RMSNorm(rank, eps, **options),
-                "q_b_proj": ColumnParallelLinear(
+                q_a_layernorm=RMSNorm(rank, eps, **options),
+                q_b_proj=ColumnParallelLinear(
                     rank, query_size, **self._options(f"{path}.q_b_proj", rank)
                 ),
-            }
+            )
         return MLAAttention(
             mla,
             self.shape.num_heads,
             self.shape.scale,
+            queries,
             kv_a_layernorm=RMSNorm(mla.kv_lora_rank, eps, **options),
             # Not quantized: `process_weights` makes the absorbed matrices from it.
             kv_b_proj=ColumnParallelLinear(
@@ -532,7 +533,6 @@ class Decoder(LoadableModel):
                 bias=spec.o_bias,
                 **self._options(f"{path}.o_proj", self.shape.num_heads * mla.v_head_dim),
             ),
-            **layers,
         )
 
     def _mamba2(self, path: str, layer: LayerSpec) -> Mamba2Mixer:
