@@ -44,7 +44,7 @@ from hpu.layers.metadata import (
 from hpu.layers.metadata_builder import HybridMetadataBuilder, MetadataBuilder
 from hpu.layers.mla import DirectQueries, LatentQueries, MLAAttention
 from hpu.layers.mlp import MLP, GatedMLP
-from hpu.layers.moe import SWIGLU_OAI, Experts, MoE, SparseMixer, TopKRouter
+from hpu.layers.moe import SWIGLU_OAI, Experts, ExpertsSpec, MoE, SparseMixer, TopKRouter
 from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.short_conv import ShortConv
@@ -627,11 +627,13 @@ class Decoder(LoadableModel):
             ),
             _router(moe, spec),
             Experts(
-                moe.num_experts,
-                hidden,
-                moe.inner_size,
-                activation=spec.clamped_swiglu or config.hidden_act,
-                has_bias=spec.expert_bias,
+                ExpertsSpec(
+                    moe.num_experts,
+                    hidden,
+                    moe.inner_size,
+                    spec.clamped_swiglu or config.hidden_act,
+                    has_bias=spec.expert_bias,
+                ),
                 method=self._moe_method(f"{path}.experts"),
                 group=self._expert_group if distributes_experts else self.group,
                 is_distributed=distributes_experts,

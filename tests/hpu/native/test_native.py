@@ -17,7 +17,7 @@ from config.model.architectures import ARCHITECTURES
 from config.model.decoder_spec import DecoderSpec, TemperatureTuning
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
-from hpu.layers.moe import Experts
+from hpu.layers.moe import Experts, ExpertsSpec
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
@@ -110,10 +110,7 @@ def test_small_additions_to_the_residual_stream_keep_their_precision(
 
 def stacked(count: int, hidden: int, inner: int) -> Experts:
     experts = Experts(
-        count,
-        hidden,
-        inner,
-        activation="silu",
+        ExpertsSpec(count, hidden, inner, "silu"),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
