@@ -23,7 +23,7 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images
+from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images, TowerLaunches
 from hpu.offload.sizes import staging_bytes
 from hpu.protocol import SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
@@ -353,12 +353,14 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         model,
         loaded.tower,
         loaded.backend,
+        launches=TowerLaunches(
+            loaded.config.buckets.image_sizes,
+            captures,
+            loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
+        ),
         max_num_reqs=_num_requests(loaded),
         num_rows=num_cache_rows(loaded),
-        sizes=loaded.config.buckets.image_sizes,
-        captures=captures,
         count=counters.add,
-        group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
     )
 
 
