@@ -18,8 +18,7 @@ from config.errors import ConfigError
 from config.model.decoder_spec import NORMS, DecoderSpec, LayerSpec, MoESpec, alibi_slopes
 from config.model.model_config import ModelConfig
 from config.model.moe import MoEConfig
-from config.parallel import WHOLE, Stage
-from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
+from hpu.distributed.process_groups import shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape, SelfAttention
 from hpu.layers.attention_base import AttentionLayer, Shape
 from hpu.layers.block_indexer import BlockIndexer, IndexedAttention
@@ -49,7 +48,7 @@ from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
 from hpu.layers.norm import FullQKNorm, LayerNorm, QKNorm, RMSNorm, UnweightedQKNorm
 from hpu.layers.short_conv import ShortConv
 from hpu.layers.state_cache import StateCacheSpec
-from hpu.models.base import LoadableModel
+from hpu.models.base import LoadableModel, ModelBuild
 from hpu.models.decoder_layer import LAYERS, CrossAttentionLayer, DecoderLayer, StateLayer
 from hpu.ops.kernels import Kernels
 from hpu.ops.rope import RotaryEmbedding, Rotation
@@ -58,7 +57,6 @@ from hpu.quantization.base import (
     LinearMethod,
     LinearShards,
     MoEMethod,
-    QuantizationScheme,
 )
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED, UNQUANTIZED_MOE
@@ -201,31 +199,22 @@ class Decoder(LoadableModel):
         self,
         config: ModelConfig,
         spec: DecoderSpec,
+        build: ModelBuild,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        length: int,
         has_head: bool = True,
-        quantization: QuantizationScheme | None = None,
-        group: ProcessGroup = SINGLE,
-        expert_group: ProcessGroup = SINGLE,
-        stage: Stage = WHOLE,
         place_layer: PlaceLayer | None = None,
     ) -> None:
-        """`length`: maximum sequence length to serve, in tokens. `group`: tensor-parallel ranks.
-        `expert_group`: ranks over which whole experts are distributed; with a single rank, `group`
-        shards each expert. `stage`: pipeline stage; the decoder has only its layers, plus the
-        embedding on the first stage, and norm and head on the last stage. `place_layer`: called
-        with the index and the empty parameters of each layer before the next layer is created; may
-        move the parameters."""
+        """`place_layer`: called with the index and the empty parameters of each layer before the
+        next layer is created; may move the parameters."""
         super().__init__()
+        stage, group, length = build.stage, build.group, build.length(config)
         own = {i: spec.layers[i] for i in stage.layers(len(spec.layers))}
         self.stage = stage
         self._stage_layers = own
         self.config = config
         self.spec = spec
-        self.dtype = dtype
-        self.device = device
+        self.dtype = build.dtype
+        self.device = build.device
         self.kv_cache_format: KVCacheFormat | None = None
         """Format of the KV caches; None: `dtype`."""
         self.weight_map = decoder_weight_map(config, spec, has_head=has_head)
@@ -236,10 +225,10 @@ class Decoder(LoadableModel):
             spec.attention_scale or config.head_dim**-0.5,
         )
         self.group = group
-        self._expert_group = expert_group
-        self._quantization = quantization
+        self._expert_group = build.expert_group
+        self._quantization = build.quantization
         self._place_layer = place_layer
-        self._shards = {} if quantization is None else self._shards_by_parameter()
+        self._shards = {} if build.quantization is None else self._shards_by_parameter()
         self._kinds = distinct(
             Visibility(layer.window, layer.chunk)
             for layer in own.values()

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -46,7 +45,7 @@ from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes, weight_bytes
-from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.base import CausalLM, LoadableModel, ModelBuild
 from hpu.models.decoder import PlaceLayer
 from hpu.models.pooling import PoolingModel, load_pooling_model
 from hpu.models.registry import (
@@ -431,13 +430,15 @@ class _Loading:
         model = load_pooling_model(
             self.model_config,
             pooler,
-            dtype=self.dtype,
-            device=self.backend.device,
-            max_model_len=self.max_model_len,
+            ModelBuild(
+                dtype=self.dtype,
+                device=self.backend.device,
+                max_model_len=self.max_model_len,
+                group=self.groups.tensor,
+            ),
             on_progress=self.report,
             offloaded=self.offloaded,
             is_dummy=self.config.load_format == DUMMY,
-            group=self.groups.tensor,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         self._keep_adapted_experts(model.body)
@@ -461,12 +462,6 @@ class _Loading:
         return lora
 
     def _empty_decoder(self, place_layer: PlaceLayer | None) -> LoadableModel:
-        build: Callable[..., LoadableModel] = partial(
-            build_model, stage=self.stage, place_layer=place_layer
-        )
-        if not is_native(self.model_config, self.config.model_impl):
-            has_files = self.config.load_format != DUMMY
-            build = partial(build_transformers_model, has_files=has_files)
         quantization = select_quantization(
             self.config,
             self.model_config,
@@ -475,15 +470,19 @@ class _Loading:
             lambda weight: self.backend.linear_method(weight, self.dtype),
             lambda experts: self.backend.moe_method(experts, self.dtype),
         )
-        return build(
-            self.model_config,
+        build = ModelBuild(
             dtype=self.dtype,
             device=self.backend.device,
             max_model_len=self.max_model_len,
             quantization=quantization,
             group=self.groups.tensor,
             expert_group=self.expert_group,
+            stage=self.stage,
         )
+        if is_native(self.model_config, self.config.model_impl):
+            return build_model(self.model_config, build, place_layer=place_layer)
+        has_files = self.config.load_format != DUMMY
+        return build_transformers_model(self.model_config, build, has_files=has_files)
 
     def _fill(self, decoder: LoadableModel, tower: Tower | None) -> None:
         """Set the weights: from host memory, with random values, or from the checkpoint."""

@@ -18,7 +18,7 @@ from config.model.decoder_spec import DecoderSpec, TemperatureTuning
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
 from hpu.layers.moe import Experts, ExpertsSpec
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
 from hpu.native.decoder import CompiledDecoder
@@ -522,7 +522,9 @@ def test_attention_unsupported_by_the_library_runs_on_torch(
     assert packed(folder, built).is_compiled
     config = read_model_config(str(folder))
     spec = change(ARCHITECTURES[config.architecture].make_spec(config))
-    model = Decoder(config, spec, dtype=torch.bfloat16, device=torch.device("cpu"), length=64)
+    model = Decoder(
+        config, spec, ModelBuild(dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=64)
+    )
 
     found = use_cpu_kernels(model, built)
 
