@@ -450,10 +450,8 @@ class _Loading:
         """Create the LoRAManager of the loaded model, and warm up its adapter slots."""
         lora = LoRAManager(
             self.config.lora,
-            self.model_config,
             model.body if isinstance(model, PoolingModel) else model,
             self.backend,
-            self.dtype,
             group=self.groups.tensor,
             expert_group=self.expert_group,
             download_dir=self.config.download_dir,
