@@ -252,6 +252,7 @@ class ApiServer:
             max_requests=config.max_queued_requests,
             max_prompt_tokens=config.max_queued_prompt_tokens,
             fair_share=scheduler.fair_share,
+            max_ttft_s=scheduler.max_ttft_s,
         )
         engines = [
             ZmqClient(
@@ -263,8 +264,6 @@ class ApiServer:
                 else args.remote_token,
                 engine=engine,
                 restart=args.restart,
-                max_ttft_s=scheduler.max_ttft_s,
-                fair_share=scheduler.fair_share,
             )
             for engine, endpoint in enumerate(args.endpoints)
         ]
