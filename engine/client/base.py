@@ -82,6 +82,10 @@ class EngineClient(Protocol):
         were ready. None otherwise."""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether there is a `failure`."""
+
+    @property
     def is_misconfigured(self) -> bool:
         """Whether an engine failed with a ConfigError."""
 
@@ -97,6 +101,10 @@ class EngineClient(Protocol):
     def lost(self) -> Failure | None:
         """Why no engine runs while a crashed engine is being restarted; None if an engine runs, or
         if no engine is being restarted."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether no engine runs while a crashed engine is being restarted."""
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None: ...
 
@@ -199,6 +207,21 @@ class SingleEngineClient:
     def failure(self) -> str | None:
         """See EngineState.failure."""
         return self.state.failure
+
+    @property
+    def has_failed(self) -> bool:
+        """See EngineState.has_failed."""
+        return self.state.has_failed
+
+    @property
+    def is_restarting(self) -> bool:
+        """See EngineState.is_lost."""
+        return self.state.is_lost
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs or is in its first start-up."""
+        return not self.state.has_failed and not self.state.is_lost
 
     @property
     def is_misconfigured(self) -> bool:

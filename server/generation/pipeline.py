@@ -140,7 +140,7 @@ class Pipeline:
         ready."""
         ready = self.client.ready
         if ready is None:
-            if self.client.failure is not None:
+            if self.client.has_failed:
                 raise EngineDied(self.client.failure)
             raise Overloaded("the engine is still starting", type="server_error")
         return ready

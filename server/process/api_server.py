@@ -355,12 +355,7 @@ class ApiServer:
                 "a request has failed and is not retried: engines repeatedly died while "
                 "computing it"
             )
-        others = [
-            engine
-            for engine in self._client.engines
-            if engine.lost is None and engine.failure is None
-        ]
-        if others:
+        if any(engine.is_alive for engine in self._client.engines):
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
             logger.warning(
@@ -388,7 +383,7 @@ class ApiServer:
     @property
     def has_no_engine(self) -> bool:
         """Whether the last engine has died."""
-        return self._client.failure is not None
+        return self._client.has_failed
 
     @property
     def has_profile(self) -> bool:
@@ -606,7 +601,7 @@ class ApiServer:
         while not self._stopping.is_set():
             if not opening.done() and self._args.index == 0:
                 self._log_progress(reporter)
-            if self._client.failure is not None:
+            if self._client.has_failed:
                 return await self._end_without_engine()
             self._kill_silent_engines()
             self._log_lost_engines()
@@ -665,7 +660,7 @@ class ApiServer:
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
-            if engine.failure is None or engine.engine in self._lost:
+            if not engine.has_failed or engine.engine in self._lost:
                 continue
             self._lost.add(engine.engine)
             is_local = engine.engine < parallel.num_local
@@ -675,7 +670,7 @@ class ApiServer:
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
                     "engine %d has ended, %d of %d keep running: %s",
                     engine.engine,
-                    sum(engine.failure is None for engine in engines),
+                    sum(not engine.has_failed for engine in engines),
                     len(engines),
                     engine.failure,
                 )
@@ -685,7 +680,7 @@ class ApiServer:
             (
                 engine
                 for engine in self._client.engines
-                if engine.failure and engine.engine not in self._lost
+                if engine.has_failed and engine.engine not in self._lost
             ),
             self._client.engines[0],
         )
@@ -711,7 +706,7 @@ class ApiServer:
             SECOND_INTERRUPT if self._is_interrupt else "",
         )
         await self._wait_for_requests(timeout_s)
-        if self._client.failure is not None:
+        if self._client.has_failed:
             return FAILED
         for tracker in list(self.state.active_requests):
             tracker.cancel("The server is shutting down.")

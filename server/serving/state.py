@@ -147,11 +147,11 @@ class AppState:
     @property
     def status(self) -> str:
         """State for probes: ready, starting, restarting, sleeping, draining or failed."""
-        if self.client.failure is not None:
+        if self.client.has_failed:
             return "failed"
         if self.is_draining:
             return "draining"
-        if self.client.lost is not None:
+        if self.client.is_restarting:
             return "restarting"
         if self.client.stats.sleep != AWAKE:
             return "sleeping"
@@ -166,7 +166,7 @@ class AppState:
 
     def check_open(self) -> Pipeline:
         """The pipeline. Raises EngineDied or Overloaded while requests are not accepted."""
-        if self.client.failure is not None:
+        if self.client.has_failed:
             raise EngineDied(self.client.failure)
         if self.is_draining:
             raise Overloaded(
