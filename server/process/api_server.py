@@ -270,13 +270,13 @@ class ApiServer:
         for end in args.ends:
             engines[end.engine].fail(end.reason)
         self._client: EngineClient = engines[0]
-        router = None
         if len(engines) > 1:
-            self._client = router = RouterClient(
+            self._client = RouterClient(
                 engines,
                 prefix_caching=args.engine.cache.enable_prefix_caching,
                 are_coupled=args.engine.num_coupled_engines > 1,
                 max_ttft_s=scheduler.max_ttft_s,
+                on_route=lambda engine, reason: metrics.request_routed(engine, reason),
             )
         self._lost: set[int] = set()
         """Dead engines that have already been logged."""
@@ -293,8 +293,6 @@ class ApiServer:
         for engine in engines:
             engine.on_stats(partial(metrics.observe_stats, engine.engine))
             engine.on_rejected_peer(metrics.peer_rejected)
-        if router is not None:
-            router.on_route = metrics.request_routed
         self.state = AppState(
             config,
             self._client,
@@ -442,26 +440,26 @@ class ApiServer:
         if self._args.peer_sockets:
             rejected = self.state.metrics.peer_rejected
             peer_listener = await listen(self._app, self.state.peers, rejected)
-        publishing = None
-        if self._args.metrics_folder is not None:
-            publishing = loop.create_task(self._publish_metrics())
+        shares_metrics = self._args.metrics_folder is not None
+        background = [loop.create_task(self._poll_files())]
+        if shares_metrics:
+            background.append(loop.create_task(self._publish_metrics()))
         server = UvicornServer(uvicorn_config(self._app, self.state.config, self._tls))
-        watching = loop.create_task(self._poll_files())
         opening = loop.create_task(self._open(on_folder, server, listener))
         serving = loop.create_task(self._serve(server, listener, opening))
         try:
             return await self._watch(serving, opening)
         finally:
             opening.cancel()
-            watching.cancel()
+            for task in background:
+                task.cancel()
             server.should_exit = True
             server.force_exit = self._interrupted.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(serving, RESPONSE_GRACE_S + 1)
             if peer_listener is not None:
                 peer_listener.close()
-            if publishing is not None:
-                publishing.cancel()
+            if shares_metrics:
                 with contextlib.suppress(OSError):
                     self.state.metrics.publish()
             await self._client.close()
@@ -469,12 +467,9 @@ class ApiServer:
                 await asyncio.to_thread(self.state.tracer.close)
             self.state.bodies.close()
             self.state.unread_answers.close()
-            if self.state.images is not None:
-                self.state.images.close()
-            if self.state.template is not None:
-                self.state.template.close()
-            if self.state.tokenizer is not None:
-                self.state.tokenizer.close()
+            for part in (self.state.images, self.state.template, self.state.tokenizer):
+                if part is not None:
+                    part.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
             # The loop would wait for running calls of its executor.
             loop.set_default_executor(FairThreads(1, "end"))
