@@ -13,7 +13,7 @@ from config.model.family_fields import causal_name
 from config.model.model_config import ModelConfig
 from config.model.split import check_split, check_stages
 from hpu.models.base import LoadableModel, ModelBuild
-from hpu.models.decoder import Decoder, PlaceLayer
+from hpu.models.decoder import Decoder, PlaceLayer, leave_in_place
 from hpu.models.encoder import Encoder
 
 MIN_TRANSFORMERS = (5, 18)
@@ -33,7 +33,7 @@ def build_body(config: ModelConfig, build: ModelBuild) -> Encoder | Decoder:
 
 
 def build_model(
-    config: ModelConfig, build: ModelBuild, *, place_layer: PlaceLayer | None = None
+    config: ModelConfig, build: ModelBuild, *, place_layer: PlaceLayer = leave_in_place
 ) -> Decoder:
     """Decoder of `config` with empty parameters: this rank's shard of the layers of this pipeline
     stage. `place_layer`: see Decoder. Raises ConfigError for an unsupported architecture, or for

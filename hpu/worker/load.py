@@ -459,7 +459,7 @@ class _Loading:
         lora.warm_up()
         return lora
 
-    def _empty_decoder(self, place_layer: PlaceLayer | None) -> LoadableModel:
+    def _empty_decoder(self, place_layer: PlaceLayer) -> LoadableModel:
         quantization = select_quantization(
             self.config,
             self.model_config,
