@@ -121,7 +121,8 @@ class AppState:
         assert ready is not None
         self.tokenizer, self.template, self.images = tokenizer, template, images
         if images is not None:
-            images.preprocessor.observer = self.metrics
+            images.preprocessor.on_lookup = self.metrics.image_looked_up
+            images.preprocessor.on_processed = self.metrics.image_processed
         self.sampling_defaults = self.config.sampling_defaults(sampling_defaults)
         self.parser_config = ParserConfig.of(
             self.config,
