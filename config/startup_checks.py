@@ -86,7 +86,7 @@ def check_model_config(
             "implementation nor one in transformers: its code is in the checkpoint (auto_map in "
             "config.json), and code in a checkpoint is never run"
         )
-    if model_config.encoder is None and (is_built_in or not is_known):
+    if not model_config.is_encoder and (is_built_in or not is_known):
         # Check only the architecture name, without layers: num_layers may claim 10^9.
         decoder_spec(
             replace(model_config, num_layers=0, layer_types=(), rope_layers=()),
@@ -108,7 +108,7 @@ def check_model_config(
             f"{model_config.architecture} runs on the transformers implementation: use a "
             "checkpoint with unquantized weights"
         )
-    if model_config.quantization is not None and model_config.encoder is not None:
+    if model_config.quantization is not None and model_config.is_encoder:
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
             f"({model_config.quantization.method}), which are not supported for encoders: use a "
@@ -300,7 +300,7 @@ def choose_max_model_len(
         return min(default, EMULATOR_MAX_MODEL_LEN) if is_emulated else default
     if requested <= longest:
         return requested
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         raise SettingError(
             f"--max-model-len is {requested}, the checkpoint has position embeddings for "
             f"{longest} positions only: set --max-model-len to {longest} or less"

@@ -159,6 +159,11 @@ class ModelConfig:
     """GENERATION_FIELDS of generation_config.json, if present."""
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether the model is an encoder of the BERT family."""
+        return self.encoder is not None
+
+    @property
     def other_quantization(self) -> str:
         """Method of quantized weights that the model's family reads itself; empty: no such
         weights."""

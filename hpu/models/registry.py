@@ -27,7 +27,7 @@ def build_body(config: ModelConfig, build: ModelBuild) -> Encoder | Decoder:
     # The registry lists the architecture with a head.
     causal = replace(config, architecture=causal_name(config.architecture))
     _check_groups(causal, build)
-    if config.encoder is not None:
+    if config.is_encoder:
         return Encoder(config, dtype=build.dtype, device=build.device, group=build.group)
     return Decoder(config, decoder_spec(config, has_head=False), build, has_head=False)
 

@@ -189,7 +189,7 @@ def check_offload(loaded: LoadedModel) -> None:
         return
     name = "--kv-offloading-size" if loaded.config.offload.kv_offloading_size else "--swap-space"
     what = loaded.config.model
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         raise ConfigError(
             f"{name} is set, and {what} is served for pooling, which has 0 KV blocks: leave it out"
         )

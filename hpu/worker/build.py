@@ -199,7 +199,7 @@ def check_speculation(loaded: LoadedModel) -> None:
     method, what = loaded.config.speculation.choose(), loaded.config.model
     if method is None:
         return
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {what} is served for "
             "pooling, which generates no tokens: leave --speculative-config out"
@@ -222,7 +222,7 @@ def check_speculation(loaded: LoadedModel) -> None:
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
     """Create the sampler; None for a pooling model. Shapes are static if other shapes would have to
     be compiled. Includes the runner's reserved request index."""
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return None
     backend = loaded.backend
     return Sampler(
@@ -328,7 +328,7 @@ def num_cache_rows(loaded: LoadedModel) -> int:
     """Maximum number of image embeddings in the cache, or of tiles for cross-attention; 0 for a
     text-only model."""
     vision = loaded.model_config.vision
-    if vision is None or loaded.pooler is not None:
+    if vision is None or loaded.is_pooling:
         return 0
     if vision.cross is not None:
         images = loaded.config.cache.cross_attention_images
@@ -339,7 +339,7 @@ def num_cache_rows(loaded: LoadedModel) -> int:
 def num_request_tiles(loaded: LoadedModel) -> int:
     """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
     vision = loaded.model_config.vision
-    if vision is None or vision.cross is None or loaded.pooler is not None:
+    if vision is None or vision.cross is None or loaded.is_pooling:
         return 0
     return loaded.config.cache.cross_attention_images * vision.cross.tiles_per_image
 
@@ -398,7 +398,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     """Free memory after loading, without the fixed buffers (_fixed_bytes), and the memory peak of
     the largest launches over at most `profile_blocks` blocks. The peak is measured with a cache of
     a single block, or estimated if the back end does not report memory or does not pad."""
-    backend, is_pooling = loaded.backend, loaded.pooler is not None
+    backend, is_pooling = loaded.backend, loaded.is_pooling
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
         # Without blocks and graphs, no memory is reserved.
@@ -527,14 +527,14 @@ def _choose_rings(loaded: LoadedModel) -> int:
 def _max_blocks(loaded: LoadedModel) -> int:
     """Number of KV blocks that fit into the free memory, after states and rings; 0 for a pooling
     model."""
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return 0
     free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
     return max(2, free // _demand(loaded).block_bytes)
 
 
 def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return largest_buckets(loaded.bucket_table(0), 0)
     # With contiguous reads, a decode reads a slice instead of a copy, and the profile cache has a
     # single block.
@@ -579,7 +579,7 @@ def _split(
 ) -> MemorySplit:
     """Split the memory and log the result. Raises ConfigError if a full context does not fit."""
     config, backend = loaded.config, loaded.backend
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         usable = plan_memory(
             max(0, memory.free - memory.reserve),
             utilization=config.cache.gpu_memory_utilization,

@@ -112,6 +112,11 @@ class LoadedModel:
     """Speculation method, if this is a drafter."""
 
     @property
+    def is_pooling(self) -> bool:
+        """Whether the model returns vectors or scores in place of text."""
+        return self.pooler is not None
+
+    @property
     def quantization(self) -> str | None:
         """Quantization of the weights. See chosen_quantization."""
         return chosen_quantization(self.config.quantization, self.model_config)
@@ -153,7 +158,7 @@ class LoadedModel:
     def bucket_config(self) -> BucketConfig:
         """Bucket settings, in which `auto` is replaced by the device's strategy."""
         strategy = self.backend.default_strategy
-        if self.pooler is not None and strategy == GAUDI_STRATEGY:
+        if self.is_pooling and strategy == GAUDI_STRATEGY:
             strategy = POOLING_STRATEGY
         return self.config.buckets.resolved(strategy)
 
@@ -165,7 +170,7 @@ class LoadedModel:
     @property
     def contiguous(self) -> bool:
         """Whether decodes read the cache as a single slice."""
-        return self.pooler is None and reads_contiguously(
+        return not self.is_pooling and reads_contiguously(
             self.config, self.backend, has_states=self.has_states
         )
 
@@ -196,9 +201,7 @@ class LoadedModel:
     @property
     def token_budget(self) -> int:
         """Maximum number of tokens in a step."""
-        return self.config.scheduler.token_budget(
-            self.max_model_len, is_pooling=self.pooler is not None
-        )
+        return self.config.scheduler.token_budget(self.max_model_len, is_pooling=self.is_pooling)
 
     @property
     def prompts_per_row(self) -> int:
@@ -214,13 +217,13 @@ class LoadedModel:
         merges = merges and not (
             self.has_states or has_cross or _indexer(self.config, self.model_config)
         )
-        return scheduler.prefill_batch() if merges and self.pooler is None else 1
+        return scheduler.prefill_batch() if merges and not self.is_pooling else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
         """Bucket table for a KV cache of `num_blocks`; a pooling model has no cache. Collective:
         all ranks of the model call it together."""
         scheduler = self.config.scheduler
-        if self.pooler is not None:
+        if self.is_pooling:
             limits = BucketLimits.for_pooling(
                 scheduler, block_size=self.block_size, max_model_len=self.max_model_len
             )
@@ -612,7 +615,7 @@ def check_memory(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "
             f"{bytes_text(total)}: use a smaller or quantized model"
         )
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         return
     rotary, host = rotary_peak_bytes(model_config, max_model_len), usable_memory()[1]
     if rotary > host:

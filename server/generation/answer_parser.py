@@ -226,7 +226,7 @@ class ChoiceParser:
         if self._num_reasoning is None:
             self._ids += delta.token_ids
         events = self._parser.feed(delta.text)
-        if delta.finish_reason is not None:
+        if delta.is_last:
             events += self._parser.finish(is_cut=delta.finish_reason == "length")
         self._count()
         for event in events:
