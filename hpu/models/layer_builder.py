@@ -294,8 +294,8 @@ class LayerBuilder:
     @property
     def _embeddings_per_tile(self) -> int:
         """Image embeddings per tile for cross attention; 0: no cross attention."""
-        vision = self._config.vision
-        return 0 if vision is None or vision.cross is None else vision.cross.embeddings_per_tile
+        cross = self._config.cross_attention
+        return 0 if cross is None else cross.embeddings_per_tile
 
     def _latent_attention(self, path: str, layer: LayerSpec) -> MLAAttention:
         config, spec, mla = self._config, self._spec, self._spec.mla

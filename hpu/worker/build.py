@@ -338,10 +338,10 @@ def num_cache_rows(loaded: LoadedModel) -> int:
 
 def num_request_tiles(loaded: LoadedModel) -> int:
     """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
-    vision = loaded.model_config.vision
-    if vision is None or vision.cross is None or loaded.is_pooling:
+    cross = loaded.model_config.cross_attention
+    if cross is None or loaded.is_pooling:
         return 0
-    return loaded.config.cache.cross_attention_images * vision.cross.tiles_per_image
+    return loaded.config.cache.cross_attention_images * cross.tiles_per_image
 
 
 def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> ImageFeature:

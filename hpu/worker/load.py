@@ -188,7 +188,7 @@ class LoadedModel:
     def prompt_vocab_size(self) -> int:
         """See WorkerReady.prompt_vocab_size."""
         model_config = self.model_config
-        if model_config.vision is None or model_config.vision.cross is None:
+        if model_config.cross_attention is None:
             return 0
         return model_config.vocab_size + decoder_spec(model_config).num_further_embeddings
 
@@ -211,9 +211,7 @@ class LoadedModel:
         # all. A scan over states needs a row per sequence, images are read by row, and an indexer
         # counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
-        has_cross = (
-            self.model_config.vision is not None and self.model_config.vision.cross is not None
-        )
+        has_cross = self.model_config.cross_attention is not None
         merges = merges and not (
             self.has_states or has_cross or _indexer(self.config, self.model_config)
         )
