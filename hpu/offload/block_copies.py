@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
-from hpu.offload.block_files import BlockFiles
+from hpu.offload.block_files import NoFiles
 from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MAX_GATHERS, copy_sizes
 from hpu.runner.block_lists import BlockLists
@@ -74,7 +74,7 @@ class DirectCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: BlockFiles | None,
+        files: NoFiles,
     ) -> None:
         self._layout = layout_of(caches, block_size)
         self._caches = [
@@ -88,14 +88,12 @@ class DirectCopies:
         self._files = files
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
-        if self._files is not None:
-            self._files.release(slots)
+        self._files.release(slots)
         for block, slot in zip(blocks, slots, strict=True):
             for cache, part in zip(self._caches, self._parts, strict=True):
                 part[slot].copy_(cache[block])
         self._memory.seal(slots)
-        if self._files is not None:
-            self._files.write(hashes, slots)
+        self._files.write(hashes, slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
         for slot, block in zip(slots, blocks, strict=True):
@@ -138,7 +136,7 @@ class StagedCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: BlockFiles | None,
+        files: NoFiles,
         backend: Backend,
     ) -> None:
         self._caches = list(caches)
@@ -230,16 +228,14 @@ class StagedCopies:
 
     @torch.inference_mode()
     def _bring(self, stored: _PendingStore) -> None:
-        if self._files is not None:
-            self._files.release(stored.slots)
+        self._files.release(stored.slots)
         for contents, rows in zip(stored.contents, self._parts, strict=True):
             flat = contents.view(torch.uint8).view(-1, rows.shape[1])
             for row, slot in zip(flat, stored.slots, strict=False):
                 rows[slot].copy_(row)
             flat.zero_()
         self._memory.seal(stored.slots)
-        if self._files is not None:
-            self._files.write(stored.hashes, stored.slots)
+        self._files.write(stored.hashes, stored.slots)
 
     def settle(self, slots: Iterable[int]) -> None:
         slots = set(slots)
