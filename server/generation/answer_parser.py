@@ -198,62 +198,47 @@ def _named(name: str, parsers: Kinds[ParserKind[object]]) -> str | None:
     return None if name == "none" else parsers.checked(name)
 
 
-class ChoiceParser:
-    """Converts the deltas of a choice to parser events."""
+class NoReasoning:
+    """Reasoning tokens of a choice without a reasoning parser."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Reasoning tokens so far, tags included."""
+        return 0
+
+    def add(self, token_ids: list[int]) -> None:
+        """Count the tokens of a delta whose text has been parsed."""
+
+
+class ReasoningTokens(NoReasoning):
+    """Counts the tokens that `parser` reads as reasoning."""
 
     def __init__(
-        self,
-        parser: OutputParser,
-        reasoning: ReasoningParser | None,
-        end_tags: Sequence[str],
-        tokenizer: Tokenizer,
-        *,
-        is_named: bool = False,
+        self, parser: ReasoningParser, end_tags: Sequence[str], tokenizer: Tokenizer
     ) -> None:
-        """`is_named`: tool_choice names the function, so finish_reason stays `stop`."""
-        self._is_named = is_named
         self._parser = parser
-        self._reasoning = reasoning
         self._end_tags = end_tags
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         """All tokens; cleared at the end of the reasoning."""
-        self._num_reasoning: int | None = None if reasoning is not None else 0
-        self._has_calls = False
-
-    def parse(self, delta: Delta) -> list[ParserEvent]:
-        """Parser events of `delta`. The last delta also flushes all buffered text."""
-        if self._num_reasoning is None:
-            self._ids += delta.token_ids
-        events = self._parser.feed(delta.text)
-        if delta.is_last:
-            events += self._parser.finish(is_cut=delta.finish_reason == "length")
-        self._count()
-        for event in events:
-            if isinstance(event, ToolCallStart):
-                self._has_calls = True
-        return events
-
-    def finish_reason(self, given: str | None) -> str | None:
-        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
-        (unless tool_choice names the function), otherwise `given`, the finish reason of its
-        text."""
-        chose = self._has_calls and not self._is_named
-        return "tool_calls" if given == "stop" and chose else given
+        self._has_ended = False
+        self._num_tokens = 0
+        """Reasoning tokens, once the reasoning has ended."""
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens so far, tags included."""
-        if self._num_reasoning is not None:
-            return self._num_reasoning
-        return (
-            len(self._ids) if self._reasoning is not None and self._reasoning.has_reasoning else 0
-        )
+    def num_tokens(self) -> int:
+        if self._has_ended:
+            return self._num_tokens
+        return len(self._ids) if self._parser.has_reasoning else 0
 
-    def _count(self) -> None:
-        if self._num_reasoning is None and self._reasoning is not None and self._reasoning.is_done:
-            has_reasoning = self._reasoning.has_reasoning
-            self._num_reasoning = self._num_tokens_to_end_tag() if has_reasoning else 0
+    def add(self, token_ids: list[int]) -> None:
+        if self._has_ended:
+            return
+        self._ids += token_ids
+        if self._parser.is_done:
+            if self._parser.has_reasoning:
+                self._num_tokens = self._num_tokens_to_end_tag()
+            self._has_ended = True
             self._ids = []
 
     def _num_tokens_to_end_tag(self) -> int:
@@ -273,8 +258,44 @@ class ChoiceParser:
 
     def _has_end_tag(self, ids: list[int]) -> bool:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        marker = self._reasoning.call_marker if self._reasoning is not None else ""
+        marker = self._parser.call_marker
         return any(mark in text for mark in ((marker,) if marker else self._end_tags))
+
+
+class ChoiceParser:
+    """Converts the deltas of a choice to parser events."""
+
+    def __init__(
+        self, parser: OutputParser, reasoning: NoReasoning, *, is_named: bool = False
+    ) -> None:
+        """`is_named`: tool_choice names the function, so finish_reason stays `stop`."""
+        self._is_named = is_named
+        self._parser = parser
+        self._reasoning = reasoning
+        self._has_calls = False
+
+    def parse(self, delta: Delta) -> list[ParserEvent]:
+        """Parser events of `delta`. The last delta also flushes all buffered text."""
+        events = self._parser.feed(delta.text)
+        if delta.is_last:
+            events += self._parser.finish(is_cut=delta.finish_reason == "length")
+        self._reasoning.add(delta.token_ids)
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._has_calls = True
+        return events
+
+    def finish_reason(self, given: str | None) -> str | None:
+        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
+        (unless tool_choice names the function), otherwise `given`, the finish reason of its
+        text."""
+        chose = self._has_calls and not self._is_named
+        return "tool_calls" if given == "stop" and chose else given
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Reasoning tokens so far, tags included."""
+        return self._reasoning.num_tokens
 
 
 class ChoiceParsers:
@@ -312,14 +333,15 @@ class ChoiceParsers:
                 reader = replace(reader, unmarked_starts="")
             tool_parser = ToolCallParser(reader, calls.tools)
         reasoning_parser = None
-        end_tags: Sequence[str] = ()
+        counter = NoReasoning()
         if reasoning is not None:
-            end_tags = reasoning.format.end_tags
             reasoning_parser = reasoning.format.parser(
                 is_inside=reasoning.is_inside,
                 keeps_whitespace=reasoning.keeps_whitespace,
                 calls=finder,
             )
+            end_tags = reasoning.format.end_tags
+            counter = ReasoningTokens(reasoning_parser, end_tags, self._tokenizer)
         parser = OutputParser(
             reasoning_parser,
             tool_parser,
@@ -327,7 +349,7 @@ class ChoiceParsers:
             None if calls is None else calls.max_calls,
         )
         is_named = calls is not None and calls.is_named
-        return ChoiceParser(parser, reasoning_parser, end_tags, self._tokenizer, is_named=is_named)
+        return ChoiceParser(parser, counter, is_named=is_named)
 
     def parser(self, index: int) -> ChoiceParser:
         """The parser of choice `index`."""
