@@ -78,7 +78,8 @@ def check_model_config(
     """Like check_checkpoint, but without the weights, which may not be downloaded yet."""
     model_config = read_model_config(folder)
     pooler = choose_pooler(config, model_config)
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
     is_known = is_built_in or _is_in_transformers(model_config)
     if not is_known and model_config.fields.raw.get("auto_map"):
         raise ConfigError(
@@ -90,17 +91,17 @@ def check_model_config(
         # Check only the architecture name, without layers: num_layers may claim 10^9.
         decoder_spec(
             replace(model_config, num_layers=0, layer_types=(), rope_layers=()),
-            has_head=pooler is None,
+            has_head=not is_pooling,
         )
     if is_built_in:
         check_operations(model_config)
-        _check_ranks(config, model_config, is_pooling=pooler is not None)
+        _check_ranks(config, model_config, is_pooling=is_pooling)
     choose_context(config, model_config, pooler)
     chosen_quantization(config.quantization, model_config)
     if config.device != "auto":
         check_format_at_load(config.quantization, model_config, config.device)
     if config.quantization == INC:
-        _check_compressor(config, model_config, is_built_in=is_built_in and pooler is None)
+        _check_compressor(config, model_config, is_built_in=is_built_in and not is_pooling)
     if model_config.quantization is not None and not is_built_in:
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
@@ -114,7 +115,7 @@ def check_model_config(
             f"({model_config.quantization.method}), which are not supported for encoders: use a "
             "checkpoint with unquantized weights"
         )
-    if quantizes_at_load(config.quantization, model_config) and pooler is not None:
+    if quantizes_at_load(config.quantization, model_config) and is_pooling:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, for "
             "which quantization is not supported: leave quantization out"

@@ -269,25 +269,22 @@ def load(
 ) -> LoadedModel:
     """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
     ConfigError if the checkpoint, the device and the settings do not match."""
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
-    if pooler is None:
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
+    if not is_pooling:
         model_config = served_facts(model_config, backend, is_native=is_built_in)
     stage = link.stage
     dtype = served_dtype(config, model_config, pooler, backend, groups, stage)
     max_model_len = choose_context(config, model_config, pooler)
     _log_model(config, model_config, pooler, backend, dtype, max_model_len)
     start, before = time.perf_counter(), memory_use(backend)
-    if stage.size > 1 and (pooler is not None or not is_built_in):
-        what = (
-            "is served for pooling"
-            if pooler is not None
-            else "runs on the transformers implementation"
-        )
+    if stage.size > 1 and (is_pooling or not is_built_in):
+        what = "is served for pooling" if is_pooling else "runs on the transformers implementation"
         raise ConfigError(
             f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: pipeline "
             "stages require a decoder with a native implementation; use --tensor-parallel-size"
         )
-    patcher = None if pooler is not None else select_patcher(config, groups.tensor)
+    patcher = None if is_pooling else select_patcher(config, groups.tensor)
     weights = weights_in_host_memory(config, model_config, backend, pooler, dtype, groups.tensor)
     if offloaded is None:
         width = dtype.itemsize if patcher is None else patcher.weight_width
@@ -529,14 +526,15 @@ def served_dtype(
     stage: Stage = WHOLE,
 ) -> torch.dtype:
     """Dtype that `load` uses for the model."""
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
     num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
     is_whole = is_built_in and num_expert_ranks == stage.size == 1
     quantization = chosen_quantization(config.quantization, model_config)
     # Matmuls of a compressor, and with int8, int4 and gguf weights, run in bfloat16.
-    needs_bfloat16 = quantization in (*AT_LOAD, INC) and pooler is None
+    needs_bfloat16 = quantization in (*AT_LOAD, INC) and not is_pooling
     configured = "bfloat16" if needs_bfloat16 else config.dtype
-    return choose_dtype(configured, model_config, backend, is_plain=pooler is None and is_whole)
+    return choose_dtype(configured, model_config, backend, is_plain=is_whole and not is_pooling)
 
 
 def _num_weights_here(
