@@ -25,6 +25,7 @@ from config.progress import CountBar
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.base import EngineClient
 from engine.client.request_limits import RequestTerms
+from engine.transport.messages import Ready
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
@@ -151,11 +152,11 @@ class LLM:
             self._images,
         )
         try:
-            self._background.run(_start(self._client))
+            self._ready = self._background.run(_start(self._client))
         except BaseException:
             self.close()
             raise
-        processor = make_input_processor(self._client.ready, self._tokenizer)
+        processor = make_input_processor(self._ready, self._tokenizer)
         self._pooling: OfflinePooling | None = None
         if processor is not None:
             self._pooling = OfflinePooling(self._client, processor, max_concurrent=self._lookahead)
@@ -373,8 +374,7 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights in memory."""
-        ready = self._client.ready
-        return 0 if ready is None else ready.weight_bytes
+        return self._ready.weight_bytes
 
     def close(self) -> None:
         """Stop the engine and all threads. May be called more than once."""
@@ -436,10 +436,8 @@ class LLM:
             assert text is not None
             tokenizer = self.get_tokenizer()
             ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
-        ready = self._client.ready
-        if ready is not None:
-            keep = params.truncate_prompt_tokens
-            ids = truncate_prompt(ids, keep, ready.max_model_len, params.max_tokens)
+        keep = params.truncate_prompt_tokens
+        ids = truncate_prompt(ids, keep, self._ready.max_model_len, params.max_tokens)
         return Prompt(ids, text)
 
     async def _prompt_with_images(
@@ -550,9 +548,9 @@ async def _run_all(
     return [results[index] for index in range(count)]
 
 
-async def _start(client: EngineClient) -> None:
+async def _start(client: EngineClient) -> Ready:
     await client.start()
-    await client.wait_ready()
+    return await client.wait_ready()
 
 
 def _shut_down(
@@ -574,10 +572,9 @@ def _shut_down(
     finally:
         background.close()
         template.close()
-        if tokenizer is not None:
-            tokenizer.close()
-        if images is not None:
-            images.close()
+        for part in (tokenizer, images):
+            if part is not None:
+                part.close()
 
 
 async def _close(client: EngineClient) -> None:
