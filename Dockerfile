@@ -2,17 +2,17 @@
 # docker run --rm -p 8000:8000 -e GAUDISERVE_API_KEY=secret -v gaudiserve-cache:/cache gaudiserve:cpu
 #
 # The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Built with buildah over Debian 12 and
-# its Python 3.11, not yet with Docker; a test runs the install steps in an environment of their own.
-# An exact version: every build has the same base.
+# its Python 3.11, not yet with Docker. A test runs the installation in a separate environment.
+# An exact version, so that every build has the same base.
 ARG PYTHON=3.12.14
 ARG BASE_IMAGE=python:${PYTHON}-slim-bookworm
 
 FROM ${BASE_IMAGE} AS install
-# A package index in place of pypi.org. Without a password: arguments stay in the history of a build.
+# A package index instead of pypi.org. Do not use a password: the image's history shows arguments.
 ARG PIP_INDEX_URL
-# An index for torch; empty: deploy/torch_build.py chooses the CPU build.
+# A package index for torch. If it is empty, deploy/torch_build.py selects the CPU build.
 ARG TORCH_INDEX=
-# More extras, for example `,otel`.
+# Further extras, for example `,otel`.
 ARG EXTRAS=
 WORKDIR /src
 COPY . .
@@ -24,8 +24,8 @@ RUN set -eu; \
     /opt/gaudiserve/bin/gaudiserve vllm-command
 
 FROM ${BASE_IMAGE}
-# The kernels are compiled for the machine that runs them, at the first start, into /cache.
-# Without a mirror of Debian, a BASE_IMAGE with g++ will do.
+# The first start compiles the kernels for its machine, into /cache.
+# Not needed with a BASE_IMAGE that has g++.
 RUN command -v g++ \
     || { apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -37,7 +37,7 @@ ENV PATH=/opt/gaudiserve/bin:$PATH \
 RUN useradd --create-home --uid 10001 --user-group gaudiserve \
     && install -d -o gaudiserve -g gaudiserve /cache
 COPY deploy/healthcheck.py /opt/
-# A number: Kubernetes checks runAsNonRoot by it.
+# A numeric user id, which runAsNonRoot of Kubernetes requires.
 USER 10001
 WORKDIR /home/gaudiserve
 VOLUME /cache

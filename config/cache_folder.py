@@ -14,6 +14,13 @@ from config.errors import ConfigError, bytes_text
 from config.whole_files import write_whole
 
 HINT = "set --cache-dir or XDG_CACHE_HOME to another folder, in a container to a mounted volume"
+CONTAINER_MARKS = (".dockerenv", "run/.containerenv")
+"""Files that container runtimes create at the root."""
+
+
+def in_container(root: Path = Path("/")) -> bool:
+    """Whether a file that container runtimes create exists below `root`."""
+    return any((root / mark).exists() for mark in CONTAINER_MARKS)
 
 
 def cache_path(cache_home: str, name: str) -> Path:

@@ -186,6 +186,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def capitalized(text: str) -> str:
+    """`text` with a capital at its start, as a log line has."""
+    return text[:1].upper() + text[1:]
+
+
 MAX_SHOWN_CHARACTERS = 40
 _MAX_SHOWN_BITS = 128
 

@@ -78,7 +78,7 @@ NUM_MODULES = 8
 
 
 class Kernel(NamedTuple):
-    """Availability of an op of the vendor's library."""
+    """Availability of an op of the vendor's library, or of one of its arguments."""
 
     generations: tuple[str, ...]
     since: Release | None

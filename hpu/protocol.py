@@ -2,7 +2,8 @@
 
 A worker keeps the state of each live request at its `req_index`, so a plan carries only changes.
 Changes apply in this order: freed requests, stored blocks, loaded blocks, moved blocks, new
-requests, images, sampled tokens, bitmasks, grown blocks, launches in sequence.
+requests, images, sampled tokens, bitmasks, grown blocks, launches in sequence. Copies of adapters
+to LoRA slots come first.
 """
 
 import math
@@ -23,7 +24,7 @@ Shape = tuple[int, int, int]
 """(sequences, query tokens per sequence, KV blocks); merged prefills: see Launch.bucket."""
 
 Bucket = tuple[int, int, int, int]
-"""(phase, sequences, query tokens per sequence, KV blocks)"""
+"""(phase, sequences, query tokens per sequence, KV blocks); see Shape."""
 
 NO_MASKS = memoryview(b"")
 NO_SLOT = -1
@@ -187,10 +188,10 @@ class Launch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
     phase: int
     bucket: Shape
-    """(batch, query, blocks). Prefill: `blocks` is the cached context per request; in a merged
-    prefill batch is 1, and query and blocks are totals over all requests. Decode: query is 1, and
-    blocks is the total over all requests or, if the worker reads its cache as a slice, the highest
-    block of any request plus 1."""
+    """(batch, query, blocks), padded up to a bucket. Prefill: `blocks` is the cached context per
+    request; in a merged prefill batch is 1, and query and blocks are totals over all requests.
+    Decode: query is 1, and blocks is the total over all requests or, if the worker reads its cache
+    as a slice, the highest block of any request plus 1."""
     req_indices: list[int]
     query_lens: list[int] = []
     samples: list[bool] = []
@@ -449,7 +450,7 @@ HASH_BYTES = 32
 
 
 class RankFacts(msgspec.Struct, array_like=True, gc=False):
-    """Memory of a worker of a group after its start, in bytes."""
+    """Memory in bytes, and compilations of the warm-up, of a worker of a group after its start."""
 
     rank: int
     weight_bytes: int

@@ -45,7 +45,7 @@ from server.cli.buckets import buckets_parser
 from server.cli.calibrate import calibrate_parser
 from server.cli.chat import chat_parser
 from server.cli.doctor import doctor_parser
-from server.cli.main import COMMANDS
+from server.cli.main import COMMANDS, config_parser
 from server.cli.plan import plan_parser
 from server.cli.presets import presets_parser
 from server.cli.quantize import quantize_parser
@@ -64,6 +64,7 @@ PARSERS: dict[str, Callable[[], FlagParser]] = {
     "buckets": lambda: buckets_parser("fit"),
     "calibrate": calibrate_parser,
     "chat": chat_parser,
+    "config": config_parser,
     "doctor": doctor_parser,
     "plan": plan_parser,
     "presets": presets_parser,
@@ -253,7 +254,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     # Flags of kubectl, of manifests, of docker, of pip and of this project's tests.
     others = {"--from-literal", "--rm", "--runtime", "--cap-add", "--ipc", "--build-arg"}
     others |= {"--group-add", "--entrypoint", "--ulimit"}
-    others |= {"--extra-index-url", "--previous", "--profile"}
+    others |= {"--extra-index-url", "--wheel-dir", "--previous", "--profile"}
     others |= {"--abort-on-container-exit", "--crd-schemas", "--follow", "--log-opt"}
     others |= {"--from-file", "--tail", "--current", "--namespace"}
     others |= {"--name", "--restart", "--stop-timeout", "--build", "--no-build"}
@@ -334,13 +335,19 @@ def check_make(command: Command) -> None:
 def check_pip(command: Command) -> None:
     """Check that each extra and each package belongs to this project."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert command.words[1] == "install"
-    for word in command.words[2:]:
+    assert command.words[1] in ("install", "wheel")
+    words = iter(command.words[2:])
+    for word in words:
+        if word in ("--wheel-dir", "--extra-index-url"):
+            next(words)
+            continue
+        if word == ".":
+            continue
         if extras := re.fullmatch(r"\.\[(.+)\]", word):
             for extra in extras[1].split(","):
                 assert re.search(rf"^{extra} = \[", project, re.MULTILINE)
         else:
-            assert re.search(rf'^ *"{word}\b', project, re.MULTILINE)
+            assert re.search(rf'^(requires = \[| *)"{word}\b', project, re.MULTILINE)
 
 
 def check_benchmark(command: Command) -> None:
@@ -432,6 +439,24 @@ def check_yaml(block: Block) -> None:
     assert all(yaml.safe_load_all(block.text))
 
 
+CLASS = re.compile(r"\b(?:[A-Z][a-z]+){2,}\b")
+
+
+def check_diagram(block: Block) -> None:
+    """Check that blocks are closed, and that the classes in the labels exist."""
+    kind, *lines = (line.strip() for line in block.text.splitlines())
+    assert kind.split()[0] in ("flowchart", "sequenceDiagram"), kind
+    opened = [line for line in lines if line.split()[0] in ("subgraph", "loop")]
+    assert lines.count("end") == len(opened), block.text
+    defined = {
+        name
+        for path in (ROOT / folder for folder in ("server", "engine", "hpu"))
+        for file in path.rglob("*.py")
+        for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)
+    }
+    assert set(CLASS.findall(" ".join(lines))) <= defined
+
+
 KINDS: dict[str, Callable[[Block], None]] = {
     "bash": check_shell,
     "caddy": check_proxy,
@@ -439,6 +464,7 @@ KINDS: dict[str, Callable[[Block], None]] = {
     "ini": check_ini,
     "javascript": check_elsewhere,
     "json": check_json,
+    "mermaid": check_diagram,
     "nginx": check_proxy,
     "python": check_python,
     "text": check_text,

@@ -27,7 +27,12 @@ EXCEPTIONS = {
     "server.app.reference": ("engine.selftest.fallbacks",),
     "server.cli.selftest": ("engine.reports.doctor", "engine.selftest"),
     "server.offline.engines": ("engine.reports.doctor", "engine.selftest.start"),
-    "server.cli.plan": ("engine.reports.buckets", "engine.reports.plan"),
+    "server.cli.plan": (
+        "engine.reports.buckets",
+        "engine.reports.doctor",
+        "engine.reports.plan",
+        "engine.reports.presets",
+    ),
     "server.cli.presets": (
         "engine.reports.doctor",
         "engine.reports.plan",

@@ -121,6 +121,36 @@ def test_sentences_and_names_are_plain(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
+def log_lines(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, format) of each message of a logger that begins with a literal."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        method, texts = node.func, node.args
+        if isinstance(method, ast.Name) and method.id == "LimitedWarning":
+            text = texts[1]
+        elif isinstance(method, ast.Attribute) and ast.unparse(method.value) == "logger":
+            text = texts[1 if method.attr == "log" else 0]
+        else:
+            continue
+        start = text.values[0] if isinstance(text, ast.JoinedStr) else text
+        if isinstance(start, ast.Constant) and isinstance(start.value, str):
+            yield start.lineno, start.value
+
+
+def test_log_lines_begin_with_a_capital() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for folder in ("server", "engine", "hpu", "config")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in log_lines(ast.parse(path.read_text(encoding="utf-8")))
+        # A name of a field keeps its case.
+        if text[:1].islower() and "_" not in text.split()[0]
+    ]
+
+    assert not found, "\n".join(found)
+
+
 def test_there_are_at_most_ten_exceptions() -> None:
     assert len(EXCEPTIONS) <= 10
 

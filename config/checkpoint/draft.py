@@ -133,7 +133,8 @@ def _mtp_facts(target: ModelConfig) -> ModelConfig:
     if not target.num_mtp_layers:
         raise SettingError(
             f"--speculative-config names the method mtp, and {target.path} has no MTP layer "
-            "(num_nextn_predict_layers): use another method"
+            "(num_nextn_predict_layers; MTP layers of GGUF files are not loaded): use another "
+            "method"
         )
     if target.is_quantized:
         raise SettingError(

@@ -28,7 +28,7 @@ from config.progress import Report, unreported
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the conversion. Increase it when the result changes, so that older copies are not
 used."""
 _SAMPLE_BYTES = 2**20
@@ -165,6 +165,8 @@ def _convert(
     write_safetensors(file, entries, folder / "model.safetensors", progress, report)
     if keep_blocks:
         write_blocks(entries, folder / BLOCKS)
+    # MTP layers are not converted.
+    config.pop("num_nextn_predict_layers", None)
     _write_json(folder / "config.json", config)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from config.cache_folder import in_container
 from config.checkpoint.demo import NAMES
 from config.errors import ConfigError
 
@@ -28,7 +29,8 @@ def check_model_name(model: str) -> None:
 def no_such_model(model: str) -> ConfigError:
     """The error for a name that is neither a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
-        mount = "; in a container, mount it with -v" if model.startswith("/") else ""
+        is_mount = model.startswith("/") and in_container()
+        mount = "; mount it into this container, with docker by -v" if is_mount else ""
         return ConfigError(f"no such file or folder: {model}{mount}")
     return ConfigError(
         f"no such file or folder: {model}; a Hugging Face id has the form org/name, the demo "

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from config.data_parallel import DataParallelConfig
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
+from config.errors import capitalized
 from config.loading.env import (
     chosen_device,
     device_environment,
@@ -187,7 +188,7 @@ class EngineProcesses:
             threading.Thread(target=self.close, args=(COUPLED_STOP_S,), daemon=True).start()
 
     def _restart(self, engine: int, reason: str, wait_s: float) -> None:
-        logger.error("%s: %s", reason, self._limits[engine].describe(wait_s))
+        logger.error("%s: %s", capitalized(reason), self._limits[engine].describe(wait_s))
         self._has_closed.wait(wait_s)
         with self._closing:
             if not self._has_closed.is_set():

@@ -261,7 +261,7 @@ class EngineLoop:
                 return
             refusal: Exception = UserError(str(error))
             if not isinstance(error, ConfigError):
-                logger.error("an adapter cannot be read", exc_info=error)
+                logger.error("An adapter cannot be read", exc_info=error)
                 refusal = RequestFailed("the adapter cannot be read")
             self._emit(front_end, _error_reply(control.call, refusal))
 
@@ -469,7 +469,7 @@ def describe_failure(error: Exception, engine: int = 0) -> Failed:
     is_end_of_process = isinstance(error, EngineDied) and not error.is_logged
     if not isinstance(error, (ConfigError, EngineDied)):
         message = f"{type(error).__name__}: {error}"
-        logger.error("the engine has failed", exc_info=error)
+        logger.error("The engine has failed", exc_info=error)
     is_config = isinstance(error, ConfigError)
     is_setting = is_config and not isinstance(error, CheckpointError)
     return Failed(

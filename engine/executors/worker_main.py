@@ -154,7 +154,7 @@ def _work(orders: WorkerOrders, make_worker: "Callable[[EngineConfig, Ranks], Wo
         except Exception as error:
             code = 1
             failed_at = time.time()
-            logger.exception("worker %d has failed", rank)
+            logger.exception("Worker %d has failed", rank)
             message = f"worker {rank}: {type(error).__name__}: {error}"
             channel.send(WorkerFailed(message, time=failed_at))
         finally:

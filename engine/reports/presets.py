@@ -141,6 +141,18 @@ def _plans(
     yield config, plan
 
 
+def card_generation(machine: Machine) -> str:
+    """Generation of the cards of `machine`. Raises ConfigError if it has no card, or cards of an
+    unknown generation or of several."""
+    found = {card.generation for card in find_cards(machine).cards}
+    if len(found) == 1 and (generation := found.pop()):
+        return generation
+    what = "cards of an unknown generation, or of several" if found else "no Gaudi card"
+    raise ConfigError(
+        f"--device is hpu, and this machine has {what}: set --device gaudi2 or gaudi3"
+    )
+
+
 def free_cards(machine: Machine) -> tuple[str | None, int]:
     """(generation, number) of the unused cards. The generation is None if the driver does not
     report it or the cards differ."""

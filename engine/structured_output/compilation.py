@@ -260,7 +260,7 @@ class GrammarCompiler:
         except MemoryError:
             raise Overloaded(f"the server has no memory left to compile the {spec.kind}") from None
         except Exception as error:  # Thread boundary: a bug in this code or in the library.
-            logger.exception("compiling a grammar of kind %s failed", spec.kind)
+            logger.exception("Compiling a grammar of kind %s failed", spec.kind)
             raise UserError(f"the {spec.kind} cannot be compiled: {error}") from error
 
     def _check(self, spec: GrammarSpec, cancellation: Cancellation) -> _Checked:

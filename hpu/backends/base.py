@@ -40,12 +40,13 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """A captured forward pass: fixed outputs, replayed without Python."""
+    """A captured function: fixed outputs, replayed without Python. A backend that does not capture
+    calls the function, which returns new outputs."""
 
     def replay(self, *inputs: Any) -> Any:
-        """Run on `inputs` and return the same output tensors on every call. `inputs` have the
-        shapes of the captured inputs; without `rebinds_inputs` they must be the captured tensors
-        themselves."""
+        """Run on `inputs`. A captured graph returns the same output tensors on every call. `inputs`
+        have the shapes of the captured inputs; without `rebinds_inputs` they must be the captured
+        tensors themselves."""
         ...
 
 
@@ -64,10 +65,11 @@ class FusibleModel(Protocol):
 
 class Backend(Protocol):
     """A single device, owned by this process. Not thread-safe. Calls that a device does not need
-    have default implementations: calls without a result do nothing.
+    have default implementations: calls without a result do nothing, except that `upload_beside`
+    calls `upload`.
 
     A device runs work in the order of submission, `upload` included; only the copies of `to_host`
-    may run concurrently with later work.
+    and `upload_beside` may run concurrently with other work.
     """
 
     name: str
@@ -98,7 +100,8 @@ class Backend(Protocol):
     """Whether device memory is host memory. If so, most of it must be left to other processes."""
     rebinds_inputs: bool
     """True if an upload into a tensor waits for the launch that reads the tensor, and if a graph
-    replay may read other tensors than the captured inputs. Inputs are then double-buffered."""
+    replay may read other tensors than the captured inputs. Input buffers then alternate between
+    sets of device memory."""
 
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
@@ -159,7 +162,7 @@ class Backend(Protocol):
 
     def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter | None:
         """Pre-faulting of `caches` (made by `zeros`, `num_blocks` blocks each); None if their
-        memory is already allocated."""
+        memory is already allocated, or if the system cannot pre-fault it."""
         return None
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -172,7 +175,9 @@ class Backend(Protocol):
         ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy a host tensor into a device tensor of the same shape, without waiting.
+        """Copy a host tensor into a device tensor of the same shape. Does not wait for the copy,
+        except for large tensors on a Gaudi and on a device that shares the host's memory; with
+        `rebinds_inputs`, waits for the launch that reads `target`.
 
         The source must not change until an `event()` created after the call is done.
         """

@@ -108,9 +108,10 @@ class CallGraph:
 
 class CpuBackend(Backend):
     """The CPU with `num_threads` compute threads (None: the usable cores, divided among the ranks).
-    `kernels`: folder of the compiled kernels, which are built if missing, for the first bfloat16
-    model; None: use torch's own operators. `ranks` communicate over gloo. `on_step` is called while
-    the kernels are built."""
+    `kernels`: folder of the compiled kernels, which are built if missing, when the first model
+    needs them; None: use torch's own operators. `int8_activations`: see
+    EngineConfig.cpu_int8_activations. `ranks` communicate over gloo. `on_step` is called while the
+    kernels are built."""
 
     name = "cpu"
     card = driver = software = ""
@@ -303,10 +304,10 @@ class CpuBackend(Backend):
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
-    """Install packed linear kernels and norm kernels in the layers of a loaded bfloat16 model:
-    kernels of `library`, or torch's packed linear operators where `library` has no kernel and the
-    CPU has bfloat16 instructions. Returns the model to run, which is a CompiledDecoder if `model`
-    is a decoder that can be compiled."""
+    """Install packed kernels for linear layers and experts, and norm kernels, in the layers of a
+    loaded bfloat16 model: kernels of `library`, or torch's packed linear operators where `library`
+    has no kernel and the CPU has bfloat16 instructions. Returns the model to run, which is a
+    CompiledDecoder if `model` is a decoder that can be compiled."""
     # Routers are not packed: they are small, have any number of outputs, and may be in float32.
     routers = {
         gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates

@@ -1,5 +1,5 @@
-"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. It uses the Gaudi backend's buckets
-and runner, with CUDA graphs. `--device auto` never selects it."""
+"""CudaBackend: an NVIDIA GPU, for development without a Gaudi. Launches are padded to buckets and
+replayed as graphs, as on a Gaudi. `--device auto` never selects it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class CudaBackend(Backend):
     name = "cuda"
     card = driver = ""
     software = torch.version.cuda or ""
-    # Equal to the Gaudi backend's defaults, so that the buckets are equal.
+    # The block size of a Gaudi.
     default_block_size = 128
     default_strategy = "exponential"
     captures = True

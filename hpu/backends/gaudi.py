@@ -2,7 +2,8 @@
 modes. The fused kernels are in hpu/ops/gaudi.py.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
-Segments end with launches: at events, and around a captured graph.
+Segments end at events, around a captured graph, and within a launch where a smaller recipe is
+wanted (`_end_recipe`, `_mark_layers`).
 """
 
 import contextlib

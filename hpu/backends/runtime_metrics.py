@@ -15,7 +15,7 @@ class RuntimeMetrics:
         self._source = source
         for name in ("graph_compilation", "cpu_fallback"):
             if source.metric_global(name) is None:
-                logger.warning("the runtime has no metric %s: it is reported as 0", name)
+                logger.warning("The runtime has no metric %s: it is reported as 0", name)
 
     def compilations(self) -> int:
         return int(self._metric("graph_compilation").get("TotalNumber", 0))

@@ -1,2 +1,2 @@
 """Bucket table: selects the padded shapes to prepare (a file per strategy) and looks up the bucket
-of a launch. Pure functions and numbers: no tensors, no device."""
+of a launch. Uses no tensors and no device."""

@@ -26,7 +26,7 @@ MAX_CACHED_LOOKUPS = 65_536
 class Lookup:
     """Bucket of a launch, and whether it was prepared.
 
-    `hit`: prepared. `fallback`: larger than all prepared buckets, created by this lookup. `miss`:
+    `hit`: prepared. `fallback`: no earlier bucket held the launch, created by this lookup. `miss`:
     created by an earlier fallback.
     """
 
@@ -35,7 +35,8 @@ class Lookup:
 
 
 class BucketTable:
-    """All prepared shapes of both phases. An exact table is empty and does not pad."""
+    """All prepared shapes of each phase, and the shapes created by fallbacks. An exact table is
+    empty and does not pad."""
 
     def __init__(
         self, prompts: list[Shape], decodes: list[Shape], limits: BucketLimits, *, exact: bool
@@ -43,7 +44,8 @@ class BucketTable:
         self.is_exact = exact
         self.limits = limits
         self.added: list[Bucket] = []
-        """Buckets added to the strategy's buckets, because the largest launches need them."""
+        """Buckets added to the strategy's buckets, because the largest launches need them. Empty
+        for pooling models."""
         self.prefer_prepared = False
         """Whether `find` prefers a prepared bucket to a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
@@ -150,15 +152,16 @@ class BucketTable:
         self._lookups.clear()
 
     def is_prepared(self, phase: int, batch: int, query: int, blocks: int) -> bool:
-        """Whether a prepared bucket holds the shape. Creates no fallback."""
+        """Whether a prepared bucket holds the shape; True for an exact table. Creates no
+        fallback."""
         return self.is_exact or any(
             shape[0] >= batch and shape[1] >= query and shape[2] >= blocks
             for shape in self._prepared[phase]
         )
 
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
-        """Bucket with the lowest modelled cost that holds the shape. Creates a fallback bucket if
-        there is none."""
+        """Bucket with the lowest modelled cost that holds the shape; the shape itself for an exact
+        table. Creates a fallback bucket if there is none."""
         if self.is_exact:
             return Lookup((batch, query, blocks), HIT)
         key = (phase, batch, query, blocks)
@@ -260,8 +263,8 @@ def _cover_decodes(shapes: list[Shape], limits: BucketLimits) -> list[Shape]:
 
 
 def fallback_point(value: int, base: int, cap: int) -> int:
-    """Padded size of a `value` larger than every bucket: a multiple of ceil(cbrt(value)) * `base`,
-    at most `cap` unless `value` is larger."""
+    """Padded size on one axis of a launch that no bucket holds: a `value` above 1 is rounded up to
+    a multiple of ceil(cbrt(value)) * `base`, at most to `cap` (a value above `cap` stays)."""
     if value <= 1:
         return value
     root = next(r for r in itertools.count(1) if r**3 >= value)

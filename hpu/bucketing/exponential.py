@@ -1,4 +1,5 @@
-"""Strategies `exponential` and `exponential-v3`: points in a constant ratio on every axis.
+"""Strategies `exponential` and `exponential-v3`: points in a constant ratio on each axis, except
+the context of `exponential` prompts.
 
 Rules of vLLM's Gaudi plug-in, from its bucketing guide and server logs; v3 is the rule of its
 newest version.
@@ -20,7 +21,8 @@ LONG_CONTEXT = 8192
 def exponential_points(
     low: int, step: int, high: int, limit: int, *, fill: bool, exact_last: bool = False
 ) -> list[int]:
-    """`low`, and at most `limit` points up to `high`, in a constant ratio.
+    """`low`, and at most `limit` points up to `high`, in a constant ratio; only the last point if
+    `limit` is 1 or `low` is at least `high`.
 
     Points are rounded up to multiples of `step`; with `fill` a duplicate is replaced by the nearest
     unused multiple. The last point is `high`, rounded up unless `exact_last`.

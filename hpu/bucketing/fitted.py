@@ -71,7 +71,8 @@ def best_boundaries(values: Ints, weights: Floats, count: int) -> list[int]:
 def fit(
     launches: Launches, num_graphs: int, limits: BucketLimits
 ) -> tuple[list[Shape], list[Shape]]:
-    """(prompt, decode) buckets, at most `num_graphs`, with little padding for `launches`.
+    """(prompt, decode) buckets, at most `num_graphs` (but at least one of each phase), with little
+    padding for `launches`.
 
     Every single prompt and every decode is covered, whether or not it is in the traffic.
     """
@@ -103,7 +104,7 @@ _PHASES = (PREFILL, DECODE)
 def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
     """Use of each of `buckets` by `launches`; unused buckets are included. A batch of prompts
     larger than every bucket is split into several launches; a launch that fits no bucket counts
-    without padding."""
+    without padding, for the first bucket."""
     shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
     costs = _costs(shapes, table, limits)
@@ -214,7 +215,7 @@ def _prune(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], num_graphs: int
 ) -> list[int]:
     """Start with the cheapest candidate of each launch, and remove the bucket with the smallest
-    loss until `num_graphs` buckets are left."""
+    loss until `num_graphs` buckets are left. Required buckets always stay."""
     chosen = sorted({*costs.argmin(axis=1).tolist(), *np.flatnonzero(is_required).tolist()})
     left = costs[:, chosen]
     alive = np.ones(len(chosen), bool)
@@ -251,7 +252,8 @@ def _two_best(costs: Floats) -> tuple[Ints, Ints, Floats]:
 def _swap(
     costs: Floats, weights: Floats, is_required: NDArray[np.bool_], chosen: list[int]
 ) -> list[int]:
-    """Swap buckets for the candidates with the largest savings, until no swap saves anything."""
+    """Swap buckets for the candidates with the largest savings, until the next swap would save
+    nothing, at most MAX_SWAPS times."""
     for _ in range(MAX_SWAPS):
         best = costs[:, chosen].min(axis=1)
         finite = np.isfinite(best)

@@ -1,7 +1,7 @@
 """Strategies `linear` and `padding-aware`: every combination of points on user-configurable ranges.
 
-`linear` uses all multiples of a step, with the defaults of the Gaudi README of vLLM's fork.
-`padding-aware` uses as few points as its padding limits allow.
+`linear` uses all multiples of a step (and smaller points below it), with the defaults of the Gaudi
+README of vLLM's fork. `padding-aware` uses as few points as its padding limits allow.
 """
 
 import itertools
@@ -22,8 +22,8 @@ pad_percent."""
 
 
 def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
-    """Dimensions of prompts and of decodes, with the configured ranges. No query is longer than a
-    step's token budget."""
+    """Dimensions of prompts and of decodes, with the configured ranges. No query is longer than the
+    largest query of a step, rounded up to whole blocks."""
     is_linear = config.strategy == "linear"
     axis = _linear_axis if is_linear else _padding_axis
     block = limits.block_size
@@ -74,7 +74,7 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
     """`low` doubled up to `step`, then the fewest multiples of `step` whose padding is at most
     `pad_max` and at most `pad_percent` of the bucket.
 
-    Multiples of `pad_max` are always included. The last point is `high`.
+    Multiples of `pad_max` among them are always included. The last point is `high`.
     """
     points = [low]
     while points[-1] < step and points[-1] < high:

@@ -19,7 +19,7 @@ SAMPLE = 512
 hardly change the boundaries."""
 
 LOADS = 12
-"""Number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
+"""Maximum number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
 
 
 RARE_FRACTION = 0.02
@@ -66,8 +66,9 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
 # Cached: it takes a second, and the bucket table, the warm-up order and `plan` call it.
 @lru_cache(maxsize=4)
 def general_launches(limits: BucketLimits) -> Launches:
-    """Launches of servers for chats, code or summaries, as a default for unknown traffic. A quarter
-    of the prompts start with a cached prefix. Callers must not change the result."""
+    """Launches of servers for chats, code or summaries, as a default for unknown traffic. With
+    prefix caching, a quarter of the prompts start with a cached prefix. Callers must not change the
+    result."""
     rng = random.Random(0)
     total: Counter[Bucket] = Counter()
     scale = min(1.0, limits.max_model_len / GENERAL_CONTEXT)

@@ -15,7 +15,7 @@ SHORT_BYTES = 1024
 
 class Agreement:
     """Values that all ranks of a model agree on: the number of KV blocks, whether a bucket fits,
-    the size of a graph. All ranks must make the same calls in the same order; each call waits for
+    the size of a graph. All ranks must make the same calls in the same order; a call may wait for
     all ranks."""
 
     def __init__(self, host: ProcessGroup = SINGLE) -> None:

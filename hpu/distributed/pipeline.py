@@ -28,8 +28,8 @@ class PipelineLink:
     """
 
     def __init__(self, group: ProcessGroup = SINGLE, device: torch.device | None = None) -> None:
-        """Runs an all-reduce over `group`: the first operation of a group must be a collective, not
-        a send."""
+        """Runs an all-reduce over a `group` of several ranks: the first operation of a group must
+        be a collective, not a send."""
         self.stage = Stage(group.rank, group.size)
         self._group = group
         self._num_steps = 0

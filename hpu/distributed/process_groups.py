@@ -1,6 +1,7 @@
 """Process groups for tensor, pipeline, expert and data parallelism over torch.distributed.
 
-A group with a single rank needs no torch.distributed: its collectives are no-ops.
+A group with a single rank needs no torch.distributed: its collectives return their input
+(`all_gather_into` and transfers need several ranks).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +35,10 @@ class ProcessGroup:
         mark_step: Callable[[], None] | None = None,
     ) -> None:
         """`ranks`: global rank of each member; `rank`: this process's index in `ranks`; `group`:
-        the torch.distributed group, None for the world; `mark_step`: called before each collective
-        and after each point-to-point transfer, on a device that compiles and collects operations
-        into recipes. On such a device a collective is never part of a compiled function: the
-        vendor's software keeps torch.distributed out of dynamo's graphs (hccl of
+        the torch.distributed group, None for the world; `mark_step`: called before each collective,
+        and before and after each point-to-point transfer, on a device that compiles and collects
+        operations into recipes. On such a device a collective is never part of a compiled function:
+        the vendor's software keeps torch.distributed out of dynamo's graphs (hccl of
         HabanaAI/gaudi-pytorch-bridge)."""
         self._ranks = tuple(ranks)
         self._group = group
@@ -220,7 +221,8 @@ def group_members(tensor: int, pipeline: int, data: int) -> dict[str, list[list[
 
 def join(backend: str, ranks: Ranks, mark_step: Callable[[], None] | None = None) -> ProcessGroup:
     """Initialize torch.distributed with `backend` and return the group of all ranks, with
-    `mark_step` as in ProcessGroup. Raises RuntimeError on timeout."""
+    `mark_step` as in ProcessGroup. Raises RuntimeError on timeout, and on rank 0 if the address is
+    in use."""
     if ranks.global_size == 1:
         return SINGLE
     store = _tcp_store(ranks) if ranks.init_method.startswith(TCP) else None

@@ -32,7 +32,7 @@ def visible_modules(machine: Machine) -> tuple[int, ...] | None:
 def environment_findings(
     machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int
 ) -> list[Finding]:
-    """Findings about the runtime's variables that are set."""
+    """Findings about the runtime's variables that are set, and about the compiler's files."""
     return [
         *_modules(machine, cards, num_cards),
         *_devices(machine),
@@ -201,7 +201,8 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
 
 
 def compiler_findings(machine: Machine, *, has_cards: bool) -> list[Finding]:
-    """Whether the graph compiler finds its files. A variable may hold several paths."""
+    """Findings about files that the graph compiler would not find. A variable may hold several
+    paths; a variable that is not set is checked only with `has_cards`."""
     findings = []
     for name, path in COMPILER_FILES.items():
         text = machine.environment.get(name, "")

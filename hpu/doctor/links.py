@@ -13,8 +13,8 @@ _PORT = re.compile(r"port\s+(\d+)\s*:\s*(\w+)")
 def group_findings(
     machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int
 ) -> list[Finding]:
-    """Findings about the links and generations of `cards` when `num_cards` work together; empty
-    for a single card."""
+    """Findings about the links and generations of `cards` when `num_cards` work together; empty for
+    a single card, or if no card is visible."""
     if num_cards == 1 or not cards:
         return []
     return [*_generations(cards), *_links(machine, cards)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from config.cache_folder import in_container
 from config.child_command import running
 
 OK, WARN, ERROR = "ok", "warn", "error"
@@ -77,5 +78,4 @@ class Machine:
 
     @property
     def in_container(self) -> bool:
-        """Whether a file that container runtimes create exists."""
-        return any((self.root / mark).exists() for mark in (".dockerenv", "run/.containerenv"))
+        return in_container(self.root)

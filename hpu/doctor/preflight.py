@@ -144,7 +144,8 @@ def _closed_nodes(cards: tuple[DetectedCard, ...]) -> list[Finding]:
 
 
 def _visible(machine: Machine, cards: tuple[DetectedCard, ...]) -> tuple[DetectedCard, ...]:
-    """Cards that HABANA_VISIBLE_MODULES names; all cards if it is unset or invalid."""
+    """Cards that HABANA_VISIBLE_MODULES names, and cards whose module is unknown; all cards if the
+    variable is unset or invalid."""
     modules = visible_modules(machine)
     return tuple(card for card in cards if modules is None or card.module in (None, *modules))
 

@@ -1,5 +1,5 @@
 """Checks the installed software: the vendor's packages, torch, Python and the driver. Reads
-metadata and kernel files only."""
+metadata, kernel files, and what hl-smi and the package manager print."""
 
 from config.execution import RUNTIME_DISTRIBUTION, is_vendor_torch
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine

@@ -188,7 +188,7 @@ FAULTS: Mapping[str, OperatorFault | RuntimeFault] = {
     "collectives": OperatorFault(
         ("c10d::allreduce_",), lambda run, args: [run(), [tensor.mul_(2) for tensor in args[0]]][0]
     ),
-    # Operators that run on the host in lazy mode.
+    # The operators named here run on the host in lazy mode.
     "index-reduce": RuntimeFault(("aten::index_reduce",)),
     "sampler-operators": RuntimeFault(("aten::sort",)),
     "router-operators": RuntimeFault(("aten::scatter",)),

@@ -79,14 +79,14 @@ class AttentionKind:
 PLAIN = AttentionKind()
 
 Writes = Literal["first", "last", "never"]
-"""When the keys and values of a prompt are written to the caches: before attention, after attention
-(into a ring), or never (shared caches). A single attribute, because torch.compile guards each
-attribute that a layer reads."""
+"""When the keys and values of a prompt are written to the caches: before its cached context is
+read, after it is read (into a ring), or never (shared caches). A single attribute, because
+torch.compile guards each attribute that a layer reads."""
 
 
 class SelfAttention(nn.Module):
-    """Attention of a layer: merged QKV projection, QK norm, rotation, `attn`, output
-    projection."""
+    """Attention of a layer: merged QKV projection, QK norm, rotation, `attn`, output projection,
+    and the steps that its AttentionKind adds."""
 
     sinks: nn.Parameter | None
     """(heads)"""
@@ -145,15 +145,16 @@ class SelfAttention(nn.Module):
         """Enable zeroing of non-finite Q, K and V: a matmul that weights blocks of other sequences
         with zero would leak their NaN (0 * NaN). The output of the affected token is NaN;
         NonFiniteGuard marks later tokens. Plain CPU operations add each block to its own sequence
-        and need no zeroing, unless slices of the cache are read."""
+        and need no zeroing, unless slices of the cache are read, drafts are verified or this is a
+        pipeline stage before the last."""
         self._zeroes_non_finite = True
         self._nan = nan
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> Tensor:
-        """(B, Q, hidden) -> (B, Q, hidden). Writes K and V of all B * Q tokens if there is a cache.
-        `rotation` None: heads are not rotated."""
+        """(B, Q, hidden) -> (B, Q, hidden). Writes K and V of all B * Q tokens if the layer has a
+        cache of its own. `rotation` None: heads are not rotated."""
         shape = self.shape
         batch, length, _ = hidden.shape
         query_key, value, gate, is_bad = self._project(hidden)

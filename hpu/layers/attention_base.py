@@ -68,7 +68,7 @@ class AttentionLayer(Protocol):
         ...
 
     def zero_non_finite(self, nan: Tensor) -> None:
-        """Enable zeroing of non-finite K and V. `nan`: see NonFiniteGuard."""
+        """Enable zeroing of non-finite queries, keys and values. `nan`: see NonFiniteGuard."""
         ...
 
     def __call__(

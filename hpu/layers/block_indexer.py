@@ -77,8 +77,9 @@ class BlockIndexer(nn.Module):
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
     ) -> tuple[Tensor, AttentionMetadata]:
-        """Returns `hidden` (B, Q, hidden), with NaN for tokens whose index heads are not finite,
-        and `metadata` with masks of the chosen blocks. Writes the index keys of the tokens."""
+        """Returns `hidden` (B, Q, hidden) and `metadata` with masks of the chosen blocks. If
+        zeroing is enabled, `hidden` is NaN for tokens whose index heads are not finite. Writes the
+        index keys of the tokens."""
         size = self.spec.head_dim
         query = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, size)))
         key = self.k_norm(self.k_proj(hidden).unflatten(-1, (1, size)))

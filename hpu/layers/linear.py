@@ -18,8 +18,8 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 class LinearBase(nn.Module):
-    """Shard of a linear layer on this rank. `weight` (out, in) and `bias` (out) are allocated,
-    not filled."""
+    """Shard of a linear layer on this rank. `weight` (out, in) and `bias` (out) are allocated, not
+    filled; `weight` is None if it is quantized or a kernel holds it."""
 
     shard_dim: ClassVar[int | None] = None
     """Weight dimension that is sharded over the ranks; None: the weight is replicated."""
@@ -117,8 +117,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     ranks."""
 
     def forward_split(self, x: Tensor) -> list[Tensor]:
-        """`forward` with a matmul per output: (..., in) -> (..., size) each. Not available
-        with quantized weights or after `use_kernel`."""
+        """`forward`, split into its outputs: (..., in) -> (..., size) each. Runs a matmul per
+        output, for which the weight must not be quantized or held by a kernel; a single matmul if
+        the layer adds adapters."""
         if self.adds_adapters:
             return list(self(x).split_with_sizes(self.output_sizes, dim=-1))
         assert self.weight is not None

@@ -241,7 +241,8 @@ class DecodeBlocks(NamedTuple):
     groups: Tensor
     """(N): batch index of each block, -1 for padding."""
     rows: Tensor
-    """(N) int64: batch index of each block, 0 for padding."""
+    """(N) int64: batch index of each block. For padding 0 or, in the entries of windows and rings,
+    the sequence for which the entry is listed."""
     block_mapping: Tensor
     """(N, B) in the form's dtype: 1 where the block belongs to the sequence."""
     mapping: Tensor
@@ -288,8 +289,9 @@ def build_metadata(
     `kinds`: distinct visibilities of the model's layers. `form`: mask form of the fused kernels;
     None: plain operations. `contiguous`: whether entry i of a decode describes block i of the
     cache. `causal`: whether tokens of TextAttentionInputs see only earlier tokens (tokens of the
-    other inputs always do). `alibi_slopes` (heads) float32: masks get a heads dimension, and add
-    slope * (key - query) to the scores. `rings`: ring of each kind; None: no rings.
+    other inputs always do, apart from tokens of the same image). `alibi_slopes` (heads) float32:
+    masks get a heads dimension, and add slope * (key - query) to the scores; not applied to
+    TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
@@ -801,7 +803,7 @@ def _decode_metadata(
 
     def seen(kind: Visibility, ring: WindowRing | None) -> tuple[Tensor, _Entries]:
         """Slots of the new tokens, and blocks to read: the blocks of each window if they are fewer
-        than all blocks."""
+        than all blocks, else all blocks. Without a ring, a contiguous read has all blocks."""
         count = None if kind.limit is None else ring_blocks(kind.limit, block_size)
         if ring is None:
             if count is None or contiguous or total <= batch * count:

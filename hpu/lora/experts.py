@@ -18,8 +18,8 @@ from hpu.quantization.unquantized import of_chosen, weights_of
 
 
 class ExpertSlots:
-    """Slots for w13 or w2 of all experts of a layer: `a` (slots, experts, outputs, rank, in) and
-    `b` (slots, experts, outputs, rank, size), padded to the maximum rank."""
+    """Slots for w13 or w2 of the experts of a layer on this rank: `a` (slots, experts, outputs,
+    rank, in) and `b` (slots, experts, outputs, rank, size), padded to the maximum rank."""
 
     def __init__(
         self, num_experts: int, in_features: int, output_sizes: Sequence[int], context: LoRAContext

@@ -201,7 +201,7 @@ class LoRAManager(Adapters):
                 del self._host[message.content]
             text = None if error is None else str(error)
             if error is not None and not isinstance(error, ConfigError):
-                logger.error("adapter %s cannot be read", message.path, exc_info=error)
+                logger.error("Adapter %s cannot be read", message.path, exc_info=error)
                 text = f"{message.name} cannot be read"
             self._loaded.append(AdapterLoaded(message.content, text))
             self.on_loaded()

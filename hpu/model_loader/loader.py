@@ -88,9 +88,11 @@ def load_weights(
     and of `expert_group` if experts are distributed; for a pipeline stage (`is_stage`) only the
     tensors of its own parameters.
 
-    Tensors that match a parameter in host memory are read directly into it. Of all other tensors,
-    at most a single file's are in memory at a time. Raises CheckpointError with the names of
-    missing, unexpected and misshapen tensors before anything is read.
+    Tensors that match a parameter in host memory are read directly into it. Other tensors are freed
+    once they are copied; tensors that are combined (parts of a quantized weight, halves of an MXFP4
+    weight, parts of a device parameter) stay in memory until the last of them is read. Raises
+    CheckpointError with the names of missing, unexpected and misshapen tensors before anything is
+    read.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
@@ -276,8 +278,9 @@ def _reads(
 
 
 def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialized tensor whose memory returns to the system when it is freed. Memory from malloc
-    stays in the process, in pieces that may be too small for later tensors."""
+    """Tensor to be filled. Memory of MIN_MAPPED_BYTES or more returns to the system when it is
+    freed: memory from malloc stays in the process, in pieces that may be too small for later
+    tensors."""
     size = math.prod(shape) * dtype.itemsize
     if size < MIN_MAPPED_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -395,7 +398,7 @@ class _Filler:
 
     def place(self, parameter: Tensor, spec: WeightSpec, dtype: torch.dtype) -> Tensor | None:
         """The part of `parameter` into which the bytes of a tensor of `dtype` can be read directly;
-        None if a copy is needed."""
+        None if a copy is needed. Zeroes the padding rows of the parameter."""
         if parameter.device.type != "cpu" or dtype != parameter.dtype or not spec.is_stored_as_is:
             return None
         part = parameter.detach()

@@ -37,10 +37,8 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
     values: (out, in) uint8, or float8_e4m3fn; scales: (out, groups) float32; zeros: (out, groups)
     uint8; groups: (in) int64; input_scale: (out, 1) float32.
     """
-    spec = shard.spec
-    part, scheme = spec.part, spec.scheme
-    assert part is not None and scheme is not None
-    sizes = spec.shape
+    part, sizes = shard.spec.part, shard.spec.shape
+    assert part is not None
     intervals: list[tuple[Interval, ...]] = [((0, size),) for size in sizes]
     if shard.intervals is not None:
         intervals[shard.dim] = shard.intervals
@@ -48,7 +46,7 @@ def unpack_part(tensor: Tensor, shard: Shard) -> Tensor:
     for dim, axis in enumerate(part.axes):
         if axis.is_packed:
             tensor = _unpack(tensor, dim, part)
-        tensor = _cut(tensor, dim, axis, intervals[axis.of], part.role, scheme)
+        tensor = _cut(tensor, dim, axis, intervals[axis.of])
     if part.role == "groups":
         return tensor.long()
     if len(part.axes) == 2 and part.axes[0].of == INPUTS:
@@ -92,14 +90,7 @@ def _unpack(tensor: Tensor, dim: int, part: WeightPart) -> Tensor:
     return torch.stack(planes, dim + 1).flatten(dim, dim + 1)
 
 
-def _cut(
-    tensor: Tensor,
-    dim: int,
-    axis: StoredAxis,
-    intervals: tuple[Interval, ...],
-    role: Role,
-    scheme: WeightScheme,
-) -> Tensor:
+def _cut(tensor: Tensor, dim: int, axis: StoredAxis, intervals: tuple[Interval, ...]) -> Tensor:
     """Select the entries of `intervals` in `dim` from `tensor`, which holds the units that cover
     them. Groups of inputs are split into the groups of StoredWeight.num_groups."""
     if not axis.unit or axis.is_whole or (axis.unit == 1 and not axis.is_packed):

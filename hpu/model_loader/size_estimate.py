@@ -14,6 +14,7 @@ from config.checkpoint.weight_maps.shard import ShardRank, shard_of
 from config.model.architectures import ARCHITECTURES, decoder_spec
 from config.model.decoder_spec import LayerSpec, uniform_layers
 from config.model.model_config import ModelConfig
+from config.model.quantization.base import WeightScheme
 from config.model.split import cross_layers_of, indexer_of, latents_of, states_of
 from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
@@ -146,14 +147,20 @@ def expanded_experts(expert_bytes: int) -> int:
 
 
 def _expanded_bytes(config: ModelConfig, num_cards: int, width: int) -> int:
-    """Bytes of a layer's experts that a card dequantizes at once."""
+    """Bytes of a layer's experts that a card dequantizes at once; 0 if no weight has integers or
+    FP8 blocks."""
     moe, quantization = config.moe, config.quantization
     if moe is None or quantization is None:
         return 0
-    if all(scheme.is_float or scheme.is_flat for scheme in quantization.schemes):
+    if not any(_is_dequantized(scheme) for scheme in quantization.schemes):
         return 0
     expert = 3 * config.hidden_size * moe.inner_size * width
     return min(moe.num_experts * expert // num_cards, expanded_experts(expert) * expert)
+
+
+def _is_dequantized(scheme: WeightScheme) -> bool:
+    """Whether launches may dequantize experts: integers, and FP8 with block scales."""
+    return not scheme.is_flat and (not scheme.is_float or scheme.group_size is not None)
 
 
 def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
@@ -254,8 +261,8 @@ def kv_block_bytes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
 ) -> int:
     """Bytes of a KV block of a stage's attention layers on a card: keys and values of the card's
-    shard of heads, or the latents, which every card has. Layers that share keys and values count
-    once if `config` gives the number of cached elements."""
+    shard of heads, or the latents, and index keys; every card has all latents and index keys.
+    Layers that share keys and values count once if `config` gives the number of cached elements."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))
@@ -370,9 +377,9 @@ def activation_bytes(
     num_logit_rows: int,
     num_engines: int = 1,
 ) -> int:
-    """Estimated bytes of the largest launch: activations of a layer, its dequantized 4-bit experts,
-    and `num_logit_rows` rows of float32 logits with the copies made by sampling. `num_engines`:
-    engines that share experts."""
+    """Estimated bytes of the largest launch: activations of a layer, its dequantized integer
+    experts, the scan of a layer with a state, and `num_logit_rows` rows of float32 logits with the
+    copies made by sampling. `num_engines`: engines that share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:

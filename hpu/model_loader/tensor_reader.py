@@ -115,7 +115,7 @@ class TensorReader:
     def _submit_runs(
         self, descriptor: int, target: npt.NDArray[np.uint8], runs: list[Interval]
     ) -> list[Future[None]]:
-        """Fill `target` with the bytes of the file in `runs`, concatenated."""
+        """Start to fill `target` with the bytes of the file in `runs`, concatenated."""
         pieces, data = [], target.data
         for begin, end in runs:
             for first in range(begin, end, PIECE_BYTES):

@@ -51,12 +51,14 @@ class CausalLM(nn.Module):
     config: ModelConfig
     dtype: torch.dtype
     hidden_width: int = 0
-    """Width of the target's hidden states that a drafter reads per token; 0: no drafter."""
+    """Width of the target's hidden states that a draft head reads per token; 0: this model is not a
+    draft head."""
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """Normed hidden states (B, Q, hidden) of `tokens` (B, Q), or of embeddings (B, Q, hidden),
-        as input of `logits`. A model with deepstack (VisionFacts) also accepts embeddings (B, Q, (1
-        + deepstack layers) * hidden)."""
+        as input of `logits`. A pipeline stage before the last returns the input of the next stage.
+        A model with deepstack (VisionFacts) also accepts embeddings (B, Q, (1 + deepstack layers) *
+        hidden)."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,9 +102,10 @@ class CausalLM(nn.Module):
     def cache_shapes(
         self, num_blocks: int, block_size: int, num_rings: int = 0
     ) -> list[tuple[Shape, ...]]:
-        """Shapes of the key and value caches, or of the latent cache, of each layer with a cache.
-        With `num_rings`, layers that have a window in `cache_windows` have `num_rings` rings, each
-        for the window of a request, instead of `num_blocks` blocks."""
+        """Shapes of the key and value caches (and of the cache of index keys, if any), or of the
+        latent cache, of each layer with a cache. With `num_rings`, layers that have a window in
+        `cache_windows` have `num_rings` rings, each for the window of a request, instead of
+        `num_blocks` blocks."""
         raise NotImplementedError
 
     def cache_windows(self) -> list[int | None]:

@@ -1,7 +1,8 @@
 """Decoder shared by all plain model families; DecoderSpec describes the differences.
 
-Embedding; layers of attention and an MLP or a mixture of experts (decoder_layer.py); norm; head.
-Module paths are the paths of vLLM's Llama, so that calibration files made with vLLM can be used.
+Embedding; layers of attention (or a recurrence) and an MLP or a mixture of experts
+(decoder_layer.py); norm; head. Module paths are the paths of vLLM's Llama, so that calibration
+files made with vLLM can be used.
 """
 
 from collections.abc import Callable
@@ -88,10 +89,11 @@ class DecoderModel(nn.Module):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q) tokens, or (B, Q, hidden) embeddings or hidden states, to (B, Q, hidden). For
-        wider embeddings (B, Q, n * hidden), the first layer reads the first `hidden` numbers;
-        each following part is added to the output of the next layer (Meng et al., DeepStack,
-        2024). With `kept_layers`, a pipeline stage appends to its output the hidden states
-        before all `kept_layers` up to its last layer."""
+        wider embeddings (B, Q, n * hidden), the first layer reads the first `hidden` numbers; each
+        following part is added to the output of the next layer (Meng et al., DeepStack, 2024). With
+        `kept_layers`, a pipeline stage before the last appends to its output the hidden states
+        before all `kept_layers` up to its last layer; the next stage receives them as the parts
+        after the first."""
         rotations = self._rotations(inputs)
         metadata: AttentionMetadata = self.metadata(inputs)
         is_embedded = tokens.dim() > 2

@@ -122,8 +122,8 @@ class ParallelTwoNormLayer(DecoderLayer):
 
 
 class CrossAttentionLayer(DecoderLayer):
-    """x + tanh(gate) * attention(norm(x)), then x + tanh(gate) * mlp(norm(x)); identity for
-    tokens that see no image."""
+    """x + tanh(gate) * attention(norm(x)), then x + tanh(gate) * mlp(norm(x)). Identity for tokens
+    of requests without images; tokens before the first image of a request skip only the MLP."""
 
     def __init__(
         self,

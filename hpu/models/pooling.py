@@ -23,7 +23,8 @@ from hpu.models.registry import build_body
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """Body and pooler; a single checkpoint holds the tensors of both."""
+    """Body and pooler. A single checkpoint holds the tensors of both, except the Dense modules of
+    sentence-transformers, which have their own folders."""
 
     body: Encoder | Decoder
     pooler: Pooler

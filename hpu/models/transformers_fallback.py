@@ -1,5 +1,6 @@
 """TransformersModel: a decoder that runs transformers' layers on our paged attention, linear
-layers, loader and buckets. For architectures that are not built in.
+layers, loader and buckets. For architectures that are not built in, and for others if --model-impl
+selects it.
 
 The model is built without memory on torch's meta device and tried there: the trial records the
 attention calls, and rejects unsupported code before anything is allocated.
@@ -364,8 +365,8 @@ def _neighbours(config: ModelConfig) -> str:
 
 def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
     """Causal language model (a PreTrainedModel) on the meta device. Raises ConfigError if
-    transformers has no such model, or if it has more than `max_layers` layers: the files have at
-    least one tensor per layer."""
+    transformers has no such model or cannot build it, or if it has more than `max_layers` layers:
+    the files have at least one tensor per layer."""
     check_limits(config)
     file = Path(config.path, "config.json")
     if config.num_layers > max_layers:

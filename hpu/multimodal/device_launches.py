@@ -30,7 +30,7 @@ class LaunchOptions(NamedTuple):
 
 class DeviceLaunches:
     """Runs `features` on inputs of fixed shapes and writes the result to rows of the cache, without
-    waiting for the device."""
+    waiting for the results."""
 
     def __init__(
         self,

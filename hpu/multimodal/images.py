@@ -40,7 +40,7 @@ class ImageFeature:
     """Image handling of a runner. This base class does nothing, for text-only models."""
 
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """Store the images of a new request with the prompt `tokens`."""
+        """Store the images of a new request with these `tokens`."""
 
     def remove_request(self, req_index: int) -> None:
         """Drop the images of a request."""

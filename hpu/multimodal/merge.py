@@ -16,9 +16,9 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
     """Wrap `forward` to pass embeddings: image tokens have their rows of `cache` (rows, n *
     hidden), text tokens are padded with zeros to that width.
 
-    On a device, embeddings are always passed, so that launches with and without images use the same
-    graph; indices are computed with static shapes. `is_on_host`: the host can read the values, so a
-    launch with text only runs like a model without images.
+    On a device, every prefill passes embeddings, so that launches with and without images use the
+    same graph; indices are computed with static shapes. `is_on_host`: the host can read the values,
+    so a launch with text only runs like a model without images.
     """
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -22,9 +22,10 @@ DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
 
 
 class PatchEncoder:
-    """Runs each image in the smallest of `sizes` that holds it. Frames of a video and tiles of an
-    image run like separate images, because they do not attend to each other. An image that exceeds
-    all sizes runs in a multiple of the largest size, which compiles at its first use."""
+    """Runs each image in the smallest of `sizes` that holds it. Parts of an image that do not
+    attend to each other run like separate images, if the tower separates them (`Patches.parts`):
+    frames of a video, tiles of an image. An image that exceeds all sizes runs in a multiple of the
+    largest size, which compiles at its first use."""
 
     def __init__(self, patches: Patches, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""

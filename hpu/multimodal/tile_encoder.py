@@ -50,7 +50,7 @@ class TileEncoder:
         self._launches.end()
 
     def encode(self, images: list[Prepared]) -> None:
-        """Write the embeddings of the images to their rows, without waiting for the device. Raises
+        """Write the embeddings of the images to their rows, without waiting for the results. Raises
         RuntimeError if an image's embeddings and rows differ in number."""
         inputs, targets = [], []
         ends: list[list[Integers]] = [[] for _ in self._separators]

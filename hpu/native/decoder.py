@@ -149,7 +149,9 @@ class _Sizes(NamedTuple):
 
 class CompiledDecoder(CausalLM):
     """Runs `model` in the C++ library, with the PackedLinear kernels of its linear layers. Falls
-    back to `model` itself if a layer has no kernel or the library does not support the sizes."""
+    back to `model` itself if a layer has no kernel, if the library does not support the
+    architecture or the sizes, and after `keep_hidden_states`. `model` also runs launches with
+    adapters that the library cannot apply or with deepstack embeddings."""
 
     def __init__(self, model: Decoder, library: Library, sums: SharedSums | None = None) -> None:
         """`sums`: shared memory for all-reduce if the layers are split across ranks."""

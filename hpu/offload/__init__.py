@@ -1,4 +1,5 @@
-"""KV blocks outside the device: copies to host memory and back, and files of blocks.
+"""KV blocks and layer weights outside the device: copies of blocks to host memory and back, files
+of blocks, and layers that launches copy to the device.
 
 The engine decides where each block is kept (engine/kv_cache/offload.py).
 """

@@ -62,7 +62,8 @@ class BlockCopies(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish pending copies and clear the staging memory on the host."""
+        """Finish the copies that have reached the host, drop the others, and clear the staging
+        memory on the host."""
         ...
 
 

@@ -273,8 +273,8 @@ class BlockFiles(NoFiles):
 
 
 def remove_others(parent: Path, own: str) -> None:
-    """Remove the folders of other models in `parent` that no process uses, so that disk usage does
-    not grow with each served model."""
+    """Remove the folders of other models and settings in `parent` that no process uses, so that
+    disk usage does not grow with each served model."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             is_ours = FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)

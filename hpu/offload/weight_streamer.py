@@ -22,9 +22,9 @@ def move_to_host(layer: nn.Module, backend: Backend) -> None:
 
 class WeightStreamer:
     """Decoder layers whose loaded parameters are in host memory. The layers' parameters become
-    device tensors at fixed addresses, which captured graphs may read. Even and odd layers share
-    a weight buffer each, which holds the weights of the layer that `require` or `begin` copied
-    last."""
+    device tensors at fixed addresses, which captured graphs may read. The offloaded layers with
+    even numbers share a weight buffer, the layers with odd numbers another; a buffer holds the
+    weights of the layer that `require` or `begin` copied last."""
 
     def __init__(self, layers: Mapping[int, nn.Module], backend: Backend) -> None:
         """`layers`: offloaded layers in order, by index in the model. The methods number them from

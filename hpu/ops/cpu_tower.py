@@ -61,7 +61,8 @@ class TowerKernels:
 
 def use_cpu_kernels_in_tower(tower: nn.Module, kernels: TowerKernels | None = None) -> int:
     """Replace modules of a loaded bfloat16 tower by `kernels`. Returns the number of replaced
-    modules. A packed kernel holds its own copy of the weight; the weight of the module is emptied.
+    modules. A packed kernel holds its own copy of the weight; the weight of the module is emptied,
+    except the weight of a patch embedding.
     """
     count = 0
     for module in tower.modules():

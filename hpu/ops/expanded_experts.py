@@ -28,10 +28,10 @@ class ExpandedExperts(nn.Module):
         first_expert: int,
         end_slice: Callable[[], None],
     ) -> None:
-        """`w13` and `w2`: stored tensors of each expert. They are views of parameters: moving
-        the parameters later has no effect here. `permuted_weights`: whether `expand` returns
-        (out, in) instead of (in, out). `end_slice` is called after each slice of experts, so
-        that its memory is free for the next slice."""
+        """`w13` and `w2`: stored tensors of each expert. They are views of parameters: moving the
+        parameters later has no effect here. `permuted_weights`: whether `expand` returns (out, in)
+        instead of (in, out). `end_slice` is called after each slice of experts if there are
+        several, so that its memory is free for the next slice."""
         super().__init__()
         self._w13 = w13
         self._w2 = w2

@@ -11,7 +11,7 @@ from config.model.decoder_spec import ClampedSwiGLU
 
 
 class KVCacheOps(Protocol):
-    """Writes and reads a single cache of a layer (keys or values)."""
+    """Writes and reads a single cache of a layer: keys, values, latents, or index keys."""
 
     def __call__(self, input: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
         """Write `input` (tokens, kv_heads, D) to the slots `slot_mapping` (tokens) of `cache`

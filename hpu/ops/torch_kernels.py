@@ -1,5 +1,6 @@
-"""TorchKernels: torch's fused attention for prefills, where plain attention needs memory
-quadratic in the prompt length. All operations are public and run on any device."""
+"""TorchKernels: torch's fused attention for prefills, where plain attention needs memory quadratic
+in the prompt length (plain attention remains for soft caps and sinks). All operations are public
+and run on any device."""
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from hpu.ops.norm import rms_norm
 
 
 class FusedAttention(PlainAttention):
-    """AttentionImpl with torch's fused kernels for prefills."""
+    """AttentionImpl with torch's fused kernels for prefills whose scores have no soft cap and no
+    sinks."""
 
     def prompt_attention(
         self, operands: PromptOperands, scale: float, options: ScoreOptions = PLAIN_SCORES

@@ -77,7 +77,8 @@ def run_delays(root: Path = ROOT) -> dict[str, float]:
 
 
 def _run_delay(path: Path) -> float | None:
-    """Seconds that a thread waited for a core; None if the thread has ended."""
+    """Seconds that a thread waited for a core; None if the thread has ended or the kernel does not
+    count them."""
     try:
         # Fields: time on a core, time waiting for a core, number of time slices.
         return int(path.read_text().split()[1]) / 1e9

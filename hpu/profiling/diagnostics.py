@@ -22,11 +22,11 @@ class Diagnostics:
         """Count the compilations of a warmed-up bucket of `phase`."""
 
     def collected(self, output: AsyncStepOutput) -> None:
-        """Count and log compilations and fallbacks since the last step."""
+        """Count compilations and fallbacks since the last step, and log them if configured."""
 
 
 class RuntimeDiagnostics(Diagnostics):
-    """Reads the runtime's totals after each step.
+    """Reads the runtime's totals after each step and after each warmed-up bucket.
 
     A launch is compiled when it is submitted. If the next plan is already submitted, its
     compilations count for the current step.

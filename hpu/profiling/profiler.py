@@ -1,6 +1,6 @@
 """Profiler: writes Chrome traces (for Perfetto) of steps, and of the operations of launches outside
-of steps. Traces of steps read device times only after a step is done, so they never wait for the
-device."""
+of steps. Traces of steps read device times only after a step is done: only their start waits for
+the device."""
 
 import logging
 import os
@@ -24,8 +24,8 @@ from hpu.runner.counters import phase_name
 logger = logging.getLogger(__name__)
 
 MAX_EVENTS = 200_000
-"""Maximum events of a trace, about 60 MB: four per step, two per launch, two for deferred
-sampling."""
+"""Number of events at which a trace ends, about 60 MB: four per step, two per launch, two for
+deferred sampling."""
 
 OPERATION_RUNS = 3
 """Runs of the traced function; only the last run is traced, as in the vendor's plug-in."""
@@ -67,8 +67,8 @@ class Trace(NoTrace):
     """Trace of a range of steps. Events are kept encoded in memory until `end` writes the file.
 
     The constructor writes an empty trace, so the file is always valid JSON. The trace ends when it
-    has `max_events` events, or after step `last`. Steps are counted from 0 within the trace; steps
-    before `first` are skipped.
+    has at least `max_events` events after a step, or after step `last`. Steps are counted from 0
+    within the trace; steps before `first` are skipped.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Trace(NoTrace):
         try:
             logger.info("Wrote the trace %s: %s", self.end(), reason)
         except OSError as error:
-            logger.error("the trace %s cannot be written: %s", self.path, error)
+            logger.error("The trace %s cannot be written: %s", self.path, error)
 
     def _launches(self, output: AsyncStepOutput, seconds: list[float]) -> None:
         spans: list[tuple[float, float]] = []
@@ -207,7 +207,8 @@ class Trace(NoTrace):
 
 
 class Profiler:
-    """Starts and stops the traces of a worker; at most one trace runs at a time."""
+    """Starts and stops the traces of a worker's steps, at most one at a time, and traces the
+    operations of launches outside of steps."""
 
     def __init__(
         self,
@@ -306,7 +307,8 @@ class Profiler:
         return path
 
     def _path(self) -> str:
-        """Path of the configured trace; ranks above 0 insert `.rankN` before the suffix."""
+        """Path of the configured trace; ranks above 0 insert `.rankN` before the suffix of a
+        configured file."""
         configured = self._config.profiler or "auto"
         if configured == "auto":
             return self._default_path()

@@ -20,7 +20,7 @@ class LinearLayer(Protocol):
     dtype: torch.dtype
     device: torch.device
     weight: nn.Parameter | None
-    """(out, in) of this rank's shard; None once it is replaced."""
+    """(out, in) of this rank's shard; None if the weight is quantized or a kernel holds it."""
     quantized_weight: QuantizedWeight | None
     """Replacement of `weight`; None if the layer has no quantized weight."""
     method: "LinearMethod"
@@ -46,8 +46,9 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `x` (..., in) by the weight and add `bias`: (..., out). Uses plain torch
-        operations, for any device; a backend may install a faster kernel in the layer."""
+        """Multiply `x` (..., in) by the weight and add `bias`: (..., out). Methods of
+        `Backend.linear_method` may use operators of their device, other methods use plain torch
+        operations; a backend may install a faster kernel in the layer."""
         ...
 
 
@@ -61,10 +62,11 @@ class ExpertsLayer(Protocol):
     activation_form: str | ClampedSwiGLU
     """The checkpoint's name of `activation`, or its clamped SwiGLU."""
     w13_weight: nn.Parameter | None
-    """(experts, 2 * inner, hidden) of this rank's shard; None once replaced. Gate rows precede up
-    rows, or both are interleaved, in the layout that `activation` expects."""
+    """(experts, 2 * inner, hidden) of this rank's shard; None if the weights are quantized or a
+    `moe_op` holds them. Gate rows precede up rows, or both are interleaved, in the layout that
+    `activation` expects."""
     w2_weight: nn.Parameter | None
-    """(experts, hidden, inner) of this rank's shard; None once replaced."""
+    """(experts, hidden, inner) of this rank's shard; None like `w13_weight`."""
     w13_bias: nn.Parameter | None
     """(experts, 2 * inner) of this rank's shard; None if the experts have no bias."""
     num_experts: int
@@ -108,7 +110,7 @@ class MoEMethod(Protocol):
         """Sum of the outputs of the experts `ids` (T, k) int64 of each token of `hidden` (T,
         hidden), scaled by `weights` (T, k): (T, hidden). A shard returns its partial sum. The id
         `num_experts` of this rank marks experts of other ranks, which add nothing. Uses plain torch
-        operations, for any device, with static shapes except on a CPU."""
+        operations with static shapes except on a CPU. Not called while the layer has a `moe_op`."""
         ...
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from hpu.model_loader.quantized_weights import dequantize_mxfp4, from_pairs
 
 GROUP_SIZE = 32
-"""Inputs per scale in weights that this server quantizes. Groups of packed checkpoint weights are
+"""Inputs per scale of int4, GGUF and MXFP4 weights. Groups of packed checkpoint weights are
 multiples of it."""
 
 
@@ -20,7 +20,7 @@ class QuantizedWeight(NamedTuple):
     values: Tensor
     """(out, in) int8, or uint8 up to 15; with `in_pairs` (out, in / 2) uint8."""
     scales: Tensor
-    """(out, groups): float16 for groups of GROUP_SIZE, else float32."""
+    """(out, groups): float16 for int4 and GGUF weights, else float32."""
     mins: Tensor | None = None
     """(out, groups), in the dtype of `scales`; float16 with 4 bits only. None: no minimums."""
     order: Tensor | None = None

@@ -27,7 +27,7 @@ UNQUANTIZED = UnquantizedLinearMethod()
 
 
 class HostLinearMethod(UnquantizedLinearMethod):
-    """LinearMethod that loads the weight into host memory, where it is quantized."""
+    """LinearMethod that loads the weight into host memory, from which it is quantized."""
 
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
         empty = torch.empty(out_features, in_features, dtype=layer.dtype)

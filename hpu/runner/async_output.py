@@ -76,8 +76,9 @@ class AsyncLaunchOutput:
     """Results of a launch: its sampling requests and their tokens (at least len(req_indices),) on
     the host.
 
-    A device with its own memory copies one tensor per launch to the host: either `tokens`, or
-    `packed`, whose first rows belong to the sampling requests.
+    A device with its own memory copies the sampled tokens and log-probabilities to the host as one
+    tensor: either `tokens`, or `packed`, whose first rows belong to the sampling requests. With
+    device speculation, the tokens are in `accepted`, and `packed` has the log-probabilities.
     """
 
     req_indices: list[int]

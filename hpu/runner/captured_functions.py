@@ -28,7 +28,8 @@ class CapturedFunctions:
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
-        """Graph by key; None if the device's compiler rejected the function."""
+        """Graph by key; None if the device's compiler rejected the function, or if the capture
+        failed on another rank."""
         self._is_full = False
 
     def find(

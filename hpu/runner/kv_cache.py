@@ -139,8 +139,8 @@ class KVCache:
         self._moves.clear()
 
     def warm_moves(self) -> None:
-        """Compile `move_blocks` in every size. If memory is insufficient for a large size, only
-        smaller sizes are used."""
+        """Compile `move_blocks` in every size that occurs. If memory is insufficient for a large
+        size, only smaller sizes are used."""
         # At most half of the blocks move: a used block above position num_used moves to a free
         # block below it (see BlockPool.compact).
         most = max(self.num_blocks // 2, 1)

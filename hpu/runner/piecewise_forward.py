@@ -49,7 +49,7 @@ class PiecewiseForward:
         ]
 
     def __call__(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Hidden states of `tokens`. See Model.__call__."""
+        """Hidden states of `tokens`. See CausalLM.forward."""
 
         def compute(number: int, hidden: Tensor | None) -> Tensor:
             found = self._parts[number](tokens if hidden is None else hidden, inputs)

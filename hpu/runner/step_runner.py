@@ -49,7 +49,7 @@ class Offload:
         raise AssertionError("no KV blocks are kept outside the device")
 
     def close(self) -> None:
-        """Finish pending copies."""
+        """Stop the copies and clear their memory."""
 
 
 class StepRunner:
@@ -64,7 +64,7 @@ class StepRunner:
         """Maximum number of tokens that a decode samples per request."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
-        """Apply a plan's changes and launch it. Does not wait for the device."""
+        """Apply a plan's changes and launch it. Does not wait for the results."""
         start = time.perf_counter()
         self.lora.activate(plan.lora_slots, plan.lora_adapters)
         self._apply(plan)

@@ -42,9 +42,9 @@ class Argmax(NamedTuple):
 
 
 def argmax(scores: Tensor) -> Argmax:
-    """Argmax of scores (B, V), equal to torch's `max`, also for NaN. On a CPU the bits are compared
-    as integers, whose order is correct for positive floats; numpy vectorizes this, including the
-    indices."""
+    """Argmax of scores (B, V): `first_argmax`, except on a CPU, where it equals torch's `max`, also
+    for NaN. There the bits of supported types are compared as integers, whose order is correct for
+    positive floats; numpy vectorizes this, including the indices."""
     if scores.device.type != "cpu":
         return first_argmax(scores)
     if scores.dtype not in _INTEGERS:
@@ -131,7 +131,7 @@ def chunked(weights: Tensor) -> Tensor:
 
 
 def totals(weights: Tensor, sum_dtype: torch.dtype) -> Tensor:
-    """(B, 1) sum of each row, accumulated in `sum_dtype`."""
+    """(B, 1) sum of each row: the sums of its chunks, added in `sum_dtype`."""
     return chunked(weights).sum(-1).to(sum_dtype).cumsum(-1)[:, -1:]
 
 

@@ -1,9 +1,9 @@
 """The sampler: from logits to tokens, on the device.
 
-Stages, in this order: log-probabilities of the raw logits (last in a processed mode); grammar
-bitmasks; bad words; logit bias, allowed tokens, min_tokens; penalties; temperature; min_p; top_k;
-top_p; the draw. A stage changes no bit for a request that does not use it. Nothing here waits for
-the device.
+Stages, in this order: grammar bitmasks; bad words; logit bias, allowed tokens, min_tokens;
+penalties; temperature; min_p; top_k; top_p; the draw; log-probabilities, of the raw logits or, in a
+processed mode, of the processed logits. A stage changes no bit for a request that does not use it.
+No launch waits for its results.
 """
 
 from collections.abc import Callable, Mapping
@@ -101,7 +101,8 @@ class Sampler:
         ties: filters.Ties = filters.keep_ties,
     ) -> None:
         """`sum_dtype`: type of sums over a row; None: float64 if it is cheap. `num_sets`: number of
-        launches in flight. `ties`: handling of tokens that tie with the k-th token of top_k."""
+        launches whose inputs are kept. `ties`: handling of tokens that tie with the k-th token of
+        top_k."""
         self._backend = backend
         self._ties = ties
         self._num_sets = num_sets

@@ -1,7 +1,8 @@
 """Device tables with a row per request: bias, banned tokens, token counts, bad words, last tokens.
 
-The last row of a table is neutral and never written: launches read it for padding and for requests
-that do not use the table. A request's row therefore needs no cleanup.
+The last row of a table is neutral: launches use it for padding and for requests that do not use the
+table. Tokens appended to it have no effect, because these rows have no penalties and no bad words.
+A request's row therefore needs no cleanup.
 """
 
 import math

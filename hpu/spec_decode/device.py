@@ -133,8 +133,8 @@ class DeviceSpeculation:
         drafter: DeviceDrafter | None = None,
         plans_drafts: bool = False,
     ) -> None:
-        """`search`: source of drafts; KeptDrafts if a `drafter` on this or another pipeline stage
-        drafts. `plans_drafts`: whether `plan` sets the drafts of each launch."""
+        """`search`: source of drafts; KeptDrafts if a draft model or head, or another pipeline
+        stage, drafts. `plans_drafts`: whether `plan` sets the drafts of each launch."""
         self.width = 1 + method.max_drafts
         """Rows per request."""
         self.lookback = 0 if drafter is None else lookback(drafter.shift, drafter.num_rows)
@@ -243,7 +243,7 @@ class DeviceSpeculation:
     ) -> VerifyBatch:
         """Inputs of a launch in `bucket`. With `from_next_drafts`, it verifies the drafts made at
         the end of the previous launch; otherwise a drafter drafts now. Without a drafter the flag
-        is ignored, because a search finds the same drafts again."""
+        is ignored, because a search returns the same drafts again."""
         rows: VerifyBatch
         if self._drafter is None or from_next_drafts:
             searched = self._search.tensors

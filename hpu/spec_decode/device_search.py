@@ -41,7 +41,8 @@ class TextSearch(Protocol):
 
     def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
         """Make calls return these drafts (B, max_drafts), padded with NO_TOKEN, as long as the
-        requests (B,) have `num_tokens` (B,) known tokens."""
+        requests (B,) have `num_tokens` (B,) known tokens. No-op for a search that finds the same
+        drafts again."""
         ...
 
 
@@ -73,8 +74,8 @@ class NgramSearch:
 
 
 class KeptDrafts:
-    """Stores the drafts of a drafter on this or the last pipeline stage; does not search. Drafts
-    are valid only after the same number of known tokens."""
+    """Stores the drafts of a draft model or head, or of the last pipeline stage; does not search.
+    Drafts are valid only after the same number of known tokens."""
 
     remembers = False
 

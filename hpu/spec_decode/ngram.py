@@ -7,8 +7,8 @@ import numpy as np
 from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 
 MAX_MATCH = 32
-"""Number of tokens over which occurrences are compared, at most; longer matches are not
-distinguished."""
+"""Number of tokens over which occurrences are compared, unless `longest` is larger; longer matches
+are not distinguished."""
 
 
 class NgramProposer:

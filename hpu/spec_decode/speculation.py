@@ -110,8 +110,9 @@ class Speculation:
         """Choose the drafts of the next decode now, for requests with a grammar (with
         `drafts_all_ahead`, for all requests). Call it once the tokens of the launch are appended to
         the histories. Returns (index in `req_indices`, drafts) pairs. The next decode of these
-        requests verifies exactly these drafts, so that the engine can already compute bitmasks and
-        inform other pipeline stages."""
+        requests verifies no other drafts, so that the engine can already compute bitmasks and
+        inform other pipeline stages; without `drafts_all_ahead`, `draft` may drop the last of
+        them."""
         if self._drafts_all_ahead:
             self.lengths.begin_launch(len(req_indices))
             candidates = list(req_indices)
@@ -161,8 +162,8 @@ class Speculation:
         return dict(zip(drafting, self._proposer.propose(drafting, histories, limits), strict=True))
 
     def verify(self, drafts: Drafts, chosen: Tensor | None, logits: Tensor | None) -> Verified:
-        """Accepted tokens of a launch with `drafts`. `chosen` (rows,): most likely tokens, given if
-        all requests are greedy; otherwise `logits` (rows, V) are sampled."""
+        """Accepted tokens of a launch with `drafts`. `chosen` (rows,): most likely tokens, if the
+        model computed them for greedy requests; None: sample from `logits` (rows, V)."""
         logprobs = None
         if chosen is None:
             assert logits is not None
@@ -202,7 +203,7 @@ class Speculation:
             alive = following
             if not alive:
                 break
-        return accepted, _in_order(parts, len(counts))
+        return accepted, _in_order(parts)
 
     def _set_bitmasks_at(self, position: int, req_indices: Sequence[int]) -> None:
         """Set the bitmasks of requests with a grammar for `position` of the launch."""
@@ -236,7 +237,7 @@ def _accept(drafts: Drafts, chosen: list[int]) -> list[list[int]]:
     return accepted
 
 
-def _in_order(parts: list[tuple[list[int], TopLogprobs]], num_requests: int) -> TopLogprobs | None:
+def _in_order(parts: list[tuple[list[int], TopLogprobs]]) -> TopLogprobs | None:
     """Merge the log-probabilities of each position into one table, sorted by request."""
     if not parts:
         return None

@@ -1,5 +1,4 @@
-"""Order of buckets for warm-up and graph capture, and the memory budget of captures. Pure
-functions."""
+"""Order of buckets for warm-up and graph capture, and the memory budget of captures."""
 
 from collections.abc import Sequence
 

@@ -48,10 +48,11 @@ class Warmup:
        software compiles while the host traces the next buckets.
     1. Each bucket runs once without a graph, the largest first. Afterwards everything is compiled,
        the device's workspace has its final size, and buckets that do not fit are known. A bucket
-       that was only compiled would be slower at its first real launch.
+       that was only compiled would be slower at its first real launch; with --warmup compile, only
+       the largest bucket of each phase runs here.
     2. Every kind of sampling runs once in each batch width.
     3. Graphs are captured in the order in which traffic needs them, or in another configured order,
-       and replayed once, within the memory reserved for graphs. Nothing else allocates then, so the
+       and replayed, within the memory reserved for graphs. Nothing else allocates then, so the
        growth of memory is the size of the graph.
 
     A bucket without a graph runs compiled.
@@ -107,8 +108,8 @@ class Warmup:
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
         """Run the configured warm-up before the first request; returns the usable buckets. Raises
-        ConfigError when no bucket of a phase fits into memory, or when the traffic file cannot be
-        read."""
+        ConfigError when no bucket of a phase fits into memory and can be compiled, when sampling
+        does not fit, or when the traffic file cannot be read."""
         mode, first = self._config.mode, table.reachable
         if table.limits.merged_prefill:
             self._prompt_width = table.limits.max_prefill_batch
@@ -166,7 +167,7 @@ class Warmup:
 
     def prepare_next(self) -> list[Bucket]:
         """Prepare the next background bucket. No step may be in flight. Returns a list with the
-        bucket, or an empty list when the bucket does not fit."""
+        bucket, or an empty list when the bucket does not fit or cannot be compiled."""
         bucket = self._background.popleft()
         self._graphs.stage = "warmup"
         fits = self._prepare(bucket)
@@ -226,7 +227,8 @@ class Warmup:
         return usable if buckets else []
 
     def _prepare(self, bucket: Bucket) -> bool:
-        """Run, sample and capture `bucket`. Returns False when it does not fit."""
+        """Run, sample and capture `bucket`. Returns False when it does not fit or cannot be
+        compiled."""
         if not self._run_once(bucket, GREEDY):
             return False
         if self._width(bucket) not in self._widths:
@@ -428,8 +430,8 @@ class Warmup:
 
     def _run_graph(self, bucket: Bucket) -> bool:
         """Replay a new graph once, since the first replay is slower. The first decode of a batch
-        size also captures the sampler, within the same budget. Returns False when memory is
-        full."""
+        size also captures the sampler, within the same budget, and is replayed with each of the
+        sampler's settings. Returns False when memory is full."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
@@ -497,7 +499,7 @@ class _Progress:
 
     def step(self) -> None:
         self._done = min(self._done + 1, self._total)
-        # The largest buckets come first, so this estimate is an upper bound.
+        # Within a pass the largest buckets come first, so the estimate tends to be too high.
         step_s = (time.perf_counter() - self._start_s) / self._done
         self._left_s = step_s * (self._total - self._done)
         self._on_progress(WarmupProgress("warmup", self._done, self._total, self._left_s))

@@ -105,8 +105,8 @@ class BlockOffload(Offload):
         )
 
     def start(self, pad_block: int) -> OffloadFacts:
-        """Compile and measure the copies, and agree with the other ranks on the capacities and the
-        stored blocks."""
+        """Compile the copies, measure a load, and agree with the other ranks on the capacities and
+        on the blocks in files. Collective."""
         self._copies.warm_up()
         times = []
         for _ in range(MEASURED_COPIES):
@@ -172,8 +172,8 @@ class BlockOffload(Offload):
         self._files.drop(hashes)
 
     def close(self) -> None:
-        """Finish pending copies and clear the used memory, so that no prompts remain in freed
-        pages. Files are kept, unless configured to be deleted."""
+        """Stop the copies and clear the used memory, so that no prompts remain in freed pages.
+        Files are kept, unless configured to be deleted."""
         self._copies.close()
         self._files.close(deletes=self._deletes_files)
         # Clear only filled slots: the system allocates pages at the first write to a slot.
@@ -203,7 +203,8 @@ def _acquire_folder(
 ) -> tuple[Path, int]:
     """Folder for this rank's files, and its lock. The folder name is a digest of everything that
     determines block contents besides the block's hash, and a number: engines of a server do not
-    share files, and each uses the first free number."""
+    share files, and each uses the first free number. Unused folders with another digest are
+    removed."""
     text = json.dumps(_identity(loaded, widths), sort_keys=True, default=str)
     name = f"kv-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     remove_others(parent, name)

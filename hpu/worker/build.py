@@ -140,12 +140,13 @@ def build(
     num_rings: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Components:
-    """Build all components up to the warm-up. Raises ConfigError if they do not fit.
+    """Build all components up to the warm-up. Raises ConfigError if they do not fit, or if the
+    model does not support the configured speculation or offloading.
 
     Args:
-        num_blocks: KV blocks; None: as configured, as in the last start with these settings, or as
-            many as fit.
-        num_rings: see LoadedModel; None: choose the larger capacity.
+        num_blocks: KV blocks; None: as configured, as in the last start with these settings, or the
+            number that `split_memory` computes.
+        num_rings: see LoadedModel; None: choose (`_choose_rings`).
     """
     check_speculation(loaded)
     check_offload(loaded)
@@ -220,8 +221,9 @@ def check_speculation(loaded: LoadedModel) -> None:
 
 
 def make_sampler(loaded: LoadedModel) -> Sampler | None:
-    """Create the sampler; None for a pooling model. Shapes are static if other shapes would have to
-    be compiled. Includes the runner's reserved request index."""
+    """Create the sampler; None for a pooling model. Shapes are static if launches are padded and
+    other shapes would have to be compiled or captured. Includes the runner's reserved request
+    index."""
     if loaded.is_pooling:
         return None
     backend = loaded.backend
@@ -325,8 +327,8 @@ def make_runner(
 
 
 def num_cache_rows(loaded: LoadedModel) -> int:
-    """Maximum number of image embeddings in the cache, or of tiles for cross-attention; 0 for a
-    text-only model."""
+    """Maximum number of rows in the encoder cache (a row per image token), or of tiles for
+    cross-attention; 0 for a text-only or a pooling model."""
     vision = loaded.model_config.vision
     if vision is None or loaded.is_pooling:
         return 0
@@ -396,8 +398,10 @@ def _num_requests(loaded: LoadedModel) -> int:
 
 def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks: int) -> FreeMemory:
     """Free memory after loading, without the fixed buffers (_fixed_bytes), and the memory peak of
-    the largest launches over at most `profile_blocks` blocks. The peak is measured with a cache of
-    a single block, or estimated if the back end does not report memory or does not pad."""
+    the image encoder and of the largest launches over at most `profile_blocks` blocks. The peak is
+    measured with a cache of a single block. It is estimated if the back end does not count memory
+    or launches are not padded. It is 0 for a pooling model that is not measured or captures no
+    graphs."""
     backend, is_pooling = loaded.backend, loaded.is_pooling
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
@@ -452,8 +456,8 @@ def _sizes(loaded: LoadedModel) -> CacheSizes:
 
 
 def _fixed_bytes(loaded: LoadedModel) -> int:
-    """Bytes that do not depend on the number of blocks: states, rings, image embeddings and offload
-    staging."""
+    """Bytes that do not depend on the number of blocks: states, rings, image embeddings (or keys
+    and values of tiles) and offload staging."""
     embeddings = 0
     if loaded.tower is not None:
         embeddings = (num_cache_rows(loaded) + 1) * _image_row_bytes(loaded)
@@ -474,8 +478,9 @@ def _image_row_bytes(loaded: LoadedModel) -> int:
 
 
 def _choose_rings(loaded: LoadedModel) -> int:
-    """Number of rings per sliding-window layer (see LoadedModel.num_rings). Logs the reason if it
-    is 0."""
+    """Number of rings per sliding-window layer (see LoadedModel.num_rings): 0 unless rings leave
+    room for more tokens and the model and the settings allow them. For a model with windows, logs
+    the reason if it is 0."""
     config, model, backend = loaded.config, loaded.model, loaded.backend
     if not isinstance(model, CausalLM):
         return 0
@@ -525,8 +530,8 @@ def _choose_rings(loaded: LoadedModel) -> int:
 
 
 def _max_blocks(loaded: LoadedModel) -> int:
-    """Number of KV blocks that fit into the free memory, after states and rings; 0 for a pooling
-    model."""
+    """Number of KV blocks that fit into the free memory besides `_fixed_bytes`, at least 2; 0 for a
+    pooling model."""
     if loaded.is_pooling:
         return 0
     free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
@@ -577,7 +582,8 @@ def _split(
     num_blocks: int | None,
     previous: PreviousSplit | None,
 ) -> MemorySplit:
-    """Split the memory and log the result. Raises ConfigError if a full context does not fit."""
+    """Split the memory and log the result (no log for a pooling model). Raises ConfigError if a
+    full context or the configured blocks do not fit."""
     config, backend = loaded.config, loaded.backend
     if loaded.is_pooling:
         usable = plan_memory(
@@ -650,8 +656,9 @@ def _repeat(
     demand: KVCacheDemand,
     memory: FreeMemory,
 ) -> MemorySplit:
-    """The previous split if it still fits, else `split`; logs the choice. A configured number of
-    blocks is kept."""
+    """The previous split if its number of blocks is near the number in `split` and still fits, else
+    `split`; logs the choice. A configured cache size is kept, with the previous graph budget and
+    without a log line."""
     if cache.num_blocks is not None or cache.kv_cache_memory_bytes is not None:
         return replace(split, graph_bytes=previous.graph_bytes)
     count = previous.num_blocks

@@ -1,5 +1,5 @@
-"""CardPlan: whether a model fits a card's memory, and settings that would make it fit. Pure
-functions."""
+"""CardPlan: whether a model fits a card's memory, and settings that would make it fit. Computed
+without a device; drafters and adapters are read from their config files."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def no_adapters(at: ShardRank, stage: Stage) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardDemand:
-    """Settings of the model, and the cards."""
+    """The settings that determine the memory use of a model, and the cards."""
 
     device: str
     num_cards: int
@@ -77,7 +77,7 @@ class CardDemand:
     num_blocks: int | None = None
     """Configured number of blocks; None: as many as fit."""
     kv_bytes: int | None = None
-    """Configured KV cache bytes per card; None: the remaining memory."""
+    """Configured KV cache bytes per card; None: the planned share of the free memory."""
     card_bytes: int | None = None
     """Memory of a card; None: the generation's default."""
     cross_images: int = 1
@@ -101,19 +101,21 @@ class CardDemand:
 
 @dataclass(frozen=True, slots=True)
 class CardPlan:
-    """Bytes on each card, and the KV blocks that fit."""
+    """Bytes on each card, and the KV blocks: as configured, or as many as fit."""
 
     demand: CardDemand
     card_bytes: int
     weight_bytes: int
     activation_bytes: int
     parts: MemoryPlan
-    """Split of the memory that is free after the weights and the largest launch."""
+    """Split of the memory that is free after the weights, the largest launch, states, rings,
+    adapter slots and staging buffers."""
     block_bytes: int
     num_blocks: int
     """Number of KV blocks without the pad block."""
     state_bytes: int = 0
-    """Bytes of per-sequence states."""
+    """Bytes of per-sequence states, and on the first stage of image embeddings or of the keys and
+    values of image tiles."""
     ring_bytes: int = 0
     """Bytes of sliding-window rings, which are not part of blocks."""
     stage: Stage = WHOLE
@@ -183,9 +185,9 @@ def with_companions(
 
 
 def plan_card(model_config: ModelConfig, demand: CardDemand) -> CardPlan:
-    """Apply the documented memory split. With pipeline stages, returns the plan of the stage with
-    the fewest blocks, since all stages have the same number of blocks. Raises ConfigError if the
-    model cannot be sharded or is not supported."""
+    """Apply the documented memory split. With pipeline stages, returns the plan of a stage that
+    does not fit, or else of the stage with the fewest blocks, since all stages have the same number
+    of blocks. Raises ConfigError if the model cannot be sharded or is not supported."""
     if demand.num_stages > 1 and model_config.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{model_config.path} is a {model_config.architecture}, which has no native "

@@ -101,7 +101,7 @@ def load_drafter(
 
 def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
     """Return `target` with its drafter. Call it before the target's caches are created. Raises
-    ConfigError."""
+    ConfigError if a head reads hidden states that the target cannot keep."""
     head = drafter.model
     if isinstance(head, DraftHead):
         assert isinstance(target.model, CausalLM), "a target generates"
@@ -117,8 +117,9 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
 
 
 def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
-    """Keep the hidden states that an EAGLE-3 head on the last pipeline stage reads, so that this
-    earlier stage sends them. Call it before graphs are captured."""
+    """Return `target`, the model of a pipeline stage before the last. If an EAGLE-3 head on the
+    last stage drafts, the stage also sends the hidden states that the head reads. Call it before
+    graphs are captured."""
     config = target.config
     method = config.speculation.choose()
     if method is not None and method.method == EAGLE3 and isinstance(target.model, CausalLM):

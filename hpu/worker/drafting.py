@@ -80,8 +80,9 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
 
 
 def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
-    """Extend the target's `forward` to store hidden states. Needed with captured graphs, because a
-    replay runs no other code."""
+    """Extend the target's `forward` to store hidden states, because the replay of a captured graph
+    runs no other code. Returns `forward` itself on a host, whose runner stores them, and if the
+    drafter reads none."""
     if caches is None or caches.hidden is None or loaded.backend.shares_host_memory:
         return forward
     model, cache = loaded.model, caches.hidden
@@ -103,7 +104,8 @@ def with_draft_buffers(
     hidden_buffers: HiddenBuffers | None,
 ) -> Callable[..., InputBuffers]:
     """Wrap `make`, the factory of input buffers: on a device with its own memory and speculation,
-    decodes get DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states."""
+    decodes get DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states.
+    Raises ConfigError for a model with M-RoPE on such a device."""
     method = loaded.config.speculation.choose()
     if method is None or loaded.backend.shares_host_memory:
         return make

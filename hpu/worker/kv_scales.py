@@ -30,9 +30,9 @@ RANGES = (200.0, 100.0)
 """Largest scaled magnitude, for keys and for values: vLLM's K_SCALE_CONSTANT and V_SCALE_CONSTANT.
 Values of other prompts may reach 448."""
 STEPS = 16
-"""Number of candidate scales, from the smallest scale up to twice this scale. FP8 is a float: a
-doubled scale has the same relative errors, and candidates in between differ in the errors of the
-largest values, which dominate."""
+"""Number of candidate scales, from the smallest scale to just below twice this scale. FP8 is a
+float: a doubled scale has the same relative errors, and candidates in between differ in the errors
+of the largest values, which dominate."""
 
 
 def calculate_kv_scales(loaded: LoadedModel) -> None:

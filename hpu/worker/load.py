@@ -156,7 +156,8 @@ class LoadedModel:
 
     @property
     def bucket_config(self) -> BucketConfig:
-        """Bucket settings, in which `auto` is replaced by the device's strategy."""
+        """Bucket settings, in which `auto` is replaced by the device's strategy or, for a pooling
+        model on a Gaudi, by POOLING_STRATEGY."""
         strategy = self.backend.default_strategy
         if self.is_pooling and strategy == GAUDI_STRATEGY:
             strategy = POOLING_STRATEGY
@@ -208,8 +209,8 @@ class LoadedModel:
         """Maximum number of sequences concatenated in a row of a prefill."""
         scheduler = self.config.scheduler
         # Only the vendor's fused attention supports such rows; other devices pad little or not at
-        # all. A scan over states needs a row per sequence, images are read by row, and an indexer
-        # counts the blocks of a row.
+        # all. A scan over states needs a row per sequence, cross-attention reads the images of a
+        # row, and an indexer counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
         has_cross = self.model_config.cross_attention is not None
         merges = merges and not (
@@ -604,8 +605,9 @@ def check_memory(
     max_model_len: int,
     weights: int,
 ) -> None:
-    """Raise ConfigError if `weights` bytes or the rotary table exceed the total memory. Called
-    before allocation: some systems overcommit memory and kill the process later."""
+    """Raise ConfigError if `weights` bytes exceed the device's total memory, or if the rotary table
+    exceeds the host's. Called before allocation: some systems overcommit memory and kill the
+    process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "

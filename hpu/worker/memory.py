@@ -16,7 +16,8 @@ HOST_TOKENS_PER_SEQ = 2048
 memory."""
 
 HOST_MEMORY_FRACTION = 0.1
-"""Share of the host's free memory that the default KV cache takes at most."""
+"""Share of the host's free memory that the default KV cache takes at most, unless a single full
+context needs more (HOST_CONTEXT_FRACTION)."""
 
 HOST_CONTEXT_FRACTION = 0.25
 """Share of the host's free memory that the default KV cache takes at most if a single full context
@@ -35,7 +36,8 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(free: float, *, utilization: float, graph_memory_fraction: float) -> MemoryPlan:
     """Split the free memory. `utilization`: share of the free memory (not of the card's memory).
-    Graphs get `graph_memory_fraction` of the usable part, KV blocks the rest."""
+    Graphs get `graph_memory_fraction` of the usable part, KV blocks the rest. Raises ConfigError
+    for a share outside 0 to 1."""
     _check_share("utilization", utilization)
     _check_share("graph_memory_fraction", graph_memory_fraction)
     usable = free * utilization

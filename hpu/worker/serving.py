@@ -51,7 +51,7 @@ class Serving:
     core_wait: CoreWait = field(default_factory=CoreWait)
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply and launch a plan; does not wait for the device (a CPU runs the plan
+        """Apply and launch a plan; does not wait for its results (a CPU runs the plan
         synchronously)."""
         assert not (self.in_flight and self.in_flight[-1].deferred), "submit before mask"
         start = time.perf_counter()
@@ -67,7 +67,7 @@ class Serving:
 
     def mask(self, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and launch their sampling; does
-        not wait for the device."""
+        not wait for the results."""
         runner = self.components.runner
         assert isinstance(runner, ModelRunner) and self.in_flight, "mask without a plan"
         start, output = time.perf_counter(), self.in_flight[-1]

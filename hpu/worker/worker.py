@@ -129,13 +129,13 @@ class Worker:
                     backend.close()
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply and launch a plan. Does not wait for the device (a CPU runs the plan
+        """Apply and launch a plan. Does not wait for its results (a CPU runs the plan
         synchronously)."""
         self.serving.submit(plan)
 
     def mask(self, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and launch their sampling. Does
-        not wait for the device."""
+        not wait for the results."""
         self.serving.mask(masks)
 
     @property

@@ -131,7 +131,7 @@ class AuthMiddleware:
             release_frames(error)
         except Exception as error:  # process boundary: one response, one log line
             if record.status:
-                logger.exception("request %s failed in the middle of its response", record.id)
+                logger.exception("Request %s failed in the middle of its response", record.id)
                 release_frames(error)
                 return
             if isinstance(error, Overloaded):
@@ -224,7 +224,7 @@ def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> li
         common[b"openai-processing-ms"] = b"%d" % round(record.seconds * 1e3)
     if record.ignored_fields:
         words = record.ignored_words
-        logger.debug("request %s has unknown fields, which are ignored: %s", record.id, words)
+        logger.debug("Request %s has unknown fields, which are ignored: %s", record.id, words)
         common[IGNORED_FIELDS.encode()] = words.encode()
     return [*(header for header in headers if header[0] not in common), *common.items()]
 

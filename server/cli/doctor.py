@@ -6,7 +6,7 @@ from config.loading.env import cache_home, environment
 from config.loading.parser import FlagParser
 from config.loading.sources import load
 from engine.reports.doctor import as_json, as_text, diagnose, this_machine
-from server.cli.flags import command_parser
+from server.cli.flags import command_parser, log_notes
 
 
 def doctor_parser() -> FlagParser:
@@ -29,6 +29,7 @@ def doctor_parser() -> FlagParser:
 def main(argv: list[str]) -> int:
     """Print the report; returns 0 if a server can run, otherwise 1. Raises ConfigError."""
     loaded = load(argv, default_model="demo", parser=doctor_parser())
+    log_notes(loaded)
     engine = loaded.engine
     report = diagnose(this_machine(environment()), engine, engine.cache_dir or cache_home())
     print(json.dumps(as_json(report), indent=2) if loaded.arguments.json else as_text(report))

@@ -25,7 +25,7 @@ from config.errors import (
 from config.loading.env import chosen_device, disable_autoload, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser
-from config.loading.sources import Loaded, load
+from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
 from config.server import ServerConfig
@@ -192,20 +192,34 @@ def _with_reasons(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
 
-def _config(argv: list[str]) -> int:
+def config_parser() -> FlagParser:
+    """Parser with the flags of `config` and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve config", "Print the configuration that `serve` would run with."
     )
     parser.examples = (
         "gaudiserve config /data/model --max-num-seqs 64",
-        "gaudiserve config --config serve.yaml --json",
+        "gaudiserve config --config serve.yaml --changed",
+        "gaudiserve config --json",
+    )
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="Print only what a flag, a variable or a file sets",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON")
+    return parser
+
+
+def _config(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
-    loaded = load(argv, default_model=NAMES[0], parser=parser)
+    loaded = load(argv, default_model=NAMES[0], parser=config_parser())
     log_notes(loaded)
-    print((_as_json if loaded.arguments.json else _as_table)(loaded.shown()))
+    shown = loaded.shown()
+    if loaded.arguments.changed:
+        shown = {key: row for key, row in shown.items() if row[1] != DEFAULT}
+    print((_as_json if loaded.arguments.json else _as_table)(shown))
     return 0
 
 
@@ -221,6 +235,8 @@ def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
         for flag in FLAGS
         if flag.key in shown
     ]
+    if not rows:
+        return "every setting has its default"
     widths = [max(len(row[column]) for row in rows) for column in (1, 2)]
     blocks = []
     for group, members in itertools.groupby(rows, key=lambda row: row[0]):

@@ -1,18 +1,36 @@
 """`gaudiserve plan`: flags and output."""
 
+import argparse
 import json
 from functools import partial
 
 from config.checkpoint.facts import model_facts
 from config.errors import ConfigError
+from config.loading.env import environment
 from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.setting import is_count
 from engine.reports.buckets import SECONDS_PER_GRAPH
+from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
+from engine.reports.presets import card_generation
 from server.cli.flags import command_parser, log_notes
 
-DEVICES = ("gaudi2", "gaudi3")
+
+def add_device(group: argparse._ArgumentGroup) -> None:
+    """Add `--device` of `plan` and `presets` to a group of flags."""
+    group.add_argument(
+        "--device",
+        choices=("gaudi2", "gaudi3", "hpu"),
+        default="gaudi3",
+        help="Generation of the cards; hpu: of the cards of this machine [gaudi3]",
+    )
+
+
+def generation_of(device: str) -> str:
+    """Generation of the cards that `--device` names. Raises ConfigError for `hpu` without a
+    card."""
+    return card_generation(this_machine(environment())) if device == "hpu" else device
 
 
 def plan_parser() -> FlagParser:
@@ -28,9 +46,7 @@ def plan_parser() -> FlagParser:
     )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
-    group.add_argument(
-        "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
-    )
+    add_device(group)
     group.add_argument(
         "--cards",
         type=number(int, minimum=1),
@@ -69,7 +85,7 @@ def main(argv: list[str]) -> int:
     log_notes(loaded)
     args, engine = loaded.arguments, loaded.engine
     target = Target(
-        device=args.device,
+        device=generation_of(args.device),
         card_bytes=None if args.card_gib is None else int(args.card_gib * 2**30),
         lengths=_lengths(args.lengths),
         seconds_per_graph=args.seconds_per_graph,

@@ -1,5 +1,6 @@
 """`gaudiserve presets`: flags and output, and the preset that `serve` applies by default."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,10 +14,10 @@ from config.loading.env import chosen_device, environment
 from config.loading.parser import FlagParser, number
 from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
-from engine.reports.plan import Target, as_text, with_sizes
+from engine.reports.plan import Target, as_json, as_text, with_sizes
 from engine.reports.presets import KEYS, Preset, free_cards, make_preset
 from server.cli.flags import command_parser, log_notes
-from server.cli.plan import DEVICES
+from server.cli.plan import add_device, generation_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +31,20 @@ def presets_parser() -> FlagParser:
     parser.examples = (
         "gaudiserve presets /data/model",
         "gaudiserve presets /data/model --cards 2 > serve.yaml",
+        "gaudiserve presets org/name --device gaudi2 --json",
     )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
-    group.add_argument(
-        "--device", choices=DEVICES, default="gaudi3", help="Generation of the cards [gaudi3]"
-    )
+    add_device(group)
     group.add_argument(
         "--cards",
         type=number(int, minimum=1),
         default=1,
         metavar="N",
         help="Number of cards of the host [1]",
+    )
+    group.add_argument(
+        "--json", action="store_true", help="Print JSON: the settings, and the plan of an engine"
     )
     return parser
 
@@ -51,9 +54,22 @@ def main(argv: list[str]) -> int:
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
-    preset = _preset(loaded.engine, args.device, args.cards)
-    print(as_yaml(preset, loaded.engine.model, loaded.engine.revision), end="")
+    engine = loaded.engine
+    preset = _preset(engine, generation_of(args.device), args.cards)
+    if args.json:
+        settings = config_of(preset, engine.model, engine.revision)
+        print(json.dumps({"settings": settings, "plan": as_json(preset.plan)}, indent=2))
+    else:
+        print(as_yaml(preset, engine.model, engine.revision), end="")
     return 0
+
+
+def config_of(
+    preset: Preset, model: str, revision: str | None = None
+) -> dict[str, int | float | str]:
+    """Keys of a --config file: model, device and settings."""
+    revisions = {"revision": revision} if revision else {}
+    return {"model": model, **revisions, "device": "hpu", **preset.settings}
 
 
 def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
@@ -66,9 +82,7 @@ def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
         *as_text(preset.plan).splitlines(),
     ]
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    revisions = {"revision": revision} if revision else {}
-    settings = {"model": model, **revisions, "device": "hpu", **preset.settings}
-    return comments + yaml.safe_dump(settings, sort_keys=False)
+    return comments + yaml.safe_dump(config_of(preset, model, revision), sort_keys=False)
 
 
 def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:

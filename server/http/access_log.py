@@ -71,7 +71,7 @@ class RequestRecord:
         """Store the error message for the log line: truncated, and without request values that it
         quotes. Names in a 404 and the server's own errors are kept."""
         if 400 <= status < 500 and status != 404:
-            message = _QUOTED.sub("'...'", message)
+            message = _QUOTED.sub("<hidden>", message)
         cut = message[:MAX_ERROR_CHARACTERS]
         self.error = cut + "..." * (len(message) > len(cut))
         self.error_param = param
@@ -194,4 +194,4 @@ def log_prompt(record: RequestRecord, prompt: str | list[int]) -> None:
     text = text[:MAX_PROMPT_CHARACTERS]
     shown = repr(text)[:MAX_PROMPT_CHARACTERS]
     fields = {"request_id": record.id, "prompt": text}
-    logger.info("request %s prompt: %s", record.id, shown, extra={"fields": fields})
+    logger.info("Request %s prompt: %s", record.id, shown, extra={"fields": fields})

@@ -154,7 +154,7 @@ def fault_of(error: Exception) -> Fault:
         return Fault(500, text, "server_error", headers={"x-should-retry": "false"})
     if isinstance(error, HTTPException):
         return _http_fault(error)
-    logger.error("a request handler failed", exc_info=error)
+    logger.error("A request handler failed", exc_info=error)
     return Fault(500, "The server failed to handle the request.", "server_error")
 
 

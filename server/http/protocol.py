@@ -626,7 +626,7 @@ class HttpProtocol(HttpToolsProtocol):
         if now_s - config.logged_rejection_s >= REJECTION_LOG_S:
             config.logged_rejection_s = now_s
             logger.info(
-                "rejected a request from %s, %d so far: %s",
+                "Rejected a request from %s, %d so far: %s",
                 self._peer(),
                 config.num_rejected,
                 fault.message,

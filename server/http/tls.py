@@ -95,4 +95,4 @@ def warn_if_out_of_date(context: ssl.SSLContext, path: str) -> None:
                 "TLS: clients will refuse the certificate %s: %s", path, error.verify_message
             )
     except ssl.SSLError as error:
-        logger.debug("the dates of %s could not be checked: %s", path, error)
+        logger.debug("The dates of %s could not be checked: %s", path, error)

@@ -62,7 +62,7 @@ class TlsListener:
         self._pacer = LoopPacer()
         self._without_tls = LimitedWarning(
             logger,
-            "a request from %s came without TLS, %d so far: this port serves HTTPS only, use an "
+            "A request from %s came without TLS, %d so far: this port serves HTTPS only, use an "
             "https:// address",
         )
         self._second_hellos = asyncio.Semaphore(MAX_SECOND_HELLOS)

@@ -91,7 +91,7 @@ class UnreadAnswers:
         self._trims: set[asyncio.TimerHandle] = set()
         self._dropped = LimitedWarning(
             logger,
-            f"clients have not read {max_bytes} bytes of responses: closed the connection of a "
+            f"Clients have not read {max_bytes} bytes of responses: closed the connection of a "
             "response with %d unread bytes, %d so far",
         )
 

@@ -49,11 +49,11 @@ class _Exporter(SpanExporter):
         is_lost = result is not SpanExportResult.SUCCESS
         if is_lost and not self._is_lost:
             logger.warning(
-                "the trace collector at %s does not accept spans: they are dropped until it does",
+                "The trace collector at %s does not accept spans: they are dropped until it does",
                 self._endpoint,
             )
         elif self._is_lost and not is_lost:
-            logger.info("the trace collector at %s accepts spans again", self._endpoint)
+            logger.info("The trace collector at %s accepts spans again", self._endpoint)
         self._is_lost = is_lost
         return result
 

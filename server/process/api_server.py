@@ -350,7 +350,7 @@ class ApiServer:
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(
-                "a request has failed and is not retried: engines repeatedly died while "
+                "A request has failed and is not retried: engines repeatedly died while "
                 "computing it"
             )
         if any(engine.is_alive for engine in self._client.engines):
@@ -372,7 +372,7 @@ class ApiServer:
         )
         logger.warning(
             "%s is ready again after %.1f s and resumes %s: %s",
-            "the engine" if len(self._client.engines) == 1 else f"engine {client.engine}",
+            "The engine" if len(self._client.engines) == 1 else f"Engine {client.engine}",
             pause.seconds,
             counted(count, "request"),
             pause.cause.message,
@@ -419,7 +419,7 @@ class ApiServer:
         config, parallel = self.state.config, self._args.engine.data_parallel
         if parallel.num_remote and self._args.index == 0:
             logger.info(
-                "waiting for engines %d to %d, which connect from other hosts to %s",
+                "Waiting for engines %d to %d, which connect from other hosts to %s",
                 parallel.num_local,
                 parallel.data_parallel_size - 1,
                 self._args.endpoints[-1],
@@ -531,7 +531,7 @@ class ApiServer:
         gc.set_threshold(GC_OBJECTS)
         self._mark_ready()
         logger.info(
-            "ready after %.1f s: %s on %s (%s), context %d tokens; %s",
+            "Ready after %.1f s: %s on %s (%s), context %d tokens; %s",
             time.monotonic() - self._started_s,
             self.state.model_names[0],
             ready.device,
@@ -548,7 +548,7 @@ class ApiServer:
             self._log_memory(ready)
         if ready.device == EMULATOR:
             logger.warning(
-                "the Gaudi is emulated on the CPU, for tests; times and memory of this server do "
+                "The Gaudi is emulated on the CPU, for tests; times and memory of this server do "
                 "not apply to a card"
             )
 
@@ -589,7 +589,7 @@ class ApiServer:
         try:
             mark_ready(Path(self._args.ready_path))
         except OSError as error:
-            logger.warning("this API server is not restarted after a crash: %s", error)
+            logger.warning("This API server is not restarted after a crash: %s", error)
 
     async def _watch(self, serving: "asyncio.Task[None]", opening: "asyncio.Task[None]") -> int:
         reporter = ProgressReporter(self._started_s)
@@ -605,10 +605,10 @@ class ApiServer:
                     continue
                 if isinstance(error, ConfigError):
                     raise error
-                logger.error("start-up failed", exc_info=error)
+                logger.error("Start-up failed", exc_info=error)
                 return FAILED
             if serving.done():
-                logger.error("the HTTP server ended unexpectedly")
+                logger.error("The HTTP server ended unexpectedly")
                 return FAILED
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
@@ -626,7 +626,7 @@ class ApiServer:
     async def _publish_metrics(self) -> None:
         """Publish this server's metrics to the shared folder, so that any API server can be scraped
         for all of them."""
-        failed = LimitedWarning(logger, "the metrics could not be shared, %d times so far")
+        failed = LimitedWarning(logger, "The metrics could not be shared, %d times so far")
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -642,7 +642,7 @@ class ApiServer:
             if engine.silent_s() > limit_s:
                 engine.has_hung = True
                 logger.error(
-                    "engine %d has sent nothing for %g s and is killed (--engine-timeout)",
+                    "Engine %d has sent nothing for %g s and is killed (--engine-timeout)",
                     engine.engine,
                     limit_s,
                 )
@@ -663,7 +663,7 @@ class ApiServer:
                 # An engine that reported its failure has also logged it.
                 logger.log(
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
-                    "engine %d has ended, %d of %d keep running: %s",
+                    "Engine %d has ended, %d of %d keep running: %s",
                     engine.engine,
                     sum(not engine.has_failed for engine in engines),
                     len(engines),
@@ -681,9 +681,9 @@ class ApiServer:
         )
         self.end_reason = last.failure or ""
         if last.is_failure_logged:
-            logger.info("the server stops, because the engine ended")
+            logger.info("The server stops, because the engine ended")
         else:
-            logger.error("the server stops, because the engine ended: %s", last.failure)
+            logger.error("The server stops, because the engine ended: %s", last.failure)
         await asyncio.sleep(UNHEALTHY_S)
         await self._wait_for_requests(RESPONSE_GRACE_S)
         if self._client.has_profile:
@@ -695,7 +695,7 @@ class ApiServer:
         timeout_s = self.state.config.shutdown_timeout_s
         num_requests = len(self.state.active_requests)
         logger.info(
-            "stopping: %s may finish within %g s%s",
+            "Stopping: %s may finish within %g s%s",
             counted(num_requests, "request"),
             timeout_s,
             SECOND_INTERRUPT if self._is_interrupt else "",
@@ -787,13 +787,13 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
     if not template.uses_generic_tools():
         return
     logger.info(
-        "the chat template does not render tools: they are rendered as text, tool parser %s "
+        "The chat template does not render tools: they are rendered as text, tool parser %s "
         "(--tool-template none refuses requests with tools)",
         tool_parser or "none",
     )
     if tool_parser and TOOL_PARSERS[tool_parser].format != TOOL_PARSERS[GENERIC_TOOL_PARSER].format:
         logger.warning(
-            "the model is asked for calls in the form of %s, which --tool-call-parser %s does not "
+            "The model is asked for calls in the form of %s, which --tool-call-parser %s does not "
             "read: use --tool-call-parser auto, or a --chat-template that renders tools",
             GENERIC_TOOL_PARSER,
             tool_parser,
@@ -803,7 +803,7 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
 def _log_default_limit(defaults: Mapping[str, float]) -> None:
     if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
         logger.info(
-            "a request without max_tokens generates at most %d tokens, by the generation config; "
+            "A request without max_tokens generates at most %d tokens, by the generation config; "
             "--generation-config vllm removes this limit",
             limit,
         )

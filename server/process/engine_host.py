@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from types import FrameType
 
 from config.engine import EngineConfig
+from config.errors import capitalized
 from config.loading.env import data_parallel_token
 from config.server import ServerConfig
 from engine.client.launcher import PROFILE_EXIT, EngineOrders, EngineProcesses, SocketDirectory
@@ -51,7 +52,7 @@ def serve_engines(
 
     def start_engines(folder: str) -> None:
         logger.info(
-            "starting engines %d to %d of %d, for %d API servers on %s",
+            "Starting engines %d to %d of %d, for %d API servers on %s",
             parallel.first_engine,
             parallel.first_engine + parallel.num_local - 1,
             parallel.data_parallel_size,
@@ -106,7 +107,11 @@ def _watch(
         # A process that exits with a positive code has logged the reason.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
         logger.log(
-            level, "%s, %d of %d engines of this host keep running", event, num_left, len(codes)
+            level,
+            "%s, %d of %d engines of this host keep running",
+            capitalized(str(event)),
+            num_left,
+            len(codes),
         )
         if not num_left and PROFILE_EXIT in codes:
             return 0

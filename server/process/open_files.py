@@ -22,9 +22,9 @@ def raise_limit() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     except (OSError, ValueError) as error:
-        logger.warning("the limit of open files stays %d, not %d: %s", soft, target, error)
+        logger.warning("The limit of open files stays %d, not %d: %s", soft, target, error)
         return
-    logger.info("the limit of open files was raised from %d to %d", soft, target)
+    logger.info("The limit of open files was raised from %d to %d", soft, target)
 
 
 def max_connections() -> int:
@@ -41,7 +41,7 @@ def warn_if_low(max_queued_requests: int, max_num_seqs: int) -> None:
     num_possible = max_connections()
     if num_possible < num_needed:
         logger.warning(
-            "the limit of open files allows %d connections, but --max-queued-requests %d and "
+            "The limit of open files allows %d connections, but --max-queued-requests %d and "
             "--max-num-seqs %d need %d: raise it to %d (ulimit -n, LimitNOFILE=, --ulimit nofile=)",
             num_possible,
             max_queued_requests,

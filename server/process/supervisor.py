@@ -22,7 +22,7 @@ import uvloop
 
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
-from config.errors import ConfigError, ProfileWritten
+from config.errors import ConfigError, ProfileWritten, capitalized
 from config.loading.env import data_parallel_token
 from config.log import setup as setup_log
 from config.server import ServerConfig
@@ -97,7 +97,7 @@ def serve(
         address, port = listener.getsockname()[:2]
         if not is_loopback(address) and not server_config.has_api_keys:
             logger.warning(
-                "listening on %s without an API key: anyone who reaches this machine can use the "
+                "Listening on %s without an API key: anyone who reaches this machine can use the "
                 "model; set --api-key, or listen on --host 127.0.0.1",
                 server_config.host or address,
             )
@@ -114,7 +114,7 @@ def serve(
                 supervisor = Supervisor(engine_config, server_config, directory.path, token)
                 code = supervisor.run(download)
             if code == 0:
-                logger.info("stopped")
+                logger.info("Stopped")
     finally:
         has_stopped = download.close()
         directory.close()
@@ -221,7 +221,7 @@ def _serve_in_process(
         # Print the reason last, where the user finds it.
         print(f"gaudiserve: {end_reason}", file=sys.stderr, flush=True)
     elif code == 0:
-        logger.info("stopped")
+        logger.info("Stopped")
     return code
 
 
@@ -249,7 +249,7 @@ def _call_on_loop(
     try:
         loop.call_soon_threadsafe(callback, argument)
     except RuntimeError:
-        logger.debug("after the event loop has ended: %s", argument)
+        logger.debug("After the event loop has ended: %s", argument)
 
 
 class EngineExit(NamedTuple):
@@ -425,7 +425,7 @@ class Supervisor:
             # A process that exits with a positive code has logged the reason.
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
-            logger.log(level, "the server stops: %s", event.reason)
+            logger.log(level, "The server stops: %s", event.reason)
             # The API servers notice the end of the engines and send error responses; they exit too
             # early for a drain.
             self._stop_engines()
@@ -435,7 +435,7 @@ class Supervisor:
             is_misconfigured = any(process.poll() == WRONG_SETTING for process in processes)
             return WRONG_SETTING if is_misconfigured else FAILED
         if event == signal.SIGINT:
-            logger.info("stopping%s", SECOND_INTERRUPT)
+            logger.info("Stopping%s", SECOND_INTERRUPT)
         timeout_s = self._config.shutdown_timeout_s + RESPONSE_GRACE_S + EXIT_GRACE_S
         if not self._close(timeout_s):
             return INTERRUPTED
@@ -473,7 +473,7 @@ class Supervisor:
         if wait_s is None:
             return False
         self._due.add(end.number)
-        logger.error("%s: %s", end.reason, limit.describe(wait_s))
+        logger.error("%s: %s", capitalized(end.reason), limit.describe(wait_s))
         timer = threading.Timer(wait_s, self._events.put, [ApiServerDue(end.number)])
         timer.daemon = True
         timer.start()
@@ -494,7 +494,7 @@ class Supervisor:
             logger.log(
                 logging.INFO if has_logged else logging.ERROR,
                 "%s, %d of %d engines keep running",
-                end.reason,
+                capitalized(end.reason),
                 num_left,
                 parallel.data_parallel_size,
             )

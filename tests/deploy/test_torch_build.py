@@ -240,7 +240,7 @@ def _make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_make_gives_pip_the_chosen_index(
     words: tuple[str, ...], flags: str, line: str, clone: Path
 ) -> None:
-    done = _make(clone, "install", *words)
+    done = _make(clone, "install-dev", *words)
 
     calls = (clone / "calls").read_text().splitlines()
     version = pinned((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -248,6 +248,27 @@ def test_make_gives_pip_the_chosen_index(
     assert f"install --progress-bar off {flags}--editable .[cpu]" in calls[0]
     assert "install --progress-bar off --editable .[dev]" in calls[-1]
     assert line.format(version) in done.stderr.splitlines()
+
+
+def test_install_for_serving_has_no_packages_of_the_tests(clone: Path) -> None:
+    done = _make(clone, "install")
+    vendor = _make(clone, "-n", "install-hpu")
+
+    assert done.returncode == vendor.returncode == 0, done.stderr + vendor.stderr
+    assert ".[cpu]" in (clone / "calls").read_text()
+    assert "--editable ." in vendor.stdout
+    assert "dev]" not in (clone / "calls").read_text() + vendor.stdout
+
+
+def test_packages_of_the_tests_keep_the_versions_of_the_vendor(clone: Path) -> None:
+    for name in ("vendor.txt", ".installed"):
+        (clone / ".venv" / name).touch()
+
+    done = _make(clone, "install-dev")
+
+    assert done.returncode == 0, done.stderr
+    (call,) = (clone / "calls").read_text().splitlines()
+    assert call.endswith("--constraint .venv/vendor.txt --editable .[dev]")
 
 
 @pytest.mark.parametrize("is_vendor", [False, True])

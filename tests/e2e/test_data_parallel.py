@@ -209,7 +209,7 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
             return stack.enter_context(contextlib.closing(made))
 
         live = started(first / "log", env=token)
-        wait_for(lambda: "waiting for engines 1 to 1" in live.text())
+        wait_for(lambda: "Waiting for engines 1 to 1" in live.text())
         refused = started(second / "wrong", "--data-parallel-rank=1", env=wrong)
         assert refused.wait_exit() == 2
         assert "refused the token: all hosts need the same token" in refused.text()
@@ -225,7 +225,7 @@ def test_an_engine_of_another_host_serves_and_ends_with_its_server(
         assert remote.wait_exit() == 1
         assert live.ask("/v1/completions", body).status_code == 200
         # The log follows at the next check of the engines.
-        ended = "engine 1 has ended, 1 of 2 keep running: the engine has disconnected"
+        ended = "Engine 1 has ended, 1 of 2 keep running: the engine has disconnected"
         wait_for(lambda: ended in live.text())
 
 

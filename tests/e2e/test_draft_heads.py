@@ -16,6 +16,7 @@ from draft_heads import (
     make_mlp_speculator,
 )
 from drafting import MIXED, PROMPTS, ROOMY, Recorder, choices, run
+from gguf_families import write_case, write_checkpoint
 from greedy import assert_greedy_within, load_reference
 from tiny_models import make_tiny
 
@@ -180,3 +181,11 @@ def test_incompatible_heads_are_refused_at_start(
     for method, keys, error, match in errors:
         with pytest.raises(error, match=match):
             run(llama, **drafts(method, **keys))
+
+
+def test_the_mtp_layer_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "hf", "glm4moe")
+    source = write_case(tmp_path / "m.gguf", "glm4moe", tensors)
+
+    with pytest.raises(ConfigError, match="MTP layers of GGUF files are not loaded"):
+        run(source, **drafts("mtp"))

@@ -87,4 +87,4 @@ def test_the_emulated_card_gives_the_same_text_as_the_cpu(
     assert re.search(r'^hpu_info\{.*device="hpu-emulator"', metrics, re.MULTILINE)
     assert page["device"] == "hpu-emulator"
     assert " on hpu-emulator (float32)" in on_card.text()
-    assert "the Gaudi is emulated on the CPU" in on_card.text()
+    assert "The Gaudi is emulated on the CPU" in on_card.text()

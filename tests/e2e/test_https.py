@@ -129,7 +129,7 @@ def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
     )
     try:
         # Read the log instead of sending requests: httpx leaks the sockets of refused connections.
-        wait_for(lambda: "ready after" in live.text())
+        wait_for(lambda: "Ready after" in live.text())
         assert stat.S_ISSOCK(path.stat().st_mode)
         assert live.http.post("/v1/completions", json=BODY).status_code == 200
         with live.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:

@@ -188,7 +188,7 @@ def test_the_demo_model_calls_a_tool_in_a_chat_and_reads_the_result(
         **SHORT, messages=history, tools=tools, tool_choice="auto", max_tokens=24
     )
     assert told.choices[0].message.content
-    assert demo.text().count("the chat template does not render tools") == 1
+    assert demo.text().count("The chat template does not render tools") == 1
 
 
 def test_the_demo_model_calls_a_tool_in_a_response_and_reads_the_result(

@@ -95,7 +95,7 @@ async def test_every_kind_of_stream_continues_after_an_engine_kill(live: LiveSer
     assert values(live, "gaudiserve:resumed_requests_total") - before > 6
     assert restarts(live) == 2
     await until(lambda: values(live, *IDLE) == 0)
-    line = r"the engine is ready again after [\d.]+ s and resumes (\d+) requests?: .*by SIGKILL"
+    line = r"The engine is ready again after [\d.]+ s and resumes (\d+) requests?: .*by SIGKILL"
     counts = re.findall(line, live.text())
     assert len(counts) == 2 and int(counts[0]) > 6, live.text()
     assert values(live, "gaudiserve:engine_pause_seconds_count") == 2

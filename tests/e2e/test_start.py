@@ -137,7 +137,7 @@ def test_the_first_lines_have_working_urls_and_warn_of_an_open_server(
 ) -> None:
     with running(tiny, tmp_path / "log", "--max-model-len=64", *flags) as live:
         text = live.text()
-        (line, *_) = [line for line in text.splitlines() if " ready after " in line]
+        (line, *_) = [line for line in text.splitlines() if " Ready after " in line]
         urls = re.findall(r"http://[^\s,;]+", line)
         key = {"Authorization": "Bearer k"}
         answers = [
@@ -165,7 +165,7 @@ def test_the_first_lines_have_working_urls_and_warn_of_an_open_server(
 def test_urls_of_disabled_features_are_not_shown(tiny: str, tmp_path: Path) -> None:
     flags = ("--max-model-len=64", "--no-enable-page", "--disable-fastapi-docs")
     with running(tiny, tmp_path / "log", *flags) as live:
-        (line,) = [line for line in live.text().splitlines() if " ready after " in line]
+        (line,) = [line for line in live.text().splitlines() if " Ready after " in line]
 
     assert line.endswith(f"context 64 tokens; API http://127.0.0.1:{live.port}/v1")
 

@@ -1,7 +1,7 @@
 """Files of GPTQModel, in its GPTQ and AWQ formats, are served like the weights that GPTQModel
 dequantizes.
 
-Skipped without GPTQModel, which conflicts with llmcompressor about the release of transformers."""
+Skipped without GPTQModel, which requires newer releases of transformers than llmcompressor."""
 
 import os
 from pathlib import Path
@@ -56,7 +56,12 @@ def test_the_served_model_equals_the_tools_model(
     )
     model = gptqmodel.GPTQModel.load(str(plain), config, device="cpu")
     samples = [{"input_ids": sample, "attention_mask": [1] * len(sample)} for sample in SAMPLES]
-    model.quantize(samples, batch_size=1)
+    try:
+        model.quantize(samples, batch_size=1)
+    except ValueError as error:
+        if "CUDA is not available" in str(error):
+            pytest.skip(f"this release of GPTQModel needs a GPU for {name}")
+        raise
     folder = tmp_path / "quantized"
     model.save(str(folder))
 

@@ -35,8 +35,9 @@ class EmulatorCounters:
     """Counts since the emulator was installed.
 
     `counts` holds compilations, captures, replays, launches, syncs, fallbacks, ungraphed calls,
-    traces (graphs for hpu_backend), eager_ops (ops outside of lazy segments and compiled regions)
-    and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
+    traces (graphs for hpu_backend), eager_ops (ops outside of lazy segments and compiled regions),
+    event_waits, launch_joins, upload_waits, input_copies, base_versions (copies for writes to
+    views) and, under their kind, misuses. `misuses` lists the first MAX_MISUSES.
     """
 
     config: EmulatorConfig

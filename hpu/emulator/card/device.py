@@ -181,7 +181,8 @@ class EmulatedDevice:
         self.runtime_switches: dict[str, bool] = {}
         """Switches of the runtime without an effect here, by name."""
         self.is_serving = False
-        """Whether warm-up is over: compilations, captures and fallbacks are then misuses."""
+        """Whether warm-up is over: compilations, captures, traces and writes to views are then
+        misuses."""
         self.in_step = False
         """Whether a step is running: host syncs are then misuses."""
         self.world_size = 1

@@ -5,8 +5,8 @@ private-use back end (which cannot be undone and would need C++ kernels). An Hpu
 subclass with that device; every op on an HpuTensor arrives in `__torch_dispatch__` of this file,
 and factories given the device arrive in a fallback registered for the HPU dispatch key by
 `install`. So reads by the host are visible ops on every thread, and CPU tensors cost nothing extra.
-Only functions that resolve a device without an index in C++ (`Tensor.to`, `torch.tensor`,
-`torch.as_tensor`) are patched, by `install`.
+`install` patches the functions that resolve a device without an index in C++ (`Tensor.to`,
+`torch.tensor`, `torch.as_tensor`).
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,5 @@
-"""Work that the host has submitted and not waited for: copies to the host, errors of kernels."""
+"""Work that the host has submitted and not waited for: copies to the host, late reads of uploads,
+errors of kernels."""
 
 import random
 import threading
@@ -110,7 +111,7 @@ class WorkQueue:
             self._errors.append(text)
 
     def position(self) -> int:
-        """The number of copies submitted so far."""
+        """The number of copies, and of uploads from pinned memory, submitted so far."""
         return self._submitted
 
     def read_until(self, position: int, stream: object) -> None:

@@ -50,7 +50,8 @@ LAST_LAYER = LastLayer(1, 2)
 
 
 class DraftHead(LoadableModel):
-    """Decoder with few layers. It shares the embedding and the head of the target."""
+    """Decoder with a single layer. It shares the embedding of the target and, except for EAGLE-3,
+    its output head."""
 
     def __init__(self, decoder: Decoder, *, hidden_width: int, in_features: int) -> None:
         """`hidden_width`: width of the target's hidden states that the head reads per token.
@@ -274,8 +275,8 @@ def build_draft_head(
     target: ModelConfig,
     build: ModelBuild,
 ) -> DraftHead:
-    """Draft head of `method` for `target` with empty parameters, this rank's shard. Uses the
-    last layer of `config`. Raises ConfigError."""
+    """Draft head of `method` for `target` with empty parameters, this rank's shard. Uses the last
+    layer of `config`. Raises ConfigError for a head that is not supported."""
     own = replace(build, stage=LAST_LAYER)
     decoder = Decoder(config, decoder_spec(config), own, has_head=False)
     return HEADS[method](decoder, target)

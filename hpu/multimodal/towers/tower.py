@@ -87,7 +87,8 @@ class VisionTower(Tower):
         self.__dict__["_whole"] = whole
 
     def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Embeddings (rows, hidden) of an image. `tensors`: arguments of the tower."""
+        """Embeddings (rows, n * hidden) of an image, see Tower.forward. `tensors`: outputs of the
+        image processor; outputs that the tower does not take are ignored."""
         given = {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()

@@ -138,6 +138,7 @@ def can_expand(weight: StoredWeight) -> bool:
 
 
 def can_expand_experts(experts: StoredExperts) -> bool:
-    """Whether `can_expand` holds for both weights of `experts`."""
+    """Whether `can_expand` holds for both weights of `experts`, and the card's kernel supports
+    their activation."""
     is_known = experts.activation in MOE_ACTIVATIONS
     return is_known and can_expand(experts.w13) and can_expand(experts.w2)

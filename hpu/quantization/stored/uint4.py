@@ -82,8 +82,7 @@ class Uint4MoEMethod(StoredMoEMethod):
     def __init__(
         self, experts: StoredExperts, end_slice: Callable[[], None] = lambda: None
     ) -> None:
-        """`experts` must satisfy `can_convert_experts`. `end_slice` is called after each slice of
-        the experts, so that the memory of its weights is free for the next slice."""
+        """`experts` must satisfy `can_convert_experts`. `end_slice`: see ExpandedExperts."""
         super().__init__(experts)
         self._end_slice = end_slice
 

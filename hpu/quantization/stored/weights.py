@@ -1,5 +1,5 @@
-"""StoredWeight: the quantized weight of a linear layer in its checkpoint form, and its parameters
-during loading. StoredExperts: the quantized weights of stacked experts."""
+"""StoredWeight: the quantized weight of a linear layer or an expert in its checkpoint form, and its
+parameters during loading. StoredExperts: the quantized weights of stacked experts."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,8 @@ class ParameterLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """The weight of a linear layer on this rank, in the quantized form of the checkpoint."""
+    """The weight of a linear layer, or a weight of each stacked expert, on this rank, in the
+    quantized form of the checkpoint."""
 
     scheme: WeightScheme
     in_features: int

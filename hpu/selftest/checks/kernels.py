@@ -23,7 +23,7 @@ def _scale(card: Card) -> float:
     return found
 
 
-def _scores(card: Card, query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tensor":
+def _scores(query: "Tensor", key: "Tensor", mask: "Tensor") -> "Tensor":
     """Masked attention scores on the CPU: (batch, heads, queries, keys)."""
     group = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(group, dim=1)
@@ -35,7 +35,7 @@ def _attention(
     card: Card, query: "Tensor", key: "Tensor", value: "Tensor", mask: "Tensor"
 ) -> "Tensor":
     """Attention on the CPU in float32."""
-    weights = card.torch.softmax(_scores(card, query, key, mask), dim=-1)
+    weights = card.torch.softmax(_scores(query, key, mask), dim=-1)
     found: Tensor = weights @ value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return found
 
@@ -119,7 +119,7 @@ def _statistics(card: Card, num_rows: int) -> Iterator[Comparison]:
     out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
         *given, 0.0, _scale(card), False, True, "fast", None, "right"
     )
-    scores = _scores(card, query, key, mask)
+    scores = _scores(query, key, mask)
     tops = scores.amax(-1, keepdim=True)
     expected = _attention(card, query, key, value, mask)
     yield Comparison("output", out.view(query.shape), expected, BFLOAT16)

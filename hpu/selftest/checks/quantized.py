@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     """(tokens, chosen) int64."""
     shares: "Tensor"
     w13: "Tensor"
-    """(experts, 2 * INNER, HIDDEN): gate, then up."""
+    """(experts, 2 * INNER, HIDDEN): gate, then up; interleaved for experts with biases."""
     w2: "Tensor"
     """(experts, HIDDEN, INNER)."""
 

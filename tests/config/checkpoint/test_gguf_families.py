@@ -28,6 +28,8 @@ _OF_THE_FILE = {"path", "fields", "eos_token_ids", "bos_token_id", "generation_d
 _UNUSED = {
     "PhiForCausalLM": {"attention_bias", "attention_out_bias"},
     "Starcoder2ForCausalLM": {"attention_bias", "attention_out_bias"},
+    # The conversion leaves MTP layers out.
+    "Glm4MoeForCausalLM": {"num_mtp_layers"},
 }
 """Config fields that a family's spec does not depend on."""
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_gguf import write_gguf
 from tiny_models import make_tiny
 
+from config.cache_folder import CONTAINER_MARKS, in_container
 from config.checkpoint.demo import FILE_BYTES, fetch_demo
 from config.checkpoint.resolve import resolve
 from config.errors import ConfigError
@@ -54,10 +55,7 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
     ("model", "words"),
     [
         ("no_such_thing", "no such file or folder: no_such_thing;.*the form org/name.*'demo'"),
-        (
-            "/no/such/place",
-            "folder: /no/such/place; in a container, mount it with -v$",
-        ),
+        ("/no/such/place", "no such file or folder: /no/such/place$"),
         ("./nosuch", "no such file or folder: ./nosuch$"),
         ("../nosuch", "no such file or folder: ../nosuch$"),
         ("~/nosuch", "no such file or folder: ~/nosuch$"),
@@ -67,9 +65,30 @@ def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, 
         (__file__, "neither a folder nor a .gguf file"),
     ],
 )
-def test_an_unknown_model_is_refused_with_the_reason(model: str, words: str) -> None:
+def test_an_unknown_model_is_refused_with_the_reason(
+    model: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("config.checkpoint.model_name.in_container", lambda: False)
+
     with pytest.raises(ConfigError, match=words):
         resolve(model)
+
+
+@pytest.mark.parametrize("mark", CONTAINER_MARKS)
+def test_a_missing_folder_has_the_hint_of_a_mount_only_in_a_container(
+    mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("config.checkpoint.model_name.in_container", lambda: in_container(tmp_path))
+    with pytest.raises(ConfigError, match=r"folder: /no/such/place$"):
+        resolve("/no/such/place")
+
+    (tmp_path / mark).parent.mkdir(exist_ok=True)
+    (tmp_path / mark).touch()
+
+    with pytest.raises(ConfigError, match="/no/such/place; mount it into this container"):
+        resolve("/no/such/place")
+    with pytest.raises(ConfigError, match=r"folder: \./nosuch$"):
+        resolve("./nosuch")
 
 
 def test_pickles_are_refused_with_a_command_that_converts_them(

@@ -318,20 +318,17 @@ def test_the_estimate_of_a_launch_counts_the_expanded_experts(
 ) -> None:
     sizes = {"num_cards": 1, "width": 2, "num_tokens": 64, "num_logit_rows": 4}
     plain = read_model_config(str(make("awq").reference))
-    facts = read_model_config(str(make("awq").folder))
     expert = 3 * 128 * 128 * 2
 
-    def expanded() -> float:
+    def expanded(name: str = "awq") -> float:
+        facts = read_model_config(str(make(name).folder))
         return (activation_bytes(facts, **sizes) - activation_bytes(plain, **sizes)) / expert
 
-    assert expanded() == 4
+    assert [expanded(name) for name in ("awq", "fp8, blocks", "mxfp8", "fp8")] == [4, 4, 4, 0]
     monkeypatch.setattr(size_estimate, "EXPANDED_BYTES", 3.5 * expert)
     assert expanded() == 3
     monkeypatch.setattr(size_estimate, "EXPANDED_BYTES", 1)
     assert expanded() == 1
-    assert activation_bytes(read_model_config(str(make("fp8").folder)), **sizes) == (
-        activation_bytes(plain, **sizes)
-    )
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ async def test_log_lines_have_the_error_without_quoted_values_and_the_ignored_fi
         lines = [record.getMessage().partition("client=")[2] for record in caplog.records]
         fields = [vars(record)["fields"] for record in caplog.records]
     wrong, unknown, ignored, route = (line.partition(" ")[2] for line in lines)
-    assert wrong == "error=\"temperature is '...', it must be a number\" param=temperature"
+    assert wrong == 'error="temperature is <hidden>, it must be a number" param=temperature'
     assert unknown.startswith('error="The model `llama` does not exist')
     assert ignored == 'ignored="seeed"'
     assert route.startswith('error="There is no route /v2/models.')
@@ -183,8 +183,8 @@ async def test_log_lines_have_the_error_without_quoted_values_and_the_ignored_fi
 @pytest.mark.parametrize(
     ("status", "message", "kept"),
     [
-        (400, "This model's limit is 9, 'x\\'y' isn't", "This model's limit is 9, '...' isn't"),
-        (400, "x is 'open", "x is '...'"),
+        (400, "This model's limit is 9, 'x\\'y' isn't", "This model's limit is 9, <hidden> isn't"),
+        (400, "x is 'open", "x is <hidden>"),
         (404, "There is no 'a'", "There is no 'a'"),
         (503, "engine 'a' is gone", "engine 'a' is gone"),
         (400, "a" * 300, "a" * 200 + "..."),

@@ -65,13 +65,15 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
         ["plan", "--config", str(tmp_path / "preset.yaml"), "--device", device, "--json"]
     )  # fmt: skip
     plan = json.loads(capsys.readouterr().out)
+    assert main(["presets", folder, "--device", device, "--cards", str(cards), "--json"]) == 0
+    preset = json.loads(capsys.readouterr().out)
 
     settings = yaml.safe_load(text)
     assert tuple(settings) == ("model", "device", *KEYS)
     assert (loaded.engine.model, loaded.engine.device) == (folder, "hpu")
     assert all(loaded.sources[key][1] != "default" for key in KEYS)
     assert status == 0
-    assert plan
+    assert preset == {"settings": settings, "plan": {**plan, "model": folder}}
     engines, width = settings["data-parallel-size"], settings["tensor-parallel-size"]
     assert engines * width == cards
     assert loaded.engine.scheduler.max_num_seqs >= 32
@@ -140,6 +142,35 @@ def test_a_model_that_does_not_fit_gets_no_preset(
 
     assert "does not fit into 1 gaudi2 card" in caplog.text
     assert with_preset(loaded, argv, (None, 1)) is loaded
+
+
+@pytest.mark.parametrize("command", ["plan", "presets"])
+@pytest.mark.parametrize(
+    ("pci_ids", "words"),
+    [
+        (["0x1020"], ""),
+        ([], "this machine has no Gaudi card: set --device gaudi2 or gaudi3"),
+        (["0x1020", "0x1060"], "this machine has cards of an unknown generation, or of several"),
+    ],
+)
+def test_device_hpu_means_the_cards_of_this_machine(
+    command: str, pci_ids: list[str], words: str, model: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    machine = GaudiMachine(tmp_path / "machine", cards=0)
+    for index, pci_id in enumerate(pci_ids):
+        machine.card(index, pci_id=pci_id)
+    monkeypatch.setattr("server.cli.plan.this_machine", lambda variables: machine.seen())
+    flags = [model("8b", LLAMA_8B), "--max-model-len", "8K", "--json"]
+
+    status = main([command, *flags, "--device", "hpu"])
+
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert status == (2 if words else 0)
+    if not words:
+        main([command, *flags, "--device", "gaudi2"])
+        assert captured.out == capsys.readouterr().out
 
 
 def test_free_cards_are_counted_with_their_generation(tmp_path: Path) -> None:

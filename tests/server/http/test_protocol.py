@@ -618,7 +618,7 @@ def test_a_flood_of_rejected_requests_writes_few_lines(caplog: pytest.LogCapture
     lines = [
         message
         for message in caplog.messages
-        if message.startswith("rejected a request from 127.0.0.1")
+        if message.startswith("Rejected a request from 127.0.0.1")
     ]
 
     assert 1 <= len(lines) <= 1 + time.monotonic() - started_s

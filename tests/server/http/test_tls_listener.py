@@ -402,6 +402,6 @@ def test_a_request_without_tls_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
 
     lines = [record.getMessage() for record in caplog.records if "TLS" in record.getMessage()]
     assert lines == [
-        "a request from 127.0.0.1 came without TLS, 1 so far: this port serves HTTPS only, use "
+        "A request from 127.0.0.1 came without TLS, 1 so far: this port serves HTTPS only, use "
         "an https:// address"
     ]

@@ -136,7 +136,7 @@ def test_an_api_server_that_dies_too_often_ends_the_server(daemon: LiveServer) -
         wait_for(lambda: len(api_servers(daemon)) == 2)
         restarts = "gaudiserve:api_server_restarts_total"
         wait_for(lambda: metric(daemon, restarts) == number + 1)  # noqa: B023 waited for here
-        wait_for(lambda: daemon.text().count("ready after") == 3 + number)  # noqa: B023 waited for here
+        wait_for(lambda: daemon.text().count("Ready after") == 3 + number)  # noqa: B023 waited for here
     family = children_of(daemon.pid)
 
     os.kill(api_servers(daemon)[-1], signal.SIGKILL)

@@ -37,14 +37,14 @@ def test_the_soft_limit_is_raised_and_a_low_hard_limit_is_logged_with_both_numbe
     low, high = said(256, 512), said(256, enough)
 
     assert low == [
-        "INFO the limit of open files was raised from 256 to 512",
-        "WARNING the limit of open files allows 384 connections, but --max-queued-requests 1024 "
+        "INFO The limit of open files was raised from 256 to 512",
+        "WARNING The limit of open files allows 384 connections, but --max-queued-requests 1024 "
         "and --max-num-seqs 256 need 1280: raise it to 1408 (ulimit -n, LimitNOFILE=, "
         "--ulimit nofile=)",
         "384",
     ]
     assert high == [
-        f"INFO the limit of open files was raised from 256 to {enough}",
+        f"INFO The limit of open files was raised from 256 to {enough}",
         str(enough - RESERVED),
     ]
 
