@@ -27,6 +27,7 @@ from config.model.model_config import ModelConfig, RopeConfig
 from hpu.backends.base import Backend
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import CudaBackend, missing_cuda
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling, StepPlan, StepResult
@@ -110,7 +111,7 @@ def random_model(shape: Shape, backend: Backend, dtype: torch.dtype, length: int
         length,
         rope=RopeConfig(500_000.0),
     )
-    model = build_model(config, dtype=dtype, device=backend.device)
+    model = build_model(config, ModelBuild(dtype=dtype, device=backend.device))
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)

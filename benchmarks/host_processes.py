@@ -9,7 +9,7 @@ from benchmarks.host_rig import make_config
 from benchmarks.null_device import null_engine_command
 from config.parallel import ParallelConfig
 from config.params.sampling import SamplingParams
-from engine.client.launcher import launch
+from engine.client.launcher import EngineOrders, launch
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
 from engine.process.engine_orders import front_end_endpoint
@@ -63,7 +63,9 @@ async def watch_steps(
 
     client.on_stats(on_stats)
     await client.start()
-    engine = launch(config, directory.path, 1, token=token, command=null_engine_command(step_s))
+    engine = launch(
+        EngineOrders(config, directory.path, 1, token), command=null_engine_command(step_s)
+    )
     try:
         await asyncio.wait_for(client.wait_ready(), 60)
         params = SamplingParams(max_tokens=config.max_model_len, ignore_eos=True)

@@ -42,7 +42,7 @@ from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, ModelBuild
 from hpu.models.registry import build_model
 from hpu.native.library import (
     COMPILERS,
@@ -153,9 +153,11 @@ class Launches:
         scheme = QUANTIZATIONS[quantization]
         model = build_model(
             config,
-            dtype=torch.bfloat16,
-            device=torch.device("cpu"),
-            quantization=None if scheme is None else scheme(),
+            ModelBuild(
+                dtype=torch.bfloat16,
+                device=torch.device("cpu"),
+                quantization=None if scheme is None else scheme(),
+            ),
         )
         format = None
         if kv_cache_dtype != AUTO:

@@ -32,7 +32,7 @@ from config.model.read_config import read_model_config
 from hpu.backends.select import select_backend
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.tensor_reader import NUM_THREADS, PIECE_BYTES
-from hpu.models.base import LoadableModel
+from hpu.models.base import LoadableModel, ModelBuild
 from hpu.models.registry import build_model
 from hpu.worker.load import load
 
@@ -126,7 +126,9 @@ def read(folder: Path, num_threads: int) -> None:
 def shared_model(folder: Path, dtype: torch.dtype) -> LoadableModel:
     """The model of `folder`, in which parameters of the same shape share memory."""
     model_config = read_model_config(str(folder))
-    model = build_model(model_config, dtype=dtype, device=torch.device("meta"), max_model_len=8)
+    model = build_model(
+        model_config, ModelBuild(dtype=dtype, device=torch.device("meta"), max_model_len=8)
+    )
     memory: dict[torch.Size, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -160,7 +162,9 @@ def load_model(folder: Path, num_layers: int, *, cached: bool) -> None:
         model_config, cpu = read_model_config(str(part)), torch.device("cpu")
 
         def weights() -> None:
-            model = build_model(model_config, dtype=torch.bfloat16, device=cpu, max_model_len=8)
+            model = build_model(
+                model_config, ModelBuild(dtype=torch.bfloat16, device=cpu, max_model_len=8)
+            )
             load_weights(model, str(part), on_progress=lambda done, total: None)
 
         timed(part, "read", lambda: read(part, NUM_THREADS), cached=cached)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from benchmarks.null_device import NullDevice, empty_ready
 from config.engine import EngineConfig
 from config.model.read_config import read_model_config
-from engine.client.launcher import launch
+from engine.client.launcher import EngineProcesses
 from engine.core.engine_process import run
 from engine.executors.base import Executor
 from engine.process.child_process import read_orders
@@ -71,7 +71,8 @@ def main() -> int:
         return run(read_orders(EngineOrders), partial(make_null_executor, arguments.step_ms / 1e3))
     # Start the server, unchanged except for the command that starts its engine.
     command = [sys.executable, __file__, "--engine", f"--step-ms={arguments.step_ms}"]
-    supervisor.launch = partial(launch, command=command)  # type: ignore[attr-defined] # replaced
+    started = partial(EngineProcesses, command=command)
+    supervisor.EngineProcesses = started  # type: ignore[attr-defined,assignment] # replaced
     return cli.main(["serve", *arguments.flags])
 
 

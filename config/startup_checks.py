@@ -80,7 +80,8 @@ def check_model_config(
     yet."""
     model_config = read_model_config(folder)
     pooler = choose_pooler(config, model_config)
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
     is_known = is_built_in or _is_in_transformers(model_config)
     if not is_known and model_config.fields.raw.get("auto_map"):
         raise ConfigError(
@@ -88,21 +89,21 @@ def check_model_config(
             "implementation nor one in transformers: its code is in the checkpoint (auto_map in "
             "config.json), and code in a checkpoint is never run"
         )
-    if model_config.encoder is None and (is_built_in or not is_known):
+    if not model_config.is_encoder and (is_built_in or not is_known):
         # Check only the architecture name, without layers: num_layers may claim 10^9.
         decoder_spec(
             replace(model_config, num_layers=0, layer_types=(), rope_layers=()),
-            has_head=pooler is None,
+            has_head=not is_pooling,
         )
     if is_built_in:
         check_operations(model_config)
-        _check_ranks(config, model_config, is_pooling=pooler is not None)
+        _check_ranks(config, model_config, is_pooling=is_pooling)
     choose_context(config, model_config, pooler)
     chosen_quantization(config.quantization, model_config)
     if config.device != "auto":
         check_format_at_load(config.quantization, model_config, config.device)
     if config.quantization == INC:
-        _check_compressor(config, model_config, is_built_in=is_built_in and pooler is None)
+        _check_compressor(config, model_config, is_built_in=is_built_in and not is_pooling)
     if model_config.quantization is not None and not is_built_in:
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
@@ -110,13 +111,13 @@ def check_model_config(
             f"{model_config.architecture} runs on the transformers implementation: use a "
             "checkpoint with unquantized weights"
         )
-    if model_config.quantization is not None and model_config.encoder is not None:
+    if model_config.quantization is not None and model_config.is_encoder:
         raise ConfigError(
             f"{model_config.fields.file} has quantized weights "
             f"({model_config.quantization.method}), which are not supported for encoders: use a "
             "checkpoint with unquantized weights"
         )
-    if quantizes_at_load(config.quantization, model_config) and pooler is not None:
+    if quantizes_at_load(config.quantization, model_config) and is_pooling:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, for "
             "which quantization is not supported: leave quantization out"
@@ -303,7 +304,7 @@ def choose_max_model_len(
         return min(default, EMULATOR_MAX_MODEL_LEN) if is_emulated else default
     if requested <= longest:
         return requested
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         raise SettingError(
             f"--max-model-len is {requested}, the checkpoint has position embeddings for "
             f"{longest} positions only: set --max-model-len to {longest} or less"

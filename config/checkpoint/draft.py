@@ -83,8 +83,8 @@ def draft_facts(
         )
     if method.method != DRAFT_MODEL:
         model_config = _head_facts(config, method, model_config, target)
-    if model_config.encoder is not None or states_of(model_config):
-        what = "is an encoder" if model_config.encoder is not None else "has recurrent layers"
+    if model_config.is_encoder or states_of(model_config):
+        what = "is an encoder" if model_config.is_encoder else "has recurrent layers"
         raise ConfigError(
             f"the draft model {method.model} {what}, it must be a decoder whose layers all have a "
             "KV cache"

@@ -213,10 +213,10 @@ class WeightSources:
         if spec.name.endswith(".kv_b_proj.weight"):
             return self._latent_heads(spec)
         name = self._stored_name(spec.name)
-        if name is None or name not in self._file.tensors:
-            found = self._fused_part(spec, kind) or self._split_parts(spec, kind)
-            if found is not None:
-                return found
+        if name not in self._file.tensors and (
+            found := self._fused_part(spec, kind) or self._split_parts(spec, kind)
+        ):
+            return found
         stacked = (spec.expert, spec.total_experts)
         if spec.row is not None:
             stacked = (spec.row, spec.output_sizes[spec.outputs[0]])
@@ -227,8 +227,9 @@ class WeightSources:
         order = self._order(spec, source, name)
         return (Part((replace(source, order=order),)),)
 
-    def _stored_name(self, name: str) -> str | None:
-        """Tensor name in the file for the checkpoint name `name`."""
+    def _stored_name(self, name: str) -> str:
+        """Tensor name in the file for the checkpoint name `name`; empty if the architecture has no
+        such tensor."""
         for theirs, ours in _RENAMED.items():
             if name.endswith(theirs):
                 name = name.removesuffix(theirs) + ours
@@ -236,20 +237,18 @@ class WeightSources:
         if layer is not None:
             name = f"{self._layer_prefix}0.{name[layer.end() :]}"
         name = _NORM.sub(".", _EXPERT.sub(".experts.", name))
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None or layer is None:
-            return found
-        return found.replace("blk.0.", f"blk.{layer[1]}.", 1)
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias")) or ""
+        return found if layer is None else found.replace("blk.0.", f"blk.{layer[1]}.", 1)
 
     def _source(
         self,
-        name: str | None,
+        name: str,
         weight: str,
         expert: int | None = None,
         num_experts: int | None = None,
     ) -> TensorRows:
-        tensor = None if name is None else self._file.tensors.get(name)
-        if name is None or tensor is None:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
             raise MissingTensor(
                 f"{self._file.path} has no tensor {name or f'for {weight}'}, which its metadata "
                 f"requires for {self._file.architecture}"
@@ -270,7 +269,7 @@ class WeightSources:
             )
 
     def _order(
-        self, spec: WeightSpec, source: TensorRows, name: str | None
+        self, spec: WeightSpec, source: TensorRows, name: str
     ) -> npt.NDArray[np.int64] | None:
         """TensorRows.order for a weight that the file stores as the single tensor `name`; None: the
         stored order."""
@@ -287,7 +286,7 @@ class WeightSources:
             return None
         return self._halves(rows, heads, name)
 
-    def _halves(self, rows: int, heads: int, name: str | None) -> npt.NDArray[np.int64]:
+    def _halves(self, rows: int, heads: int, name: str) -> npt.NDArray[np.int64]:
         """TensorRows.order that undoes the interleaving of q or k heads. `name`: tensor name, for
         errors."""
         if rows % (2 * heads):
@@ -300,29 +299,29 @@ class WeightSources:
         halves: npt.NDArray[np.int64] = stored.swapaxes(1, 2).reshape(-1)
         return halves
 
-    def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
-        """q, k or v from the file's fused qkv tensor; None if the file has no such tensor."""
+    def _fused_part(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
+        """q, k or v from the file's fused qkv tensor; empty if the file has no such tensor."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 1:
-            return None
+            return ()
         name = f"blk.{layer[1]}.attn_qkv.{kind}"
         if name not in self._file.tensors:
-            return None
+            return ()
         source = self._source(name, spec.name)
         self._check_shape(source, (sum(spec.output_sizes), *spec.shape[1:]), spec.name)
         begin = sum(spec.output_sizes[: spec.outputs[0]])
         order = np.arange(begin, begin + spec.output_sizes[spec.outputs[0]])
         return (Part((replace(source, order=order),)),)
 
-    def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...] | None:
-        """The checkpoint's fused qkv weight from three tensors of the file; None if the file has no
-        such tensors."""
+    def _split_parts(self, spec: WeightSpec, kind: str) -> tuple[Part, ...]:
+        """The checkpoint's fused qkv weight from three tensors of the file; empty if the file has
+        no such tensors."""
         layer = self._layer.match(spec.name)
         if layer is None or "qkv_proj" not in spec.parameter or len(spec.outputs) != 3:
-            return None
+            return ()
         names = [f"blk.{layer[1]}.attn_{part}.{kind}" for part in "qkv"]
         if names[0] not in self._file.tensors:
-            return None
+            return ()
         sources = [self._source(name, spec.name) for name in names]
         for source, size in zip(sources, spec.output_sizes, strict=True):
             self._check_shape(source, (size, *spec.shape[1:]), spec.name)
@@ -438,7 +437,7 @@ class WeightSources:
         stem = path.removesuffix("_bias").removesuffix("_blocks").removesuffix("_scales")
         if (layer := self._layer.match(path)) is not None and path.endswith("_linear.weight"):
             parts = ("down",) if path.endswith("output_linear.weight") else ("gate", "up")
-            stored: list[str | None] = [f"blk.{layer[1]}.ffn_{part}_exps.weight" for part in parts]
+            stored = [f"blk.{layer[1]}.ffn_{part}_exps.weight" for part in parts]
         else:
             names = [stem] if stem.endswith("down_proj") else []
             both = ("gate_proj", "up_proj")

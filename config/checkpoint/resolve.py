@@ -43,74 +43,42 @@ def resolve(
     which says what is missing or wrong, and SettingError for wrong `hf_overrides`.
     """
     parse_overrides(hf_overrides)
-    folder = _folder(
-        model,
-        revision=revision,
-        cache_dir=cache_dir,
-        download_dir=download_dir,
-        progress=progress,
-        dtype=dtype,
-        keep_blocks=keep_blocks,
-        has_weights=has_weights,
-        report=report,
-        check=lambda found: check(with_overrides(found, hf_overrides, cache_dir)),
-    )
-    return with_overrides(folder, hf_overrides, cache_dir)
-
-
-def _folder(
-    model: str,
-    *,
-    revision: str | None,
-    cache_dir: str | None,
-    download_dir: str | None,
-    progress: bool,
-    dtype: str,
-    keep_blocks: bool,
-    has_weights: bool,
-    report: Report,
-    check: Callable[[str], object],
-) -> str:
-    """The folder of `model` with its original config.json. See `resolve` for the arguments."""
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
     path = Path(os.path.expanduser(model))
     if path.is_dir():
-        return _checked(path, has_weights=has_weights)
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        cache = Path(cache_dir or cache_home())
-        stored = "bfloat16" if dtype == "auto" else dtype
-        return str(
-            converted(
-                path,
-                cache,
-                dtype=stored,
-                keep_blocks=keep_blocks,
-                sampling=sampling,
-                progress=progress,
-                report=report,
-            )
+        folder = _checked(path, has_weights=has_weights)
+    elif path.suffix.lower() == ".gguf" and path.is_file():
+        folder = converted(
+            path,
+            Path(cache_dir or cache_home()),
+            dtype="bfloat16" if dtype == "auto" else dtype,
+            keep_blocks=keep_blocks,
+            sampling=sampling,
+            progress=progress,
+            report=report,
         )
-    if path.exists():
+    elif path.exists():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file")
-    if is_hub_id(model):
+    elif is_hub_id(model):
         folder = download_model(
             model,
             revision,
             download_dir,
-            check=check,
+            check=lambda found: check(with_overrides(found, hf_overrides, cache_dir)),
             has_weights=has_weights,
             progress=progress,
             report=report,
         )
-        return str(folder)
-    raise no_such_model(model)
+    else:
+        raise no_such_model(model)
+    return with_overrides(str(folder), hf_overrides, cache_dir)
 
 
-def _checked(folder: Path, *, has_weights: bool) -> str:
+def _checked(folder: Path, *, has_weights: bool) -> Path:
     names = sorted(path.name for path in folder.iterdir())
     has_files = not has_weights or any(name.endswith(".safetensors") for name in names)
     if "config.json" not in names or not has_files:
         raise incomplete(str(folder), names, folder / "config.json")
-    return str(folder)
+    return folder

@@ -83,7 +83,7 @@ def model_shapes(model_config: ModelConfig, stored: Shapes) -> Shapes:
 def weight_map_of(model_config: ModelConfig) -> WeightMap | None:
     """Weight map of a built-in model, without a classification head; None if the model is not built
     in."""
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         return encoder_weight_map(model_config)
     if causal_name(model_config.architecture) not in ARCHITECTURES:
         return None

@@ -18,7 +18,7 @@ def check_tied_head(model_config: ModelConfig) -> None:
     but the files have a head that differs from the embedding in shape or in sampled bytes: the
     checkpoint was trained with an untied head. Reads the headers of all files and about 512 KiB of
     tensor data at most."""
-    weight_map = weight_map_of(model_config) if model_config.encoder is None else None
+    weight_map = None if model_config.is_encoder else weight_map_of(model_config)
     if weight_map is None or not model_config.tie_word_embeddings:
         return
     spec = decoder_spec(model_config, has_head=True)

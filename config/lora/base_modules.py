@@ -99,7 +99,7 @@ class BaseModules:
                 self._routers[layer[0]] = module
             if layer is not None and _is_of_experts(spec):
                 self.expert_stacks.setdefault(layer[0], ExpertStack()).add(spec)
-        if model_config.tie_word_embeddings and model_config.encoder is None:
+        if model_config.tie_word_embeddings and not model_config.is_encoder:
             self._add_tied_head()
 
     @property

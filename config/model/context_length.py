@@ -58,7 +58,7 @@ def _parts(model_config: ModelConfig) -> tuple[str, int, RopeScaling | None]:
     scaling = _extending(model_config)
     if scaling is not None and scaling.original_max_position:
         return _ORIGINAL, scaling.original_max_position, scaling
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         return _POSITIONS, model_config.max_position, None
     longest = _length(model_config, _LONGEST)
     # The table of learned positions ends at max_position_embeddings.
@@ -82,7 +82,7 @@ def _length(model_config: ModelConfig, name: str) -> int | None:
 
 def _extending(model_config: ModelConfig) -> RopeScaling | None:
     """The scaling that extends the context beyond max_position_embeddings, if any."""
-    if model_config.encoder is not None or model_config.architecture.startswith(_SCALED_POSITIONS):
+    if model_config.is_encoder or model_config.architecture.startswith(_SCALED_POSITIONS):
         return None
     ropes = (
         [model_config.rope]

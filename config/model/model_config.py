@@ -7,7 +7,7 @@ from config.errors import ConfigError
 from config.model.encoder import EncoderConfig
 from config.model.json_fields import Fields
 from config.model.moe import MoEConfig
-from config.model.multimodal.vision import VisionFacts
+from config.model.multimodal.vision import CrossFacts, VisionFacts
 from config.model.quantization.base import QuantizationConfig
 
 MAX_NEW_TOKENS = "max_new_tokens"
@@ -157,6 +157,16 @@ class ModelConfig:
     """Contents of config.json, for fields that only one family reads."""
     generation_defaults: dict[str, float] = field(default_factory=dict, hash=False)
     """GENERATION_FIELDS of generation_config.json, if present."""
+
+    @property
+    def cross_attention(self) -> CrossFacts | None:
+        """Set if the model reads images with cross-attention layers."""
+        return None if self.vision is None else self.vision.cross
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model is an encoder of the BERT family."""
+        return self.encoder is not None
 
     @property
     def other_quantization(self) -> str:

@@ -83,6 +83,10 @@ class EngineClient(Protocol):
         were ready. None otherwise."""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether there is a `failure`."""
+
+    @property
     def is_misconfigured(self) -> bool:
         """Whether an engine failed with a ConfigError."""
 
@@ -98,6 +102,10 @@ class EngineClient(Protocol):
     def lost(self) -> Failure | None:
         """Why no engine runs while a crashed engine is being restarted; None if an engine runs, or
         if no engine is being restarted."""
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether no engine runs while a crashed engine is being restarted."""
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None: ...
 
@@ -142,13 +150,10 @@ class SingleEngineClient:
         *,
         engine: int = 0,
         restart: int = 0,
-        max_ttft_s: float = 0.0,
-        fair_share: bool = False,
     ) -> None:
         """`index`: number of this front end. `engine`: number of the engine. `restart`: how many
         times this front end was restarted; part of each key, so that a restarted front end does not
-        reuse keys. `max_ttft_s`: limit of `check_ttft`; 0: no limit. `fair_share`: whether tenants
-        get fair shares of the engine."""
+        reuse keys."""
         self.engine = engine
         self.state: EngineState = Starting()
         self.progress: Progress | None = None
@@ -167,8 +172,8 @@ class SingleEngineClient:
         """Set when the engine is ready or has failed."""
         first_key = (index << FRONT_END_SHIFT) | (engine << ENGINE_SHIFT)
         first_key |= restart % 2 ** (ENGINE_SHIFT - RESTART_SHIFT) << RESTART_SHIFT
-        self._max_ttft_s, self._fair_share = max_ttft_s, fair_share
-        self._router = OutputRouter(first_key, limits, by_share=max_ttft_s > 0)
+        self._limits = limits
+        self._router = OutputRouter(first_key, limits, by_share=limits.max_ttft_s > 0)
         self._heard_at_s = 0.0
         self.pid = 0
         """Process id of the engine on its host; 0 until the engine has reported it."""
@@ -203,6 +208,21 @@ class SingleEngineClient:
     def failure(self) -> str | None:
         """See EngineState.failure."""
         return self.state.failure
+
+    @property
+    def has_failed(self) -> bool:
+        """See EngineState.has_failed."""
+        return self.state.has_failed
+
+    @property
+    def is_restarting(self) -> bool:
+        """See EngineState.is_lost."""
+        return self.state.is_lost
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine runs or is in its first start-up."""
+        return not self.state.has_failed and not self.state.is_lost
 
     @property
     def is_misconfigured(self) -> bool:
@@ -305,7 +325,8 @@ class SingleEngineClient:
     def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
         """Raise Overloaded if the expected time to first token of a prompt of `num_tokens` exceeds
         max_ttft_s. The caller checks before `add` if the limit is set."""
-        check_ttft(self.ttft_s(num_tokens, (priority, request_limits.tenant)), self._max_ttft_s)
+        expected_s = self.ttft_s(num_tokens, (priority, request_limits.tenant))
+        check_ttft(expected_s, self._limits.max_ttft_s)
 
     def ttft_s(self, num_tokens: int, share: Share) -> float:
         """Expected time to first token of a prompt of `num_tokens`, in seconds; 0 if no tokens are
@@ -315,7 +336,7 @@ class SingleEngineClient:
             return 0.0
         reported = {(priority, tenant): count for priority, tenant, count in stats.waiting_shares}
         waiting = merged(reported, self._router.shares)
-        ahead = tokens_ahead(waiting, share, num_tokens, fair_share=self._fair_share)
+        ahead = tokens_ahead(waiting, share, num_tokens, fair_share=self._limits.fair_share)
         if not ahead:
             return 0.0
         return (ahead + stats.prefilling_tokens + num_tokens) / stats.prefill_tokens_per_s

@@ -7,7 +7,15 @@ from engine.client.base import CAUSE_GRACE_S, SingleEngineClient
 from engine.client.state import Failure
 
 
-class FailurePropagation:
+class IndependentEnds:
+    """Ends of engines that do not step together: the end of an engine has no effect on other
+    engines."""
+
+    def end(self, failure: Failure) -> None:
+        """End all clients with `failure`, if the engines end together."""
+
+
+class FailurePropagation(IndependentEnds):
     """Ends the clients of all engines when the first engine ends. The end of an engine makes
     collectives in the other engines fail, and their failures may arrive first. A failure that may
     be a consequence is therefore reported after CAUSE_GRACE_S, unless the cause arrives before."""

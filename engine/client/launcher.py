@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from config.data_parallel import DataParallelConfig
 from config.devices.base import DEVICES
 from config.engine import EngineConfig
@@ -18,7 +20,6 @@ from config.loading.env import (
     hpu_environment,
     runtime_environment,
 )
-from config.log import DEFAULT, LogConfig
 from engine.process.child_process import (
     ChildProcess,
     ProcessEnd,
@@ -41,6 +42,7 @@ from hpu.host import usable_cores
 __all__ = [
     "PROFILE_EXIT",
     "ChildProcess",
+    "EngineOrders",
     "EngineProcesses",
     "ProcessEnd",
     "RestartLimit",
@@ -62,25 +64,19 @@ COUPLED_STOP_S = 2.0
 
 
 def launch(
-    config: EngineConfig,
-    directory: str,
-    num_front_ends: int,
+    orders: EngineOrders,
     *,
-    token: str,
     on_exit: Callable[[ProcessEnd], None] | None = None,
-    log: LogConfig = DEFAULT,
     command: Sequence[str] | None = None,
-    engine: int = 0,
-    remote_token: str = "",
 ) -> ChildProcess:
-    """Start the process of engine `engine`, which ends when this process ends. The engine connects
-    to `front_end_endpoint` of each front end and presents `token` there. `remote_token`: token that
-    engines on other hosts present to this engine.
+    """Start the process of an engine, which ends when this process ends. The engine connects to
+    `front_end_endpoint` of each front end and presents its token there.
 
     `on_exit` is called on another thread when the process ends without `close`. `command` replaces
     the engine's command line. Raises ConfigError if the device does not support the execution mode
     or there are too few cards.
     """
+    config, engine = orders.config, orders.engine
     # Checked here so that the caller gets the error; the engine repeats the check and logs the
     # reason.
     hpu_environment(config)
@@ -94,7 +90,7 @@ def launch(
     return ChildProcess(
         "the engine" if parallel.data_parallel_size == 1 else f"engine {engine}",
         command or python_command("engine.core.engine_process", f"engine {engine}"),
-        EngineOrders(config, directory, num_front_ends, token, engine, log, remote_token),
+        orders,
         environment={**environment(), **runtime_environment(config), **cards},
         on_exit=on_exit,
     )
@@ -115,41 +111,30 @@ class EngineProcesses:
 
     def __init__(
         self,
-        config: EngineConfig,
-        directory: str,
-        num_front_ends: int,
+        orders: EngineOrders,
         *,
-        token: str,
         on_exit: Callable[[int, str], None],
-        log: LogConfig = DEFAULT,
         command: Sequence[str] | None = None,
-        remote_token: str = "",
         max_restarts: int = 0,
         max_wait_s: float = MAX_WAIT_S,
         on_restart: Callable[[int, ProcessEnd], None] = lambda engine, end: None,
     ) -> None:
-        """Start the engines with `launch`. `on_exit` is called with the number of an engine that
-        has ended and a description of the end. An engine that has been ready is restarted instead,
-        at most `max_restarts` times in a row and at most `max_wait_s` after each end, and
-        `on_restart` is called. Coupled engines, and an engine whose restart failed with a
-        ConfigError, are not restarted."""
-        config = share_cores(config)
-        self._start = partial(
-            launch,
-            config,
-            directory,
-            num_front_ends,
-            token=token,
-            log=log,
-            command=command,
-            remote_token=remote_token,
-        )
+        """Start the engines with `launch`; each engine gets `orders` with its own number. `on_exit`
+        is called with the number of an engine that has ended and a description of the end. An
+        engine that has been ready is restarted instead, at most `max_restarts` times in a row and
+        at most `max_wait_s` after each end, and `on_restart` is called. Coupled engines, and an
+        engine whose restart failed with a ConfigError, are not restarted."""
+        config = share_cores(orders.config)
+        self._orders = replace(orders, config=config)
+        self._command = command
         self._on_restart = on_restart
         max_restarts = 0 if config.num_coupled_engines > 1 else max_restarts
         parallel = config.data_parallel
         engines = range(parallel.first_engine, parallel.first_engine + parallel.num_local)
         self._limits = {
-            engine: RestartLimit(Path(ready_file(directory, engine)), max_restarts, max_wait_s)
+            engine: RestartLimit(
+                Path(ready_file(orders.directory, engine)), max_restarts, max_wait_s
+            )
             for engine in engines
         }
         self._has_closed = threading.Event()
@@ -180,7 +165,11 @@ class EngineProcesses:
                 process.close(timeout_s)
 
     def _launch(self, engine: int) -> None:
-        self.processes[engine] = self._start(on_exit=partial(self._ended, engine), engine=engine)
+        self.processes[engine] = launch(
+            replace(self._orders, engine=engine),
+            on_exit=partial(self._ended, engine),
+            command=self._command,
+        )
 
     def _ended(self, engine: int, end: ProcessEnd) -> None:
         is_misconfigured = self.processes[engine].poll() == CONFIG_ERROR_EXIT

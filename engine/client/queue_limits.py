@@ -13,8 +13,17 @@ class QueueLimits:
     """
 
     def __init__(
-        self, *, max_requests: int, max_prompt_tokens: int, fair_share: bool = False
+        self,
+        *,
+        max_requests: int,
+        max_prompt_tokens: int,
+        fair_share: bool = False,
+        max_ttft_s: float = 0.0,
     ) -> None:
+        """`max_ttft_s`: maximum expected time to first token; 0: no limit. The engine clients check
+        it, because it depends on the engine."""
+        self.fair_share = fair_share
+        self.max_ttft_s = max_ttft_s
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
         self._num_requests = 0

@@ -1,4 +1,4 @@
-"""RequestLimits: deadline and tenant of a request, for the engine."""
+"""RequestTerms and RequestLimits: what all sequences of a request have in common in the engine."""
 
 import time
 from dataclasses import dataclass
@@ -27,3 +27,20 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTerms:
+    """Priority, cache, adapter and limits of a request, shared by all of its sequences."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    """Salt of the prefix cache."""
+    name: str = ""
+    """Request id for logs."""
+    adapter: str = ""
+    """Content hash of the LoRA adapter (LoRAInfo.content); empty without an adapter."""
+    limits: RequestLimits = NO_LIMITS
+
+
+DEFAULT_TERMS = RequestTerms()

@@ -11,10 +11,10 @@ import msgspec
 from config.errors import EngineDied
 from config.lora.info import LoRAInfo
 from engine.client.base import SingleEngineClient, check_ttft
-from engine.client.common_end import FailurePropagation
+from engine.client.common_end import FailurePropagation, IndependentEnds
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.request_limits import NO_LIMITS, RequestLimits
-from engine.client.resumption import ResumptionObserver
+from engine.client.resumption import NoObserver, ResumptionObserver
 from engine.client.state import Failure, Pause
 from engine.client.ttft import Share
 from engine.kv_cache.prefix_hashes import block_hashes
@@ -168,14 +168,14 @@ class RouterClient:
         self._num_routed = [0] * len(engines)
         self._ready: Ready | None = None
         self._stats = EngineStats()
-        self._observer: ResumptionObserver[SingleEngineClient] | None = None
+        self._observer: ResumptionObserver[SingleEngineClient] = NoObserver()
         self._stats_of: list[EngineStats] = []
         """The stats of the living engines that `_stats` sums; `_stats` is recomputed when they
         change."""
         for engine, prefixes in zip(engines, self._prefixes, strict=True):
             engine.on_prompt(prefixes.add)
-        self._common_end = FailurePropagation(engines) if are_coupled else None
-        self._present = tuple(engine for engine in engines if engine.failure is None) or engines
+        self._ends = FailurePropagation(engines) if are_coupled else IndependentEnds()
+        self._present = tuple(engine for engine in engines if not engine.has_failed) or engines
         """Engines that had not failed when this client was created; all engines if all had
         failed."""
 
@@ -186,16 +186,18 @@ class RouterClient:
     @property
     def living(self) -> list[SingleEngineClient]:
         """Engines that have not failed."""
-        return [engine for engine in self._engines if engine.failure is None]
+        return [engine for engine in self._engines if not engine.has_failed]
+
+    @property
+    def is_restarting(self) -> bool:
+        living = self.living
+        return bool(living) and all(engine.is_restarting for engine in living)
 
     @property
     def lost(self) -> Failure | None:
         """Why no engine runs: the failure of the first engine that is being restarted. None while
         an engine runs, or if no engine is being restarted."""
-        living = self.living
-        if any(engine.lost is None for engine in living):
-            return None
-        return next((engine.lost for engine in living), None)
+        return self.living[0].lost if self.is_restarting else None
 
     @property
     def ready(self) -> Ready | None:
@@ -232,10 +234,14 @@ class RouterClient:
 
     @property
     def failure(self) -> str | None:
-        failures = [engine.failure for engine in self._present if engine.failure is not None]
-        if not failures or (self.ready is not None and len(failures) < len(self._present)):
+        if not self.has_failed:
             return None
-        return failures[0]
+        return next(engine.failure for engine in self._present if engine.has_failed)
+
+    @property
+    def has_failed(self) -> bool:
+        num_failed = sum(engine.has_failed for engine in self._present)
+        return num_failed > 0 and (self.ready is None or num_failed == len(self._present))
 
     @property
     def is_misconfigured(self) -> bool:
@@ -281,7 +287,6 @@ class RouterClient:
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
         """Resume the requests of `client` on other engines and notify the observer."""
-        assert self._observer is not None
         self._observer.engine_lost(client, has_poison=has_poison)
         self._prefixes[client.engine].clear()
         for queue in client.queues:
@@ -290,9 +295,8 @@ class RouterClient:
     def engine_restored(self, client: SingleEngineClient, pause: Pause) -> None:
         """Notify the observer, and move the requests of engines that are still being restarted to a
         running engine."""
-        assert self._observer is not None
         for other in self._engines:
-            if other.lost is not None and not other.is_crash_pending:
+            if other.is_restarting and not other.is_crash_pending:
                 for queue in other.queues:
                     self._hand_over(other, queue)
         self._observer.engine_restored(client, pause)
@@ -301,7 +305,7 @@ class RouterClient:
         message = queue.message
         assert message is not None, f"request {queue.key} cannot be resumed"
         engine, _, hashes = self._route(message, queue.share)
-        if engine.lost is None and engine.failure is None:
+        if engine.is_alive:
             engine.adopt(client, [queue])
             self._prefixes[engine.engine].add(hashes)
 
@@ -310,8 +314,7 @@ class RouterClient:
             await engine.start()
 
     async def close(self) -> None:
-        if self._common_end is not None:
-            self._common_end.end(Failure("the client was closed"))
+        self._ends.end(Failure("the client was closed"))
         for engine in self._engines:
             await engine.close()
 
@@ -347,7 +350,7 @@ class RouterClient:
         """Like SingleEngineClient.control, on all running engines; returns the `combined` answers.
         Waits for all engines, then raises the first error; the death of an engine is no error if
         another engine has answered."""
-        living = [engine for engine in self.living if engine.lost is None]
+        living = [engine for engine in self._engines if engine.is_alive]
         living = living or self.living or list(self._engines)
         calls = (engine.control(name, **arguments) for engine in living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -363,8 +366,7 @@ class RouterClient:
 
     def fail(self, message: str, *, is_config: bool = False) -> None:
         """Report that all engines have ended."""
-        if self._common_end is not None:
-            self._common_end.end(Failure(message, is_config))
+        self._ends.end(Failure(message, is_config))
         for engine in self._engines:
             engine.fail(message, is_config=is_config)
 
@@ -379,7 +381,7 @@ class RouterClient:
     @property
     def _routable(self) -> list[SingleEngineClient]:
         """Engines that new requests may go to."""
-        running = [engine for engine in self.living if engine.lost is None] or self.living
+        running = [engine for engine in self._engines if engine.is_alive] or self.living
         return [engine for engine in running if engine.stats.sleep == AWAKE] or running
 
     def _route(

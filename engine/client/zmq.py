@@ -34,19 +34,10 @@ class ZmqClient(SingleEngineClient):
         token: str,
         engine: int = 0,
         restart: int = 0,
-        max_ttft_s: float = 0.0,
-        fair_share: bool = False,
     ) -> None:
         """`index`: number of this front end, which listens at `endpoint` for engine `engine`; the
         engine presents `token`. The other arguments are documented in SingleEngineClient."""
-        super().__init__(
-            index,
-            limits,
-            engine=engine,
-            restart=restart,
-            max_ttft_s=max_ttft_s,
-            fair_share=fair_share,
-        )
+        super().__init__(index, limits, engine=engine, restart=restart)
         self._endpoint = endpoint
         self._context = ZmqContext(token)
         self._rejected = rejection_warning(endpoint)

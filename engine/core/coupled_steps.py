@@ -9,7 +9,6 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -42,24 +41,6 @@ JOINED = -1
 
 _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
 """Settings that may differ between engines."""
-
-
-class StepGroup(Protocol):
-    """Connection of an engine to the group of engines that step together."""
-
-    def is_called(self, step: int) -> bool:
-        """Whether another engine has proposed `step`. Does not block."""
-        ...
-
-    def agree(self, step: int, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-        """Propose `buckets` for `step`. Blocks until all engines have proposed; returns the
-        proposals by engine."""
-        ...
-
-    @property
-    def pollables(self) -> Pollables:
-        """Readable when another engine may have proposed a step."""
-        ...
 
 
 class StopSignal(WakeUp):
@@ -105,43 +86,10 @@ class StepSync:
 SINGLE_ENGINE = StepSync()
 
 
-class DPSync(StepSync):
-    """Synchronizes the steps of this engine with the steps of its group."""
-
-    is_coupled = True
-
-    def __init__(
-        self, group: StepGroup, engine: int, table: BucketTable, *, max_tokens: int
-    ) -> None:
-        """`table`: prepared buckets. The table must not be shared with other objects, so that it
-        stays equal on all engines. `max_tokens`: token limit of a launch."""
-        self._group = group
-        self.pollables = group.pollables
-        super().__init__(engine)
-        self._table = table
-        self._max_tokens = max_tokens
-
-    def is_called(self, step: int) -> bool:
-        return self._group.is_called(step)
-
-    def share(self, step: int, plan: StepPlan) -> StepPlan:
-        """Return `plan` with the shared launches of all engines: this engine's launches in the
-        agreed buckets, and padding launches where this engine has none."""
-        own = plan.launches
-        planned = self._group.agree(step, [(launch.phase, *launch.bucket) for launch in own])
-        plan.launches = []
-        for (phase, *shape), indices in share_launches(planned, self._table, self._max_tokens):
-            index = indices[self.engine]
-            launch = Launch(phase, (0, 0, 0), []) if index is None else own[index]
-            launch.bucket = (shape[0], shape[1], shape[2])
-            plan.launches.append(launch)
-        return plan
-
-
 class HubClient:
-    """StepGroup in an engine process, connected to the DPCoordinator (hub). Call all methods on the
-    thread of the engine loop. They raise EngineDied if a hub on another host has disconnected, and
-    ConfigError if the hub refuses the token."""
+    """Connection of an engine to the DPCoordinator (hub) of the engines that step together. Call
+    all methods on the thread of the engine loop. They raise EngineDied if a hub on another host has
+    disconnected, and ConfigError if the hub refuses the token."""
 
     def __init__(self, endpoint: str, token: str, stop: StopSignal) -> None:
         """`stop` interrupts every wait for other engines."""
@@ -152,6 +100,7 @@ class HubClient:
             endpoint, FromHub, self._watches
         )
         self.pollables = Pollables([self._socket, *self._watches])
+        """Readable when another engine may have proposed a step."""
         self._waiter = Waiter(*(self.pollables | Pollables(fds=[stop.fd])))
         self._stop = stop
         self._called = JOINED
@@ -164,10 +113,13 @@ class HubClient:
         self._wait_for(JOINED)
 
     def is_called(self, step: int) -> bool:
+        """Whether another engine has proposed `step`. Does not block."""
         self._receive()
         return self._called >= step
 
     def agree(self, step: int, buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+        """Propose `buckets` for `step`. Blocks until all engines have proposed; returns the
+        proposals by engine."""
         self._socket.send(StepProposal(step, list(buckets)))
         return self._wait_for(step).planned
 
@@ -197,6 +149,39 @@ class HubClient:
                 self._agreed = message
             else:
                 raise ConfigError(message.message)
+
+
+class DPSync(StepSync):
+    """Synchronizes the steps of this engine with the steps of its group."""
+
+    is_coupled = True
+
+    def __init__(
+        self, group: HubClient, engine: int, table: BucketTable, *, max_tokens: int
+    ) -> None:
+        """`table`: prepared buckets. The table must not be shared with other objects, so that it
+        stays equal on all engines. `max_tokens`: token limit of a launch."""
+        self._group = group
+        self.pollables = group.pollables
+        super().__init__(engine)
+        self._table = table
+        self._max_tokens = max_tokens
+
+    def is_called(self, step: int) -> bool:
+        return self._group.is_called(step)
+
+    def share(self, step: int, plan: StepPlan) -> StepPlan:
+        """Return `plan` with the shared launches of all engines: this engine's launches in the
+        agreed buckets, and padding launches where this engine has none."""
+        own = plan.launches
+        planned = self._group.agree(step, [(launch.phase, *launch.bucket) for launch in own])
+        plan.launches = []
+        for (phase, *shape), indices in share_launches(planned, self._table, self._max_tokens):
+            index = indices[self.engine]
+            launch = Launch(phase, (0, 0, 0), []) if index is None else own[index]
+            launch.bucket = (shape[0], shape[1], shape[2])
+            plan.launches.append(launch)
+        return plan
 
 
 class DPCoordinator:

@@ -304,7 +304,7 @@ class EngineCore:
             reached = "it waited to be scheduled"
             if request.started_at >= 0:
                 reached = f"{request.num_output_tokens} output tokens were generated"
-            self._outputs.finish(request, "error", now, error=reached, is_timeout=True)
+            self._outputs.fail(request, reached, now, is_timeout=True)
             self._has_output = True
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
@@ -381,7 +381,7 @@ class EngineCore:
         self._scheduler.finish_requests(requests)
         now = self._clock()
         for request in requests:
-            self._outputs.finish(request, "error", now, error=loaded.error)
+            self._outputs.fail(request, loaded.error, now)
             del self._requests[request.key]
         self._has_output = True
 
@@ -413,7 +413,7 @@ class EngineCore:
         now = self._clock()
         self._scheduler.finish_requests(self._requests.values())
         for request in self._requests.values():
-            self._outputs.finish(request, "error", now, error=SLEEPING, is_retryable=True)
+            self._outputs.fail(request, SLEEPING, now, is_retryable=True)
         self._requests.clear()
         while self._has_open_messages:
             # Wait for open messages: sleeping now could make a worker cancel a read that another
@@ -539,7 +539,7 @@ class EngineCore:
         for request, num_cached in output.started:
             self._outputs.start(request, num_cached, now)
         for request, error, param in output.failed:
-            self._outputs.finish(request, "error", now, error=error, param=param)
+            self._outputs.fail(request, error, now, param=param)
             del self._requests[request.key]
 
     def _process(self, result: StepResult) -> None:
@@ -588,7 +588,7 @@ class EngineCore:
         self._scheduler.finish_requests([request for request, _ in failed])
         now = self._clock()
         for request, error in failed:
-            self._outputs.finish(request, "error", now, error=error, param="structured_outputs")
+            self._outputs.fail(request, error, now, param="structured_outputs")
             del self._requests[request.key]
 
     def _drop_corrupt(self, blocks: list[tuple[int, bytes]]) -> None:

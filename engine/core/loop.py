@@ -27,7 +27,7 @@ from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
 from engine.core.build import build_core
-from engine.core.coupled_steps import DPSync, StepGroup, StepSync, StopSignal
+from engine.core.coupled_steps import DPSync, HubClient, StepSync, StopSignal
 from engine.core.engine_core import EngineCore
 from engine.core.lockstep import Entry, FrontEndChange, LockstepInbox
 from engine.executors.base import Executor
@@ -307,7 +307,7 @@ class EngineLoop:
         self._inbox.put(reason)
 
     def run(
-        self, executor: Executor, *, freeze_garbage: bool = False, group: StepGroup | None = None
+        self, executor: Executor, *, freeze_garbage: bool = False, group: HubClient | None = None
     ) -> None:
         """Start the executor, send Ready, and step until `stop`. Never returns normally; blocks
         while there is no work. The caller closes the executor. `freeze_garbage`: for a process that
@@ -318,7 +318,7 @@ class EngineLoop:
             self._compiler.close()
             self._adapters.close()
 
-    def _run(self, executor: Executor, freeze_garbage: bool, group: StepGroup | None) -> None:
+    def _run(self, executor: Executor, freeze_garbage: bool, group: HubClient | None) -> None:
         adapters = self._adapters.read_configured()
         worker = executor.start(self._report)
         if self._is_lockstep:

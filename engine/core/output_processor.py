@@ -47,35 +47,41 @@ class OutputProcessor:
         self._message(key >> FRONT_END_SHIFT).finished.append(finish)
 
     def finish(
+        self, request: Request, reason: str, now: float, *, stop_token: int | None = None
+    ) -> None:
+        """Send the Finish of a request that stopped or reached its length limit. It is the last
+        message about the request."""
+        self._send_finish(request, Finish(request.key, reason, stop_token=stop_token), now)
+
+    def fail(
         self,
         request: Request,
-        reason: str,
+        error: str | None,
         now: float,
         *,
-        stop_token: int | None = None,
-        error: str | None = None,
         param: str | None = None,
         is_retryable: bool = False,
         is_timeout: bool = False,
     ) -> None:
-        """Send the request's Finish, the last message about the request."""
+        """Send the Finish of a request that failed. It is the last message about the request."""
+        finish = Finish(
+            request.key,
+            "error",
+            error=error,
+            param=param,
+            is_retryable=is_retryable,
+            is_timeout=is_timeout,
+        )
+        self._send_finish(request, finish, now)
+
+    def _send_finish(self, request: Request, finish: Finish, now: float) -> None:
         started = request.started_at if request.started_at >= 0 else now
         first = request.first_token_at if request.first_token_at >= 0 else now
-        self._message(request.front_end).finished.append(
-            Finish(
-                request.key,
-                reason,
-                stop_token=stop_token,
-                error=error,
-                queue_s=started - request.arrived_at,
-                prefill_s=first - started,
-                decode_s=now - first,
-                num_preemptions=request.num_preemptions,
-                param=param,
-                is_retryable=is_retryable,
-                is_timeout=is_timeout,
-            )
-        )
+        finish.queue_s = started - request.arrived_at
+        finish.prefill_s = first - started
+        finish.decode_s = now - first
+        finish.num_preemptions = request.num_preemptions
+        self._message(request.front_end).finished.append(finish)
 
     def process(self, output: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """Process the result of a plan. Returns the requests that it finished; their Finish is
@@ -136,9 +142,7 @@ class OutputProcessor:
             self._complete_prompt(request, now)
             finished.append(request)
             if num_rows < 0:
-                self.finish(
-                    request, "error", now, error="the model's output vectors were NaN or infinite"
-                )
+                self.fail(request, "the model's output vectors were NaN or infinite", now)
                 continue
             message = self._message(request.front_end)
             message.vectors.append((request.key, num_rows, data))
@@ -206,7 +210,7 @@ class OutputProcessor:
         guided, self._guided = self._guided, []
         failed = self._matching.match(guided)
         for request, error in failed:
-            self.finish(request, "error", now, error=error, param="structured_outputs")
+            self.fail(request, error, now, param="structured_outputs")
         return [request for request, _ in failed]
 
     def _append_several(
@@ -242,7 +246,7 @@ class OutputProcessor:
                 finished.append(request)
             elif len(accepted) < count:
                 if error := request.match_output():
-                    self.finish(request, "error", now, error=error, param="structured_outputs")
+                    self.fail(request, error, now, param="structured_outputs")
                 else:
                     self._fail_without_token(request, now)
                 finished.append(request)
@@ -281,12 +285,12 @@ class OutputProcessor:
                 f"allowed_token_ids has {num_allowed} tokens, and bad_words or min_tokens exclude "
                 f"all of them at output token {position}"
             )
-            self.finish(request, "error", now, error=error, param="allowed_token_ids")
+            self.fail(request, error, now, param="allowed_token_ids")
             return
         # The request's KV may contain NaN: exclude it from the prefix cache.
         self._kv.evict(request)
         error = f"the logits of output token {position} were NaN or infinite"
-        self.finish(request, "error", now, error=error)
+        self.fail(request, error, now)
 
     def _send_logprobs(self, requests: list[Request], result: StepResult) -> None:
         """Send the log-probabilities of accepted tokens. Call before the tokens are appended."""

@@ -11,9 +11,11 @@ from config.errors import ConfigError
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from hpu.backends.page_prefaulter import PagePrefaulter
+from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.ops.kernels import Kernels
-from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
+from hpu.quantization.base import LinearMethod, MoEMethod
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts
 from hpu.quantization.stored.weights import StoredExperts, StoredWeight
@@ -101,6 +103,8 @@ class Backend(Protocol):
     replay may read other tensors than the captured inputs. Input buffers then alternate between
     sets of device memory."""
 
+    runtime_metrics: RuntimeMetrics | None = None
+    """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE
     """The ranks that run a model together. A backend joins them before it touches its device and
     leaves them in `close`."""
@@ -205,11 +209,11 @@ class Backend(Protocol):
         on a device that compiles. The first call with new shapes compiles."""
         return function
 
-    def begin_load(self, patcher: ModelPatcher | None = None) -> None:
+    def begin_load(self, patcher: IncCompressor | None = None) -> None:
         """Called before the creation of a model that `patcher` will patch."""
         return
 
-    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         """Prepare a loaded model for this device: fused kernels, the patches of `patcher`, packed
         weights, compiled layers. Returns the model to run: `model` itself, or a faster model with
         the same interface."""

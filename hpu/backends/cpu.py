@@ -48,7 +48,8 @@ from hpu.native.shared_sums import SharedSums
 from hpu.native.tower import NativeTowerKernels
 from hpu.ops.cpu import MirroredRMSNorm, can_pack, packed_linear, quantized_linear
 from hpu.ops.cpu_tower import TowerKernels, use_cpu_kernels_in_tower
-from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
+from hpu.quantization.base import LinearMethod, MoEMethod
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import KVCacheFormat, plain_format
 from hpu.quantization.stored.mxfp4 import Mxfp4Experts, Mxfp4MoEMethod
 from hpu.quantization.stored.packed import PackedLinearMethod, PackedMoEMethod
@@ -216,7 +217,7 @@ class CpuBackend(Backend):
     ) -> CallGraph:
         return CallGraph(function, inputs)
 
-    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         linears = [module for module in model.modules() if isinstance(module, LinearBase)]
         if not linears:
             return model

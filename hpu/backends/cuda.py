@@ -14,7 +14,7 @@ from config.progress import OnStep
 from hpu.backends.base import Backend, FusibleModel
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.ops.torch_kernels import TorchKernels
-from hpu.quantization.base import ModelPatcher
+from hpu.quantization.inc import IncCompressor
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class CudaBackend(Backend):
         return CudaGraph(graph, inputs, outputs)
 
     def prepare(
-        self, model: torch.nn.Module, patcher: ModelPatcher | None = None
+        self, model: torch.nn.Module, patcher: IncCompressor | None = None
     ) -> torch.nn.Module:
         if isinstance(model, FusibleModel):
             model.use_kernels(TorchKernels())

@@ -12,7 +12,8 @@ import gc
 import importlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ from hpu.backends.gaudi_copies import GaudiEvent, HostCopies
 from hpu.backends.gaudi_copy_trials import CopyTrials
 from hpu.backends.gaudi_experts import check_experts
 from hpu.backends.gaudi_group import GaudiGroup
+from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.bucketing.select import GAUDI_STRATEGY
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks
 from hpu.doctor.machine import distribution_version
@@ -52,7 +54,8 @@ from hpu.gaudi_devices import (
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import QKVParallelLinear
 from hpu.ops.kernels import Kernels, SliceSizes
-from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
+from hpu.quantization.base import LinearMethod, MoEMethod
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
 from hpu.quantization.stored.fp8 import (
     Fp8BlockLinearMethod,
@@ -153,15 +156,41 @@ def _regions(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """Facts of the card and its software that the runtime does not report."""
+
+    driver: str = ""
+    """Version of the driver; empty if unknown."""
+    software: str = ""
+    """Release of the runtime; empty: the release of the installed package."""
+    multiplies_float32: bool = True
+    """Whether the card multiplies float32 matrices."""
+    explain: Callable[[str], str | None] = lambda text: None
+    """Returns the meaning of an error text of the runtime, if it is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardHooks:
+    """Calls that an emulated card needs; no-ops for a real card."""
+
+    on_warmup_begin: Callable[[], None] = lambda: None
+    """Called before a warm-up that follows the first one."""
+    on_warmup_end: Callable[[], None] = lambda: None
+    on_close: Callable[[], None] = lambda: None
+    """Called when the card is released."""
+
+
+NO_FACTS = CardFacts()
+NO_HOOKS = CardHooks()
+
+
 class GaudiBackend(Backend):
     """The card of this process; the runtime assigns at most one card to a process.
 
-    `choice` is the mode; the runtime's variables are already set for it. `driver` is the driver's
-    version, if known; `software` is the runtime's version (None: read from the installed package).
-    The callbacks `on_warmup_end`, `on_warmup_begin` and `on_close` are called after warm-up, before
-    another warm-up, and on release of the card. `guards_off`: compiled code checks no guards after
-    warm-up, and a new shape is an error. Raises ConfigError if the runtime is unusable; `explain`
-    translates its error texts.
+    `choice` is the mode; the runtime's variables are already set for it. `guards_off`: compiled
+    code checks no guards after warm-up, and a new shape is an error. Raises ConfigError if the
+    runtime is unusable.
     """
 
     name = "hpu"
@@ -184,27 +213,18 @@ class GaudiBackend(Backend):
         choice: ModeChoice,
         *,
         seed: int = 0,
-        driver: str = "",
-        software: str | None = None,
         ranks: Ranks = SINGLE_RANK,
         guards_off: bool = False,
-        explain: Callable[[str], str | None] = lambda text: None,
-        multiplies_float32: bool = True,
-        on_warmup_end: Callable[[], None] = lambda: None,
-        on_warmup_begin: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
+        facts: CardFacts = NO_FACTS,
+        hooks: CardHooks = NO_HOOKS,
     ) -> None:
-        self.driver = driver
-        self.software = software or distribution_version(RUNTIME_DISTRIBUTION) or ""
+        self.driver = facts.driver
+        self.software = facts.software or distribution_version(RUNTIME_DISTRIBUTION) or ""
         self._execution = execution
         self._mode = choice.mode
-        self._explain = explain
-        self._on_warmup_end = on_warmup_end
-        self._on_warmup_begin = on_warmup_begin
-        self._on_close = on_close
+        self._facts = facts
+        self._hooks = hooks
         self._guards_off = guards_off
-        self._multiplies_float32 = multiplies_float32
-        """Whether the card multiplies float32 matrices."""
         self._only_compiles = False
         """Whether recipes are compiled and not launched."""
         self._disables_tensor_cache = True
@@ -213,7 +233,7 @@ class GaudiBackend(Backend):
             self._htorch = importlib.import_module(VENDOR_PACKAGE)
             self._htcore = importlib.import_module(f"{VENDOR_PACKAGE}.core")
             self._hpu = importlib.import_module(f"{VENDOR_PACKAGE}.hpu")
-            self._metrics = importlib.import_module(f"{VENDOR_PACKAGE}.hpu.metrics")
+            metrics = importlib.import_module(f"{VENDOR_PACKAGE}.hpu.metrics")
             self._check_mode(choice)
             # The runtime acquires the card that belongs to the rank.
             self._group = GaudiGroup(ranks)
@@ -234,9 +254,7 @@ class GaudiBackend(Backend):
             self._hpu, SIDE_COPIES if self._chooses_copies else execution.host_copies
         )
         self._hpu.manual_seed(seed)
-        for name in ("graph_compilation", "cpu_fallback"):
-            if self._metrics.metric_global(name) is None:
-                logger.warning("The runtime has no metric %s: it is reported as 0", name)
+        self.runtime_metrics = RuntimeMetrics(metrics)
         self.card = str(self._hpu.get_device_name())
         logger.info(
             "HPU %s: mode %s, %s",
@@ -288,7 +306,7 @@ class GaudiBackend(Backend):
 
         * The kernel block_softmax is not used.
         """
-        if not self._multiplies_float32 and model.dtype != torch.bfloat16:
+        if not self._facts.multiplies_float32 and model.dtype != torch.bfloat16:
             raise ConfigError(
                 f"this revision of the card ({self.card}) multiplies no float32 matrices, and a "
                 f"model in {str(model.dtype).removeprefix('torch.')} needs them: use --dtype "
@@ -318,7 +336,7 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
-            splits_products=not self._multiplies_float32,
+            splits_products=not self._facts.multiplies_float32,
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))
@@ -455,7 +473,7 @@ class GaudiBackend(Backend):
         # The server's own errors already contain advice.
         if isinstance(error, GaudiserveError):
             return ""
-        parts = [self._explain(str(error)) or ""]
+        parts = [self._facts.explain(str(error)) or ""]
         if self._mode in (HPU_GRAPHS, LAZY):
             parts.append(
                 f"the mode is {self._mode}, and lazy mode is the vendor's legacy path: try "
@@ -574,11 +592,11 @@ class GaudiBackend(Backend):
                 "torch-compile"
             )
 
-    def begin_load(self, patcher: ModelPatcher | None = None) -> None:
+    def begin_load(self, patcher: IncCompressor | None = None) -> None:
         if patcher is not None:
             self._call_core("hpu_inference_set_env", "hpu_set_env")
 
-    def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
+    def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         self.synchronize()
         if self._chooses_copies:
             self._copies.kind = CopyTrials(
@@ -614,7 +632,7 @@ class GaudiBackend(Backend):
         core = self._htcore
         getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
-    def _can_split(self, model: nn.Module, patcher: ModelPatcher | None) -> bool:
+    def _can_split(self, model: nn.Module, patcher: IncCompressor | None) -> bool:
         """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`
         quantizes the weights. Logs how many layers keep a merged matmul because their weights are
         quantized."""
@@ -693,11 +711,11 @@ class GaudiBackend(Backend):
     def end_warmup(self) -> None:
         if self._guards_off and self._mode == TORCH_COMPILE:
             torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
-        self._on_warmup_end()
+        self._hooks.on_warmup_end()
 
     def begin_warmup(self) -> None:
         self._free_graphs()
-        self._on_warmup_begin()
+        self._hooks.on_warmup_begin()
 
     def _free_graphs(self) -> None:
         for graph in list(self._graphs):
@@ -705,38 +723,13 @@ class GaudiBackend(Backend):
         if self._guards_off:
             torch.compiler.set_stance("default")
 
-    def compilations(self) -> int:
-        return int(self._metric("graph_compilation").get("TotalNumber", 0))
-
-    def compile_seconds(self) -> float:
-        return float(self._metric("graph_compilation").get("TotalTime", 0)) / 1e6
-
-    def compiled_recipes(self) -> Sequence[tuple[str, int]]:
-        """Recorded only with PT_HPU_METRICS_GC_DETAILS."""
-        return [
-            (str(name), int(us)) for name, us in self._metric("graph_compilation").get("recipe", ())
-        ]
-
-    def cpu_fallbacks(self) -> Mapping[str, int]:
-        return dict(self._metric("cpu_fallback").get("FallbackOps", {}))
-
-    def recipe_cache(self) -> tuple[int, int]:
-        """(hits, misses) since the start; counted only with PT_HPU_ENABLE_CACHE_METRICS."""
-        found = self._metric("recipe_cache")
-        return int(found.get("TotalHit", 0)), int(found.get("TotalMiss", 0))
-
-    def _metric(self, name: str) -> dict[str, Any]:
-        """The runtime's counts since the start; empty if the runtime does not have this metric."""
-        metric = self._metrics.metric_global(name)
-        return {} if metric is None else dict(metric.stats())
-
     def close(self) -> None:
         self._free_graphs()
         self._group.leave()
         torch._dynamo.config.disable = self._was_disabled
-        self._on_close()
+        self._hooks.on_close()
 
     def _explained(self, error: Exception) -> str:
         text = str(error)
-        meaning = self._explain(text)
+        meaning = self._facts.explain(text)
         return f"the HPU cannot be used: {meaning or text}"

@@ -21,22 +21,24 @@ def _gaudi(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
     check_start(machine, num_cards=num_cards, rank=ranks.device_index)
     choice = env.hpu_mode(config)
     env.set_missing(env.hpu_environment(config))
-    from hpu.backends.gaudi import GaudiBackend
+    from hpu.backends.gaudi import CardFacts, GaudiBackend
 
     return GaudiBackend(
         config.execution,
         choice,
         seed=config.seed,
-        guards_off=config.warmup.full_guards_off,
-        driver=driver_version(machine) or "",
         ranks=ranks,
-        explain=lambda text: explain(text, machine),
-        multiplies_float32=all(card.multiplies_float32 for card in find_cards(machine).cards),
+        guards_off=config.warmup.full_guards_off,
+        facts=CardFacts(
+            driver=driver_version(machine) or "",
+            multiplies_float32=all(card.multiplies_float32 for card in find_cards(machine).cards),
+            explain=lambda text: explain(text, machine),
+        ),
     )
 
 
 def _emulated(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
-    from hpu.backends.gaudi import GaudiBackend
+    from hpu.backends.gaudi import CardFacts, CardHooks, GaudiBackend
     from hpu.emulator.install import install
     from hpu.emulator.settings import EmulatorConfig
 
@@ -59,13 +61,17 @@ def _emulated(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> Backend:
             config.execution,
             env.hpu_mode(config),
             seed=config.seed,
-            guards_off=config.warmup.full_guards_off,
-            software=emulator.device.config.release,
             ranks=ranks,
-            multiplies_float32=emulator.device.config.multiplies_float32,
-            on_warmup_end=emulator.end_warmup,
-            on_warmup_begin=emulator.begin_warmup,
-            on_close=emulator.uninstall,
+            guards_off=config.warmup.full_guards_off,
+            facts=CardFacts(
+                software=emulator.device.config.release,
+                multiplies_float32=emulator.device.config.multiplies_float32,
+            ),
+            hooks=CardHooks(
+                on_warmup_begin=emulator.begin_warmup,
+                on_warmup_end=emulator.end_warmup,
+                on_close=emulator.uninstall,
+            ),
         )
     except BaseException:
         emulator.uninstall()

@@ -6,6 +6,8 @@ Prefills expand the latents to keys and values of all heads. Decodes attend to t
 single key head: the expansion is absorbed into the query and the output.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -32,35 +34,50 @@ from hpu.ops.rope import Rotation, rotate
 from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
 
+class LatentQueries(NamedTuple):
+    """Layers that compute the queries from a latent."""
+
+    fused_qkv_a_proj: ReplicatedLinear
+    q_a_layernorm: RMSNorm
+    q_b_proj: ColumnParallelLinear
+
+
+class DirectQueries(NamedTuple):
+    """Layers that compute the queries from the hidden state."""
+
+    q_proj: ColumnParallelLinear
+    kv_a_proj_with_mqa: ReplicatedLinear
+
+
 class MLAAttention(nn.Module):
     """Attention of a layer: projection to latents, norms, projection to query heads, rotation,
     paged attention, output projection."""
+
+    # Modules of LatentQueries or of DirectQueries; back ends may replace them.
+    fused_qkv_a_proj: ReplicatedLinear
+    q_a_layernorm: RMSNorm
+    q_b_proj: ColumnParallelLinear
+    q_proj: ColumnParallelLinear
+    kv_a_proj_with_mqa: ReplicatedLinear
 
     def __init__(
         self,
         spec: MLASpec,
         num_heads: int,
         scale: float,
+        queries: LatentQueries | DirectQueries,
         *,
         kv_a_layernorm: RMSNorm,
         kv_b_proj: ColumnParallelLinear,
         o_proj: RowParallelLinear,
-        fused_qkv_a_proj: ReplicatedLinear | None = None,
-        q_a_layernorm: RMSNorm | None = None,
-        q_b_proj: ColumnParallelLinear | None = None,
-        q_proj: ColumnParallelLinear | None = None,
-        kv_a_proj_with_mqa: ReplicatedLinear | None = None,
     ) -> None:
-        """`num_heads`: heads on this rank. Queries are computed from a latent (first three optional
-        layers), or from the hidden state (last two optional layers)."""
+        """`num_heads`: heads on this rank."""
         super().__init__()
         self.spec = spec
         self.num_heads = num_heads
-        self.fused_qkv_a_proj = fused_qkv_a_proj
-        self.q_a_layernorm = q_a_layernorm
-        self.q_b_proj = q_b_proj
-        self.q_proj = q_proj
-        self.kv_a_proj_with_mqa = kv_a_proj_with_mqa
+        self._has_latent_queries = isinstance(queries, LatentQueries)
+        for name, layer in queries._asdict().items():
+            self.add_module(name, layer)
         self.kv_a_layernorm = kv_a_layernorm
         self.kv_b_proj = kv_b_proj
         self.o_proj = o_proj
@@ -91,7 +108,7 @@ class MLAAttention(nn.Module):
         self._kernels = kernels
         self.core.impl = kernels.make_attention(latent=True)
         self.kv_a_layernorm.use_kernel(kernels.rms_norm)
-        if self.q_a_layernorm is not None:
+        if self._has_latent_queries:
             self.q_a_layernorm.use_kernel(kernels.rms_norm)
 
     def zero_non_finite(self, nan: Tensor) -> None:
@@ -131,10 +148,8 @@ class MLAAttention(nn.Module):
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """(query heads (B, Q, heads * D), latent with its key (B, Q, latent size)), before norm and
         rotation."""
-        if self.fused_qkv_a_proj is None:
-            assert self.q_proj is not None and self.kv_a_proj_with_mqa is not None
+        if not self._has_latent_queries:
             return self.q_proj(hidden), self.kv_a_proj_with_mqa(hidden)
-        assert self.q_a_layernorm is not None and self.q_b_proj is not None
         both: Tensor = self.fused_qkv_a_proj(hidden)
         query, latent = both.split_with_sizes(self.fused_qkv_a_proj.output_sizes, dim=-1)
         return self.q_b_proj(self.q_a_layernorm(query)), latent

@@ -5,7 +5,7 @@ Module paths are the paths of vLLM's models: `gate` and `experts` of the feed-fo
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,17 @@ class SparseMixer:
         return torch.cat(ids, dim=-1), torch.cat(weights, dim=-1)
 
 
+class ExpertsSpec(NamedTuple):
+    """Sizes and form of stacked experts, over all ranks."""
+
+    num_experts: int
+    hidden_size: int
+    inner_size: int
+    activation: str | ClampedSwiGLU
+    """The checkpoint's name, or a clamped SwiGLU."""
+    has_bias: bool = False
+
+
 class Experts(nn.Module):
     """Stacked gated MLPs. Tensor parallelism shards the inner features of each expert; expert
     parallelism assigns consecutive whole experts to each rank. Outputs are summed over the ranks,
@@ -116,28 +127,24 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        num_experts: int,
-        hidden_size: int,
-        inner_size: int,
+        spec: ExpertsSpec,
         *,
-        activation: str | ClampedSwiGLU,
-        has_bias: bool = False,
         dtype: torch.dtype,
         device: torch.device,
         method: MoEMethod = UNQUANTIZED_MOE,
         group: ProcessGroup = SINGLE,
         is_distributed: bool = False,
     ) -> None:
-        """`num_experts` and `inner_size`: sizes over all ranks. The group size must divide
-        `num_experts` if experts are distributed, otherwise `inner_size`. `activation`: the
-        checkpoint's name, or a clamped SwiGLU."""
+        """The group size must divide the number of experts if they are distributed, otherwise their
+        inner size."""
         super().__init__()
+        num_experts, hidden_size, inner_size, activation, has_bias = spec
         self.dtype = dtype
         self.device = device
         self.activation = gated_activation(activation)
         self.activation_name = activation if isinstance(activation, str) else SWIGLU_OAI
         self.activation_form = activation
-        """The `activation` argument."""
+        """The activation of the spec."""
         self.keeps_method = False
         """Whether device kernels must not replace the method."""
         self.moe_op: MoEImpl | None = None

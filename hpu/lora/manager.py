@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from config.errors import ConfigError, bytes_text
@@ -23,7 +22,6 @@ from hpu.layers.linear import LinearBase, RowParallelLinear
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.moe import Experts, MoE
 from hpu.lora.adapter_weights import LowRank, rank_weights
-from hpu.lora.compiled import CompiledAdapters, TakesAdapters
 from hpu.lora.context import LoRAContext
 from hpu.lora.experts import ExpertSlots, RouterSlots, wrap_experts
 from hpu.lora.layers import (
@@ -33,7 +31,17 @@ from hpu.lora.layers import (
     wrap_head,
     wrap_linear,
 )
-from hpu.lora.slots import CopySlot, LayerShape, PaddedSlots, PerAdapterSlots, Slots
+from hpu.lora.slots import (
+    CompiledAdapters,
+    CopySlot,
+    LayerShape,
+    PaddedSlots,
+    PerAdapterSlots,
+    Slots,
+    TakesAdapters,
+)
+from hpu.models.base import CausalLM
+from hpu.models.encoder import Encoder
 from hpu.protocol import AdapterLoaded, LoadAdapter
 
 logger = logging.getLogger(__name__)
@@ -102,10 +110,8 @@ class LoRAManager(Adapters):
     def __init__(
         self,
         config: LoRAConfig,
-        model_config: ModelConfig,
-        model: nn.Module,
+        model: CausalLM | Encoder,
         backend: Backend,
-        dtype: torch.dtype,
         *,
         group: ProcessGroup = SINGLE,
         expert_group: ProcessGroup = SINGLE,
@@ -116,9 +122,9 @@ class LoRAManager(Adapters):
         read, and if experts of the model cannot have adapters."""
         super().__init__()
         self._config = config
-        self._base = BaseModules(model_config)
+        self._base = BaseModules(model.config)
         self._backend = backend
-        self._dtype = dtype
+        self._dtype = model.dtype
         self._group = group
         self._at = shard_rank(group, expert_group)
         self.extra_targets = extra_targets(config, self._base, download_dir)
@@ -128,7 +134,7 @@ class LoRAManager(Adapters):
         self.context = LoRAContext(
             config.max_loras,
             rank,
-            dtype,
+            model.dtype,
             backend.device,
             backend.index_dtype,
             groups_rows=is_grouped,
@@ -142,7 +148,7 @@ class LoRAManager(Adapters):
         self._compiled: CompiledAdapters | None = None
         self._compiled_names: dict[str, str] = {}
         """Names of layers for which the compiled decoder computes adapters, by layer path."""
-        self._wrap(model, model_config)
+        self._wrap(model)
         self._host: dict[str, Future[StagedAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
@@ -274,7 +280,7 @@ class LoRAManager(Adapters):
             )
         return StagedAdapter(layers, packed)
 
-    def _wrap(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def _wrap(self, model: CausalLM | Encoder) -> None:
         routers = {
             gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
         }
@@ -298,7 +304,7 @@ class LoRAManager(Adapters):
                     wrap_embedding(module, EmbeddingSlots(slots, self.context, module.multiplier))
             elif isinstance(module, Experts):
                 if EXPERTS in self.extra_targets:
-                    found = wrap_experts(module, self.context, model_config.hidden_size)
+                    found = wrap_experts(module, self.context, model.config.hidden_size)
                     self.slots |= {f"{path}.{name}": module for name, module in found.items()}
             elif isinstance(module, LinearBase) and module in routers:
                 if EXPERTS in self.extra_targets:

@@ -321,10 +321,10 @@ def state_bytes(config: ModelConfig, *, width: int, num_seqs: int, num_cards: in
 
 def cross_tile_bytes(config: ModelConfig, *, num_cards: int, width: int) -> int:
     """Bytes of the keys and values of an image tile, in all cross-attention layers, on a card."""
-    if config.vision is None or config.vision.cross is None:
+    cross = config.cross_attention
+    if cross is None:
         return 0
-    rows = config.vision.cross.embeddings_per_tile
-    return cross_layers_of(config) * rows * _kv_size(config, num_cards) * width
+    return cross_layers_of(config) * cross.embeddings_per_tile * _kv_size(config, num_cards) * width
 
 
 def cross_activation_bytes(
@@ -340,10 +340,9 @@ def cross_activation_bytes(
     """Estimated bytes that a cross-attention layer adds to the largest launch: a prefill of
     `num_tokens` in `num_prompts` rows or a decode of `num_seqs` rows, where each row reads the
     tiles of `images_per_request`. Float32 scores exist three times during normalization."""
-    vision = config.vision
-    if vision is None or vision.cross is None or not cross_layers_of(config):
+    cross = config.cross_attention
+    if cross is None or not cross_layers_of(config):
         return 0
-    cross = vision.cross
     seen = images_per_request * cross.tiles_per_image * cross.embeddings_per_tile
     read = seen * _kv_size(config, num_cards) * width
     scores = 4 * seen * (1 + 3 * config.num_heads // num_cards)

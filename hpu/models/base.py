@@ -1,4 +1,7 @@
-"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end."""
+"""CausalLM: interface of the model that a worker runs, plain or wrapped by a back end; and
+ModelBuild, the arguments of its construction."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -6,12 +9,39 @@ from torch import Tensor, nn
 from config.checkpoint.weight_maps.base import WeightMap
 from config.errors import ConfigError
 from config.model.model_config import ModelConfig
+from config.parallel import WHOLE, Stage
+from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention_base import Shape
 from hpu.layers.cross_attention import CrossAttention
 from hpu.layers.metadata import AttentionInputs
 from hpu.layers.non_finite import NonFiniteGuard
 from hpu.layers.state_cache import StateCacheSpec
+from hpu.quantization.base import QuantizationScheme
 from hpu.quantization.kv_cache import KVCacheFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBuild:
+    """How a model is built on this rank."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int | None = None
+    """Maximum sequence length to serve, in tokens; None: the checkpoint's maximum. It sizes the
+    rotary table, and some rope scalings depend on it."""
+    quantization: QuantizationScheme | None = None
+    group: ProcessGroup = SINGLE
+    """Tensor-parallel ranks."""
+    expert_group: ProcessGroup = SINGLE
+    """Ranks over which whole experts are distributed; with a single rank, `group` shards each
+    expert."""
+    stage: Stage = WHOLE
+    """Pipeline stage: a decoder has only its layers, plus the embedding on the first stage, and
+    norm and head on the last stage."""
+
+    def length(self, config: ModelConfig) -> int:
+        """Maximum sequence length of a model of `config`."""
+        return config.max_position if self.max_model_len is None else self.max_model_len
 
 
 class CausalLM(nn.Module):

@@ -98,7 +98,7 @@ class ClassificationHead(nn.Module):
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()
-        size, is_encoder = model.hidden_size, model.encoder is not None
+        size, is_encoder = model.hidden_size, model.is_encoder
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
         family = None if model.encoder is None else model.encoder.family
         self._activation = functional.relu if family == DISTIL_BERT else torch.tanh

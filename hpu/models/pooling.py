@@ -4,18 +4,17 @@ vectors."""
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 from config.checkpoint.weight_maps.encoder import head_weights
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import Progress, load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.encoder import Encoder
 from hpu.models.pooler import Pooler
@@ -71,28 +70,25 @@ class _Dense:
 def load_pooling_model(
     config: ModelConfig,
     pooler: PoolerConfig,
+    build: ModelBuild,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
     on_progress: Progress,
     offloaded: OffloadedWeights | None = None,
     is_dummy: bool = False,
-    group: ProcessGroup = SINGLE,
 ) -> PoolingModel:
     """Load the model and its pooler modules: from their files, from `offloaded` weights, or with
-    random weights (`is_dummy`). The layers are sharded over the ranks of `group`; the pooler is
-    replicated. Raises ConfigError for an unsupported architecture, and CheckpointError for files
+    random weights (`is_dummy`). The layers are sharded over the tensor-parallel ranks; the pooler
+    is replicated. Raises ConfigError for an unsupported architecture, and CheckpointError for files
     that do not match the model."""
-    body = build_body(config, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
-    model = PoolingModel(body, Pooler(pooler, config, device))
+    body = build_body(config, build)
+    model = PoolingModel(body, Pooler(pooler, config, build.device))
     if offloaded is not None:
         restore(offloaded, model.modules)
         return model
     if is_dummy:
         fill_dummy(model.modules, on_progress=on_progress)
         return model
-    load_weights(model, config.path, on_progress=on_progress, group=group)
+    load_weights(model, config.path, on_progress=on_progress, group=build.group)
     for dense, linear in zip(pooler.dense, model.pooler.dense, strict=True):
         assert isinstance(linear, LinearBase)
         load_weights(_Dense(linear), dense.folder, on_progress=lambda done, total: None)

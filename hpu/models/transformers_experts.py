@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.mlp import ACTIVATIONS
-from hpu.layers.moe import Experts
+from hpu.layers.moe import Experts, ExpertsSpec
 from hpu.models.transformers_attention import UnsupportedModelCode
 
 FIELDS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -50,10 +50,7 @@ def divide_experts(causal: Any, group: ProcessGroup, expert_group: ProcessGroup)
             )
         parent, _, name = path.rpartition(".")
         experts = Experts(
-            num_experts,
-            hidden,
-            inner,
-            activation=module.activation_name,
+            ExpertsSpec(num_experts, hidden, inner, module.activation_name),
             dtype=module.dtype,
             device=module.device,
             group=ranks,
@@ -76,10 +73,7 @@ def _experts(module: Any) -> nn.Module:
         )
     num_experts, hidden, inner = module.down_proj.shape
     return Experts(
-        num_experts,
-        hidden,
-        inner,
-        activation=_activation(module.act_fn),
+        ExpertsSpec(num_experts, hidden, inner, _activation(module.act_fn)),
         dtype=module.down_proj.dtype,
         device=module.down_proj.device,
     )

@@ -29,7 +29,7 @@ from config.model.architectures import ARCHITECTURES, nearest
 from config.model.json_fields import Fields, Json, read_json
 from config.model.model_config import MAX_LAYERS, ModelConfig, check_limits
 from config.model.multimodal.text_part import text_part
-from hpu.distributed.process_groups import SINGLE, ProcessGroup, shard_rank
+from hpu.distributed.process_groups import ProcessGroup, shard_rank
 from hpu.layers.attention import AttentionKind, HeadShape
 from hpu.layers.attention_base import Shape
 from hpu.layers.embedding import ParallelLMHead
@@ -50,7 +50,7 @@ from hpu.layers.metadata import (
 from hpu.layers.moe import Experts
 from hpu.layers.non_finite import NonFiniteGuard, nan_tensor
 from hpu.layers.norm import RMSNorm
-from hpu.models.base import LoadableModel
+from hpu.models.base import LoadableModel, ModelBuild
 from hpu.models.transformers_attention import (
     IMPLEMENTATION,
     MODULE,
@@ -67,7 +67,7 @@ from hpu.models.transformers_sparsity import replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels
-from hpu.quantization.base import LinearMethod, LinearShards, QuantizationScheme
+from hpu.quantization.base import LinearMethod, LinearShards
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.unquantized import UNQUANTIZED
 
@@ -127,24 +127,18 @@ class TransformersModel(LoadableModel):
     def __init__(
         self,
         config: ModelConfig,
+        build: ModelBuild,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        length: int,
-        quantization: QuantizationScheme | None = None,
-        group: ProcessGroup = SINGLE,
-        expert_group: ProcessGroup = SINGLE,
         has_files: bool = True,
     ) -> None:
-        """`length`: maximum sequence length to serve, in tokens. `group` and `expert_group`: see
-        Decoder. `has_files` False: only config.json is read. Raises ConfigError for unsupported
-        code."""
+        """`has_files` False: only config.json is read. Raises ConfigError for unsupported code."""
         super().__init__()
+        dtype, device, group = build.dtype, build.device, build.group
         self.config = config
         self.dtype = dtype
         self.device = device
         self._group = group
-        self._quantization = quantization
+        self._quantization = build.quantization
         self._launch = CurrentLaunch()
         self._form: AttentionForm | None = None
         self._contiguous = False
@@ -162,7 +156,7 @@ class TransformersModel(LoadableModel):
             renamed = replace_experts(causal)
             replace_norms(causal)
             replace_sparsity(causal, dtype)
-            frequencies = _freeze_rotary(causal, length)
+            frequencies = _freeze_rotary(causal, build.length(config))
             calls, self._writes_to_views = _try(causal, body, config)
             visibilities = [Visibility(call.window) for call in calls]
             self._kinds = distinct(visibilities)
@@ -178,7 +172,7 @@ class TransformersModel(LoadableModel):
             head = causal.get_output_embeddings()
             self._replace_linears(causal, plan, head)
             if group.size > 1:
-                divide_experts(causal, group, expert_group)
+                divide_experts(causal, group, build.expert_group)
             allocate(causal, device, frequencies)
             self.layers = _decoder_layers(body, len(calls))
         except UnsupportedModelCode as error:

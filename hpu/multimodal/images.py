@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,17 @@ class ImageFeature:
 TEXT_ONLY = ImageFeature()
 
 
+class TowerLaunches(NamedTuple):
+    """How a vision tower is launched."""
+
+    sizes: tuple[int, ...] = ()
+    """Tiles or patches per launch on a device that compiles each shape; empty: the defaults."""
+    captures: bool = False
+    """Whether each size is captured as a graph."""
+    group: ProcessGroup = SINGLE
+    """Ranks that divide the images of a plan; all ranks get the same plans."""
+
+
 class Images(ImageFeature):
     """The vision tower, the cache of its embeddings, and the images of live requests."""
 
@@ -79,18 +90,14 @@ class Images(ImageFeature):
         tower: Tower | None,
         backend: Backend,
         *,
+        launches: TowerLaunches,
         max_num_reqs: int,
         num_rows: int,
-        sizes: tuple[int, ...],
-        captures: bool,
         count: Callable[[str, float], None],
-        group: ProcessGroup = SINGLE,
     ) -> None:
-        """`tower`: None on a pipeline stage that does not embed tokens. `sizes`: tiles or patches
-        per launch on a device that compiles each shape, empty for the defaults; `captures`: whether
-        each size is captured as a graph. `count`: adds to a counter. `group`: ranks that divide the
-        images of a plan; all ranks get the same plans."""
-        self._group = group
+        """`tower`: None on a pipeline stage that does not embed tokens. `count`: adds to a
+        counter."""
+        self._group = launches.group
         self._model = model
         self._tower = tower
         self._backend = backend
@@ -101,12 +108,14 @@ class Images(ImageFeature):
             self.cache = _make_cache(facts, model, num_rows, tower.dtype, backend)
         self._encoder: TileEncoder | PatchEncoder | WholeEncoder | None = None
         if tower is not None and self.cache is not None and backend.compiles:
-            options = LaunchOptions(self.cache, backend, model.image_multiplier, captures, group)
+            options = LaunchOptions(
+                self.cache, backend, model.image_multiplier, launches.captures, launches.group
+            )
             tiles, patches, whole = tower.tiles(), tower.patches(), tower.whole_images()
             if tiles is not None:
-                self._encoder = TileEncoder(tiles, sizes, options)
+                self._encoder = TileEncoder(tiles, launches.sizes, options)
             elif patches is not None:
-                self._encoder = PatchEncoder(patches, sizes, options)
+                self._encoder = PatchEncoder(patches, launches.sizes, options)
             elif whole is not None:
                 self._encoder = WholeEncoder(whole, options)
         self.inputs: ImageBuffers | CrossInputs

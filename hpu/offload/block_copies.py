@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Backend, Event
+from hpu.offload.block_files import NoFiles
 from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MAX_GATHERS, copy_sizes
 from hpu.runner.block_lists import BlockLists
@@ -66,18 +67,6 @@ class BlockCopies(Protocol):
         ...
 
 
-class Files(Protocol):
-    """Files to which blocks are written from their slots."""
-
-    def release(self, slots: Iterable[int]) -> None:
-        """Cancel pending writes of these slots. Call it before their contents change."""
-        ...
-
-    def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
-        """Write the blocks in these slots asynchronously."""
-        ...
-
-
 class DirectCopies:
     """BlockCopies of a device that shares host memory: a copy is complete when the call returns."""
 
@@ -86,7 +75,7 @@ class DirectCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: Files | None,
+        files: NoFiles,
     ) -> None:
         self._layout = layout_of(caches, block_size)
         self._caches = [
@@ -100,14 +89,12 @@ class DirectCopies:
         self._files = files
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:
-        if self._files is not None:
-            self._files.release(slots)
+        self._files.release(slots)
         for block, slot in zip(blocks, slots, strict=True):
             for cache, part in zip(self._caches, self._parts, strict=True):
                 part[slot].copy_(cache[block])
         self._memory.seal(slots)
-        if self._files is not None:
-            self._files.write(hashes, slots)
+        self._files.write(hashes, slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
         for slot, block in zip(slots, blocks, strict=True):
@@ -150,7 +137,7 @@ class StagedCopies:
         caches: Sequence[Tensor],
         block_size: int,
         memory: HostBlocks,
-        files: Files | None,
+        files: NoFiles,
         backend: Backend,
     ) -> None:
         self._caches = list(caches)
@@ -242,16 +229,14 @@ class StagedCopies:
 
     @torch.inference_mode()
     def _bring(self, stored: _PendingStore) -> None:
-        if self._files is not None:
-            self._files.release(stored.slots)
+        self._files.release(stored.slots)
         for contents, rows in zip(stored.contents, self._parts, strict=True):
             flat = contents.view(torch.uint8).view(-1, rows.shape[1])
             for row, slot in zip(flat, stored.slots, strict=False):
                 rows[slot].copy_(row)
             flat.zero_()
         self._memory.seal(stored.slots)
-        if self._files is not None:
-            self._files.write(stored.hashes, stored.slots)
+        self._files.write(stored.hashes, stored.slots)
 
     def settle(self, slots: Iterable[int]) -> None:
         slots = set(slots)

@@ -33,7 +33,39 @@ CLOSE_S = 5.0
 FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 
 
-class BlockFiles:
+class NoFiles:
+    """Files of a worker that keeps no blocks in files."""
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Hashes of the blocks with a file, least recently used first."""
+        return []
+
+    def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
+        """Write the blocks in these slots asynchronously."""
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Cancel pending writes of these slots, and wait for a running write. Call it before the
+        contents of the slots change."""
+
+    def fetch(self, message: FetchBlocks) -> None:
+        """Read blocks into slots asynchronously; `take_fetched` returns the results in call
+        order."""
+        raise AssertionError("blocks are read, and there are no files")
+
+    def take_fetched(self) -> list[BlocksFetched]:
+        """Take the results of the reads completed since the last call."""
+        return []
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Delete files asynchronously."""
+        raise AssertionError("files are deleted, and there are none")
+
+    def close(self, *, deletes: bool = False) -> None:
+        """Finish pending writes and stop. `deletes`: delete all files instead."""
+
+
+class BlockFiles(NoFiles):
     """Block files in a folder that this process owns exclusively. Blocks are read into `memory` and
     written from it; a block whose checksum in memory is wrong is not written.
 
@@ -70,11 +102,9 @@ class BlockFiles:
 
     @property
     def hashes(self) -> list[bytes]:
-        """Hashes of the blocks with a file, least recently used first."""
         return list(self._known)
 
     def write(self, hashes: Iterable[bytes], slots: Iterable[int]) -> None:
-        """Write the blocks in these slots asynchronously."""
         with self._changed:
             for block_hash, slot in zip(hashes, slots, strict=True):
                 # The slot may already be queued, if its block was evicted for another block.
@@ -84,8 +114,6 @@ class BlockFiles:
             self._changed.notify_all()
 
     def release(self, slots: Iterable[int]) -> None:
-        """Cancel pending writes of these slots, and wait for a running write. Call it before the
-        contents of the slots change."""
         with self._changed:
             for slot in slots:
                 self._writes.pop(slot, None)
@@ -93,22 +121,18 @@ class BlockFiles:
                     self._changed.wait()
 
     def fetch(self, message: FetchBlocks) -> None:
-        """Read blocks into slots asynchronously; `take_fetched` returns the results in call
-        order."""
         self.release(message.slots)
         with self._changed:
             self._reads.append(message)
             self._changed.notify_all()
 
     def take_fetched(self) -> list[BlocksFetched]:
-        """Take the results of the reads completed since the last call."""
         with self._changed:
             fetched = list(self._fetched)
             self._fetched.clear()
         return fetched
 
     def drop(self, hashes: Iterable[bytes]) -> None:
-        """Delete files asynchronously."""
         dropped = set(hashes)
         with self._changed:
             for block_hash in dropped:
@@ -127,8 +151,7 @@ class BlockFiles:
             )
 
     def close(self, *, deletes: bool = False) -> None:
-        """Finish pending writes within CLOSE_S seconds and stop. `deletes`: delete all files
-        instead."""
+        """Finish pending writes within CLOSE_S seconds, or delete all files, and stop."""
         if not deletes:
             self.flush(CLOSE_S)
         with self._changed:

@@ -2,36 +2,14 @@
 that the device's runtime counts in each step."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
 
 from config.execution import ExecutionConfig
+from hpu.backends.runtime_metrics import RuntimeMetrics
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.counters import Counters, phase_name
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class CountsWork(Protocol):
-    """Back end whose runtime counts compilations, host fallbacks and recipe cache lookups. All
-    counts are totals since the start; reading them does not wait for the device."""
-
-    def compilations(self) -> int: ...
-
-    def compile_seconds(self) -> float: ...
-
-    def compiled_recipes(self) -> Sequence[tuple[str, int]]:
-        """(name, microseconds) of each compilation, if the runtime records compilations."""
-        ...
-
-    def cpu_fallbacks(self) -> Mapping[str, int]:
-        """Count of host fallbacks by operation."""
-        ...
-
-    def recipe_cache(self) -> tuple[int, int]:
-        """(hits, misses) of the cache of compiled recipes."""
-        ...
 
 
 class Diagnostics:
@@ -56,7 +34,7 @@ class RuntimeDiagnostics(Diagnostics):
 
     def __init__(
         self,
-        runtime: CountsWork,
+        runtime: RuntimeMetrics,
         config: ExecutionConfig,
         counters: Counters,
         *,

@@ -114,30 +114,6 @@ class MoEMethod(Protocol):
         ...
 
 
-class ModelPatcher(Protocol):
-    """Replaces modules of a model by modules that measure or quantize (the vendor's compressor)."""
-
-    @property
-    def weight_width(self) -> int:
-        """Bytes per weight of a patched layer."""
-        ...
-
-    def patch(self, model: nn.Module) -> None:
-        """Patch the model. Called once, after the model is loaded and uses the device's kernels,
-        and before anything is compiled or captured. Modules that are not replaced keep their place.
-        """
-        ...
-
-    def finish(self, model: nn.Module) -> None:
-        """Write the measurements to files, if the patcher measures. Called after the last
-        launch."""
-        ...
-
-    def quantizes_cache(self, model: nn.Module) -> bool:
-        """Whether the KV cache of a patched model is FP8."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LinearShards:
     """A linear layer of this rank, before it is built."""

@@ -63,8 +63,8 @@ class IncScheme:
 
 
 class IncCompressor:
-    """ModelPatcher of INC. Raises ConfigError if the package is missing, and CheckpointError for
-    measurements that do not fit the model."""
+    """Replaces modules of a model by modules of INC that measure or quantize. Raises ConfigError if
+    the package is missing, and CheckpointError for measurements that do not fit the model."""
 
     def __init__(self, config: QuantConfig, group: ProcessGroup) -> None:
         """Create before the model is loaded. `group`: the tensor-parallel ranks."""
@@ -86,9 +86,13 @@ class IncCompressor:
 
     @property
     def weight_width(self) -> int:
+        """Bytes per weight of a patched layer."""
         return 2 if self.config.measures else 1
 
     def patch(self, model: nn.Module) -> None:
+        """Patch the model. Called once, after the model is loaded and uses the device's kernels,
+        and before anything is compiled or captured. Modules that are not replaced keep their place.
+        """
         originals = _prepare_linears(model)
         for module in model.modules():
             if isinstance(module, Experts) and module.moe_op is not None:
@@ -112,6 +116,8 @@ class IncCompressor:
         self._check(model)
 
     def finish(self, model: nn.Module) -> None:
+        """Write the measurements to files, if this compressor measures. Called after the last
+        launch."""
         if self.config.measures:
             self._inc.finalize_calibration(model)
             file = self.config.measure_file(self._group.rank, self._group.size)

@@ -23,7 +23,6 @@ from hpu.quantization.base import (
     ExpertsShards,
     LinearMethod,
     LinearShards,
-    ModelPatcher,
     QuantizationScheme,
 )
 from hpu.quantization.gguf import GgufBlocks
@@ -125,7 +124,7 @@ def select_quantization(
     return SCHEMES[name](config)
 
 
-def select_patcher(config: EngineConfig, group: ProcessGroup) -> ModelPatcher | None:
+def select_patcher(config: EngineConfig, group: ProcessGroup) -> IncCompressor | None:
     """Patcher of the loaded model, on a rank of the tensor-parallel `group`; None if no patcher is
     configured. Raises ConfigError if Intel Neural Compressor is missing or its configuration is
     invalid."""

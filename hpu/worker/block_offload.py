@@ -23,7 +23,7 @@ from hpu.offload.block_copies import (
     StagedCopies,
     layout_of,
 )
-from hpu.offload.block_files import HEADER_BYTES, BlockFiles, acquire, remove_others
+from hpu.offload.block_files import HEADER_BYTES, BlockFiles, NoFiles, acquire, remove_others
 from hpu.offload.host_blocks import HostBlocks
 from hpu.offload.sizes import MIN_SLOTS
 from hpu.protocol import (
@@ -81,7 +81,8 @@ class BlockOffload(Offload):
         """Number of leading slots that may contain data: the engine uses the lowest slots first."""
         self._deletes_files = config.kv_offloading_delete_files
         self._max_files = 0
-        self._files: BlockFiles | None = None
+        """Maximum number of files; 0: blocks are not kept in files."""
+        self._files = NoFiles()
         if config.kv_offloading_dir is not None:
             file_bytes = slot_bytes + HEADER_BYTES
             self._max_files = max(config.file_bytes(num_devices) // file_bytes, 1)
@@ -100,7 +101,7 @@ class BlockOffload(Offload):
             "KV offload: %d blocks in %s of host memory%s",
             self._num_slots,
             bytes_text(needed),
-            "" if self._files is None else f", {self._max_files} in {config.kv_offloading_dir}",
+            f", {self._max_files} in {config.kv_offloading_dir}" if self._max_files else "",
         )
 
     def start(self, pad_block: int) -> OffloadFacts:
@@ -128,7 +129,7 @@ class BlockOffload(Offload):
 
     def _agreed_hashes(self) -> list[bytes]:
         """Hashes of the blocks that all ranks have in files. Other files are deleted."""
-        if self._files is None:
+        if not self._max_files:
             return []
         own = self._files.hashes
         raw = self._agreement.of_first(b"".join(own))
@@ -160,24 +161,21 @@ class BlockOffload(Offload):
         return self._corrupt.pop(step, [])
 
     def fetch(self, message: FetchBlocks) -> None:
-        assert self._files is not None, "blocks are read, and there are no files"
         self._num_filled = max(self._num_filled, max(message.slots) + 1)
         self._copies.settle(message.slots)
         self._files.fetch(message)
 
     def take_fetched(self) -> list[BlocksFetched]:
-        return [] if self._files is None else self._files.take_fetched()
+        return self._files.take_fetched()
 
     def drop_files(self, hashes: list[bytes]) -> None:
-        assert self._files is not None, "files are deleted, and there are none"
         self._files.drop(hashes)
 
     def close(self) -> None:
         """Stop the copies and clear the used memory, so that no prompts remain in freed pages.
         Files are kept, unless configured to be deleted."""
         self._copies.close()
-        if self._files is not None:
-            self._files.close(deletes=self._deletes_files)
+        self._files.close(deletes=self._deletes_files)
         # Clear only filled slots: the system allocates pages at the first write to a slot.
         self._memory.rows[: self._num_filled].fill(0)
         self._num_filled = 0
@@ -189,7 +187,7 @@ def check_offload(loaded: LoadedModel) -> None:
         return
     name = "--kv-offloading-size" if loaded.config.offload.kv_offloading_size else "--swap-space"
     what = loaded.config.model
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         raise ConfigError(
             f"{name} is set, and {what} is served for pooling, which has 0 KV blocks: leave it out"
         )

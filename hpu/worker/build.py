@@ -23,7 +23,7 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images
+from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images, TowerLaunches
 from hpu.offload.sizes import staging_bytes
 from hpu.protocol import SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
@@ -200,7 +200,7 @@ def check_speculation(loaded: LoadedModel) -> None:
     method, what = loaded.config.speculation.choose(), loaded.config.model
     if method is None:
         return
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         raise ConfigError(
             f"--speculative-config names the method {method.method}, and {what} is served for "
             "pooling, which generates no tokens: leave --speculative-config out"
@@ -224,7 +224,7 @@ def make_sampler(loaded: LoadedModel) -> Sampler | None:
     """Create the sampler; None for a pooling model. Shapes are static if launches are padded and
     other shapes would have to be compiled or captured. Includes the runner's reserved request
     index."""
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return None
     backend = loaded.backend
     return Sampler(
@@ -330,7 +330,7 @@ def num_cache_rows(loaded: LoadedModel) -> int:
     """Maximum number of rows in the encoder cache (a row per image token), or of tiles for
     cross-attention; 0 for a text-only or a pooling model."""
     vision = loaded.model_config.vision
-    if vision is None or loaded.pooler is not None:
+    if vision is None or loaded.is_pooling:
         return 0
     if vision.cross is not None:
         images = loaded.config.cache.cross_attention_images
@@ -340,10 +340,10 @@ def num_cache_rows(loaded: LoadedModel) -> int:
 
 def num_request_tiles(loaded: LoadedModel) -> int:
     """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
-    vision = loaded.model_config.vision
-    if vision is None or vision.cross is None or loaded.pooler is not None:
+    cross = loaded.model_config.cross_attention
+    if cross is None or loaded.is_pooling:
         return 0
-    return loaded.config.cache.cross_attention_images * vision.cross.tiles_per_image
+    return loaded.config.cache.cross_attention_images * cross.tiles_per_image
 
 
 def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> ImageFeature:
@@ -355,12 +355,14 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         model,
         loaded.tower,
         loaded.backend,
+        launches=TowerLaunches(
+            loaded.config.buckets.image_sizes,
+            captures,
+            loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
+        ),
         max_num_reqs=_num_requests(loaded),
         num_rows=num_cache_rows(loaded),
-        sizes=loaded.config.buckets.image_sizes,
-        captures=captures,
         count=counters.add,
-        group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
     )
 
 
@@ -400,7 +402,7 @@ def measure_memory(loaded: LoadedModel, sampler: Sampler | None, profile_blocks:
     measured with a cache of a single block. It is estimated if the back end does not count memory
     or launches are not padded. It is 0 for a pooling model that is not measured or captures no
     graphs."""
-    backend, is_pooling = loaded.backend, loaded.pooler is not None
+    backend, is_pooling = loaded.backend, loaded.is_pooling
     fixed = _fixed_bytes(loaded)
     if is_pooling and not loaded.captures:
         # Without blocks and graphs, no memory is reserved.
@@ -530,14 +532,14 @@ def _choose_rings(loaded: LoadedModel) -> int:
 def _max_blocks(loaded: LoadedModel) -> int:
     """Number of KV blocks that fit into the free memory besides `_fixed_bytes`, at least 2; 0 for a
     pooling model."""
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return 0
     free = max(0, loaded.backend.memory()[0] - _fixed_bytes(loaded))
     return max(2, free // _demand(loaded).block_bytes)
 
 
 def _largest_buckets(loaded: LoadedModel, max_blocks: int) -> list[Bucket]:
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         return largest_buckets(loaded.bucket_table(0), 0)
     # With contiguous reads, a decode reads a slice instead of a copy, and the profile cache has a
     # single block.
@@ -583,7 +585,7 @@ def _split(
     """Split the memory and log the result (no log for a pooling model). Raises ConfigError if a
     full context or the configured blocks do not fit."""
     config, backend = loaded.config, loaded.backend
-    if loaded.pooler is not None:
+    if loaded.is_pooling:
         usable = plan_memory(
             max(0, memory.free - memory.reserve),
             utilization=config.cache.gpu_memory_utilization,

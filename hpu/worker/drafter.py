@@ -17,7 +17,7 @@ from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroups
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, ModelBuild
 from hpu.models.draft.heads import DraftHead, build_draft_head, eagle3_kept_layers
 from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import WarmupProgress
@@ -66,10 +66,12 @@ def load_drafter(
             method.method,
             model_config,
             target,
-            dtype=dtype,
-            device=backend.device,
-            max_model_len=settings.max_model_len or max_context_length(model_config),
-            group=groups.tensor,
+            ModelBuild(
+                dtype=dtype,
+                device=backend.device,
+                max_model_len=settings.max_model_len or max_context_length(model_config),
+                group=groups.tensor,
+            ),
         )
     if config.load_format == DUMMY:
         fill_dummy((head,), on_progress=_ignore_bytes)

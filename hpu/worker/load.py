@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -46,7 +45,7 @@ from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.offloaded_weights import OffloadedWeights, restore
 from hpu.model_loader.size_estimate import rotary_peak_bytes, weight_bytes
-from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.base import CausalLM, LoadableModel, ModelBuild
 from hpu.models.decoder import PlaceLayer
 from hpu.models.pooling import PoolingModel, load_pooling_model
 from hpu.models.registry import (
@@ -58,7 +57,7 @@ from hpu.multimodal.base import Tower
 from hpu.multimodal.select import build_tower, served_facts
 from hpu.offload.weight_streamer import WeightStreamer
 from hpu.protocol import Bucket, BucketLimits, WarmupProgress
-from hpu.quantization.base import ModelPatcher
+from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import cache_sizes, reads_contiguously
@@ -100,7 +99,7 @@ class LoadedModel:
     num_rings: int = 0
     """Number of rings in each sliding-window layer's cache, including a ring for padding. 0: these
     layers cache the whole context in blocks."""
-    patcher: ModelPatcher | None = None
+    patcher: IncCompressor | None = None
     """Component that replaced modules of the model."""
     lora: Adapters = field(default_factory=Adapters)
     tower: Tower | None = None
@@ -111,6 +110,11 @@ class LoadedModel:
     """Set if the weights of some layers are in host memory."""
     draft_method: str = ""
     """Speculation method, if this is a drafter."""
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the model returns vectors or scores in place of text."""
+        return self.pooler is not None
 
     @property
     def quantization(self) -> str | None:
@@ -155,7 +159,7 @@ class LoadedModel:
         """Bucket settings, in which `auto` is replaced by the device's strategy or, for a pooling
         model on a Gaudi, by POOLING_STRATEGY."""
         strategy = self.backend.default_strategy
-        if self.pooler is not None and strategy == GAUDI_STRATEGY:
+        if self.is_pooling and strategy == GAUDI_STRATEGY:
             strategy = POOLING_STRATEGY
         return self.config.buckets.resolved(strategy)
 
@@ -167,7 +171,7 @@ class LoadedModel:
     @property
     def contiguous(self) -> bool:
         """Whether decodes read the cache as a single slice."""
-        return self.pooler is None and reads_contiguously(
+        return not self.is_pooling and reads_contiguously(
             self.config, self.backend, has_states=self.has_states
         )
 
@@ -185,7 +189,7 @@ class LoadedModel:
     def prompt_vocab_size(self) -> int:
         """See WorkerReady.prompt_vocab_size."""
         model_config = self.model_config
-        if model_config.vision is None or model_config.vision.cross is None:
+        if model_config.cross_attention is None:
             return 0
         return model_config.vocab_size + decoder_spec(model_config).num_further_embeddings
 
@@ -198,9 +202,7 @@ class LoadedModel:
     @property
     def token_budget(self) -> int:
         """Maximum number of tokens in a step."""
-        return self.config.scheduler.token_budget(
-            self.max_model_len, is_pooling=self.pooler is not None
-        )
+        return self.config.scheduler.token_budget(self.max_model_len, is_pooling=self.is_pooling)
 
     @property
     def prompts_per_row(self) -> int:
@@ -210,19 +212,17 @@ class LoadedModel:
         # all. A scan over states needs a row per sequence, cross-attention reads the images of a
         # row, and an indexer counts the blocks of a row.
         merges = scheduler.merged_prefill and self.backend.compiles and self.pads
-        has_cross = (
-            self.model_config.vision is not None and self.model_config.vision.cross is not None
-        )
+        has_cross = self.model_config.cross_attention is not None
         merges = merges and not (
             self.has_states or has_cross or _indexer(self.config, self.model_config)
         )
-        return scheduler.prefill_batch() if merges and self.pooler is None else 1
+        return scheduler.prefill_batch() if merges and not self.is_pooling else 1
 
     def bucket_table(self, num_blocks: int) -> BucketTable:
         """Bucket table for a KV cache of `num_blocks`; a pooling model has no cache. Collective:
         all ranks of the model call it together."""
         scheduler = self.config.scheduler
-        if self.pooler is not None:
+        if self.is_pooling:
             limits = BucketLimits.for_pooling(
                 scheduler, block_size=self.block_size, max_model_len=self.max_model_len
             )
@@ -270,25 +270,22 @@ def load(
 ) -> LoadedModel:
     """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
     ConfigError if the checkpoint, the device and the settings do not match."""
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
-    if pooler is None:
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
+    if not is_pooling:
         model_config = served_facts(model_config, backend, is_native=is_built_in)
     stage = link.stage
     dtype = served_dtype(config, model_config, pooler, backend, groups, stage)
     max_model_len = choose_context(config, model_config, pooler)
     _log_model(config, model_config, pooler, backend, dtype, max_model_len)
     start, before = time.perf_counter(), memory_use(backend)
-    if stage.size > 1 and (pooler is not None or not is_built_in):
-        what = (
-            "is served for pooling"
-            if pooler is not None
-            else "runs on the transformers implementation"
-        )
+    if stage.size > 1 and (is_pooling or not is_built_in):
+        what = "is served for pooling" if is_pooling else "runs on the transformers implementation"
         raise ConfigError(
             f"{config.model} {what}, and --pipeline-parallel-size is {stage.size}: pipeline "
             "stages require a decoder with a native implementation; use --tensor-parallel-size"
         )
-    patcher = None if pooler is not None else select_patcher(config, groups.tensor)
+    patcher = None if is_pooling else select_patcher(config, groups.tensor)
     weights = weights_in_host_memory(config, model_config, backend, pooler, dtype, groups.tensor)
     if offloaded is None:
         width = dtype.itemsize if patcher is None else patcher.weight_width
@@ -374,7 +371,7 @@ class _Loading:
         return self.groups.expert if self.config.parallel.enable_expert_parallel else SINGLE
 
     def decoder(
-        self, patcher: ModelPatcher | None, weights: WeightsInHostMemory, block_size: int
+        self, patcher: IncCompressor | None, weights: WeightsInHostMemory, block_size: int
     ) -> _Parts:
         """Load a generating model and its vision tower. Without a patcher, raises ConfigError
         before reading weights if the configured KV cache is too small for a full context."""
@@ -432,13 +429,15 @@ class _Loading:
         model = load_pooling_model(
             self.model_config,
             pooler,
-            dtype=self.dtype,
-            device=self.backend.device,
-            max_model_len=self.max_model_len,
+            ModelBuild(
+                dtype=self.dtype,
+                device=self.backend.device,
+                max_model_len=self.max_model_len,
+                group=self.groups.tensor,
+            ),
             on_progress=self.report,
             offloaded=self.offloaded,
             is_dummy=self.config.load_format == DUMMY,
-            group=self.groups.tensor,
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         self._keep_adapted_experts(model.body)
@@ -450,10 +449,8 @@ class _Loading:
         """Create the LoRAManager of the loaded model, and warm up its adapter slots."""
         lora = LoRAManager(
             self.config.lora,
-            self.model_config,
             model.body if isinstance(model, PoolingModel) else model,
             self.backend,
-            self.dtype,
             group=self.groups.tensor,
             expert_group=self.expert_group,
             download_dir=self.config.download_dir,
@@ -461,13 +458,7 @@ class _Loading:
         lora.warm_up()
         return lora
 
-    def _empty_decoder(self, place_layer: PlaceLayer | None) -> LoadableModel:
-        build: Callable[..., LoadableModel] = partial(
-            build_model, stage=self.stage, place_layer=place_layer
-        )
-        if not is_native(self.model_config, self.config.model_impl):
-            has_files = self.config.load_format != DUMMY
-            build = partial(build_transformers_model, has_files=has_files)
+    def _empty_decoder(self, place_layer: PlaceLayer) -> LoadableModel:
         quantization = select_quantization(
             self.config,
             self.model_config,
@@ -476,15 +467,19 @@ class _Loading:
             lambda weight: self.backend.linear_method(weight, self.dtype),
             lambda experts: self.backend.moe_method(experts, self.dtype),
         )
-        return build(
-            self.model_config,
+        build = ModelBuild(
             dtype=self.dtype,
             device=self.backend.device,
             max_model_len=self.max_model_len,
             quantization=quantization,
             group=self.groups.tensor,
             expert_group=self.expert_group,
+            stage=self.stage,
         )
+        if is_native(self.model_config, self.config.model_impl):
+            return build_model(self.model_config, build, place_layer=place_layer)
+        has_files = self.config.load_format != DUMMY
+        return build_transformers_model(self.model_config, build, has_files=has_files)
 
     def _fill(self, decoder: LoadableModel, tower: Tower | None) -> None:
         """Set the weights: from host memory, with random values, or from the checkpoint."""
@@ -532,14 +527,15 @@ def served_dtype(
     stage: Stage = WHOLE,
 ) -> torch.dtype:
     """Dtype that `load` uses for the model."""
-    is_built_in = pooler is not None or is_native(model_config, config.model_impl)
+    is_pooling = pooler is not None
+    is_built_in = is_pooling or is_native(model_config, config.model_impl)
     num_expert_ranks = groups.expert.size if config.parallel.enable_expert_parallel else 1
     is_whole = is_built_in and num_expert_ranks == stage.size == 1
     quantization = chosen_quantization(config.quantization, model_config)
     # Matmuls of a compressor, and with int8, int4 and gguf weights, run in bfloat16.
-    needs_bfloat16 = quantization in (*AT_LOAD, INC) and pooler is None
+    needs_bfloat16 = quantization in (*AT_LOAD, INC) and not is_pooling
     configured = "bfloat16" if needs_bfloat16 else config.dtype
-    return choose_dtype(configured, model_config, backend, is_plain=pooler is None and is_whole)
+    return choose_dtype(configured, model_config, backend, is_plain=is_whole and not is_pooling)
 
 
 def _num_weights_here(
@@ -617,7 +613,7 @@ def check_memory(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "
             f"{bytes_text(total)}: use a smaller or quantized model"
         )
-    if model_config.encoder is not None:
+    if model_config.is_encoder:
         return
     rotary, host = rotary_peak_bytes(model_config, max_model_len), usable_memory()[1]
     if rotary > host:

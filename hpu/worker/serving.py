@@ -11,7 +11,7 @@ import torch
 from config.errors import ProfileWritten
 from hpu.backends.base import Backend
 from hpu.profiling.core_wait import CoreWait
-from hpu.profiling.diagnostics import CountsWork, Diagnostics, RuntimeDiagnostics
+from hpu.profiling.diagnostics import Diagnostics, RuntimeDiagnostics
 from hpu.profiling.profiler import Profiler
 from hpu.protocol import (
     GrammarMasks,
@@ -170,9 +170,12 @@ def _warm_up(
     table = loaded.bucket_table(components.num_blocks)
     report.log_buckets(table, loaded.bucket_config, config.buckets)
     diagnostics = Diagnostics()
-    if isinstance(backend, CountsWork):
+    if backend.runtime_metrics is not None:
         diagnostics = RuntimeDiagnostics(
-            backend, config.execution, counters, counts_by_phase=not components.graphs.captures
+            backend.runtime_metrics,
+            config.execution,
+            counters,
+            counts_by_phase=not components.graphs.captures,
         )
     components.compile_copies(backend, contiguous=loaded.contiguous)
     offload = components.offload.start(pad_block=components.num_blocks)

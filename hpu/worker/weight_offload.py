@@ -16,7 +16,7 @@ from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.model_loader.size_estimate import layer_bytes
 from hpu.models.base import LoadableModel
-from hpu.models.decoder import Decoder, PlaceLayer
+from hpu.models.decoder import Decoder
 from hpu.offload.host_layers import freed_bytes, host_layers
 from hpu.offload.weight_streamer import WeightStreamer, move_to_host
 
@@ -32,16 +32,10 @@ class WeightsInHostMemory:
     freed_bytes: int
     """Bytes of device memory saved."""
 
-    @property
-    def place_layer(self) -> PlaceLayer | None:
-        """Callback for Decoder that moves offloaded layers to host memory; None without offloaded
-        layers."""
-
-        def place(index: int, layer: nn.Module) -> None:
-            if index in self.layers:
-                move_to_host(layer, self.backend)
-
-        return place if self.layers else None
+    def place_layer(self, index: int, layer: nn.Module) -> None:
+        """A PlaceLayer of Decoder, which moves offloaded layers to host memory."""
+        if index in self.layers:
+            move_to_host(layer, self.backend)
 
     def make_ring(self, decoder: LoadableModel) -> WeightStreamer | None:
         """Create the WeightStreamer of the offloaded layers of a loaded decoder; None without such

@@ -313,7 +313,7 @@ class Worker:
         elif not link.stage.is_last:
             loaded = keep_for_last_stage(loaded)
         loaded.lora.on_loaded = lambda: self.on_message()
-        if config.cache.calculate_kv_scales and loaded.pooler is None:
+        if config.cache.calculate_kv_scales and not loaded.is_pooling:
             calculate_kv_scales(loaded)
         return loaded
 

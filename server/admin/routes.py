@@ -90,14 +90,14 @@ def admin_routes(state: AppState) -> APIRouter:
 
 def liveness(state: AppState) -> Response:
     """Response of /live."""
-    if state.client.failure is not None:
+    if state.client.has_failed:
         return fault_of(EngineDied(state.client.failure)).response()
     return json_response({"status": "ok"})
 
 
 def _health(state: AppState) -> Response:
     # If the engine failed during start-up, report the failure instead of the progress.
-    if state.status == "starting" and state.client.failure is None:
+    if state.status == "starting" and not state.client.has_failed:
         return starting(state)
     return liveness(state)
 
@@ -123,12 +123,12 @@ def _readiness(state: AppState) -> Response:
     answer: dict[str, Any] = {"status": "ready"}
     engines = state.client.engines
     if len(engines) > 1:
-        num_alive = sum(engine.failure is None and engine.lost is None for engine in engines)
+        num_alive = sum(engine.is_alive for engine in engines)
         answer["engines"] = f"{num_alive} of {len(engines)}"
     ranks = [
         {"engine": engine.engine, **msgspec.structs.asdict(rank)}
         for engine in engines
-        if engine.ready is not None and engine.failure is None
+        if engine.ready is not None and not engine.has_failed
         for rank in engine.ready.ranks
     ]
     if ranks:

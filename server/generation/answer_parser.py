@@ -48,6 +48,32 @@ CLOSING_TOKENS = 64
 """Number of last tokens that are searched first for the reasoning end tag."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallParsing:
+    """How the tool calls of an answer are parsed."""
+
+    reader: ToolCallReader
+    tools: Tools
+    max_calls: int | None
+    """Further calls are dropped; None: no limit."""
+    is_named: bool
+    """Whether tool_choice names the function, so that finish_reason stays `stop`."""
+    finds_stray_calls: bool = False
+    """Whether calls in the reasoning and unmarked calls in the text are parsed, because no grammar
+    constrains the calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningParsing:
+    """How the reasoning of an answer is parsed."""
+
+    format: ReasoningFormat
+    is_inside: bool
+    """Whether the answer starts inside reasoning."""
+    keeps_whitespace: bool
+    """Whether whitespace of the text after the reasoning is kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParserConfig:
     """The parsers of a server by name; None: no parser."""
@@ -90,34 +116,22 @@ class ParserConfig:
             )
 
     def make_parsers(
-        self,
-        tokenizer: Tokenizer,
-        call_reader: ToolCallReader | None,
-        tools: Tools,
-        *,
-        has_reasoning: bool = True,
-        is_inside: bool,
-        keeps_whitespace: bool = False,
-        is_named: bool = False,
-        finds_stray_calls: bool = False,
-        max_calls: int | None,
+        self, tokenizer: Tokenizer, calls: CallParsing | None, reasoning: ReasoningParsing | None
     ) -> "ChoiceParsers | None":
-        """Parsers for answers with tool calls (read by `call_reader`) and, with `has_reasoning`,
-        reasoning; None if the answer is plain text. For the other arguments see `ChoiceParsers`."""
-        reasoning_format = self._reasoning_format if has_reasoning else None
-        if call_reader is None and reasoning_format is None:
+        """Parsers for answers with `calls` and `reasoning`; None if the answer is plain text."""
+        if calls is None and reasoning is None:
             return None
-        return ChoiceParsers(
-            tokenizer,
-            call_reader,
-            reasoning_format,
-            tools=tools,
-            is_inside=is_inside,
-            keeps_whitespace=keeps_whitespace,
-            is_named=is_named,
-            finds_stray_calls=finds_stray_calls,
-            new_id=(self.tool_call_format or CALLS_ALONE).new_call_id,
-            max_calls=max_calls,
+        new_id = (self.tool_call_format or CALLS_ALONE).new_call_id
+        return ChoiceParsers(tokenizer, calls, reasoning, new_id)
+
+    def reasoning_parsing(
+        self, *, is_inside: bool, keeps_whitespace: bool = False
+    ) -> ReasoningParsing | None:
+        """Parsing of the model's reasoning; None without a reasoning parser."""
+        if self._reasoning_format is None:
+            return None
+        return ReasoningParsing(
+            format=self._reasoning_format, is_inside=is_inside, keeps_whitespace=keeps_whitespace
         )
 
     def reasoning_spec(
@@ -184,62 +198,47 @@ def _named(name: str, parsers: Kinds[ParserKind[object]]) -> str | None:
     return None if name == "none" else parsers.checked(name)
 
 
-class ChoiceParser:
-    """Converts the deltas of a choice to parser events."""
+class NoReasoning:
+    """Reasoning tokens of a choice without a reasoning parser."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Reasoning tokens so far, tags included."""
+        return 0
+
+    def add(self, token_ids: list[int]) -> None:
+        """Count the tokens of a delta whose text has been parsed."""
+
+
+class ReasoningTokens(NoReasoning):
+    """Counts the tokens that `parser` reads as reasoning."""
 
     def __init__(
-        self,
-        parser: OutputParser,
-        reasoning: ReasoningParser | None,
-        end_tags: Sequence[str],
-        tokenizer: Tokenizer,
-        *,
-        is_named: bool = False,
+        self, parser: ReasoningParser, end_tags: Sequence[str], tokenizer: Tokenizer
     ) -> None:
-        """`is_named`: tool_choice names the function, so finish_reason stays `stop`."""
-        self._is_named = is_named
         self._parser = parser
-        self._reasoning = reasoning
         self._end_tags = end_tags
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         """All tokens; cleared at the end of the reasoning."""
-        self._num_reasoning: int | None = None if reasoning is not None else 0
-        self._has_calls = False
-
-    def parse(self, delta: Delta) -> list[ParserEvent]:
-        """Parser events of `delta`. The last delta also flushes all buffered text."""
-        if self._num_reasoning is None:
-            self._ids += delta.token_ids
-        events = self._parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            events += self._parser.finish(is_cut=delta.finish_reason == "length")
-        self._count()
-        for event in events:
-            if isinstance(event, ToolCallStart):
-                self._has_calls = True
-        return events
-
-    def finish_reason(self, given: str | None) -> str | None:
-        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
-        (unless tool_choice names the function), otherwise `given`, the finish reason of its
-        text."""
-        chose = self._has_calls and not self._is_named
-        return "tool_calls" if given == "stop" and chose else given
+        self._has_ended = False
+        self._num_tokens = 0
+        """Reasoning tokens, once the reasoning has ended."""
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens so far, tags included."""
-        if self._num_reasoning is not None:
-            return self._num_reasoning
-        return (
-            len(self._ids) if self._reasoning is not None and self._reasoning.has_reasoning else 0
-        )
+    def num_tokens(self) -> int:
+        if self._has_ended:
+            return self._num_tokens
+        return len(self._ids) if self._parser.has_reasoning else 0
 
-    def _count(self) -> None:
-        if self._num_reasoning is None and self._reasoning is not None and self._reasoning.is_done:
-            has_reasoning = self._reasoning.has_reasoning
-            self._num_reasoning = self._num_tokens_to_end_tag() if has_reasoning else 0
+    def add(self, token_ids: list[int]) -> None:
+        if self._has_ended:
+            return
+        self._ids += token_ids
+        if self._parser.is_done:
+            if self._parser.has_reasoning:
+                self._num_tokens = self._num_tokens_to_end_tag()
+            self._has_ended = True
             self._ids = []
 
     def _num_tokens_to_end_tag(self) -> int:
@@ -260,8 +259,44 @@ class ChoiceParser:
 
     def _has_end_tag(self, ids: list[int]) -> bool:
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        marker = self._reasoning.call_marker if self._reasoning is not None else ""
+        marker = self._parser.call_marker
         return any(mark in text for mark in ((marker,) if marker else self._end_tags))
+
+
+class ChoiceParser:
+    """Converts the deltas of a choice to parser events."""
+
+    def __init__(
+        self, parser: OutputParser, reasoning: NoReasoning, *, is_named: bool = False
+    ) -> None:
+        """`is_named`: tool_choice names the function, so finish_reason stays `stop`."""
+        self._is_named = is_named
+        self._parser = parser
+        self._reasoning = reasoning
+        self._has_calls = False
+
+    def parse(self, delta: Delta) -> list[ParserEvent]:
+        """Parser events of `delta`. The last delta also flushes all buffered text."""
+        events = self._parser.feed(delta.text)
+        if delta.is_last:
+            events += self._parser.finish(is_cut=delta.finish_reason == "length")
+        self._reasoning.add(delta.token_ids)
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self._has_calls = True
+        return events
+
+    def finish_reason(self, given: str | None) -> str | None:
+        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
+        (unless tool_choice names the function), otherwise `given`, the finish reason of its
+        text."""
+        chose = self._has_calls and not self._is_named
+        return "tool_calls" if given == "stop" and chose else given
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Reasoning tokens so far, tags included."""
+        return self._reasoning.num_tokens
 
 
 class ChoiceParsers:
@@ -270,45 +305,52 @@ class ChoiceParsers:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        call_reader: ToolCallReader | None,
-        reasoning_format: ReasoningFormat | None,
-        *,
-        tools: Tools,
-        is_inside: bool,
-        keeps_whitespace: bool,
-        is_named: bool,
-        finds_stray_calls: bool,
+        calls: CallParsing | None,
+        reasoning: ReasoningParsing | None,
         new_id: Callable[[], str],
-        max_calls: int | None,
     ) -> None:
-        """`is_inside`: the answer starts inside reasoning. `keeps_whitespace`: whitespace of the
-        text after the reasoning is kept. `is_named`: see `ChoiceParser`. `finds_stray_calls`: also
-        parse calls in the reasoning and unmarked calls in the text, because no grammar constrains
-        the calls."""
+        """`new_id` creates the id of a call."""
         self._readers: dict[int, ChoiceParser] = {}
         """Parsers by choice index; bounded by n."""
         self._tokenizer = tokenizer
-        self._formats = [parser for parser in (call_reader, reasoning_format) if parser is not None]
-        self.has_reasoning = reasoning_format is not None
+        self._calls = calls
+        self._reasoning = reasoning
+        self._new_id = new_id
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the answers may have reasoning."""
+        return self._reasoning is not None
+
+    def _make(self) -> ChoiceParser:
+        calls, reasoning = self._calls, self._reasoning
         finder = NO_CALLS
-        if call_reader is not None and finds_stray_calls:
-            finder = CallFinder(call_reader, tools)
-        elif call_reader is not None:
-            call_reader = replace(call_reader, unmarked_starts="")
-
-        def make() -> ChoiceParser:
-            reasoning = None
-            if reasoning_format is not None:
-                reasoning = reasoning_format.parser(
-                    is_inside=is_inside, keeps_whitespace=keeps_whitespace, calls=finder
-                )
-            calls = None if call_reader is None else ToolCallParser(call_reader, tools)
-            parser = OutputParser(reasoning, calls, new_id, max_calls)
-            end_tags = reasoning_format.end_tags if reasoning_format is not None else ()
-            return ChoiceParser(parser, reasoning, end_tags, tokenizer, is_named=is_named)
-
-        self._make = make
+        tool_parser = None
+        if calls is not None:
+            reader = calls.reader
+            if calls.finds_stray_calls:
+                finder = CallFinder(reader, calls.tools)
+            else:
+                reader = replace(reader, unmarked_starts="")
+            tool_parser = ToolCallParser(reader, calls.tools)
+        reasoning_parser = None
+        counter = NoReasoning()
+        if reasoning is not None:
+            reasoning_parser = reasoning.format.parser(
+                is_inside=reasoning.is_inside,
+                keeps_whitespace=reasoning.keeps_whitespace,
+                calls=finder,
+            )
+            end_tags = reasoning.format.end_tags
+            counter = ReasoningTokens(reasoning_parser, end_tags, self._tokenizer)
+        parser = OutputParser(
+            reasoning_parser,
+            tool_parser,
+            self._new_id,
+            None if calls is None else calls.max_calls,
+        )
+        is_named = calls is not None and calls.is_named
+        return ChoiceParser(parser, counter, is_named=is_named)
 
     def parser(self, index: int) -> ChoiceParser:
         """The parser of choice `index`."""
@@ -324,7 +366,11 @@ class ChoiceParsers:
     @cached_property
     def marker_token_ids(self) -> frozenset[int]:
         """Ids of the special tokens that the parsers need to see in the text."""
-        words = [word for output_format in self._formats for word in words_of(output_format)]
+        words: list[str] = []
+        if self._calls is not None:
+            words += words_of(self._calls.reader)
+        if self._reasoning is not None:
+            words += words_of(self._reasoning.format)
         return self._tokenizer.special_ids_in(words)
 
 

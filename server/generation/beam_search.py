@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.token_ids import token_array
 from engine.client.output_queue import Update
-from engine.client.request_limits import NO_LIMITS, RequestLimits
+from engine.client.request_limits import DEFAULT_TERMS, RequestTerms
 from engine.transport.messages import UNSENT, AddRequest, Finish
 from server.generation.logprobs import PositionLogprobs, PromptLogprobs
 from server.generation.outputs import Delta, Prompt, Timing
@@ -123,11 +122,12 @@ class BeamSearchGeneration:
         pipeline: Pipeline,
         prompts: list[Prompt],
         params: SamplingParams,
+        terms: RequestTerms = DEFAULT_TERMS,
         *,
         length_penalty: float = 1.0,
         param: str = "messages",
+        visible_special_ids: frozenset[int] = frozenset(),
         admit: Callable[[], None] = lambda: None,
-        **options: Any,
     ) -> "BeamSearchGeneration":
         """Check the request, call `admit` and send the first step. Takes the arguments and raises
         the exceptions of `Pipeline.start`; `params.n` is the beam width. A search uses only the end
@@ -136,22 +136,19 @@ class BeamSearchGeneration:
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
         admit()
-        return cls(pipeline, prompts, params, output_limits, length_penalty, **options)
+        return cls(
+            pipeline, prompts, params, terms, output_limits, length_penalty, visible_special_ids
+        )
 
     def __init__(
         self,
         pipeline: Pipeline,
         prompts: list[Prompt],
         params: SamplingParams,
+        terms: RequestTerms,
         output_limits: list[int],
         length_penalty: float,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
-        visible_special_ids: frozenset[int] = frozenset(),
-        adapter: str = "",
-        request_limits: RequestLimits = NO_LIMITS,
+        visible_special_ids: frozenset[int],
     ) -> None:
         """`params` and `output_limits`: results of `Pipeline.check_request`."""
         ready = pipeline.ready
@@ -166,12 +163,16 @@ class BeamSearchGeneration:
         self._pipeline = pipeline
         self._prompts = prompts
         self._visible_special_ids = visible_special_ids
-        self._images = [pipeline.image_fields(prompt, cache_salt, adapter) for prompt in prompts]
+        self._images = [pipeline.image_fields(prompt, terms) for prompt in prompts]
         self._prompt_bytes = [np.asarray(p.token_ids, dtype="<u4").tobytes() for p in prompts]
         self._make_request = partial(
-            AddRequest, UNSENT, priority=priority, cache_salt=cache_salt, name=name
+            AddRequest,
+            UNSENT,
+            priority=terms.priority,
+            cache_salt=terms.cache_salt,
+            name=terms.name,
         )
-        self._request_limits = request_limits
+        self._limits = terms.limits
         self._step_params = SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -191,6 +192,11 @@ class BeamSearchGeneration:
     def engine(self) -> int:
         """Engine that ran the first step of the first prompt."""
         return self._first_step.engine
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of beams that are returned, over all prompts."""
+        return len(self._prompts) * self._params.n
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -281,7 +287,7 @@ class BeamSearchGeneration:
                 request = self._make_request(
                     memoryview(tokens), params, is_continuation=bool(beam.tokens), **images
                 )
-                queue = self._pipeline.client.add(request, self._request_limits)
+                queue = self._pipeline.client.add(request, self._limits)
                 step.open(Sequence(index, prompt, params, tokenizer), queue)
                 yield len(prompt.token_ids) + len(beam.tokens)
         except BaseException:

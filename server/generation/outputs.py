@@ -26,6 +26,11 @@ class Delta:
     num_merged: int = field(default=0, compare=False)
     """See Update.num_merged."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last delta of the choice."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -56,7 +61,7 @@ class Output:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += delta.logprobs
-        if delta.finish_reason is not None:
+        if delta.is_last:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
@@ -89,6 +94,11 @@ class RequestStream(Protocol):
     @property
     def engine(self) -> int:
         """Engine of the first sequence."""
+        ...
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of choices, over all prompts."""
         ...
 
     @property

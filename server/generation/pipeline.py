@@ -21,7 +21,7 @@ from config.params.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingP
 from config.server import ServerConfig
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from engine.client.request_limits import NO_LIMITS, RequestLimits
+from engine.client.request_limits import DEFAULT_TERMS, RequestTerms
 from engine.transport.messages import SLEEPING, UNSENT, AddRequest, Finish, Ready, engine_of
 from server.generation.logprobs import ID_BYTES, PromptLogprobs
 from server.generation.outputs import Delta, Output, Prompt, Timing
@@ -76,18 +76,13 @@ class Pipeline:
         self,
         prompts: list[Prompt],
         params: SamplingParams,
+        terms: RequestTerms = DEFAULT_TERMS,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
         param: str = "messages",
-        name: str = "",
         visible_special_ids: frozenset[int] = frozenset(),
-        adapter: str = "",
-        request_limits: RequestLimits = NO_LIMITS,
     ) -> "Generation":
         """Check the request and send its `len(prompts) * params.n` sequences. `param`: field of the
-        prompt, for errors; `name`: request id for logs; `adapter`: a LoRAInfo.content;
-        `visible_special_ids`: special tokens that always appear in the text.
+        prompt, for errors; `visible_special_ids`: special tokens that always appear in the text.
 
         Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception, nothing of
         the request is left in the engine.
@@ -100,7 +95,7 @@ class Pipeline:
                 await pauses.pause()
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
-                images = self.image_fields(prompt, cache_salt, adapter)
+                images = self.image_fields(prompt, terms)
                 await pauses.after(len(prompt.token_ids))
                 for choice in range(params.n):
                     await pauses.after(TOKENS_PER_SEQUENCE)
@@ -111,12 +106,12 @@ class Pipeline:
                             UNSENT,
                             tokens,
                             sampling,
-                            priority=priority,
-                            cache_salt=cache_salt,
-                            name=name,
+                            priority=terms.priority,
+                            cache_salt=terms.cache_salt,
+                            name=terms.name,
                             **images,
                         )
-                        queue = self.client.add(request, request_limits)
+                        queue = self.client.add(request, terms.limits)
                     index = prompt_index * params.n + choice
                     sequence = Sequence(index, prompt, params, self.tokenizer, visible_special_ids)
                     generation.open(sequence, queue)
@@ -125,18 +120,18 @@ class Pipeline:
             raise
         return generation
 
-    def image_fields(self, prompt: Prompt, cache_salt: str, adapter: str) -> dict[str, Any]:
-        """Fields of AddRequest for the prompt's images and LoRA adapter: `adapter`, or for a prompt
-        with images and an empty `adapter`, the adapter of --default-mm-loras."""
+    def image_fields(self, prompt: Prompt, terms: RequestTerms) -> dict[str, Any]:
+        """Fields of AddRequest for the prompt's images and LoRA adapter: the adapter of `terms`, or
+        for a prompt with images and without an adapter, the adapter of --default-mm-loras."""
         if prompt.images is None:
-            return {"adapter": adapter}
+            return {"adapter": terms.adapter}
         infos = self.client.adapters.values()
         default = next((info.content for info in infos if info.kind == IMAGE), "")
-        images = prompt.images.salted(cache_salt)
+        images = prompt.images.salted(terms.cache_salt)
         return {
             "images": list(images.placements),
             "encoded_images": list(images.encoded),
-            "adapter": adapter or default,
+            "adapter": terms.adapter or default,
         }
 
     @property
@@ -145,7 +140,7 @@ class Pipeline:
         ready."""
         ready = self.client.ready
         if ready is None:
-            if self.client.failure is not None:
+            if self.client.has_failed:
                 raise EngineDied(self.client.failure)
             raise Overloaded("the engine is still starting", type="server_error")
         return ready
@@ -308,6 +303,11 @@ class Generation:
             if not self._queues:
                 self.engine = engine_of(queue.key)
             self._queues[sequence.index] = queue
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of choices, over all prompts."""
+        return len(self._sequences)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,9 +5,60 @@ from engine.client.output_queue import Update
 from engine.transport.messages import Finish
 from server.generation.logprobs import PromptLogprobs, read_logprobs
 from server.generation.outputs import Delta, Prompt, Timing
-from server.text.detokenizer import make_detokenizer
+from server.text.detokenizer import Detokenizer, make_detokenizer
 from server.text.stop_strings import StopMatcher, Stopped
 from server.text.tokenizer import Tokenizer
+
+
+class NoText:
+    """Reader of tokens whose text is not requested."""
+
+    def read(self, tokens: list[int], num_before: int) -> tuple[str, int, str | None]:
+        """Returns (final text, number of tokens up to the stop string, matched stop string).
+        `num_before`: number of earlier output tokens."""
+        return "", len(tokens), None
+
+    def flush(self) -> tuple[str, str | None]:
+        """Returns (buffered text at the end of the output, stop string in this text or None)."""
+        return "", None
+
+
+class PlainText(NoText):
+    """Reader of text without stop strings."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def read(self, tokens: list[int], num_before: int) -> tuple[str, int, str | None]:
+        return self._detokenizer.push(tokens), len(tokens), None
+
+    def flush(self) -> tuple[str, str | None]:
+        return self._detokenizer.flush(), None
+
+
+class StoppedText(NoText):
+    """Reader of text that ends at a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, params: SamplingParams) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+
+    def read(self, tokens: list[int], num_before: int) -> tuple[str, int, str | None]:
+        text = ""
+        for num_read, token in enumerate(tokens, start=1):
+            armed = num_before + num_read >= self._min_tokens
+            result = self._matcher.push(self._detokenizer.push([token]), armed=armed)
+            if isinstance(result, Stopped):
+                return text + result.text, num_read, result.stop
+            text += result
+        return text, len(tokens), None
+
+    def flush(self) -> tuple[str, str | None]:
+        result = self._matcher.push(self._detokenizer.flush())
+        if isinstance(result, Stopped):
+            return result.text, result.stop
+        return result + self._matcher.flush(), None
 
 
 class Sequence:
@@ -36,18 +87,16 @@ class Sequence:
         log-probabilities are requested."""
         self._params = params
         self._tokenizer = tokenizer
-        self._detokenizer = None
+        self._text = NoText()
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = make_detokenizer(
+            detokenizer = make_detokenizer(
                 tokenizer,
                 prompt.token_ids,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
                 visible_special_ids,
             )
-        self._matcher = None
-        if params.stop:
-            self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+            self._text = StoppedText(detokenizer, params) if params.stop else PlainText(detokenizer)
 
     def take(self, update: Update, elapsed_s: float) -> Delta | None:
         """Convert an update to a delta; None if the update has neither tokens nor a Finish.
@@ -87,11 +136,12 @@ class Sequence:
         is_stopped = finish is not None and finish.reason == "stop"
         # The end token counts and is in token_ids, but is not part of the text.
         hides_last = is_stopped and not self._params.include_stop_str_in_output
-        text, num_used, stop = self._detokenize(tokens[:-1] if hides_last else tokens)
+        shown = tokens[:-1] if hides_last else tokens
+        text, num_used, stop = self._text.read(shown, self.num_output_tokens)
         if stop is None:
             num_used = len(tokens)
             if finish is not None:
-                tail, stop = self._flush()
+                tail, stop = self._text.flush()
                 text += tail
         delta = Delta(self.index, text, tokens[:num_used], num_merged=update.num_merged)
         self.num_output_tokens += num_used
@@ -104,30 +154,3 @@ class Sequence:
         elif finish is not None:
             delta.finish_reason, delta.stop_reason = finish.reason, finish.stop_token
         return delta
-
-    def _detokenize(self, tokens: list[int]) -> tuple[str, int, str | None]:
-        """Returns (final text, number of tokens up to the stop string, matched stop string)."""
-        if self._detokenizer is None:
-            return "", len(tokens), None
-        if self._matcher is None:
-            return self._detokenizer.push(tokens), len(tokens), None
-        text = ""
-        for num_read, token in enumerate(tokens, start=1):
-            armed = self.num_output_tokens + num_read >= self._params.min_tokens
-            result = self._matcher.push(self._detokenizer.push([token]), armed=armed)
-            if isinstance(result, Stopped):
-                return text + result.text, num_read, result.stop
-            text += result
-        return text, len(tokens), None
-
-    def _flush(self) -> tuple[str, str | None]:
-        """Returns (buffered text at the end of the output, stop string in this text or None)."""
-        if self._detokenizer is None:
-            return "", None
-        text = self._detokenizer.flush()
-        if self._matcher is None:
-            return text, None
-        result = self._matcher.push(text)
-        if isinstance(result, Stopped):
-            return result.text, result.stop
-        return result + self._matcher.flush(), None

@@ -123,7 +123,7 @@ class _EngineMetrics:
 
     def collect(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
-        if engine.failure is not None or engine.lost is not None:
+        if not engine.is_alive:
             stats = msgspec.structs.replace(
                 stats,
                 running=0,
@@ -134,7 +134,7 @@ class _EngineMetrics:
                 oldest_waiting_s=0.0,
                 blocks_used=0,
             )
-        is_up = engine.ready is not None and engine.failure is None and engine.lost is None
+        is_up = engine.is_alive and engine.ready is not None
         yield self._gauge(
             "gaudiserve:engine_up",
             "1 while the engine accepts requests, else 0.",

@@ -14,6 +14,7 @@ import ssl
 import stat
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -115,6 +116,36 @@ class SystemResolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def is_public_address(text: str) -> bool:
+    """Whether a resolved address belongs to the public internet."""
+    try:
+        address: Address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    inner = _embedded(address)
+    if inner is not None and not is_public_address(str(inner)):
+        return False
+    return (
+        address.is_global
+        and not address.is_multicast
+        and not address.is_reserved
+        and not (address.version == 6 and getattr(address, "is_site_local", False))
+        and address != _AZURE_WIRE_SERVER
+        and not any(address in network for network in _SPECIAL)
+    ) or (inner is not None and address in _NAT64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """How other hosts are reached."""
+
+    resolve: Resolve = field(default_factory=SystemResolver)
+    """Returns the addresses of (host, port). Raises OSError."""
+    is_public: Callable[[str], bool] = is_public_address
+    """Whether the server may connect to an address."""
+    tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+
+
 class MediaFetcher:
     """Reads images and videos by URL."""
 
@@ -126,22 +157,18 @@ class MediaFetcher:
         timeout_s: float = 5.0,
         max_bytes: int = MAX_IMAGE_BYTES,
         video_timeout_s: float = 30.0,
-        max_video_bytes: int = MAX_VIDEO_BYTES,
-        resolve: "Resolve | None" = None,
-        is_public: "Callable[[str], bool] | None" = None,
-        tls: ssl.SSLContext | None = None,
+        network: Network | None = None,
     ) -> None:
         """`allowed_domains`: hosts for https: URLs; "*": all hosts; empty: https: is not allowed.
-        `allowed_local_path`: folder for file: URLs; empty: file: is not allowed. `resolve`,
-        `is_public` and `tls` replace the network in tests."""
+        `allowed_local_path`: folder for file: URLs; empty: file: is not allowed. `network`: None:
+        the default."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
         self._kinds = {
             IMAGE: _Kind("image", IMAGE_TYPES, max_bytes, timeout_s),
-            VIDEO: _Kind("video", VIDEO_TYPES, max_video_bytes, video_timeout_s),
+            VIDEO: _Kind("video", VIDEO_TYPES, MAX_VIDEO_BYTES, video_timeout_s),
         }
-        self._resolve = resolve or SystemResolver()
-        self._is_public = is_public or is_public_address
+        self._network = network or Network()
         self._slots = FairSlots(
             "fetches",
             total=MAX_FETCHES,
@@ -154,7 +181,6 @@ class MediaFetcher:
             per_client=MAX_LOOKUPS_PER_CLIENT,
             max_waiting=MAX_WAITING_FETCHES,
         )
-        self._tls = tls or ssl.create_default_context()
 
     async def fetch(
         self,
@@ -210,8 +236,8 @@ class MediaFetcher:
         traffic = _Traffic(MAX_HEADER_BYTES * (MAX_REDIRECTS + 1) + 2 * kind.max_bytes)
         resolve = partial(self._look_up, client)
         async with httpcore.AsyncConnectionPool(
-            ssl_context=self._tls,
-            network_backend=_CheckedBackend(resolve, self._is_public, traffic),
+            ssl_context=self._network.tls,
+            network_backend=_CheckedBackend(resolve, self._network.is_public, traffic),
             max_connections=1,
             retries=0,
         ) as pool:
@@ -230,7 +256,7 @@ class MediaFetcher:
         async def hold_and_resolve() -> list[str]:
             async with self._lookups.hold(client):
                 has_begun.set()
-                return await self._resolve(host, port)
+                return await self._network.resolve(host, port)
 
         resolving = asyncio.ensure_future(hold_and_resolve())
         try:
@@ -435,25 +461,6 @@ class _CheckedBackend(httpcore.AsyncNetworkBackend):
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-
-def is_public_address(text: str) -> bool:
-    """Whether a resolved address belongs to the public internet."""
-    try:
-        address: Address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    inner = _embedded(address)
-    if inner is not None and not is_public_address(str(inner)):
-        return False
-    return (
-        address.is_global
-        and not address.is_multicast
-        and not address.is_reserved
-        and not (address.version == 6 and getattr(address, "is_site_local", False))
-        and address != _AZURE_WIRE_SERVER
-        and not any(address in network for network in _SPECIAL)
-    ) or (inner is not None and address in _NAT64)
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:

@@ -3,12 +3,12 @@ results are cached by content."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -67,19 +67,6 @@ class ProcessedImage:
     def num_bytes(self) -> int:
         """Total size of the tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors)
-
-
-class Observer(Protocol):
-    """Counts images and videos, for metrics."""
-
-    def image_looked_up(self, is_hit: bool) -> None:
-        """An image of a request was looked up in the cache."""
-        ...
-
-    def image_processed(self, seconds: float) -> None:
-        """Processing of an image that was not in the cache ended, even if it failed or was
-        cancelled. `seconds` includes waiting."""
-        ...
 
 
 def image_processes(
@@ -142,7 +129,11 @@ class ImagePreprocessor:
         """Running jobs, by client and digest."""
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
-        self.observer: Observer | None = None
+        self.on_lookup: Callable[[bool], None] = lambda is_hit: None
+        """Called when an image of a request was looked up in the cache."""
+        self.on_processed: Callable[[float], None] = lambda seconds: None
+        """Called with the time, queue included, when an image that was not in the cache was
+        processed."""
 
     @property
     def marks(self) -> Mapping[bytes, str]:
@@ -192,8 +183,7 @@ class ImagePreprocessor:
         else:
             digest = await asyncio.to_thread(lambda: sha256(data).digest())
         found, job = self.cached(digest), self._jobs.get((client, digest))
-        if self.observer is not None:
-            self.observer.image_looked_up(found is not None or job is not None)
+        self.on_lookup(found is not None or job is not None)
         if found is not None:
             return found
         if job is None:
@@ -228,8 +218,7 @@ class ImagePreprocessor:
             noun = "video" if data[:1] == VIDEO else "image"
             raise _Refused(f"the {noun} cannot be processed: {error}") from None
         finally:
-            if self.observer is not None:
-                self.observer.image_processed(loop.time() - began_s)
+            self.on_processed(loop.time() - began_s)
         answer = msgspec.msgpack.decode(raw, type=Answer)
         if answer.error:
             raise _Refused(answer.error)
@@ -286,8 +275,7 @@ class ImagePreprocessor:
         """The image that `owner` sent with `uuid`, if it is still cached."""
         digest = self._uuids.get((owner, kind, uuid))
         found = None if digest is None else self.cached(digest)
-        if self.observer is not None:
-            self.observer.image_looked_up(found is not None)
+        self.on_lookup(found is not None)
         return found
 
 

@@ -13,6 +13,7 @@ from config.log import LogConfig
 from engine.client.base import EngineClient
 from engine.client.inproc import InprocClient
 from engine.client.launcher import (
+    EngineOrders,
     EngineProcesses,
     SocketDirectory,
     front_end_endpoints,
@@ -95,12 +96,8 @@ class ProcessesClient(RouterClient):
                 loop.call_soon_threadsafe(self.engines[engine].fail, reason)
 
         self._processes = EngineProcesses(
-            self._config,
-            self._directory.path,
-            1,
-            token=self._token,
+            EngineOrders(self._config, self._directory.path, 1, self._token, log=self._log),
             on_exit=on_exit,
-            log=self._log,
             command=self._command,
         )
 

@@ -24,6 +24,8 @@ from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.progress import CountBar
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.base import EngineClient
+from engine.client.request_limits import RequestTerms
+from engine.transport.messages import Ready
 from server.generation.beam_search import BeamSearchGeneration
 from server.generation.outputs import Prompt
 from server.generation.pipeline import Pipeline
@@ -150,11 +152,11 @@ class LLM:
             self._images,
         )
         try:
-            self._background.run(_start(self._client))
+            self._ready = self._background.run(_start(self._client))
         except BaseException:
             self.close()
             raise
-        processor = make_input_processor(self._client.ready, self._tokenizer)
+        processor = make_input_processor(self._ready, self._tokenizer)
         self._pooling: OfflinePooling | None = None
         if processor is not None:
             self._pooling = OfflinePooling(self._client, processor, max_concurrent=self._lookahead)
@@ -372,8 +374,7 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights in memory."""
-        ready = self._client.ready
-        return 0 if ready is None else ready.weight_bytes
+        return self._ready.weight_bytes
 
     def close(self) -> None:
         """Stop the engine and all threads. May be called more than once."""
@@ -435,10 +436,8 @@ class LLM:
             assert text is not None
             tokenizer = self.get_tokenizer()
             ids, text = await tokenizer.encode(text, special), tokenizer.unmarked(text)
-        ready = self._client.ready
-        if ready is not None:
-            keep = params.truncate_prompt_tokens
-            ids = truncate_prompt(ids, keep, ready.max_model_len, params.max_tokens)
+        keep = params.truncate_prompt_tokens
+        ids = truncate_prompt(ids, keep, self._ready.max_model_len, params.max_tokens)
         return Prompt(ids, text)
 
     async def _prompt_with_images(
@@ -475,9 +474,8 @@ class LLM:
             make_prompt, params, salt = jobs[index]
             async with self._start_order:
                 prompt = await make_prompt()
-                generation = await self._pipeline.start(
-                    [prompt], params, cache_salt=salt, param="prompt", adapter=adapters[index]
-                )
+                terms = RequestTerms(cache_salt=salt, adapter=adapters[index])
+                generation = await self._pipeline.start([prompt], params, terms, param="prompt")
             outputs = await generation.collect()
             (prompt_logprobs,) = generation.prompt_logprobs
             num_tokens += generation.num_output_tokens
@@ -513,10 +511,9 @@ class LLM:
                 self._pipeline,
                 [prompt],
                 sampling,
+                RequestTerms(cache_salt=salt, adapter=adapters[index]),
                 length_penalty=params.length_penalty,
-                cache_salt=salt,
                 param="prompt",
-                adapter=adapters[index],
             )
             async for _ in search:
                 pass
@@ -551,9 +548,9 @@ async def _run_all(
     return [results[index] for index in range(count)]
 
 
-async def _start(client: EngineClient) -> None:
+async def _start(client: EngineClient) -> Ready:
     await client.start()
-    await client.wait_ready()
+    return await client.wait_ready()
 
 
 def _shut_down(
@@ -575,10 +572,9 @@ def _shut_down(
     finally:
         background.close()
         template.close()
-        if tokenizer is not None:
-            tokenizer.close()
-        if images is not None:
-            images.close()
+        for part in (tokenizer, images):
+            if part is not None:
+                part.close()
 
 
 async def _close(client: EngineClient) -> None:

@@ -10,6 +10,7 @@ from config.errors import UserError
 from config.params.pooling import TOKEN_EMBED, PoolingParams
 from config.progress import CountBar
 from engine.client.base import EngineClient
+from engine.client.request_limits import RequestTerms
 from server.offline.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -106,9 +107,8 @@ class OfflinePooling:
         return PoolingStream(
             self._client,
             inputs,
-            cache_salt=salt,
+            RequestTerms(cache_salt=salt, adapter=adapter),
             max_concurrent=self._max_concurrent,
-            adapter=adapter,
         )
 
     async def _inputs(
@@ -178,7 +178,7 @@ def classification_outputs(
 
 
 async def _collect(pooling: PoolingStream, use_tqdm: bool) -> list[Vectors]:
-    with CountBar(total=pooling.num_inputs, desc="Inputs", disable=not use_tqdm) as bar:
+    with CountBar(total=pooling.num_sequences, desc="Inputs", disable=not use_tqdm) as bar:
         async for done in pooling:
             bar.update(len(done))
     return pooling.vectors

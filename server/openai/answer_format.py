@@ -6,6 +6,7 @@ from config.errors import UserError
 from config.params.sampling import SamplingParams
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
 from server.generation.answer_parser import (
+    CallParsing,
     ChoiceParsers,
     ParserConfig,
     forced_call_reader,
@@ -69,13 +70,12 @@ def _free_text(
 ) -> AnswerFormat:
     """Format of free text with optional calls. Calls to strict functions follow their schemas."""
     is_strict = any(tool["function"].get("strict") for tool in body.visible_tools or ())
+    call_format = None if body.visible_tools is None else parser_config.tool_call_format
+    is_inside = parser_config.starts_inside(prompt, body.continued_text)
     parsers = parser_config.make_parsers(
         tokenizer,
-        None if body.visible_tools is None else parser_config.tool_call_format,
-        tool_schemas(body.visible_tools or ()),
-        is_inside=parser_config.starts_inside(prompt, body.continued_text),
-        finds_stray_calls=not is_strict,
-        max_calls=body.max_calls,
+        _call_parsing(body, call_format, finds_stray_calls=not is_strict),
+        parser_config.reasoning_parsing(is_inside=is_inside),
     )
     budget = body.thinking_token_budget
     param, grammar = "thinking_token_budget", GrammarSpec(FREE)
@@ -123,18 +123,31 @@ def _constrained(
     reasoning = parser_config.reasoning_spec(
         prompt, body.continued_text, is_wanted=wants_reasoning, skips_blanks=skips_blanks
     )
-    parsers = parser_config.make_parsers(
-        tokenizer,
-        call_reader,
-        tool_schemas(body.visible_tools or ()),
-        has_reasoning=reasoning is not None,
-        is_inside=reasoning is not None and reasoning.is_inside,
-        keeps_whitespace=reasoning is not None and not reasoning.skips_blanks,
-        is_named=body.forced_name is not None,
-        max_calls=body.max_calls,
+    calls = _call_parsing(body, call_reader)
+    if reasoning is None:
+        parsers = parser_config.make_parsers(tokenizer, calls, None)
+        return AnswerFormat(param, _after_reasoning(None, grammar), parsers)
+    parsing = parser_config.reasoning_parsing(
+        is_inside=reasoning.is_inside, keeps_whitespace=not reasoning.skips_blanks
     )
-    budget = None if reasoning is None else body.thinking_token_budget
+    parsers = parser_config.make_parsers(tokenizer, calls, parsing)
+    budget = body.thinking_token_budget
     return AnswerFormat(param, _after_reasoning(reasoning, grammar), parsers, budget)
+
+
+def _call_parsing(
+    body: ChatBody, reader: ToolCallReader | None, *, finds_stray_calls: bool = False
+) -> CallParsing | None:
+    """Parsing of the calls that `reader` reads; None without a reader."""
+    if reader is None:
+        return None
+    return CallParsing(
+        reader=reader,
+        tools=tool_schemas(body.visible_tools or ()),
+        max_calls=body.max_calls,
+        is_named=body.forced_name is not None,
+        finds_stray_calls=finds_stray_calls,
+    )
 
 
 def grammar_after_prompt(

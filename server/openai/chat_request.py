@@ -9,17 +9,16 @@ from functools import partial
 from starlette.requests import Request
 
 from config.errors import PromptTooLong, UserError
-from config.params.sampling import SamplingParams
 from server.generation.outputs import Prompt
 from server.http.access_log import log_prompt, record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.json_encoder import weighs_more
 from server.multimodal.parts import place_images, take_media, with_image_texts
 from server.multimodal.processor import ProcessedImage
-from server.openai.answer_format import AnswerFormat, answer_format
+from server.openai.answer_format import answer_format
 from server.openai.schema.chat import ChatBody, ChatPromptBody
 from server.openai.schema.structured import place_of
-from server.serving.job import ServingRequest, check_grammar, start_job
+from server.serving.job import PreparedRequest, ServingRequest, check_grammar, start_job
 from server.serving.prompts import encode_for_counting, encode_prompt
 from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
@@ -107,11 +106,8 @@ async def render_watched(state: AppState, request: Request, body: ChatPromptBody
 class PreparedChat:
     """A chat that is ready for the engine."""
 
-    model: str
-    prompt: Prompt
+    request: PreparedRequest
     images: list[ProcessedImage]
-    params: SamplingParams
-    answers: AnswerFormat
 
 
 async def start_chat(
@@ -121,17 +117,7 @@ async def start_chat(
     engine."""
     with limit_named(body):
         chat = await prepare_chat(state, request, body)
-        return await start_job(
-            state,
-            request,
-            body,
-            id_prefix=id_prefix,
-            model=chat.model,
-            params=chat.params,
-            prompts=[chat.prompt],
-            param="messages",
-            parsers=chat.answers.parsers,
-        )
+        return await start_job(state, request, body, chat.request, id_prefix=id_prefix)
 
 
 @contextlib.contextmanager
@@ -186,7 +172,14 @@ async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> Pre
     if answers.grammar is not None:
         place = place_of(answers.param, body.response_format)
         await check_grammar(state, request, answers.param, answers.grammar, place=place)
-    return PreparedChat(model, prompt, rendered.images, answers.sampling(params), answers)
+    prepared = PreparedRequest(
+        model=model,
+        params=answers.sampling(params),
+        prompts=[prompt],
+        prompt_field="messages",
+        parsers=answers.parsers,
+    )
+    return PreparedChat(prepared, rendered.images)
 
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:

@@ -55,11 +55,11 @@ class ChatChunks(_Chunks):
         begin = b"" if delta.index in self._started else self._begin(delta.index)
         if self._job.parsers is not None:
             return begin + self._parsed(delta)
-        if self._is_plain and delta.finish_reason is None:
+        if self._is_plain and not delta.is_last:
             return begin + self._text_chunk(delta.index, delta.text) if delta.text else begin
         if delta.text:
             return begin + self._choice_chunk(delta, {"content": delta.text})
-        if delta.finish_reason is not None:
+        if delta.is_last:
             return begin + self._choice_chunk(delta, {})
         has_tokens = delta.logprobs or self._has_ids
         return begin + self._choice_chunk(delta, {"content": ""}) if has_tokens else begin
@@ -67,15 +67,15 @@ class ChatChunks(_Chunks):
     def _parsed(self, delta: Delta) -> bytes:
         """Chunks for the parser events of `delta`, and a chunk for the end of the choice."""
         payloads = chat_deltas(self._job.events(delta), shows_reasoning=self._shows_reasoning)
-        finish_reason = None if delta.finish_reason is None else self._job.finish_reason(delta)
-        if finish_reason is not None:
+        finish_reason = self._job.finish_reason(delta) if delta.is_last else None
+        if delta.is_last:
             payloads.append({})
         elif not payloads and (delta.logprobs or self._has_ids):
             payloads.append({"content": ""})
         frames = []
         # Only the first chunk has the tokens, and only the last chunk has the finish reason.
         rest = delta
-        if finish_reason is not None:
+        if delta.is_last:
             rest = Delta(delta.index, token_ids=delta.token_ids, logprobs=delta.logprobs)
         for payload in payloads:
             if self._is_plain and "content" in payload:
@@ -125,7 +125,7 @@ class ChatChunks(_Chunks):
             else None,
             "finish_reason": delta.finish_reason,
         }
-        if delta.finish_reason is not None:
+        if delta.is_last:
             choice["stop_reason"] = delta.stop_reason
         if self._has_ids:
             choice["token_ids"] = delta.token_ids
@@ -168,7 +168,7 @@ class CompletionChunks(_Chunks):
         is_first = delta.index not in self._started
         self._started.add(delta.index)
         is_echo = is_first and self._prompt_texts
-        if not self._is_plain or delta.finish_reason is not None or is_echo:
+        if not self._is_plain or delta.is_last or is_echo:
             return self._encoded(delta, is_first)
         if not delta.text:
             return b""
@@ -198,7 +198,7 @@ class CompletionChunks(_Chunks):
             "logprobs": joined_logprobs(parts) if parts else None,
             "finish_reason": delta.finish_reason,
         }
-        if delta.finish_reason is not None:
+        if delta.is_last:
             choice["stop_reason"] = delta.stop_reason
         if self._has_ids:
             choice["token_ids"] = delta.token_ids

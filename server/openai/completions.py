@@ -1,7 +1,6 @@
 """POST /v1/completions: completions of texts or token ids, whole or streamed."""
 
 import asyncio
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from server.serving.choices import (
     most_likely,
 )
 from server.serving.job import (
+    PreparedRequest,
     ServingRequest,
     check_admission,
     check_grammar,
@@ -72,31 +72,13 @@ def completion_routes(state: AppState) -> APIRouter:
 async def _start(state: AppState, request: Request) -> ServingRequest:
     state.generation_pipeline()
     body = await parse(CompletionBody, await state.bodies.read_object(request))
-    completion = await prepare_completion(state, request, body)
-    return await start_job(
-        state,
-        request,
-        body,
-        id_prefix="cmpl-",
-        model=completion.model,
-        params=completion.params,
-        prompts=completion.prompts,
-        param="prompt",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCompletion:
-    """Prompts that are ready for the engine."""
-
-    model: str
-    prompts: list[Prompt]
-    params: SamplingParams
+    prepared = await prepare_completion(state, request, body)
+    return await start_job(state, request, body, prepared, id_prefix="cmpl-")
 
 
 async def prepare_completion(
     state: AppState, request: Request, body: CompletionBody
-) -> PreparedCompletion:
+) -> PreparedRequest:
     """Check and encode `body`. Raises UserError and Overloaded."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
@@ -109,7 +91,7 @@ async def prepare_completion(
     if constraint is not None:
         place = place_of(constraint[0], body.response_format)
         await check_grammar(state, request, *constraint, place=place)
-    return PreparedCompletion(model, prompts, params)
+    return PreparedRequest(model=model, params=params, prompts=prompts, prompt_field="prompt")
 
 
 async def _params(state: AppState, body: CompletionBody) -> SamplingParams:

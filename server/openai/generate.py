@@ -23,6 +23,7 @@ from server.openai.answer_format import grammar_after_prompt
 from server.openai.schema.generate import SAMPLING_FIELDS, GenerateBody, TokenBody
 from server.serving.choices import ChoiceOutput, chat_logprobs
 from server.serving.job import (
+    PreparedRequest,
     ServingRequest,
     check_grammar,
     collect_choices,
@@ -74,16 +75,13 @@ async def _start(state: AppState, request: Request, sent: GenerateBody) -> Servi
     params = await _params(state, request, body, sent.token_ids)
     if state.config.enable_log_requests:
         log_prompt(record_of(request.scope), sent.token_ids)
-    return await start_job(
-        state,
-        request,
-        body,
-        id_prefix="generate-tokens-",
+    prepared = PreparedRequest(
         model=model,
         params=params,
         prompts=[Prompt(sent.token_ids)],
-        param="token_ids",
+        prompt_field="token_ids",
     )
+    return await start_job(state, request, body, prepared, id_prefix="generate-tokens-")
 
 
 async def _params(

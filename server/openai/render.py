@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from config.errors import UserError
-from config.params.sampling import SamplingParams
 from config.params.structured_output import fields_of
 from server.generation.outputs import Prompt
 from server.http.body import Fields, long_json_response, parse
@@ -23,7 +22,7 @@ from server.openai.schema.chat import ChatBody
 from server.openai.schema.completions import CompletionBody
 from server.openai.schema.generate import SAMPLING_FIELDS
 from server.openai.schema.generation import GenerationBody
-from server.serving.job import check_queued_tokens, request_id_of
+from server.serving.job import PreparedRequest, check_queued_tokens, request_id_of
 from server.serving.state import AppState
 
 MAX_REPEATED_BYTES = 8 * 2**20
@@ -46,10 +45,9 @@ def render_routes(state: AppState) -> APIRouter:
         _refuse(body, "use_beam_search", is_set=bool(body.use_beam_search))
         with limit_named(body):
             chat = await prepare_chat(state, request, body)
-            (rendered,) = await _rendered(
-                state, body, chat.model, chat.params, [chat.prompt], "chatcmpl-", "messages"
-            )
-        rendered["features"] = _features(chat.prompt, chat.images)
+            (rendered,) = await _rendered(state, body, chat.request, "chatcmpl-")
+        (prompt,) = chat.request.prompts
+        rendered["features"] = _features(prompt, chat.images)
         return await long_json_response(rendered)
 
     @router.post(
@@ -63,11 +61,7 @@ def render_routes(state: AppState) -> APIRouter:
         _refuse(body, "use_beam_search", is_set=bool(body.use_beam_search))
         _refuse(body, "best_of", is_set=body.num_drawn > (body.n or 1))
         texts = await prepare_completion(state, request, body)
-        return await long_json_response(
-            await _rendered(
-                state, body, texts.model, texts.params, texts.prompts, "cmpl-", "prompt"
-            )
-        )
+        return await long_json_response(await _rendered(state, body, texts, "cmpl-"))
 
     return router
 
@@ -83,14 +77,12 @@ def _refuse(body: GenerationBody, name: str, *, is_set: bool) -> None:
 async def _rendered(
     state: AppState,
     body: GenerationBody,
-    model: str,
-    params: SamplingParams,
-    prompts: list[Prompt],
+    prepared: PreparedRequest,
     id_prefix: str,
-    param: str,
 ) -> list[Fields]:
     """The body of /inference/v1/generate for each prompt. Raises UserError for a request that could
     not run."""
+    params, prompts, param = prepared.params, prepared.prompts, prepared.prompt_field
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     check_queued_tokens(state, num_tokens * params.n, param)
     _, limits = await state.generation_pipeline().check_request(prompts, params, param)
@@ -110,7 +102,7 @@ async def _rendered(
             "features": None,
             "content_parts": None,
             "sampling_params": {**sampling, "max_tokens": limit},
-            "model": model,
+            "model": prepared.model,
             "stream": bool(body.stream),
             "stream_options": options and options.model_dump(),
             "cache_salt": body.cache_salt,

@@ -15,7 +15,7 @@ from config.errors import Overloaded, RequestFailed
 from config.params.pooling import PoolingParams
 from engine.client.base import EngineClient
 from engine.client.output_queue import RequestOutputQueue, Update
-from engine.client.request_limits import NO_LIMITS, RequestLimits
+from engine.client.request_limits import DEFAULT_TERMS, RequestTerms
 from engine.transport.messages import NO_SAMPLING, UNSENT, AddRequest, engine_of
 from server.generation.outputs import Delta, Timing
 from server.generation.pipeline import check_finish
@@ -59,20 +59,15 @@ class PoolingStream:
         self,
         client: EngineClient,
         inputs: list[PoolingInput],
+        terms: RequestTerms = DEFAULT_TERMS,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        name: str = "",
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
-        adapter: str = "",
-        request_limits: RequestLimits = NO_LIMITS,
     ) -> None:
         """Send the first inputs. Raises Overloaded or EngineDied after aborting all inputs."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs
-        self._priority, self._cache_salt, self._name = priority, cache_salt, name
-        self._adapter, self._request_limits = adapter, request_limits
+        self._terms = terms
         self._max_concurrent = max_concurrent
         self._group = 0
         """Key of the first input; 0: nothing was sent."""
@@ -103,7 +98,7 @@ class PoolingStream:
         return sum(len(item.token_ids) for item in self._inputs)
 
     @property
-    def num_inputs(self) -> int:
+    def num_sequences(self) -> int:
         """Number of texts or pairs of texts."""
         return len(self._inputs)
 
@@ -152,21 +147,22 @@ class PoolingStream:
         """Send inputs up to `max_concurrent`. If the engine's queue is full, the rest is sent after
         earlier inputs of this request finish; raises Overloaded only if no input of this request is
         in the engine."""
+        terms = self._terms
         while self._unsent and len(self._queues) < self._max_concurrent:
             index, item = self._unsent[0]
             request = AddRequest(
                 UNSENT,
                 memoryview(np.asarray(item.token_ids, dtype="<u4").tobytes()),
                 NO_SAMPLING,
-                priority=self._priority,
-                cache_salt=self._cache_salt,
-                name=self._name,
+                priority=terms.priority,
+                cache_salt=terms.cache_salt,
+                name=terms.name,
                 pooling=item.params,
-                adapter=self._adapter,
+                adapter=terms.adapter,
                 group=self._group,
             )
             try:
-                queue = self._client.add(request, self._request_limits)
+                queue = self._client.add(request, terms.limits)
             except Overloaded:
                 if not self._queues:
                     raise

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from config.errors import UserError
 from config.params.pooling import CLASSIFY, EMBED, SCORE, TOKEN_EMBED, PoolingParams
+from engine.client.request_limits import RequestTerms
 from server.http.access_log import log_prompt, record_of
 from server.http.body import built_response, json_response, parse
 from server.http.disconnect import CancelOnDisconnect
@@ -341,8 +342,8 @@ async def _run(
     disconnects."""
     model = state.model(body.model)
 
-    async def start(**options: Any) -> PoolingStream:
-        return PoolingStream(state.client, inputs, **options)
+    async def start(terms: RequestTerms) -> PoolingStream:
+        return PoolingStream(state.client, inputs, terms)
 
     tracker = await start_tracked(
         state,
@@ -352,7 +353,6 @@ async def _run(
         model=model,
         num_prompt_tokens=sum(len(item.token_ids) for item in inputs),
         num_first_tokens=len(inputs[0].token_ids),
-        num_sequences=len(inputs),
     )
     job = PoolingJob(state=state, id=request_id_of(body, id_prefix), model=model, tracker=tracker)
     await run_to_end(job, request, _exhaust(job))

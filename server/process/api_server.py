@@ -254,6 +254,7 @@ class ApiServer:
             max_requests=config.max_queued_requests,
             max_prompt_tokens=config.max_queued_prompt_tokens,
             fair_share=scheduler.fair_share,
+            max_ttft_s=scheduler.max_ttft_s,
         )
         engines = [
             ZmqClient(
@@ -265,21 +266,19 @@ class ApiServer:
                 else args.remote_token,
                 engine=engine,
                 restart=args.restart,
-                max_ttft_s=scheduler.max_ttft_s,
-                fair_share=scheduler.fair_share,
             )
             for engine, endpoint in enumerate(args.endpoints)
         ]
         for end in args.ends:
             engines[end.engine].fail(end.reason)
         self._client: EngineClient = engines[0]
-        router = None
         if len(engines) > 1:
-            self._client = router = RouterClient(
+            self._client = RouterClient(
                 engines,
                 prefix_caching=args.engine.cache.enable_prefix_caching,
                 are_coupled=args.engine.num_coupled_engines > 1,
                 max_ttft_s=scheduler.max_ttft_s,
+                on_route=lambda engine, reason: metrics.request_routed(engine, reason),
             )
         self._lost: set[int] = set()
         """Dead engines that have already been logged."""
@@ -296,8 +295,6 @@ class ApiServer:
         for engine in engines:
             engine.on_stats(partial(metrics.observe_stats, engine.engine))
             engine.on_rejected_peer(metrics.peer_rejected)
-        if router is not None:
-            router.on_route = metrics.request_routed
         self.state = AppState(
             config,
             self._client,
@@ -358,12 +355,7 @@ class ApiServer:
                 "A request has failed and is not retried: engines repeatedly died while "
                 "computing it"
             )
-        others = [
-            engine
-            for engine in self._client.engines
-            if engine.lost is None and engine.failure is None
-        ]
-        if others:
+        if any(engine.is_alive for engine in self._client.engines):
             count = len(client.queues)
             self.state.metrics.requests_resumed(client.engine, count)
             logger.warning(
@@ -391,7 +383,7 @@ class ApiServer:
     @property
     def has_no_engine(self) -> bool:
         """Whether the last engine has died."""
-        return self._client.failure is not None
+        return self._client.has_failed
 
     @property
     def has_profile(self) -> bool:
@@ -450,26 +442,26 @@ class ApiServer:
         if self._args.peer_sockets:
             rejected = self.state.metrics.peer_rejected
             peer_listener = await listen(self._app, self.state.peers, rejected)
-        publishing = None
-        if self._args.metrics_folder is not None:
-            publishing = loop.create_task(self._publish_metrics())
+        shares_metrics = self._args.metrics_folder is not None
+        background = [loop.create_task(self._poll_files())]
+        if shares_metrics:
+            background.append(loop.create_task(self._publish_metrics()))
         server = UvicornServer(uvicorn_config(self._app, self.state.config, self._tls))
-        watching = loop.create_task(self._poll_files())
         opening = loop.create_task(self._open(on_folder, server, listener))
         serving = loop.create_task(self._serve(server, listener, opening))
         try:
             return await self._watch(serving, opening)
         finally:
             opening.cancel()
-            watching.cancel()
+            for task in background:
+                task.cancel()
             server.should_exit = True
             server.force_exit = self._interrupted.is_set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(serving, RESPONSE_GRACE_S + 1)
             if peer_listener is not None:
                 peer_listener.close()
-            if publishing is not None:
-                publishing.cancel()
+            if shares_metrics:
                 with contextlib.suppress(OSError):
                     self.state.metrics.publish()
             await self._client.close()
@@ -477,12 +469,9 @@ class ApiServer:
                 await asyncio.to_thread(self.state.tracer.close)
             self.state.bodies.close()
             self.state.unread_answers.close()
-            if self.state.images is not None:
-                self.state.images.close()
-            if self.state.template is not None:
-                self.state.template.close()
-            if self.state.tokenizer is not None:
-                self.state.tokenizer.close()
+            for part in (self.state.images, self.state.template, self.state.tokenizer):
+                if part is not None:
+                    part.close()
             self._threads.shutdown(wait=False, cancel_futures=True)
             # The loop would wait for running calls of its executor.
             loop.set_default_executor(FairThreads(1, "end"))
@@ -609,7 +598,7 @@ class ApiServer:
         while not self._stopping.is_set():
             if not opening.done() and self._args.index == 0:
                 self._log_progress(reporter)
-            if self._client.failure is not None:
+            if self._client.has_failed:
                 return await self._end_without_engine()
             self._kill_silent_engines()
             self._log_lost_engines()
@@ -668,7 +657,7 @@ class ApiServer:
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
-            if engine.failure is None or engine.engine in self._lost:
+            if not engine.has_failed or engine.engine in self._lost:
                 continue
             self._lost.add(engine.engine)
             is_local = engine.engine < parallel.num_local
@@ -678,7 +667,7 @@ class ApiServer:
                     logging.INFO if engine.is_failure_logged else logging.ERROR,
                     "Engine %d has ended, %d of %d keep running: %s",
                     engine.engine,
-                    sum(engine.failure is None for engine in engines),
+                    sum(not engine.has_failed for engine in engines),
                     len(engines),
                     engine.failure,
                 )
@@ -688,7 +677,7 @@ class ApiServer:
             (
                 engine
                 for engine in self._client.engines
-                if engine.failure and engine.engine not in self._lost
+                if engine.has_failed and engine.engine not in self._lost
             ),
             self._client.engines[0],
         )
@@ -714,7 +703,7 @@ class ApiServer:
             SECOND_INTERRUPT if self._is_interrupt else "",
         )
         await self._wait_for_requests(timeout_s)
-        if self._client.failure is not None:
+        if self._client.has_failed:
             return FAILED
         for tracker in list(self.state.active_requests):
             tracker.cancel("The server is shutting down.")

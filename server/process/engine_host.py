@@ -11,7 +11,7 @@ from config.engine import EngineConfig
 from config.errors import capitalized
 from config.loading.env import data_parallel_token
 from config.server import ServerConfig
-from engine.client.launcher import PROFILE_EXIT, EngineProcesses, SocketDirectory
+from engine.client.launcher import PROFILE_EXIT, EngineOrders, EngineProcesses, SocketDirectory
 from server.process.api_server import FAILED, WRONG_SETTING
 from server.process.model_download import (
     DownloadProgress,
@@ -61,12 +61,14 @@ def serve_engines(
         )
         engines.append(
             EngineProcesses(
-                dataclasses.replace(engine_config, model=folder),
-                directory.path,
-                server_config.api_server_count,
-                token=token,
+                EngineOrders(
+                    dataclasses.replace(engine_config, model=folder),
+                    directory.path,
+                    server_config.api_server_count,
+                    token,
+                    log=server_config.log,
+                ),
                 on_exit=lambda engine, reason: events.put(reason),
-                log=server_config.log,
             )
         )
 

@@ -29,6 +29,7 @@ from config.server import ServerConfig
 from engine.client.launcher import (
     PROFILE_EXIT,
     ChildProcess,
+    EngineOrders,
     EngineProcesses,
     ProcessEnd,
     RestartLimit,
@@ -185,15 +186,17 @@ def _serve_in_process(
         def start_engines(folder: str) -> None:
             engines.append(
                 EngineProcesses(
-                    dataclasses.replace(engine_config, model=folder),
-                    directory,
-                    1,
-                    token=token,
+                    EngineOrders(
+                        dataclasses.replace(engine_config, model=folder),
+                        directory,
+                        1,
+                        token,
+                        log=server_config.log,
+                        remote_token=remote_token(engine_config.data_parallel),
+                    ),
                     on_exit=lambda engine, reason: _call_on_loop(
                         loop, api_server.receive, EngineEnd(engine, reason)
                     ),
-                    log=server_config.log,
-                    remote_token=remote_token(engine_config.data_parallel),
                     max_restarts=max_restarts(engine_config, server_config),
                     max_wait_s=server_config.engine_restart_wait_s,
                     on_restart=lambda engine, end: _call_on_loop(
@@ -345,13 +348,15 @@ class Supervisor:
 
     def _start_engines(self, folder: str) -> None:
         self._engines = EngineProcesses(
-            dataclasses.replace(self._engine_config, model=folder),
-            self._directory,
-            self._config.api_server_count,
-            token=self._token,
+            EngineOrders(
+                dataclasses.replace(self._engine_config, model=folder),
+                self._directory,
+                self._config.api_server_count,
+                self._token,
+                log=self._config.log,
+                remote_token=remote_token(self._engine_config.data_parallel),
+            ),
             on_exit=self._engine_ended,
-            log=self._config.log,
-            remote_token=remote_token(self._engine_config.data_parallel),
             max_restarts=max_restarts(self._engine_config, self._config),
             max_wait_s=self._config.engine_restart_wait_s,
             on_restart=self._engine_died,

@@ -18,7 +18,7 @@ from config.errors import DeadlineExceeded, EngineDied, Overloaded, UserError
 from config.native import panics_as_errors
 from config.params.sampling import SamplingParams
 from config.params.structured_output import GrammarSpec
-from engine.client.request_limits import RequestLimits
+from engine.client.request_limits import RequestLimits, RequestTerms
 from engine.transport.messages import COMPILE_GRAMMAR
 from server.generation.answer_parser import ChoiceParsers
 from server.generation.beam_search import BeamSearchGeneration
@@ -72,6 +72,19 @@ class EngineOptions(Protocol):
 
     @property
     def timeout(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A checked generation request that is ready for the engine."""
+
+    model: str
+    params: SamplingParams
+    prompts: list[Prompt]
+    prompt_field: str
+    """Field of the body that holds the prompts, for errors."""
+    parsers: ChoiceParsers | None = None
+    """Output parsers; None: the output is plain text."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -320,7 +333,7 @@ def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
             param=param,
         )
     num_running = sum(
-        tracker.num_sequences
+        tracker.stream.num_sequences
         for tracker in state.active_requests
         if isinstance(tracker.stream, BeamSearchGeneration)
     )
@@ -389,12 +402,11 @@ async def start_tracked(
     state: AppState,
     request: Request,
     options: EngineOptions,
-    start: Callable[..., Awaitable[StreamT]],
+    start: Callable[[RequestTerms], Awaitable[StreamT]],
     *,
     model: str,
     num_prompt_tokens: int,
     num_first_tokens: int,
-    num_sequences: int,
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
     """Send a request to the engine with `start`, and track it. Raises UserError for invalid
@@ -405,20 +417,20 @@ async def start_tracked(
     timeout = timeout_of(request, record, options.timeout)
     record.model = model
     record.num_prompt_tokens = num_prompt_tokens
-    request_limits = RequestLimits(
-        None if timeout is None else timeout.deadline_s, tenant_of(state, record)
+    deadline_s = None if timeout is None else timeout.deadline_s
+    terms = RequestTerms(
+        priority=options.priority or 0,
+        cache_salt=cache_salt_of(state, record, options.cache_salt),
+        name=record.id,
+        adapter=state.adapter_of(model),
+        limits=RequestLimits(deadline_s, tenant_of(state, record)),
     )
-    priority = options.priority or 0
     if state.max_ttft_s:
-        state.client.check_ttft(num_first_tokens, priority=priority, request_limits=request_limits)
-    try:
-        stream = await start(
-            priority=priority,
-            cache_salt=cache_salt_of(state, record, options.cache_salt),
-            name=record.id,
-            adapter=state.adapter_of(model),
-            request_limits=request_limits,
+        state.client.check_ttft(
+            num_first_tokens, priority=terms.priority, request_limits=terms.limits
         )
+    try:
+        stream = await start(terms)
     except DeadlineExceeded as error:
         assert timeout is not None, "only a request with a timeout has a deadline"
         state.metrics.requests[0].timed_out(has_started=False)
@@ -434,13 +446,11 @@ async def start_tracked(
                 params,
                 ended.stream.timing,
                 sent_s=ended.sent_s,
-                num_sequences=num_sequences,
+                num_sequences=ended.stream.num_sequences,
                 num_cached_tokens=ended.stream.num_cached_tokens,
             )
 
-    tracker = RequestTracker(
-        stream, params, num_sequences, record, metrics, trace, timeout, priority
-    )
+    tracker = RequestTracker(stream, params, record, metrics, trace, timeout, terms.priority)
     state.active_requests.add(tracker)
     return tracker
 
@@ -449,16 +459,13 @@ async def start_job(
     state: AppState,
     request: Request,
     body: GenerationBody,
+    prepared: PreparedRequest,
     *,
     id_prefix: str,
-    model: str,
-    params: SamplingParams,
-    prompts: list[Prompt],
-    param: str,
-    parsers: ChoiceParsers | None = None,
 ) -> ServingRequest:
-    """Check the request and send it to the engine. After an exception, nothing of the request is
-    left in the engine."""
+    """Send the request to the engine, if it can be admitted. After an exception, nothing of the
+    request is left in the engine."""
+    params, prompts, param = prepared.params, prepared.prompts, prepared.prompt_field
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)
     _check_prompt_logprobs(body, params, prompts)
@@ -473,22 +480,22 @@ async def start_job(
             length_penalty=penalty,
             admit=partial(_admit_beams, state, num_sequences, param),
         )
+    parsers = prepared.parsers
     visible_special_ids = frozenset() if parsers is None else parsers.marker_token_ids
     tracker = await start_tracked(
         state,
         request,
         body,
         partial(start, prompts, params, param=param, visible_special_ids=visible_special_ids),
-        model=model,
+        model=prepared.model,
         num_prompt_tokens=num_tokens,
         num_first_tokens=len(prompts[0].token_ids),
-        num_sequences=num_sequences,
         params=params,
     )
     return ServingRequest(
         state=state,
         id=request_id_of(body, id_prefix),
-        model=model,
+        model=prepared.model,
         tracker=tracker,
         body=body,
         params=params,

@@ -121,7 +121,8 @@ class AppState:
         assert ready is not None
         self.tokenizer, self.template, self.images = tokenizer, template, images
         if images is not None:
-            images.preprocessor.observer = self.metrics
+            images.preprocessor.on_lookup = self.metrics.image_looked_up
+            images.preprocessor.on_processed = self.metrics.image_processed
         self.sampling_defaults = self.config.sampling_defaults(sampling_defaults)
         self.parser_config = ParserConfig.of(
             self.config,
@@ -147,11 +148,11 @@ class AppState:
     @property
     def status(self) -> str:
         """State for probes: ready, starting, restarting, sleeping, draining or failed."""
-        if self.client.failure is not None:
+        if self.client.has_failed:
             return "failed"
         if self.is_draining:
             return "draining"
-        if self.client.lost is not None:
+        if self.client.is_restarting:
             return "restarting"
         if self.client.stats.sleep != AWAKE:
             return "sleeping"
@@ -166,7 +167,7 @@ class AppState:
 
     def check_open(self) -> Pipeline:
         """The pipeline. Raises EngineDied or Overloaded while requests are not accepted."""
-        if self.client.failure is not None:
+        if self.client.has_failed:
             raise EngineDied(self.client.failure)
         if self.is_draining:
             raise Overloaded(

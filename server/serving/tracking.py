@@ -27,7 +27,6 @@ class RequestTracker(Generic[StreamT]):
         self,
         stream: StreamT,
         params: SamplingParams | None,
-        num_sequences: int,
         record: RequestRecord,
         metrics: RequestMetrics,
         trace: "Callable[[RequestTracker[StreamT]], None] | None" = None,
@@ -40,7 +39,8 @@ class RequestTracker(Generic[StreamT]):
         self.sent_s = time.perf_counter()
         """Time when the request was sent to the engine, in time.perf_counter() seconds."""
         self._trace = trace
-        self.num_sequences = self._num_open = num_sequences
+        self._num_open = stream.num_sequences
+        """Sequences that have not finished."""
         self._record = record
         self._metrics = metrics
         self._cancel_reason: str | None = None
@@ -125,7 +125,7 @@ class RequestTracker(Generic[StreamT]):
             self._metrics.sequence_ended(reason, self._num_open)
             self._finish_reasons[reason] = None
         self._write_record()
-        if self._num_tokens or self._num_open < self.num_sequences:
+        if self._num_tokens or self._num_open < self.stream.num_sequences:
             self._observe_request()
         if self._trace is not None:
             self._trace(self)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from datetime import datetime
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +28,6 @@ from server.http.fair_slots import FairSlots
 from server.http.json_encoder import encode_json
 from server.text.messages import Message
 from server.text.template_renderer import (
-    MAX_CHARACTERS,
     CompiledTemplate,
     Renderer,
     RenderRequest,
@@ -77,7 +75,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders chats within `time_limit_s` and `max_characters`."""
+    """Renders chats within `time_limit_s`."""
 
     def __init__(
         self,
@@ -85,20 +83,20 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         *,
         time_limit_s: float = TIME_LIMIT_S,
-        max_characters: int = MAX_CHARACTERS,
         threads: int = 2,
-        now: Callable[[], datetime] = datetime.now,
+        renderer: Renderer | None = None,
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source`: a template, templates by name (default, tool_use), or None. `isolation`:
-        renders request templates (see server/text/isolated_template.py); without it they run
-        like the model's templates. `generic_tools`: render tools as text if a template does not
-        support them (see server/text/tool_template.py)."""
+        """`source`: a template, templates by name (default, tool_use), or None. `renderer`: None: a
+        Renderer with its default limits. `isolation`: renders request templates (see
+        server/text/isolated_template.py); without it they run like the model's templates.
+        `generic_tools`: render tools as text if a template does not support them (see
+        server/text/tool_template.py)."""
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
         self._special_tokens = dict(special_tokens)
         self._time_limit_s = time_limit_s
-        self._renderer = Renderer(max_characters, now)
+        self._renderer = renderer or Renderer()
         self._isolation = isolation
         self._generic_tools = generic_tools
         self._uses_generic_tools: bool | None = None

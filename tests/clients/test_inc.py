@@ -33,6 +33,7 @@ from config.model.read_config import read_model_config
 from config.params.sampling import SamplingParams
 from hpu.distributed.process_groups import SINGLE
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.quantization.inc import IncCompressor, IncScheme
 from server.offline.calibration import finish_measures, write_configs
@@ -419,10 +420,12 @@ def test_loading_needs_the_memory_of_the_quantized_weights_and_one_extra_weight(
 
         model = build_model(
             facts,
-            dtype=torch.bfloat16,
-            device=torch.device("hpu", 0),
-            max_model_len=64,
-            quantization=IncScheme(),
+            ModelBuild(
+                dtype=torch.bfloat16,
+                device=torch.device("hpu", 0),
+                max_model_len=64,
+                quantization=IncScheme(),
+            ),
         )
         load_weights(model, str(llama), on_progress=lambda done, total: None)
         model.use_kernels(GaudiKernels(fused_sdpa=True))

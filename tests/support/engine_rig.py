@@ -14,7 +14,7 @@ from config.engine import EngineConfig, SchedulerConfig
 from config.log import LogConfig
 from config.params.sampling import SamplingParams
 from engine.client.base import EngineClient
-from engine.client.launcher import launch
+from engine.client.launcher import EngineOrders, launch
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.zmq import ZmqClient
@@ -63,12 +63,14 @@ async def engine_rig(
     await client.start()
     loop = asyncio.get_running_loop()
     engine = launch(
-        counting_config(manners, executor=executor, max_queue_len=max_queue_len),
-        directory.path,
-        1,
-        token=TOKEN,
+        EngineOrders(
+            counting_config(manners, executor=executor, max_queue_len=max_queue_len),
+            directory.path,
+            1,
+            TOKEN,
+            log=LogConfig("warning"),
+        ),
         on_exit=lambda end: _tell(loop, client, end.description),
-        log=LogConfig("warning"),
         command=counting_command("engine"),
     )
     try:

@@ -2,13 +2,13 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trustme
 from waits import WAIT_S
 
-from server.multimodal.fetch import MediaFetcher, is_public_address
+from server.multimodal.fetch import MediaFetcher, Network, Resolve, is_public_address
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 AUTHORITY = trustme.CA()
@@ -82,7 +82,7 @@ async def local(host: str, port: int) -> list[str]:
 
 def fetcher(
     *domains: str,
-    resolve: Callable[[str, int], Awaitable[list[str]]] | None = local,
+    resolve: Resolve = local,
     timeout_s: float = WAIT_S,
     max_bytes: int = 1000,
 ) -> MediaFetcher:
@@ -91,7 +91,9 @@ def fetcher(
         domains or (HOST,),
         timeout_s=timeout_s,
         max_bytes=max_bytes,
-        resolve=resolve,
-        is_public=lambda address: address == "127.0.0.1" or is_public_address(address),
-        tls=client_tls(),
+        network=Network(
+            resolve=resolve,
+            is_public=lambda address: address == "127.0.0.1" or is_public_address(address),
+            tls=client_tls(),
+        ),
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from config.model.read_config import read_model_config
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 
 
@@ -18,7 +19,9 @@ def assert_lazy_load_copies_nothing(folder: Path, expected: Mapping[str, Tensor]
     with emulated(strict=True, workspace_ratio=0.0) as card:
         config = read_model_config(str(folder))
         device = torch.device("hpu", 0)
-        model = build_model(config, dtype=torch.bfloat16, device=device, max_model_len=64)
+        model = build_model(
+            config, ModelBuild(dtype=torch.bfloat16, device=device, max_model_len=64)
+        )
         before = card.memory.in_use
         card.memory.reset_peak()
 

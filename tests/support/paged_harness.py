@@ -11,7 +11,7 @@ from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
-from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.base import CausalLM, LoadableModel, ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model, build_transformers_model
 from hpu.quantization.kv_cache import KVCacheFormat
@@ -29,10 +29,9 @@ def load_decoder(
     """The decoder of a checkpoint folder, on CPU. `format`: format of its KV cache."""
     model = build_model(
         read_model_config(str(folder)),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=max_model_len,
-        group=group,
+        ModelBuild(
+            dtype=dtype, device=torch.device("cpu"), max_model_len=max_model_len, group=group
+        ),
     )
     if format is not None:
         model.use_kv_cache_format(format)
@@ -51,10 +50,9 @@ def load_transformers_model(
     """The model of a checkpoint folder, in transformers' own code."""
     model = build_transformers_model(
         read_model_config(str(folder)),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        max_model_len=max_model_len,
-        group=group,
+        ModelBuild(
+            dtype=dtype, device=torch.device("cpu"), max_model_len=max_model_len, group=group
+        ),
     )
     load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
     return model

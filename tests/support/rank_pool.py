@@ -20,7 +20,7 @@ from hpu.distributed.process_groups import SINGLE, ProcessGroup, Ranks, join, le
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.model_loader import tensor_reader
 from hpu.model_loader.loader import load_weights
-from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.base import CausalLM, LoadableModel, ModelBuild
 from hpu.models.registry import build_body, build_model, build_transformers_model
 from hpu.quantization.kv_cache import plain_format
 from hpu.quantization.registry import SCHEMES, process_weights
@@ -120,7 +120,8 @@ def generate(
         options["expert_group"] = group
     if by_transformers:
         build = build_transformers_model  # type: ignore[assignment]
-    model: LoadableModel = build(config, dtype=torch.float32, device=torch.device("cpu"), **options)
+    own = ModelBuild(dtype=torch.float32, device=torch.device("cpu"), **options)
+    model: LoadableModel = build(config, own)
     num_bytes = load_weights(model, folder, on_progress=lambda done, total: None, **options)
     process_weights(model, None)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -152,10 +153,12 @@ def prefill_quantized(group: ProcessGroup, folder: str, bits: str) -> Tensor:
     """bfloat16 logits of PROMPTS with weights of `bits` bits, computed by the CPU kernels."""
     model = build_model(
         read_model_config(folder),
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        quantization=SCHEMES[bits](EngineConfig(folder)),
-        group=group,
+        ModelBuild(
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            quantization=SCHEMES[bits](EngineConfig(folder)),
+            group=group,
+        ),
     )
     load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     process_weights(model, bits)
@@ -178,7 +181,10 @@ def encode(group: ProcessGroup, folder: str) -> Tensor:
     """Hidden states (tokens, hidden) of PROMPTS from the encoder in `folder`, in float32."""
     config, device = read_model_config(folder), torch.device("cpu")
     model = build_body(
-        config, dtype=torch.float32, device=device, max_model_len=config.max_position, group=group
+        config,
+        ModelBuild(
+            dtype=torch.float32, device=device, max_model_len=config.max_position, group=group
+        ),
     )
     load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     found = []
@@ -196,7 +202,9 @@ def load_with_small_pieces(group: ProcessGroup, folder: str) -> tuple[int, int]:
     config = read_model_config(folder)
     _reset_peak()
     before = _memory_bytes("VmRSS")
-    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"), group=group)
+    model = build_model(
+        config, ModelBuild(dtype=torch.float32, device=torch.device("cpu"), group=group)
+    )
     num_read = load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     tensor_reader.PIECE_BYTES = usual
     return _memory_bytes("VmHWM") - before, num_read

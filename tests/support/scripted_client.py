@@ -142,6 +142,18 @@ class ScriptedClient:
         self.aborted: list[int] = []
         self._room = room
 
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None
+
+    @property
+    def is_restarting(self) -> bool:
+        return self.lost is not None
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.has_failed and not self.is_restarting
+
     def add(self, request: AddRequest, request_limits: RequestLimits = NO_LIMITS) -> ScriptedQueue:
         request_limits.timeout_s()
         if len(self.queues) >= self._room:

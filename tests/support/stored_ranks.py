@@ -12,7 +12,7 @@ from hpu.backends.cpu import CpuBackend, use_cpu_kernels
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
-from hpu.models.base import CausalLM
+from hpu.models.base import CausalLM, ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.native.library import open_library
@@ -28,14 +28,16 @@ def load_packed(
     cpu, dtype = CpuBackend(1), torch.bfloat16
     model = build_model(
         read_model_config(folder),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        quantization=CheckpointScheme(
-            lambda weight: cpu.linear_method(weight, dtype),
-            lambda experts: cpu.moe_method(experts, dtype),
+        ModelBuild(
+            dtype=dtype,
+            device=torch.device("cpu"),
+            quantization=CheckpointScheme(
+                lambda weight: cpu.linear_method(weight, dtype),
+                lambda experts: cpu.moe_method(experts, dtype),
+            ),
+            group=group,
+            expert_group=expert_group,
         ),
-        group=group,
-        expert_group=expert_group,
     )
     load_weights(
         model,
@@ -69,10 +71,9 @@ def weights_of(group: ProcessGroup, folder: str, name: str) -> dict[str, Tensor]
     schemes = [AtLoadScheme(name, lambda weight: None, lambda experts: None)] if name else [None]
     model = build_model(
         read_model_config(folder),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        quantization=schemes[0],
-        group=group,
+        ModelBuild(
+            dtype=torch.float32, device=torch.device("cpu"), quantization=schemes[0], group=group
+        ),
     )
     load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     process_weights(model, None)

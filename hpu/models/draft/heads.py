@@ -6,6 +6,7 @@ output replaces the target's hidden state of token i + 1 where the target has no
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,13 @@ from config.model.architectures import decoder_spec
 from config.model.model_config import ModelConfig
 from config.parallel import Stage
 from config.params.speculation import EAGLE, EAGLE3, MTP
-from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.attention import SelfAttention
 from hpu.layers.attention_base import Shape
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import QKVParallelLinear, ReplicatedLinear
 from hpu.layers.metadata import AttentionInputs, AttentionMetadata
 from hpu.layers.norm import RMSNorm
-from hpu.models.base import CausalLM, LoadableModel
+from hpu.models.base import CausalLM, LoadableModel, ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.decoder_layer import DecoderLayer
 from hpu.ops.kernels import Kernels
@@ -273,24 +273,12 @@ def build_draft_head(
     method: str,
     config: ModelConfig,
     target: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-    group: ProcessGroup = SINGLE,
+    build: ModelBuild,
 ) -> DraftHead:
     """Draft head of `method` for `target` with empty parameters, this rank's shard. Uses the last
     layer of `config`. Raises ConfigError for a head that is not supported."""
-    decoder = Decoder(
-        config,
-        decoder_spec(config),
-        dtype=dtype,
-        device=device,
-        length=max_model_len,
-        has_head=False,
-        group=group,
-        stage=LAST_LAYER,
-    )
+    own = replace(build, stage=LAST_LAYER)
+    decoder = Decoder(config, decoder_spec(config), own, has_head=False)
     return HEADS[method](decoder, target)
 
 

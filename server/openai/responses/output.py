@@ -97,7 +97,7 @@ class ResponseOutput:
         emitted: list[StreamEvent] = []
         for event in self._parse(delta):
             emitted += self._handle(event)
-        if delta.finish_reason is not None:
+        if delta.is_last:
             self.finish_reason = delta.finish_reason
             if not self._items:
                 emitted += self._open_message()

@@ -19,7 +19,7 @@ from waits import WAIT_S
 from config.data_parallel import DataParallelConfig
 from config.engine import EngineConfig
 from config.log import LogConfig
-from engine.client.launcher import front_end_endpoints, launch, share_cores
+from engine.client.launcher import EngineOrders, front_end_endpoints, launch, share_cores
 from engine.process.child_process import (
     FAULTS,
     STOP,
@@ -37,12 +37,8 @@ def launched(directory: Path, endings: list[str], died: threading.Event) -> Chil
         died.set()
 
     return launch(
-        counting_config(),
-        str(directory),
-        0,
-        token="token",
+        EngineOrders(counting_config(), str(directory), 0, "token", log=LogConfig("error")),
         on_exit=on_exit,
-        log=LogConfig("error"),
         command=counting_command("engine"),
     )
 

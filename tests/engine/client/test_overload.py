@@ -25,8 +25,10 @@ class QuietClient(SingleEngineClient):
     """Client that accepts requests and receives no reports of an engine."""
 
     def __init__(self, *, engine: int = 0, fair_share: bool = False) -> None:
-        limits = QueueLimits(max_requests=10**6, max_prompt_tokens=10**9)
-        super().__init__(0, limits, engine=engine, max_ttft_s=2.0, fair_share=fair_share)
+        limits = QueueLimits(
+            max_requests=10**6, max_prompt_tokens=10**9, fair_share=fair_share, max_ttft_s=2.0
+        )
+        super().__init__(0, limits, engine=engine)
         self.sent: list[ToEngine] = []
         facts = dict.fromkeys(
             ("weight_bytes", "kv_bytes", "total_bytes", "num_buckets", "load_s", "warmup_s"), 0

@@ -17,7 +17,7 @@ from waits import WAIT_S
 from config.errors import EngineDied
 from config.log import LogConfig
 from engine.client.base import SingleEngineClient
-from engine.client.launcher import EngineProcesses
+from engine.client.launcher import EngineOrders, EngineProcesses
 from engine.client.output_queue import RequestOutputQueue
 from engine.client.queue_limits import QueueLimits
 from engine.client.state import Pause
@@ -96,12 +96,14 @@ async def restart_rig(
         client.fail(reason)
 
     processes = EngineProcesses(
-        counting_config(manners, executor=executor),
-        directory.path,
-        1,
-        token=TOKEN,
+        EngineOrders(
+            counting_config(manners, executor=executor),
+            directory.path,
+            1,
+            TOKEN,
+            log=LogConfig("critical"),
+        ),
         on_exit=partial(on_loop, ended),
-        log=LogConfig("critical"),
         command=counting_command("engine"),
         max_restarts=100,
         max_wait_s=max_wait_s,

@@ -73,11 +73,11 @@ import sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/tests/support"]
 from counting_worker import counting_command
 from engine_rig import counting_config
-from engine.client.launcher import launch
+from engine.client.launcher import EngineOrders, launch
 from engine.transport.channels import SocketDirectory
 directory = SocketDirectory()
 command = counting_command("engine")
-launch(counting_config(executor="mp"), directory.path, 1, token="t", command=command)
+launch(EngineOrders(counting_config(executor="mp"), directory.path, 1, "t"), command=command)
 print(directory.path, flush=True)
 time.sleep(60)
 """

@@ -21,7 +21,7 @@ from hpu.backends.cpu import PREFILL_TOKENS, CpuBackend, _make
 from hpu.distributed.process_groups import SINGLE_RANK
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import ReplicatedLinear
-from hpu.layers.moe import Experts, MoE, TopKRouter
+from hpu.layers.moe import Experts, ExpertsSpec, MoE, TopKRouter
 
 
 def test_unwritten_zeros_take_no_memory() -> None:
@@ -173,7 +173,7 @@ def test_the_prefill_size_of_a_moe_model_grows_with_its_inactive_experts() -> No
     options = {"dtype": torch.float32, "device": torch.device("meta")}
     gate = ReplicatedLinear(10, 8, bias=False, **options)
     mixture = MoE(
-        gate, TopKRouter(2, renormalize=True), Experts(8, 10, 20, activation="silu", **options)
+        gate, TopKRouter(2, renormalize=True), Experts(ExpertsSpec(8, 10, 20, "silu"), **options)
     )
     dense, sparse = CpuBackend(num_threads=1), CpuBackend(num_threads=1)
 

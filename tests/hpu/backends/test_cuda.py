@@ -20,6 +20,7 @@ from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import missing_cuda
 from hpu.backends.select import select_backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.ops.torch_kernels import TorchKernels
 from hpu.protocol import RequestSampling
@@ -114,7 +115,7 @@ def integers(*shape: int) -> Tensor:
 def test_a_forward_pass_reads_no_value_from_the_device(
     tokens: Tensor, context: AttentionInputs
 ) -> None:
-    model = build_model(WINDOWED, dtype=torch.bfloat16, device=META)
+    model = build_model(WINDOWED, ModelBuild(dtype=torch.bfloat16, device=META))
     caches = [
         tuple(torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in pair)
         for pair in model.cache_shapes(17, BLOCK_SIZE)

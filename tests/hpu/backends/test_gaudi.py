@@ -24,7 +24,7 @@ from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, Mode
 from config.loading.sources import load
 from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
-from hpu.backends.gaudi import GaudiBackend
+from hpu.backends.gaudi import CardFacts, GaudiBackend
 from hpu.backends.select import select_backend
 from hpu.doctor.errors import explain
 from hpu.emulator.card.device import EmulatedDevice
@@ -411,12 +411,13 @@ def test_attention_uses_the_kernels_that_the_vendors_plugin_uses(
 def test_compiled_recipes_equal_the_runtimes_record(details: str) -> None:
     with emulated(compile_delay_s=0.001, variables={"PT_HPU_METRICS_GC_DETAILS": details}):
         backend = GaudiBackend(ExecutionConfig(), ModeChoice(HPU_GRAPHS, ""))
-        known, before = len(backend.compiled_recipes()), backend.compilations()
+        metrics = backend.runtime_metrics
+        known, before = len(metrics.compiled_recipes()), metrics.compilations()
 
         torch.ones(3, device="hpu").mul(2).cpu()
 
-        new = backend.compiled_recipes()[known:]
-        compiled = backend.compilations() - before
+        new = metrics.compiled_recipes()[known:]
+        compiled = metrics.compilations() - before
         assert compiled > 0 and len(new) == (compiled if details == "1" else 0)
         assert all(name and microseconds >= 1000 for name, microseconds in new)
         backend.close()
@@ -752,7 +753,7 @@ def test_the_first_operation_that_fails_names_driver_and_runtime(
         GaudiBackend(
             ExecutionConfig(),
             ModeChoice("hpu-graphs", ""),
-            explain=lambda text: explain(text, machine.seen()),
+            facts=CardFacts(explain=lambda text: explain(text, machine.seen())),
         )
 
 

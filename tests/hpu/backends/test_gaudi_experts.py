@@ -24,6 +24,7 @@ from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.quantized_weights import E2M1
 from hpu.model_loader.size_estimate import weight_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
 from hpu.quantization.registry import process_weights
@@ -64,11 +65,13 @@ def loaded(folder: Path, *, mode: str = "hpu-graphs", native: bool = False) -> I
         with torch.inference_mode():
             model = build_model(
                 read_model_config(str(folder)),
-                dtype=dtype,
-                device=backend.device,
-                quantization=CheckpointScheme(
-                    lambda weight: backend.linear_method(weight, dtype),
-                    lambda experts: backend.moe_method(experts, dtype),
+                ModelBuild(
+                    dtype=dtype,
+                    device=backend.device,
+                    quantization=CheckpointScheme(
+                        lambda weight: backend.linear_method(weight, dtype),
+                        lambda experts: backend.moe_method(experts, dtype),
+                    ),
                 ),
             )
             load_weights(model, str(folder), on_progress=lambda done, total: None)

@@ -15,6 +15,7 @@ from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.native.decoder import CompiledDecoder
 from hpu.native.library import Library, open_library
@@ -34,7 +35,9 @@ def logits_of(group: ProcessGroup, folder: str, kernels: str) -> Tensor:
     """Logits of two prompts and of four decodes each, in bfloat16."""
     library = open_library(Path(kernels), 1)
     config = read_model_config(folder)
-    model = build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), group=group)
+    model = build_model(
+        config, ModelBuild(dtype=torch.bfloat16, device=torch.device("cpu"), group=group)
+    )
     load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     process_weights(model, None)
     compiled = use_cpu_kernels(model, library)

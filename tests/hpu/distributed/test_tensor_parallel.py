@@ -25,6 +25,7 @@ from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.model_loader.size_estimate import count_parameters, kv_block_bytes, state_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model, build_transformers_model
 
 META = torch.device("meta")
@@ -254,7 +255,9 @@ def test_a_rank_has_the_estimated_parameters_and_caches(name: str, tiny: Tiny) -
     group = ProcessGroup(range(size), rank=1)
     experts = group if case.distributes_experts else SINGLE
 
-    shard = build_model(config, dtype=torch.float32, device=META, group=group, expert_group=experts)
+    shard = build_model(
+        config, ModelBuild(dtype=torch.float32, device=META, group=group, expert_group=experts)
+    )
 
     held = sum(parameter.numel() for parameter in shard.parameters())
     is_distributed = case.distributes_experts
@@ -302,7 +305,7 @@ def test_a_model_that_the_ranks_cannot_divide_is_refused_with_both_numbers(tiny:
     config, group = read_model_config(str(tiny.make("llama", {}))), ProcessGroup(range(3))
 
     with pytest.raises(ConfigError, match=r"has 4 query heads, and 3 .* works with 1, 2, 4$"):
-        build_model(config, dtype=torch.float32, device=META, group=group)
+        build_model(config, ModelBuild(dtype=torch.float32, device=META, group=group))
 
 
 def test_the_number_of_expert_ranks_must_divide_the_experts(tiny: Tiny) -> None:
@@ -311,10 +314,14 @@ def test_the_number_of_expert_ranks_must_divide_the_experts(tiny: Tiny) -> None:
     mixture = read_model_config(str(tiny.make("mixtral", {})))
 
     with pytest.raises(ConfigError, match="has no experts"):
-        build_model(dense, dtype=torch.float32, device=META, group=two, expert_group=two)
-    build_model(mixture, dtype=torch.float32, device=META, group=two, expert_group=four)
+        build_model(
+            dense, ModelBuild(dtype=torch.float32, device=META, group=two, expert_group=two)
+        )
+    build_model(mixture, ModelBuild(dtype=torch.float32, device=META, group=two, expert_group=four))
     with pytest.raises(ConfigError, match=r"has 4 experts, and 6 .* does not divide"):
-        build_model(mixture, dtype=torch.float32, device=META, group=two, expert_group=six)
+        build_model(
+            mixture, ModelBuild(dtype=torch.float32, device=META, group=two, expert_group=six)
+        )
 
 
 @pytest.mark.skipif(transformers_before("5.18"), reason="needs the interfaces of 5.18")
@@ -347,5 +354,5 @@ def test_the_transformers_fallback_is_refused_if_cards_cannot_divide_the_model(
 
     with pytest.raises(ConfigError, match=reason):
         build_transformers_model(
-            config, dtype=torch.float32, device=META, group=ProcessGroup(range(2))
+            config, ModelBuild(dtype=torch.float32, device=META, group=ProcessGroup(range(2)))
         )

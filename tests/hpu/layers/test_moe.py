@@ -12,7 +12,7 @@ from config.model.decoder_spec import ClampedSwiGLU
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from hpu.layers.mlp import GatedMLP
-from hpu.layers.moe import Experts, MoE, SparseMixer, TopKRouter
+from hpu.layers.moe import Experts, ExpertsSpec, MoE, SparseMixer, TopKRouter
 from hpu.quantization import unquantized
 from hpu.quantization.registry import process_weights
 
@@ -44,9 +44,7 @@ def make_experts(
     has_bias: bool = False,
 ) -> Experts:
     experts = Experts(
-        *(NUM_EXPERTS, HIDDEN, INNER),
-        activation=activation,
-        has_bias=has_bias,
+        ExpertsSpec(NUM_EXPERTS, HIDDEN, INNER, activation, has_bias),
         dtype=dtype,
         device=CPU,
         group=group or ProcessGroup(),
@@ -129,7 +127,7 @@ def test_an_expert_that_overflows_affects_only_tokens_that_chose_it(method: str)
 def test_experts_on_the_meta_device_have_no_data_dependent_shapes() -> None:
     meta = torch.device("meta")
     experts = Experts(
-        NUM_EXPERTS, HIDDEN, INNER, activation="silu", dtype=torch.bfloat16, device=meta
+        ExpertsSpec(NUM_EXPERTS, HIDDEN, INNER, "silu"), dtype=torch.bfloat16, device=meta
     )
     hidden = torch.zeros(7, HIDDEN, dtype=torch.bfloat16, device=meta)
     chosen = torch.zeros(7, TOP_K, dtype=torch.int64, device=meta)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpu.layers.moe import Experts
+from hpu.layers.moe import Experts, ExpertsSpec
 from hpu.lora.adapter_weights import LowRank
 from hpu.lora.context import LoRAContext
 from hpu.lora.experts import ExpertSlots, LoRAMoEMethod
@@ -91,7 +91,7 @@ def test_a_non_finite_adapter_affects_only_its_own_rows(name: str) -> None:
 
 def test_an_expert_adapter_that_overflows_affects_only_tokens_that_chose_the_expert() -> None:
     context, found = make_context(), []
-    base = Experts(2, SIZE, SIZE, activation="silu", dtype=torch.float32, device=CPU)
+    base = Experts(ExpertsSpec(2, SIZE, SIZE, "silu"), dtype=torch.float32, device=CPU)
     hidden = torch.randn((len(ROWS), SIZE), generator=torch.Generator().manual_seed(1))
     for parameter in base.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator()))

@@ -22,6 +22,7 @@ from config.startup_checks import check_checkpoint
 from hpu.model_loader import tensor_reader
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.tensor_reader import Read, TensorReader
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 
 WEIGHTS = "model.safetensors"
@@ -99,7 +100,7 @@ def test_loading_to_a_lazy_device_takes_the_memory_of_the_weights_and_no_copies(
 
 def test_progress_counts_bytes_up_to_the_total(original: Path) -> None:
     config = read_model_config(str(original))
-    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+    model = build_model(config, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
     seen: list[tuple[int, int]] = []
 
     load_weights(model, str(original), on_progress=lambda done, total: seen.append((done, total)))

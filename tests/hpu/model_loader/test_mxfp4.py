@@ -17,6 +17,7 @@ from hpu.distributed.process_groups import ProcessGroup
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.quantized_weights import dequantize_mxfp4
 from hpu.model_loader.size_estimate import count_parameters
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 
 WEIGHTS = "model.safetensors"
@@ -81,7 +82,7 @@ def test_two_ranks_split_mxfp4_weights_within_a_block(folder: Path) -> None:
     shards = []
     for rank in (0, 1):
         group = ProcessGroup(range(2), rank)
-        model = build_model(config, dtype=torch.bfloat16, device=CPU, group=group)
+        model = build_model(config, ModelBuild(dtype=torch.bfloat16, device=CPU, group=group))
         load_weights(model, str(folder), on_progress=lambda done, total: None, group=group)
         shards.append(model.state_dict())
         elements = sum(parameter.numel() for parameter in model.parameters())

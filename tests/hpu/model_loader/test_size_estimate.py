@@ -23,6 +23,7 @@ from hpu.model_loader.size_estimate import (
     kv_cache_sizes,
     weight_bytes,
 )
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.runner.kv_cache import block_bytes, cache_sizes
 from hpu.worker.card_plan import CardDemand, plan_card
@@ -76,7 +77,7 @@ def test_the_parameters_equal_the_real_decoder(
 ) -> None:
     facts = tiny(tmp_path, family, **overrides)
 
-    model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+    model = build_model(facts, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
 
     assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
     held = sum(t.numel() for t in (*model.parameters(), *model.buffers()))
@@ -102,7 +103,9 @@ def test_the_parameters_of_a_stage_equal_its_decoder(
 
     for rank in range(2):
         stage = Stage(rank, 2)
-        model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"), stage=stage)
+        model = build_model(
+            facts, ModelBuild(dtype=torch.float32, device=torch.device("cpu"), stage=stage)
+        )
 
         assert count_parameters(facts, stage=stage) == sum(p.numel() for p in model.parameters())
         assert kv_block_bytes(
@@ -117,7 +120,7 @@ def test_configs_that_differ_in_a_field_of_their_family_have_their_own_sizes(
     found = []
     for rank in (16, 24):
         facts = tiny(tmp_path, "deepseek_v3", q_lora_rank=rank)
-        model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+        model = build_model(facts, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
         assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
         found.append(facts)
 
@@ -130,7 +133,7 @@ def test_the_parameters_of_a_tied_checkpoint_equal_its_decoder(tmp_path: Path) -
 
     facts = read_model_config(str(folder))
 
-    model = build_model(facts, dtype=torch.float32, device=torch.device("cpu"))
+    model = build_model(facts, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
     assert count_parameters(facts) == sum(p.numel() for p in model.parameters())
 
 

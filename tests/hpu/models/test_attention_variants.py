@@ -22,6 +22,7 @@ from config.model.decoder_spec import DecoderSpec, Family, TemperatureTuning, un
 from config.model.families.dense import granite, llama
 from config.model.model_config import ModelConfig, RopeConfig
 from config.model.read_config import read_model_config
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 
 NEW_TOKENS, TOLERANCE = 24, 1e-3
@@ -135,7 +136,9 @@ def test_each_layer_type_uses_its_own_rope_parameters(tmp_path: Path) -> None:
 
     def angles(config: ModelConfig) -> list[torch.Tensor]:
         spec = ARCHITECTURES[config.architecture].make_spec(config)
-        model = Decoder(config, spec, dtype=torch.float32, device=device, length=32)
+        model = Decoder(
+            config, spec, ModelBuild(dtype=torch.float32, device=device, max_model_len=32)
+        )
         return [rotary_emb.table for rotary_emb in model.model.rotary_embs]
 
     (plain,), both = angles(config), angles(replace(config, local_rope=local))

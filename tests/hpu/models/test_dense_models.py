@@ -24,6 +24,7 @@ from config.model.families import gemma, gpt, mpt, normed
 from config.model.model_config import RopeConfig
 from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import ProcessGroup
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 
 if transformers_before("5"):
@@ -606,7 +607,7 @@ def test_unsupported_settings_are_refused_by_field(name: str, tmp_path: Path) ->
     config = read_model_config(str(make_tiny(family, tmp_path, **overrides)))
 
     with pytest.raises(ConfigError, match=message):
-        build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+        build_model(config, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
 
 
 @pytest.mark.parametrize("heads", [4, 9])
@@ -726,7 +727,9 @@ def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path)
     config = read_model_config(str(make_tiny("gpt2", tmp_path, n_inner=128)))
 
     with pytest.raises(ConfigError, match="has 512 learned positions, --max-model-len is 513"):
-        build_model(config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=513)
+        build_model(
+            config, ModelBuild(dtype=torch.float32, device=torch.device("cpu"), max_model_len=513)
+        )
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from config.model.read_config import read_model_config
 from config.model.split import check_split
 from hpu.layers.metadata import TextAttentionInputs
 from hpu.model_loader.size_estimate import kv_block_bytes, state_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_body
 from hpu.runner.kv_cache import block_bytes
 from hpu.worker.card_plan import CardDemand, plan_card
@@ -191,7 +192,9 @@ def test_hidden_states_of_whole_texts_equal_a_prefill(folder: Path) -> None:
     model = load_decoder(folder)
     (prompt,) = random_prompts(20)
     expected = PagedHarness(model).prefill({0: prompt})[0]
-    body = build_body(facts, dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    body = build_body(
+        facts, ModelBuild(dtype=torch.float32, device=torch.device("cpu"), max_model_len=64)
+    )
     body.load_state_dict(model.state_dict(), strict=False)
 
     positions = torch.arange(24).unsqueeze(0)

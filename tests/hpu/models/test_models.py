@@ -30,6 +30,7 @@ from config.model.families import (
 from config.model.model_config import ModelConfig
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import CpuBackend, use_cpu_kernels
+from hpu.models.base import ModelBuild
 from hpu.models.registry import build_model
 from hpu.ops.cpu import can_pack
 from hpu.quantization.registry import SCHEMES
@@ -446,7 +447,7 @@ def test_the_error_names_an_unknown_architecture() -> None:
     config = ModelConfig("somewhere", "OwnForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8)
 
     with pytest.raises(ConfigError, match="OwnForCausalLM, which is not supported"):
-        build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+        build_model(config, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
 
 
 def test_quantization_of_experts_is_refused(tmp_path: Path) -> None:
@@ -454,11 +455,14 @@ def test_quantization_of_experts_is_refused(tmp_path: Path) -> None:
     scheme = SCHEMES["int8"](EngineConfig(str(tmp_path)))
 
     with pytest.raises(ConfigError, match="is a mixture of experts, for which quantization is not"):
-        build_model(config, dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme)
+        build_model(
+            config,
+            ModelBuild(dtype=torch.bfloat16, device=torch.device("cpu"), quantization=scheme),
+        )
 
 
 def test_the_error_names_an_unknown_activation() -> None:
     config = ModelConfig("somewhere", "LlamaForCausalLM", 8, 8, 8, 1, 1, 1, 8, 8, hidden_act="tan")
 
     with pytest.raises(ConfigError, match="hidden_act is 'tan', it must be one of silu"):
-        build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+        build_model(config, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))

@@ -19,6 +19,7 @@ from config.errors import ConfigError
 from config.model.read_config import read_model_config
 from hpu.layers.moe import MoE
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 
@@ -98,7 +99,7 @@ class FeedForward:
 
 def load_blocks(folder: Path) -> Decoder:
     config = read_model_config(str(folder))
-    decoder = build_model(config, dtype=torch.float32, device=torch.device("cpu"))
+    decoder = build_model(config, ModelBuild(dtype=torch.float32, device=torch.device("cpu")))
     blocks = ("mlp.", "feed_forward.", "block_sparse_moe.")
     feed_forward = FeedForward(decoder, blocks)
     load_weights(feed_forward, str(folder), on_progress=lambda done, total: None)
@@ -129,7 +130,8 @@ def test_the_feed_forward_part_has_the_name_of_the_checkpoint(tmp_path: Path) ->
     random_checkpoint.write_config(tmp_path, "Llama4ForCausalLM")
 
     decoder = build_model(
-        read_model_config(str(tmp_path)), dtype=torch.float32, device=torch.device("meta")
+        read_model_config(str(tmp_path)),
+        ModelBuild(dtype=torch.float32, device=torch.device("meta")),
     )
 
     names = {name for name, _ in decoder.named_parameters() if "feed_forward" in name}
@@ -179,5 +181,6 @@ def test_unsupported_model_features_are_refused_by_name(
 
     with pytest.raises(ConfigError, match=message):
         build_model(
-            read_model_config(str(tmp_path)), dtype=torch.float32, device=torch.device("meta")
+            read_model_config(str(tmp_path)),
+            ModelBuild(dtype=torch.float32, device=torch.device("meta")),
         )

@@ -17,8 +17,8 @@ from config.model.architectures import ARCHITECTURES
 from config.model.decoder_spec import DecoderSpec, TemperatureTuning
 from config.model.read_config import read_model_config
 from hpu.backends.cpu import use_cpu_kernels
-from hpu.layers.moe import Experts
-from hpu.models.base import CausalLM
+from hpu.layers.moe import Experts, ExpertsSpec
+from hpu.models.base import CausalLM, ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.native import library as library_module
 from hpu.native.decoder import CompiledDecoder
@@ -110,10 +110,7 @@ def test_small_additions_to_the_residual_stream_keep_their_precision(
 
 def stacked(count: int, hidden: int, inner: int) -> Experts:
     experts = Experts(
-        count,
-        hidden,
-        inner,
-        activation="silu",
+        ExpertsSpec(count, hidden, inner, "silu"),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
@@ -525,7 +522,9 @@ def test_attention_unsupported_by_the_library_runs_on_torch(
     assert packed(folder, built).is_compiled
     config = read_model_config(str(folder))
     spec = change(ARCHITECTURES[config.architecture].make_spec(config))
-    model = Decoder(config, spec, dtype=torch.bfloat16, device=torch.device("cpu"), length=64)
+    model = Decoder(
+        config, spec, ModelBuild(dtype=torch.bfloat16, device=torch.device("cpu"), max_model_len=64)
+    )
 
     found = use_cpu_kernels(model, built)
 

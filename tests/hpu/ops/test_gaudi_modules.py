@@ -19,6 +19,7 @@ from config.model.read_config import read_model_config
 from hpu.backends.select import select_backend
 from hpu.distributed.process_groups import ProcessGroup
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.ops.block_softmax import REFERENCES
@@ -262,7 +263,7 @@ def test_kernels_of_expert_parallel_ranks_add_up_to_all_experts(
     for rank in (0, 1):
         groups = {name: ProcessGroup(range(2), rank) for name in ("group", "expert_group")}
         config, device = read_model_config(str(folder)), torch.device("cpu")
-        model = build_model(config, dtype=torch.float32, device=device, **groups)
+        model = build_model(config, ModelBuild(dtype=torch.float32, device=device, **groups))
         load_weights(model, str(folder), on_progress=lambda done, total: None, **groups)
         fuse(model)
         moe_op = model.layers[0].mlp.experts.moe_op
@@ -283,7 +284,7 @@ def test_only_the_first_rank_passes_the_second_bias_to_the_kernel(
     options = {"dtype": torch.float32, "device": torch.device("cpu")}
     with emulated(release="1.24.0", runs_on_host=True):
         for rank in (0, 1):
-            model = build_model(config, **options, group=ProcessGroup(range(2), rank))
+            model = build_model(config, ModelBuild(**options, group=ProcessGroup(range(2), rank)))
             experts = model.layers[0].mlp.experts
             experts.w2_bias.fill_(2.0)
             fuse(model)

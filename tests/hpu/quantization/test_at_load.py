@@ -27,6 +27,7 @@ from hpu.gaudi_devices import GENERATIONS
 from hpu.model_loader.bitsandbytes import NF4_CODES
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import weight_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.at_load import AtLoadScheme
@@ -66,10 +67,12 @@ def loaded(
 ) -> Decoder:
     model = build_model(
         read_model_config(str(folder)),
-        dtype=dtype,
-        device=torch.device(device),
-        max_model_len=64,
-        quantization=AtLoadScheme(name, make_method, make_moe_method),
+        ModelBuild(
+            dtype=dtype,
+            device=torch.device(device),
+            max_model_len=64,
+            quantization=AtLoadScheme(name, make_method, make_moe_method),
+        ),
     )
     load_weights(model, str(folder), on_progress=lambda done, total: None)
     process_weights(model, name)
@@ -307,7 +310,7 @@ def test_on_a_cpu_quantized_weights_take_the_memory_of_the_plain_model_and_a_lin
 ) -> None:
     folder = folders("llama")
     facts, cpu = read_model_config(str(folder)), torch.device("cpu")
-    plain = build_model(facts, dtype=torch.bfloat16, device=cpu, max_model_len=64)
+    plain = build_model(facts, ModelBuild(dtype=torch.bfloat16, device=cpu, max_model_len=64))
     rounded = loaded(folder, name, dtype=torch.bfloat16)
 
     select_quantization(

@@ -22,6 +22,7 @@ from hpu.layers.moe import Experts
 from hpu.model_loader import size_estimate
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import activation_bytes, weight_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.base import LinearMethod, MoEMethod
@@ -121,15 +122,17 @@ def loaded(
     """The decoder, with linear layers dequantized or in FP8."""
     model = build_model(
         read_model_config(str(folder)),
-        dtype=torch.bfloat16,
-        device=torch.device("hpu", 0),
-        max_model_len=64,
-        quantization=CheckpointScheme(
-            linear_method,
-            make_method,
+        ModelBuild(
+            dtype=torch.bfloat16,
+            device=torch.device("hpu", 0),
+            max_model_len=64,
+            quantization=CheckpointScheme(
+                linear_method,
+                make_method,
+            ),
+            group=group,
+            expert_group=expert_group,
         ),
-        group=group,
-        expert_group=expert_group,
     )
     load_weights(
         model,

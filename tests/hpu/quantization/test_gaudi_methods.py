@@ -17,6 +17,7 @@ from hpu.gaudi_devices import GENERATIONS
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import weight_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.base import LinearMethod
@@ -62,10 +63,12 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 def loaded(folder: Path, make_method: MakeMethod) -> Decoder:
     model = build_model(
         read_model_config(str(folder)),
-        dtype=torch.bfloat16,
-        device=torch.device("hpu", 0),
-        max_model_len=64,
-        quantization=CheckpointScheme(make_method),
+        ModelBuild(
+            dtype=torch.bfloat16,
+            device=torch.device("hpu", 0),
+            max_model_len=64,
+            quantization=CheckpointScheme(make_method),
+        ),
     )
     load_weights(model, str(folder), on_progress=lambda done, total: None)
     process_weights(model, None)

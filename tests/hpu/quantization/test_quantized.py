@@ -20,6 +20,7 @@ from hpu.backends.cpu import use_cpu_kernels
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
 from hpu.layers.linear import LinearBase
 from hpu.model_loader.loader import load_weights
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.native.library import Library, PackedLinear
@@ -211,7 +212,9 @@ def loaded(folder: str, quantization: str | None = None, group: ProcessGroup = S
     dtype, device = torch.bfloat16, torch.device("cpu")
     scheme = None if quantization is None else SCHEMES[quantization](EngineConfig(folder))
     facts = read_model_config(folder)
-    model = build_model(facts, dtype=dtype, device=device, quantization=scheme, group=group)
+    model = build_model(
+        facts, ModelBuild(dtype=dtype, device=device, quantization=scheme, group=group)
+    )
     load_weights(model, folder, on_progress=lambda done, total: None, group=group)
     return model
 

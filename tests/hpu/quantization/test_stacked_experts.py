@@ -19,6 +19,7 @@ from hpu.gaudi_devices import GENERATIONS
 from hpu.layers.moe import Experts
 from hpu.model_loader.loader import load_weights
 from hpu.model_loader.size_estimate import weight_bytes
+from hpu.models.base import ModelBuild
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.quantization.registry import process_weights
@@ -69,7 +70,9 @@ def read(folder: Path, group: ProcessGroup, expert_group: ProcessGroup) -> dict[
     """Dequantized weights of a rank, in float32."""
     facts, cpu = read_model_config(str(folder)), torch.device("cpu")
     groups = {"group": group, "expert_group": expert_group}
-    model = build_model(facts, dtype=torch.float32, device=cpu, max_model_len=64, **groups)
+    model = build_model(
+        facts, ModelBuild(dtype=torch.float32, device=cpu, max_model_len=64, **groups)
+    )
     load_weights(model, str(folder), on_progress=lambda done, total: None, **groups)
     process_weights(model, None)
     return dict(model.state_dict())
@@ -112,14 +115,16 @@ def test_a_card_multiplies_in_fp8(generation: str, is_distributed: bool, make: M
         with emulated(generation=generation, strict=True):
             model = build_model(
                 facts,
-                dtype=torch.bfloat16,
-                device=torch.device("hpu", 0),
-                max_model_len=64,
-                quantization=CheckpointScheme(
-                    lambda weight: Fp8LinearMethod(weight, Fp8Range(largest)),
-                    lambda experts: Fp8MoEMethod(experts, Fp8Range(largest)),  # type: ignore[arg-type]
+                ModelBuild(
+                    dtype=torch.bfloat16,
+                    device=torch.device("hpu", 0),
+                    max_model_len=64,
+                    quantization=CheckpointScheme(
+                        lambda weight: Fp8LinearMethod(weight, Fp8Range(largest)),
+                        lambda experts: Fp8MoEMethod(experts, Fp8Range(largest)),  # type: ignore[arg-type]
+                    ),
+                    **groups,
                 ),
-                **groups,
             )
             path = str(quantized.folder)
             load_weights(model, path, on_progress=lambda done, total: None, **groups)

@@ -15,6 +15,7 @@ from config.errors import EngineDied, Overloaded, PromptTooLong, RequestFailed, 
 from config.params.sampling import SamplingParams
 from config.server import ServerConfig
 from engine.client.output_queue import UNREAD_TOKEN_BYTES
+from engine.client.request_limits import RequestTerms
 from server.generation import pipeline
 from server.generation.outputs import Delta, Prompt, Timing
 from server.generation.pipeline import (
@@ -475,7 +476,7 @@ async def test_a_reader_that_is_cancelled_aborts_its_request(choices: int) -> No
 async def test_priority_and_salt_reach_the_engine() -> None:
     client = ScriptedClient(ready())
 
-    await make(client).start([HI], SamplingParams(), priority=-3, cache_salt="mine")
+    await make(client).start([HI], SamplingParams(), RequestTerms(-3, "mine"))
 
     assert (client.queues[0].priority, client.queues[0].cache_salt) == (-3, "mine")
 

@@ -19,6 +19,8 @@ from server.multimodal.fetch import (
     MAX_FETCHES_PER_CLIENT,
     PIECE_CHARACTERS,
     MediaFetcher,
+    Network,
+    SystemResolver,
     is_public_address,
 )
 from server.multimodal.messages import VIDEO
@@ -116,7 +118,9 @@ async def test_nothing_is_fetched_unless_domains_are_allowed() -> None:
         asked.append(host)
         return ["8.8.8.8"]
 
-    reason = await refusal(MediaFetcher(resolve=record), "https://example.com/a.png")
+    reason = await refusal(
+        MediaFetcher(network=Network(resolve=record)), "https://example.com/a.png"
+    )
 
     assert "--allowed-media-domains" in reason
     assert asked == []
@@ -154,7 +158,9 @@ async def test_an_address_that_is_not_public_is_not_connected_to(address: str) -
     async def there(host: str, port: int) -> list[str]:
         return [address]
 
-    reason = await refusal(MediaFetcher(["*"], resolve=there), "https://example.com/a")
+    reason = await refusal(
+        MediaFetcher(["*"], network=Network(resolve=there)), "https://example.com/a"
+    )
 
     assert reason == "the URL's host has an address that is not public"
 
@@ -170,7 +176,9 @@ async def test_a_private_address_among_public_addresses_is_refused() -> None:
     async def both(host: str, port: int) -> list[str]:
         return ["8.8.8.8", "10.0.0.1"]
 
-    reason = await refusal(MediaFetcher(["*"], resolve=both), "https://example.com/a")
+    reason = await refusal(
+        MediaFetcher(["*"], network=Network(resolve=both)), "https://example.com/a"
+    )
 
     assert reason == "the URL's host has an address that is not public"
 
@@ -424,7 +432,7 @@ async def test_a_hung_name_server_delays_no_other_client(
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     stuck = [f"stuck{number}.example" for number in range(60)]
-    media = fetcher(HOST, *stuck, resolve=None, timeout_s=0.3)
+    media = fetcher(HOST, *stuck, resolve=SystemResolver(), timeout_s=0.3)
     try:
         fetches = (media.fetch(f"https://{host}/a", "x", client="slow") for host in stuck)
         told = await asyncio.gather(*fetches, return_exceptions=True)

@@ -138,22 +138,18 @@ async def test_images_of_any_size_have_the_grid_of_transformers(
     assert found.text == "<|image_pad|>" * found.num_embeddings
 
 
-async def test_equal_images_are_processed_once(shared: ImagePreprocessor) -> None:
+async def test_equal_images_are_processed_once(
+    shared: ImagePreprocessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = image_bytes(picture(60, 60, seed=5))
     lookups: list[bool] = []
     times: list[float] = []
 
-    class Observer:
-        def image_looked_up(self, is_hit: bool) -> None:
-            lookups.append(is_hit)
+    monkeypatch.setattr(shared, "on_lookup", lookups.append)
+    monkeypatch.setattr(shared, "on_processed", times.append)
 
-        def image_processed(self, seconds: float) -> None:
-            times.append(seconds)
-
-    shared.observer = Observer()
     first, second = await asyncio.gather(shared.process(data, "x"), shared.process(data, "y"))
     third = await shared.process(data, "z")
-    shared.observer = None
 
     assert first is second
     assert third is first

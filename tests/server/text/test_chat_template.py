@@ -35,7 +35,7 @@ from server.text.control_tokens import ControlMarker
 from server.text.isolated_template import isolated_templates
 from server.text.messages import MAX_ARGUMENTS_CHARACTERS
 from server.text.sandbox import MAX_WRITTEN_ITEMS
-from server.text.template_renderer import TextTooLong, TooSlow
+from server.text.template_renderer import Renderer, TextTooLong, TooSlow
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -492,7 +492,9 @@ async def test_kwargs_reach_the_template_but_may_not_replace_fields() -> None:
 
 
 async def test_strftime_now_uses_the_clock_of_the_server() -> None:
-    template = ours("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2026, 2, 3))
+    template = ours(
+        "{{ strftime_now('%d %b %Y') }}", renderer=Renderer(now=lambda: datetime(2026, 2, 3))
+    )
 
     assert await template.render(HELLO) == "03 Feb 2026"
 
@@ -619,7 +621,7 @@ DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = 
     ],
 )
 async def test_output_bombs_end_at_the_output_limit(bomb: str) -> None:
-    template = ours(bomb, max_characters=100_000)
+    template = ours(bomb, renderer=Renderer(100_000))
 
     with pytest.raises(UserError, match=r"100000 characters|five digits"):
         await template.render(HELLO)
