@@ -436,7 +436,9 @@ class GaudiBackend(Backend):
 
     def peak_memory(self) -> int:
         self.synchronize()
-        return int(self._hpu.max_memory_allocated())
+        # A reset sets the runtime's peak to 0 until the next allocation (the bridge's
+        # CoalescedStringentPoolAllocator.cpp).
+        return int(max(self._hpu.max_memory_allocated(), self._hpu.memory_allocated()))
 
     def reset_peak(self) -> None:
         self.synchronize()
