@@ -50,6 +50,7 @@ from hpu.gaudi_devices import (
 )
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import QKVParallelLinear
+from hpu.layers.split_products import split_products
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
@@ -579,6 +580,10 @@ class GaudiBackend(Backend):
         if patcher is not None:
             self._call_core("hpu_inference_set_env", "hpu_set_env")
 
+    def adapt(self, model: nn.Module) -> None:
+        if not self._multiplies_float32:
+            split_products(model)
+
     def prepare(self, model: nn.Module, patcher: ModelPatcher | None = None) -> nn.Module:
         self.synchronize()
         if self._chooses_copies:
@@ -588,6 +593,7 @@ class GaudiBackend(Backend):
                 functools.partial(self._hpu.set_stream, self._hpu.default_stream()),
             ).choose()
             self._chooses_copies = False
+        self.adapt(model)
         if isinstance(model, FusibleModel):
             splits = self._execution.split_qkv and self._can_split(model, patcher)
             model.use_kernels(self._make_kernels(model), split_qkv=splits)
