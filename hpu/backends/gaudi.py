@@ -49,8 +49,7 @@ from hpu.gaudi_devices import (
     release_of,
 )
 from hpu.layers.embedding import ParallelLMHead
-from hpu.layers.linear import QKVParallelLinear
-from hpu.layers.split_products import split_products
+from hpu.layers.linear import QKVParallelLinear, split_products
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, ModelPatcher, MoEMethod
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format

@@ -3,6 +3,7 @@
 summed in float32."""
 
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,6 +12,13 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 """Product (..., M, N) float32 of matrices (..., M, K) and (..., K, N)."""
 
 NUM_PARTS = 3
+
+
+@runtime_checkable
+class Multiplies(Protocol):
+    """A layer whose float32 products are computed by an attribute."""
+
+    matmul: Matmul
 
 
 def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -29,14 +37,18 @@ def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
         return (left.float().transpose(-1, -2) * right.float()).sum(-2, keepdim=True)
     if right.shape[-1] == 1:
         return (left.float() * right.float().transpose(-1, -2)).sum(-1, keepdim=True)
-    lefts, rights = _parts(left), _parts(right)
-    pairs = [(one, two) for number, one in enumerate(lefts) for two in rights[: NUM_PARTS - number]]
-    leading = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    first, second = [], []
+    rights = _parts(right)
+    for number, part in enumerate(_parts(left)):
+        count = min(NUM_PARTS - number, len(rights))
+        first += [part] * count
+        second += rights[:count]
+    leading = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]  # torch's own
     shape = (*leading, left.shape[-2], right.shape[-1])
     # The sum over K also sums over the pairs of parts.
     return torch.matmul(
-        torch.cat([one for one, _ in pairs], dim=-1),
-        torch.cat([two for _, two in pairs], dim=-2),
+        torch.cat(first, dim=-1),
+        torch.cat(second, dim=-2),
         out=torch.empty(shape, dtype=torch.float32, device=left.device),
     )
 

@@ -140,7 +140,7 @@ class Fp8:
         `is_amax`). RuntimeError without a dtype, whose type in the bridge's schema is not optional,
         and for an input that is neither in WIDE nor of the target's dtype, or that is measured in
         FP8."""
-        if dtype is None:
+        if not dtype:
             raise RuntimeError("cast_to_fp8_v2 needs a dtype: expected a scalar type, got None")
         target = dtype
         if x.dtype not in (*WIDE, *NARROW):

@@ -108,7 +108,7 @@ def recipe_cache(card: Card) -> Iterator[Comparison]:
     on_card = card.put(card.values(5, 13)) + number
     card.synchronize()
     yield Comparison("the folder of recipes exists", any(map(Path.is_dir, folders)), True)
-    stored = any(path.is_file() for one in folders for path in one.rglob("*"))
+    stored = any(path.is_file() for kept in folders for path in kept.rglob("*"))
     yield Comparison("a compiled recipe is stored", stored, True)
     del on_card
 
