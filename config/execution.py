@@ -513,9 +513,10 @@ def choose_mode(
     """The execution mode according to the vendor's table. Raises ConfigError for contradictory
     settings.
 
-    `lazy_variable`: value of PT_HPU_LAZY_MODE (None: not set); anything except the string 0 means
-    lazy. `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU graphs
-    need. `release`: version of the runtime; empty if unknown.
+    `lazy_variable`: value of PT_HPU_LAZY_MODE (None: not set). The runtime's Python code takes
+    anything except the string 0 for lazy mode, but its library reads a number and compares it with
+    0 and 1 (the bridge's env_flags.cpp). `has_vendor_torch`: whether torch is the vendor's build,
+    which lazy mode and HPU graphs need. `release`: version of the runtime; empty if unknown.
 
         PT_HPU_LAZY_MODE  enforce_eager  mode
         0                 no             torch-compile
@@ -523,7 +524,9 @@ def choose_mode(
         1                 no             hpu-graphs
         1                 yes            lazy
     """
-    wants_lazy = None if lazy_variable is None else lazy_variable != "0"
+    if lazy_variable not in (None, "0", "1"):
+        raise ConfigError(f"PT_HPU_LAZY_MODE is {lazy_variable!r}, it must be 0 or 1")
+    wants_lazy = None if lazy_variable is None else lazy_variable == "1"
     if requested == "auto":
         is_lazy, reason = wants_lazy, f"PT_HPU_LAZY_MODE is {lazy_variable}"
         if is_lazy is None:

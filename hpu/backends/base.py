@@ -213,6 +213,11 @@ class Backend(Protocol):
         """Called before the creation of a model that `patcher` will patch."""
         return
 
+    def adapt(self, model: nn.Module) -> None:
+        """Change layers of `model` that the device cannot run as they are. `prepare` does this too;
+        for modules that `prepare` does not get."""
+        return
+
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         """Prepare a loaded model for this device: fused kernels, the patches of `patcher`, packed
         weights, compiled layers. Returns the model to run: `model` itself, or a faster model with

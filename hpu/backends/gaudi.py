@@ -52,7 +52,7 @@ from hpu.gaudi_devices import (
     release_of,
 )
 from hpu.layers.embedding import ParallelLMHead
-from hpu.layers.linear import QKVParallelLinear
+from hpu.layers.linear import QKVParallelLinear, split_products
 from hpu.ops.kernels import Kernels, SliceSizes
 from hpu.quantization.base import LinearMethod, MoEMethod
 from hpu.quantization.inc import IncCompressor
@@ -455,7 +455,9 @@ class GaudiBackend(Backend):
 
     def peak_memory(self) -> int:
         self.synchronize()
-        return int(self._hpu.max_memory_allocated())
+        # A reset sets the runtime's peak to 0 until the next allocation (the bridge's
+        # CoalescedStringentPoolAllocator.cpp).
+        return int(max(self._hpu.max_memory_allocated(), self._hpu.memory_allocated()))
 
     def reset_peak(self) -> None:
         self.synchronize()
@@ -596,6 +598,10 @@ class GaudiBackend(Backend):
         if patcher is not None:
             self._call_core("hpu_inference_set_env", "hpu_set_env")
 
+    def adapt(self, model: nn.Module) -> None:
+        if not self._multiplies_float32:
+            split_products(model)
+
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         self.synchronize()
         if self._chooses_copies:
@@ -605,6 +611,7 @@ class GaudiBackend(Backend):
                 functools.partial(self._hpu.set_stream, self._hpu.default_stream()),
             ).choose()
             self._chooses_copies = False
+        self.adapt(model)
         if isinstance(model, FusibleModel):
             splits = self._execution.split_qkv and self._can_split(model, patcher)
             model.use_kernels(self._make_kernels(model), split_qkv=splits)

@@ -139,6 +139,9 @@ def _lazy(machine: Machine) -> list[Finding]:
     text = machine.environment.get(LAZY)
     if text is None:
         return []
+    if text not in ("0", "1"):
+        what = f"{LAZY} is {text!r}: the runtime's library takes a number, and lazy mode is 1"
+        return [Finding(ERROR, LAZY, what, "set 0 or 1")]
     if text != "0" and has_vendor_torch(machine) is False:
         return [
             Finding(
@@ -149,9 +152,6 @@ def _lazy(machine: Machine) -> list[Finding]:
                 f"set {LAZY}=0, or use an image with the vendor's torch",
             )
         ]
-    if text not in ("0", "1"):
-        what = f"{LAZY} is {text!r}: anything but 0 means lazy mode"
-        return [Finding(WARN, LAZY, what, "set 0 or 1")]
     return [Finding(OK, LAZY, f"{LAZY} is {text}")]
 
 

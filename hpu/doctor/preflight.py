@@ -65,7 +65,7 @@ def _revision_findings(cards: tuple[DetectedCard, ...]) -> list[Finding]:
             "card revision",
             f"{limited} has PCI revision {limited.revision} (Gaudi 2B, 2C or 2D): it multiplies no "
             "float32 matrices",
-            "use models in bfloat16 without recurrent states",
+            "use models in bfloat16",
         )
     ]
 

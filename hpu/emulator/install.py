@@ -126,6 +126,10 @@ class Emulator:
         self._patch(torch.random, "fork_rng", own.fork_rng(torch.random.fork_rng))
         recorded = overwrites.record_stream(torch.Tensor.record_stream)
         self._patch(torch.Tensor, "record_stream", recorded)
+        autocast = overwrites.set_autocast_enabled(torch.set_autocast_enabled)
+        self._patch(torch, "set_autocast_enabled", autocast)
+        self._patch(torch, "Stream", overwrites.without_card(torch.Stream))
+        self._patch(torch, "Event", overwrites.without_card(torch.Event))
         self._patch(dist, "new_group", overwrites.new_group(dist.new_group))
         initialize = overwrites.init_process_group(dist.init_process_group)
         self._patch(dist, "init_process_group", initialize)
@@ -301,5 +305,9 @@ def install(config: EmulatorConfig, environment: MutableMapping[str, str]) -> Em
     Raises ConfigError if the real package or another emulator is loaded already.
     """
     emulator = Emulator(config, environment)
-    emulator.apply()
+    try:
+        emulator.apply()
+    except BaseException:
+        emulator.uninstall()
+        raise
     return emulator

@@ -101,9 +101,13 @@ class RuntimeVariables:
     _native: dict[str, str] = field(default_factory=dict, init=False)
 
     def lazy(self) -> bool:
-        """Whether the mode is lazy. Read once; any value but the string 0 means lazy."""
+        """Whether the mode is lazy. Read once; any number but 0 means lazy. Raises RuntimeError for
+        a word, which the runtime's library cannot read (parse_env_numeric in the bridge's
+        env_flags.cpp)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
+            if text and not text.isdigit():
+                raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
             self._lazy = self.default_lazy if text is None else text != "0"
         return self._lazy
 
@@ -150,11 +154,27 @@ class RuntimeVariables:
         return [int(word) for word in text.split(",") if word.strip()] or list(range(8))
 
     def recipe_cache(self) -> Path | None:
-        """Folder of the recipe cache on disk; None without a disk cache."""
+        """Folder of the recipe cache on disk; None without a disk cache. In inference mode each
+        rank has its own folder, whose name ends with the rank (the bridge's
+        recipe_cache_config.cpp)."""
         text = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+        if text and self.flag("PT_HPU_INFERENCE_MODE"):
+            text += self.environment.get("RANK", "0")
         text = text or self.environment.get("PT_RECIPE_CACHE_PATH", "")
         return Path(text) if text else None
 
     def deletes_recipes(self) -> bool:
+        """Whether this process deletes earlier recipes, which only local rank 0 does (the bridge's
+        cache_file_handler.cpp). Raises RuntimeError for an unknown word."""
         words = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
-        return len(words) > 1 and words[1].strip().lower() in ("true", "1")
+        word = words[1].lower() if len(words) > 1 else ""
+        if word not in ("", *TRUE, *FALSE):
+            raise RuntimeError(_unreadable("PT_CACHE_FOLDER_DELETE", word))
+        return word in TRUE and self.environment.get("LOCAL_RANK", "0") == "0"
+
+
+TRUE, FALSE = ("1", "true"), ("0", "false")
+
+
+def _unreadable(name: str, text: str) -> str:
+    return f'Environment variable "{name}"="{text}" couldn\'t be converted properly'

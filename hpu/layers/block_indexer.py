@@ -18,6 +18,7 @@ from hpu.layers.non_finite import spoiled, zeroed
 from hpu.layers.norm import RMSNorm
 from hpu.ops.attention import MASKED, PlainKVCacheOps, as_mask
 from hpu.ops.kernels import Kernels, KVCacheOps
+from hpu.ops.products import Matmul, wide_matmul
 from hpu.ops.rope import Rotation, rotate
 from hpu.quantization.kv_cache import EncodedKVCache, KVCacheFormat
 
@@ -54,6 +55,7 @@ class BlockIndexer(nn.Module):
         self._keys = torch.empty(0)
         self._cache_ops: KVCacheOps = PlainKVCacheOps()
         self._kernels: Kernels | None = None
+        self.matmul: Matmul = wide_matmul
         self._zeroes_non_finite = False
 
     def bind_cache(self, keys: Tensor, format: KVCacheFormat | None, block_size: int) -> None:
@@ -115,7 +117,7 @@ class BlockIndexer(nn.Module):
         self._cache_ops(key.flatten(0, 1), self._keys, blocks.slot_mapping)
         count = 0 if isinstance(blocks.block_list, Tensor) else blocks.groups.shape[0]
         keys = self._read(blocks.block_list, count)
-        scores = query.index_select(0, blocks.rows).float() @ keys.float().transpose(1, 2)
+        scores = self.matmul(query.index_select(0, blocks.rows), keys.transpose(1, 2))
         scores = scores.masked_fill(blocks.mask.squeeze(2) < 0, MASKED).amax(-1)
         scores = scores.masked_fill(index.is_local.unsqueeze(1), LOCAL)
         # Scores (B, heads, N): a sequence has scores only in its own blocks.
@@ -140,7 +142,7 @@ class BlockIndexer(nn.Module):
             cached = self._read(block_list, 0).view(len(keys), -1, keys.shape[-1])
             keys, num_cached = torch.cat((cached, keys), dim=1), cached.shape[1]
         keys = keys.gather(1, index.order.unsqueeze(-1).expand(-1, -1, keys.shape[-1]))
-        scores = query.transpose(1, 2).float() @ keys.float().transpose(1, 2).unsqueeze(1)
+        scores = self.matmul(query.transpose(1, 2), keys.transpose(1, 2).unsqueeze(1))
         scores = scores.masked_fill(~index.seen, MASKED)
         scores = scores.view(*scores.shape[:-1], index.is_local.shape[-1], -1).amax(-1)
         chosen = self._best(scores.masked_fill(index.is_local, LOCAL))

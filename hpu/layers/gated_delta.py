@@ -16,6 +16,7 @@ from hpu.layers.gated_norm import GatedRMSNorm
 from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata
 from hpu.layers.state_cache import StateCache, recurrent_spec
+from hpu.ops.products import Matmul
 from hpu.ops.rope import Rotation
 from hpu.ops.ssm import (
     causal_conv,
@@ -54,6 +55,7 @@ class GatedDeltaNet(nn.Module):
         conv = (spec.conv_kernel - 1, spec.conv_size)
         recurrent = (spec.num_value_heads, spec.key_dim, spec.value_dim)
         self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
+        self.matmul: Matmul = torch.matmul
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
@@ -77,11 +79,13 @@ class GatedDeltaNet(nn.Module):
             query, key, value, decay, beta = (
                 tensor[:, 0] for tensor in (query, key, value, decay, beta)
             )
-            out, state = gated_delta_step(query, key, value, decay, beta, state)
+            out, state = gated_delta_step(query, key, value, decay, beta, state, self.matmul)
         else:
             is_padding = ~states.is_real.unsqueeze(-1)
             decay, beta = decay.masked_fill(is_padding, 0.0), beta.masked_fill(is_padding, 0.0)
-            out, state = gated_delta_scan(query, key, value, decay, beta, state)
+            out, state = gated_delta_scan(
+                *(query, key, value, decay, beta, state), matmul=self.matmul
+            )
         self.state.write(states, (next_conv_state(inputs, conv_state, states.lengths), state))
         return self.out_proj(self.norm(out.reshape(batch, length, -1), gate))  # type: ignore[no-any-return]
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.ops.products import Multiplies, matmul_in_parts
 from hpu.quantization.base import LinearLayer, LinearMethod
 from hpu.quantization.quantized_weight import QuantizedWeight
-from hpu.quantization.unquantized import UNQUANTIZED
+from hpu.quantization.unquantized import UNQUANTIZED, UnquantizedLinearMethod
 
 Kernel = Callable[[Tensor], Tensor]
 """(..., in) -> (..., out), weight and bias included."""
@@ -157,3 +158,22 @@ class RowParallelLinear(LinearBase):
         # Not `super().forward`: torch.compile guards each method and property that it looks up.
         out = self.method.apply(self, x, self.bias if self.group.rank == 0 else None)
         return out if self.group.size == 1 else self.group.all_reduce(out)
+
+
+class LinearMethodInParts(UnquantizedLinearMethod):
+    """LinearMethod of float32 weights on a card that multiplies no float32 matrices."""
+
+    def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert isinstance(layer.weight, Tensor)
+        out = matmul_in_parts(x, layer.weight.t())
+        return out + bias if isinstance(bias, Tensor) else out
+
+
+def split_products(model: nn.Module) -> None:
+    """Compute float32 products of `model` by products of bfloat16: in recurrent layers, in block
+    indexers, and in linear layers with float32 weights (router gates, poolers)."""
+    for module in model.modules():
+        if isinstance(module, Multiplies):
+            module.matmul = matmul_in_parts
+        elif isinstance(module, LinearBase) and module.dtype == torch.float32:
+            module.method = LinearMethodInParts()

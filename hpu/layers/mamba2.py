@@ -15,6 +15,7 @@ from hpu.layers.gated_norm import GatedRMSNorm
 from hpu.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from hpu.layers.metadata import AttentionMetadata
 from hpu.layers.state_cache import StateCache, recurrent_spec
+from hpu.ops.products import Matmul
 from hpu.ops.rope import Rotation
 from hpu.ops.ssm import causal_conv, mamba2_scan, mamba2_step, next_conv_state
 
@@ -61,6 +62,7 @@ class Mamba2Mixer(nn.Module):
         conv = (spec.conv_kernel - 1, spec.conv_size)
         recurrent = (spec.num_heads, spec.head_dim, spec.state_size)
         self.state = StateCache(recurrent_spec(conv, recurrent, dtype))
+        self.matmul: Matmul = torch.matmul
 
     def forward(
         self, hidden: Tensor, rotation: Rotation | None, metadata: AttentionMetadata
@@ -82,10 +84,10 @@ class Mamba2Mixer(nn.Module):
         dt = functional.softplus(step.float() + self.dt_bias)
         a = -self.A_log.exp()
         if states.is_real is None:
-            out, state = mamba2_step(x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], state)
+            out, state = mamba2_step(*(x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0], state), self.matmul)
         else:
             dt = dt.masked_fill(~states.is_real.unsqueeze(-1), 0.0)
-            out, state = mamba2_scan(x, dt, a, b, c, state)
+            out, state = mamba2_scan(x, dt, a, b, c, state, matmul=self.matmul)
         self.state.write(states, (next_conv_state(inputs, conv_state, states.lengths), state))
         out = out.view(x.shape) + self.D.unsqueeze(-1) * x
         return self.out_proj(self.norm(out.view(batch, length, -1), gate))  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hpu.ops.attention import MASKED
+from hpu.ops.products import matmul_in_parts
 
 
 class Blocks(NamedTuple):
@@ -32,16 +33,8 @@ class Blocks(NamedTuple):
         """Sums (B, M) float32 over the blocks of each sequence, of `values` (N, M) float32."""
         if not self.in_parts:
             return self.mapping @ values
-        # Three bfloat16 numbers hold the 24 bits of a float32 number, and the mapping is exact in
-        # bfloat16. A compiled product may round the sums of each part to bfloat16.
-        high = values.bfloat16()
-        rest = values - high.float()
-        middle = rest.bfloat16()
-        parts = torch.cat((high, middle, (rest - middle.float()).bfloat16()), dim=1)
-        shape = (len(self.mapping), parts.shape[1])
-        sums = torch.empty(shape, dtype=torch.float32, device=values.device)
-        torch.matmul(self.mapping.bfloat16(), parts, out=sums)
-        return sums.view(len(self.mapping), 3, -1).sum(1)
+        # bfloat16 represents the mapping exactly.
+        return matmul_in_parts(self.mapping.bfloat16(), values)
 
 
 class Reference(NamedTuple):

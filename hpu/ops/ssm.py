@@ -4,7 +4,7 @@ Mamba 2 and of the gated delta rule, over the chunks of a prompt and for a singl
 Plain torch operations in static shapes: loops run over the chunks of a shape, never over data. A
 padding token must leave the state unchanged: its step size (Mamba 2), or the logarithm of its
 decay and its beta (gated delta rule), must be 0. Tensors have at most 5 dimensions, the maximum
-of Gaudi kernels.
+of Gaudi kernels. `matmul`: some cards multiply no float32 matrices.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from config.model.state_space import GATED_DELTA_CHUNK, MAMBA2_CHUNK
+from hpu.ops.products import Matmul
 
 L2_EPS = 1e-6
 """Epsilon of the L2 norm of queries and keys in the gated delta rule."""
@@ -51,7 +52,14 @@ def next_conv_state(x: Tensor, state: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def mamba2_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, chunk: int = MAMBA2_CHUNK
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    chunk: int = MAMBA2_CHUNK,
+    matmul: Matmul = torch.matmul,
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(dt_t a) S_(t-1) + dt_t x_t b_t^T and y_t = S_t c_t, for each head, in chunks: the
     state space duality of Mamba 2 (arXiv 2405.21060, section 6).
@@ -85,18 +93,18 @@ def mamba2_scan(
     dt, sums = by_head(fold(dt)), by_head(fold(decay)).squeeze(-1).cumsum(-1)
     values = by_head(fold(x)) * dt
     # Within a chunk: attention of c over b, weighted by the decay between the two tokens.
-    scores = torch.matmul(c, b.transpose(1, 2)).unsqueeze(1) * _decays(sums)
-    inner = torch.matmul(scores, values)
+    scores = matmul(c, b.transpose(1, 2)).unsqueeze(1) * _decays(sums)
+    inner = matmul(scores, values)
     # Contribution of each chunk to the state at its end.
     last = sums[..., -1:]
     rest = (values * (last - sums).exp().unsqueeze(-1)).transpose(2, 3)
-    added = torch.matmul(rest.reshape(-1, per_group * dim, chunk), b)
+    added = matmul(rest.reshape(-1, per_group * dim, chunk), b)
     added = added.view(batch, count, heads, dim * size).transpose(1, 2)
     # State at the start of each chunk and after the last chunk, from all earlier contributions.
     starts = torch.cat((state.reshape(batch, heads, 1, dim * size), added), dim=2)
-    starts = torch.matmul(_chunk_decays(last.view(batch, count, heads).transpose(1, 2)), starts)
+    starts = matmul(_chunk_decays(last.view(batch, count, heads).transpose(1, 2)), starts)
     before = starts[:, :, :count].transpose(1, 2).reshape(-1, per_group * dim, size)
-    outer = by_head(torch.matmul(c, before.transpose(1, 2)))
+    outer = by_head(matmul(c, before.transpose(1, 2)))
     out = inner + outer * sums.exp().unsqueeze(-1)
     # (M, heads per group, L, P) -> (B, Q, heads, P).
     out = out.transpose(1, 2).reshape(batch * count, groups, chunk, per_group * dim)
@@ -105,7 +113,13 @@ def mamba2_scan(
 
 
 def mamba2_step(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor,
+    matmul: Matmul = torch.matmul,
 ) -> tuple[Tensor, Tensor]:
     """`mamba2_scan` for a single token: tensors without the token dimension."""
     batch, heads, dim = x.shape
@@ -113,7 +127,7 @@ def mamba2_step(
     added = (x * dt.unsqueeze(-1)).view(batch, groups, -1, 1) * b.unsqueeze(2)
     decay = (dt * a).exp().view(batch, heads, 1, 1)
     state = state * decay + added.view(batch, heads, dim, size)
-    out = torch.matmul(state.view(batch, groups, -1, size), c.unsqueeze(-1))
+    out = matmul(state.view(batch, groups, -1, size), c.unsqueeze(-1))
     return out.view(batch, heads, dim), state
 
 
@@ -125,6 +139,7 @@ def gated_delta_scan(
     beta: Tensor,
     state: Tensor,
     chunk: int = GATED_DELTA_CHUNK,
+    matmul: Matmul = torch.matmul,
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T and o_t = S_t^T q_t, for
     each head, in chunks by the UT transform (gated DeltaNet, arXiv 2412.06464, section 3.3).
@@ -154,9 +169,9 @@ def gated_delta_scan(
     sums = fold(decay.unsqueeze(-1)).squeeze(-1).cumsum(-1)
     decays, growth = _decays(sums), sums.exp().unsqueeze(-1)
     keys = key.transpose(2, 3)
-    inverse = unit_lower_inverse((torch.matmul(key * beta, keys) * decays).tril(-1))
-    values = torch.matmul(inverse, value * beta)
-    reads = torch.matmul(inverse, key * (beta * growth))
+    inverse = unit_lower_inverse((matmul(key * beta, keys) * decays).tril(-1), matmul)
+    values = matmul(inverse, value * beta)
+    reads = matmul(inverse, key * (beta * growth))
     last = sums[..., -1:]
     writes = (key * (last - sums).exp().unsqueeze(-1)).transpose(2, 3)
     last = last.exp().unsqueeze(-1)
@@ -164,24 +179,30 @@ def gated_delta_scan(
     starts, news = [], []
     for index in range(count):
         starts.append(state)
-        new = values[:, index] - torch.matmul(reads[:, index], state)
+        new = values[:, index] - matmul(reads[:, index], state)
         news.append(new)
-        state = state * last[:, index] + torch.matmul(writes[:, index], new)
-    out = torch.matmul(query * growth, torch.stack(starts, dim=1))
-    out = out + torch.matmul(torch.matmul(query, keys) * decays, torch.stack(news, dim=1))
+        state = state * last[:, index] + matmul(writes[:, index], new)
+    out = matmul(query * growth, torch.stack(starts, dim=1))
+    out = out + matmul(matmul(query, keys) * decays, torch.stack(news, dim=1))
     out = out.view(batch, heads, count * chunk, value_dim).transpose(1, 2)[:, :length]
     return out, state.view(batch, heads, key_dim, value_dim)
 
 
 def gated_delta_step(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    matmul: Matmul = torch.matmul,
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_scan` for a single token: tensors without the token dimension."""
     state = state * decay.exp().unsqueeze(-1).unsqueeze(-1)
     key = key.unsqueeze(2)
-    delta = (value.unsqueeze(2) - torch.matmul(key, state)) * beta.unsqueeze(-1).unsqueeze(-1)
+    delta = (value.unsqueeze(2) - matmul(key, state)) * beta.unsqueeze(-1).unsqueeze(-1)
     state = state + key.transpose(2, 3) * delta
-    return torch.matmul(query.unsqueeze(2), state).squeeze(2), state
+    return matmul(query.unsqueeze(2), state).squeeze(2), state
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -189,7 +210,7 @@ def l2_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
-def unit_lower_inverse(lower: Tensor) -> Tensor:
+def unit_lower_inverse(lower: Tensor, matmul: Matmul = torch.matmul) -> Tensor:
     """(I + `lower`)^-1 of strictly lower triangular matrices (..., L, L).
 
     Block inversion with block sizes that double, ((A, 0), (C, B))^-1 = ((A^-1, 0), (-B^-1 C A^-1,
@@ -204,7 +225,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
     size = 2
     while size < length:
         below = lower.masked_fill(_outside_pairs(index, size), 0.0)
-        inverse = inverse - torch.matmul(torch.matmul(inverse, below), inverse)
+        inverse = inverse - matmul(matmul(inverse, below), inverse)
         size *= 2
     return inverse
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CHECKS_FOLDER = Path(__file__).parent / "checks"
 HOLDS, FAILS, HANGS, UNKNOWN = "holds", "fails", "hangs", "unknown"
 """Possible outcomes of a check."""
+BFLOAT16 = 0.03
+"""Tolerance of bfloat16 results."""
 LAZY, COMPILE = "lazy", "compile"
 """Modes of the runtime in which a check runs: PT_HPU_LAZY_MODE=1 and 0."""
 

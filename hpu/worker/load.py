@@ -441,6 +441,7 @@ class _Loading:
         )
         weight_bytes = sum(map(_num_bytes, model.modules))
         self._keep_adapted_experts(model.body)
+        self.backend.adapt(model.pooler)
         prepared = self.backend.prepare(model.body)
         assert prepared is model.body, "no back end replaces a pooling model"
         return _Parts(model, weight_bytes)

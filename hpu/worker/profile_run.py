@@ -28,7 +28,7 @@ def measure_launches(runner: StepRunner, backend: Backend, buckets: list[Bucket]
     return measure_peak(run, backend)
 
 
-def measure_peak(run: Callable[[], None], backend: Backend) -> int:
+def measure_peak(run: Callable[[], object], backend: Backend) -> int:
     """Peak memory of `run` in bytes, minus the memory that stays allocated."""
     backend.reset_peak()
     run()

@@ -15,8 +15,6 @@ from config.execution import ExecutionConfig, WarmupConfig, choose_mode, is_vend
         ("0", True, "eager"),
         ("1", False, "hpu-graphs"),
         ("1", True, "lazy"),
-        # The runtime treats every value except the string 0 as lazy.
-        ("false", False, "hpu-graphs"),
     ],
 )
 def test_the_variable_and_eager_select_one_of_four_modes(
@@ -32,6 +30,18 @@ def test_the_variable_and_eager_select_one_of_four_modes(
 
     assert choice.mode == mode
     assert choice.is_lazy == (variable != "0")
+
+
+@pytest.mark.parametrize("variable", ["false", "2", ""])
+def test_a_variable_that_the_runtime_does_not_read_as_0_or_1_is_refused(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"PT_HPU_LAZY_MODE is '{variable}', it must be 0 or 1"):
+        choose_mode(
+            "auto",
+            enforce_eager=False,
+            lazy_variable=variable,
+            has_vendor_torch=True,
+            release="1.24.1.482",
+        )
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,6 @@ def assert_lazy_load_copies_nothing(folder: Path, expected: Mapping[str, Tensor]
         loaded = {name: tensor.cpu() for name, tensor in model.named_parameters()}
 
         assert card.counters.counts["base_versions"] == 0
-        assert card.memory.peak == before
+        assert card.memory.peak <= before
     for name, tensor in loaded.items():
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name

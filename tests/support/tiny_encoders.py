@@ -99,7 +99,8 @@ class Reader:
         settings.setdefault("scheduler", SchedulerConfig(8, 512))
         settings.setdefault("cache", CacheConfig())
         settings.setdefault("device", "cpu")
-        self.worker = Worker(EngineConfig(str(folder), dtype="float32", num_threads=1, **settings))
+        settings.setdefault("dtype", "float32")
+        self.worker = Worker(EngineConfig(str(folder), num_threads=1, **settings))
         self.ready = self.worker.start(lambda progress: None)
         self._step = 0
 

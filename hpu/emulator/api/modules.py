@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
@@ -174,6 +175,21 @@ def _autoload(device: EmulatedDevice) -> ModuleType:
     return module
 
 
+class Timer:
+    """Host time of a block, in seconds."""
+
+    def __enter__(self) -> "Timer":
+        self.start_t = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_t = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        return self.end_t - self.start_t
+
+
 def _internal(device: EmulatedDevice) -> ModuleType:
     def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
         def call(*args: object, **kwargs: object) -> None:
@@ -184,7 +200,7 @@ def _internal(device: EmulatedDevice) -> ModuleType:
         return call
 
     module = ModuleType(f"{ROOT}.utils.internal")
-    vars(module).update(lazy_only=lazy_only)
+    vars(module).update(lazy_only=lazy_only, Timer=Timer)
     if not device.has_fault("runtime-names"):
         vars(module).update(is_lazy=device.is_lazy)
     return module

@@ -111,6 +111,43 @@ def object_device(original: Function) -> Function:
     return find
 
 
+def set_autocast_enabled(original: Function) -> Function:
+    """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError for the
+    card: autocast would change dtypes of results, and a server does not use it."""
+
+    def change(*args: object) -> None:
+        if args[:1] == (DEVICE.type,) and args[1]:
+            raise NotImplementedError("autocast of hpu is not modelled by the emulator")
+        original(*args)
+
+    return change
+
+
+def without_card(original: type) -> type:
+    """torch.Stream or torch.Event, which raise NotImplementedError for the card: torch would give
+    an object without effect. The vendor's objects are torch.hpu.Stream and torch.hpu.Event."""
+
+    class Kind(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, original)
+
+        def __getattr__(cls, name: str) -> object:
+            return getattr(original, name)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> object:
+            if is_hpu(kwargs.get("device", args[0] if args else None)):
+                name = original.__name__
+                raise NotImplementedError(
+                    f"torch.{name} of hpu is not modelled by the emulator: use torch.hpu.{name}"
+                )
+            return original(*args, **kwargs)
+
+    return Kind(original.__name__, (), {})
+
+
 def new_group(original: Function) -> Function:
     """torch.distributed.new_group as the bridge replaces it, without torch's newer arguments."""
 

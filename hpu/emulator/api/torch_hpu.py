@@ -13,9 +13,12 @@ from hpu.emulator.api.wrap import GraphedFunction, make_graphed, wrap_module
 from hpu.emulator.card import graphs
 from hpu.emulator.card.device import EmulatedDevice
 from hpu.emulator.card.streams import CardEvent, CardStream, CurrentStream
+from hpu.emulator.card.tensor import is_hpu
 
 ALL_MODULES = range(8)
 """Modules of a whole machine."""
+
+SYNC_DEBUG = "PT_ENABLE_HABANA_STREAMASYNC"
 
 
 class Api:
@@ -81,7 +84,9 @@ class Api:
             raise ValueError("HABANA_VISIBLE_MODULES is empty: invalid literal for int()")
         modules = self._device.variables.modules()
         if index >= len(modules):
-            raise RuntimeError(f"device index {index} of {len(modules)} visible modules")
+            # The bridge compares with the number of modules and then reads from their list.
+            kind = IndexError if index == len(modules) else AssertionError
+            raise kind(f"device index {index} of {len(modules)} visible modules")
         if acquisition.is_acquired and index not in (0, acquisition.index):
             raise RuntimeError(
                 f"one device per process: index {acquisition.index} is acquired, {index} was "
@@ -154,10 +159,27 @@ class Api:
         return self.max_memory_reserved(device)
 
     def setDeterministic(self, val: bool) -> None:
+        warnings.warn("torch.hpu.setDeterministic is deprecated", stacklevel=2)
         self._device.runtime_switches["deterministic"] = val
 
     def getDeterministic(self) -> bool:
+        warnings.warn("torch.hpu.getDeterministic is deprecated", stacklevel=2)
         return self._device.runtime_switches.get("deterministic", False)
+
+    def set_sync_debug_mode(self, debug_mode: object) -> None:
+        """Set a runtime variable, which the native library has read already."""
+        self._device.variables.environment[SYNC_DEBUG] = str(debug_mode)
+
+    def get_sync_debug_mode(self) -> int:
+        """The runtime variable as a number. Raises ValueError after `set_sync_debug_mode(True)`,
+        and KeyError if it is unset."""
+        return int(self._device.variables.environment[SYNC_DEBUG])
+
+    def get_arch_list(self) -> list[str]:
+        return [self.get_device_name()]
+
+    def get_gencode_flags(self) -> str:
+        return ""
 
     def is_autocast_hpu_enabled(self) -> bool:
         return torch.is_autocast_enabled("hpu")
@@ -187,7 +209,9 @@ class Api:
         self._device.memory.reset_counts()
 
     def memory_summary(self, device: Any = None) -> str:
-        return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
+        self._check_index(device)
+        head = f"{'=' * 52}\n  PyTorch HPU memory summary, device ID {_index_of(device)} \n"
+        return head + "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
 
     def Event(self, enable_timing: bool = False) -> CardEvent:
         return CardEvent(self._device, enable_timing)
@@ -208,6 +232,9 @@ class Api:
 
     def stream(self, stream: CardStream | None) -> AbstractContextManager[None]:
         return self._current.use(stream)
+
+    def StreamContext(self, stream: CardStream | None) -> AbstractContextManager[None]:
+        return self.stream(stream)
 
     def manual_seed(self, seed: int) -> torch.Generator:
         """Seed the card but not the host (the bridge's test_hpu_rng_state.py)."""
@@ -270,6 +297,11 @@ class Api:
                 f"Requested device_id={index} is different from env_device_id={module}"
             )
         yield
+
+    def device_of(self, obj: Tensor) -> AbstractContextManager[None]:
+        """`device` of a tensor. The index of a host tensor is -1, which is refused once a module is
+        chosen."""
+        return self.device(0 if is_hpu(obj.device) else -1)
 
     def HPUGraph(self) -> graphs.HPUGraph:
         return graphs.HPUGraph(self._device)
@@ -361,13 +393,29 @@ LAZY_ONLY = (
     "make_graphed_callables",
 )
 """Functions of lazy mode (the bridge's torch/hpu/__init__.py)."""
+NOT_MODELLED = frozenset(
+    (
+        # Aliases of torch.tensor with a dtype.
+        *("BFloat16Tensor", "BoolTensor", "ByteTensor", "CharTensor", "DoubleTensor"),
+        *("FloatTensor", "HalfTensor", "IntTensor", "LongTensor", "ShortTensor"),
+        # Graphs of training.
+        "ModuleCacher",
+        *("set_autocast_hpu_dtype", "set_autocast_hpu_enabled"),
+        *("disable_const_section_serialization", "enable_const_section_serialization"),
+        *("disable_optim_output_sif", "enable_optim_output_sif"),
+        *("set_mark_non_scale_const", "set_mark_scale_const"),
+        "get_stream_info",
+    )
+)
+"""Names of the newest torch.hpu (2025) that no server uses."""
 SWITCHES = {
     "inference_mode": "is_inference_mode_enabled",
-    "quantization": "is_quantization_enabled",
+    "quantization": None,
     "matmul3d_2d_reshape": "is_matmul3d_2d_reshape_enabled",
     "dynamic_shape": "get_dynamic_shape_status",
 }
-"""Switch of the runtime without an effect in the emulator -> function that returns its state.
+"""Switch of the runtime without an effect in the emulator -> function that returns its state, if
+any.
 `enable_<name>` and `disable_<name>` set it."""
 
 
@@ -381,7 +429,8 @@ def add_switches(module: ModuleType, device: EmulatedDevice) -> None:
     for name, query in SWITCHES.items():
         setattr(module, f"enable_{name}", setter(name, True))
         setattr(module, f"disable_{name}", setter(name, False))
-        setattr(module, query, lambda name=name: switches.get(name, False))
+        if query:
+            setattr(module, query, lambda name=name: switches.get(name, False))
 
 
 def make_module(device: EmulatedDevice) -> ModuleType:
@@ -392,4 +441,11 @@ def make_module(device: EmulatedDevice) -> ModuleType:
         if not name.startswith("__"):
             setattr(module, name, getattr(api, name))
     add_switches(module, device)
+    vars(module)["__getattr__"] = _missing
     return module
+
+
+def _missing(name: str) -> object:
+    if name in NOT_MODELLED:
+        raise AttributeError(f"torch.hpu.{name} is not modelled by the emulator")
+    raise AttributeError(f"module 'torch.hpu' has no attribute {name!r}")

@@ -367,6 +367,8 @@ class EmulatedDevice:
         )
         if op.name in rules.PUTS and self.is_lazy():
             rules.check_put(op.name, args, self._report_misuse)
+        if op.name == "aten::cumsum_" and self.runs_eagerly():
+            rules.check_running_sum(args, self._report_misuse)
         if not self.config.multiplies_float32:
             rules.check_product(op.name, args)
         result: object

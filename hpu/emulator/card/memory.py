@@ -48,6 +48,8 @@ class Memory:
         self.workspace = 0
         self.num_allocs = 0
         self.num_frees = 0
+        self.total_allocs = 0
+        self.total_frees = 0
         self.largest = 0
 
     def allocate(self, size: int) -> Allocation:
@@ -62,6 +64,7 @@ class Memory:
                 "are free"
             )
         self.num_allocs += 1
+        self.total_allocs += 1
         self._add(size)
         return Allocation(self, size)
 
@@ -81,9 +84,10 @@ class Memory:
     def free(self, size: int) -> None:
         self.in_use -= size
         self.num_frees += 1
+        self.total_frees += 1
 
     def stats(self) -> dict[str, int]:
-        """The runtime's dictionary, in its order."""
+        """The runtime's dictionary, in its order (get_mem_stats in the bridge's bindings.cpp)."""
         return {
             "Limit": self.limit,
             "InUse": self.in_use,
@@ -92,17 +96,21 @@ class Memory:
             "NumFrees": self.num_frees,
             "ActiveAllocs": self.num_allocs - self.num_frees,
             "MaxAllocSize": self.largest,
-            "TotalSystemAllocs": 1,
-            "TotalSystemFrees": 0,
-            "TotalActiveAllocs": 1,
+            "TotalSystemAllocs": self.total_allocs,
+            "TotalSystemFrees": self.total_frees,
+            "TotalActiveAllocs": self.total_allocs - self.total_frees,
         }
 
     def reset_peak(self) -> None:
-        self.peak = self.in_use
+        """Set the peak to 0: the next allocation sets it to the memory in use
+        (reset_peak_mem_stats in the bridge's CoalescedStringentPoolAllocator.cpp)."""
+        self.peak = 0
 
     def reset_counts(self) -> None:
-        self.num_allocs -= self.num_frees
-        self.num_frees = 0
+        """Count from 0, also the active allocations, which may become negative (clear_stats in the
+        same file)."""
+        self.num_allocs = self.num_frees = self.largest = 0
+        self.peak = self.in_use
 
     def _add(self, size: int) -> None:
         self.in_use += size

@@ -287,6 +287,9 @@ class CardStream:
         """Number of the stream; 0: the default stream."""
         return self.stream_state.key
 
+    def id(self) -> int:
+        return self.stream_id
+
     def wait_event(self, event: CardEvent) -> None:
         event.wait(self)
 

@@ -55,7 +55,7 @@ def sdpa(
         # The bridge takes such a tensor for the seed of a dropout.
         raise RuntimeError("FusedSDPA: a query of one element is taken for a seed")
     if isinstance(sink, Tensor):
-        raise RuntimeError("FusedSDPA is emulated without sink")
+        raise RuntimeError("a sink of FusedSDPA is not modelled by the emulator")
     scores = sdpa_scores(q, k, mask, scale, is_causal, valid_seq_len, seq_padding_type)
     scores = scores.masked_fill(~_in_window(scores, window_size), -torch.inf)
     limits = torch.finfo(q.dtype)

@@ -70,9 +70,9 @@ class Fp8Attention:
         if is_amax_s and is_fp8:
             raise RuntimeError(f"fp8 FusedSDPA measures float32 or bfloat16, got {q.dtype}")
         if tuple(window_size) != NO_WINDOW or isinstance(sink, Tensor):
-            raise RuntimeError("fp8 FusedSDPA is emulated without window_size and sink")
+            raise RuntimeError("a window or sink of fp8 FusedSDPA is not modelled by the emulator")
         if requires_backward:
-            raise RuntimeError("fp8 FusedSDPA is emulated for inference")
+            raise RuntimeError("statistics of fp8 FusedSDPA are not modelled by the emulator")
         wide_dtype = torch.bfloat16 if is_fp8 else q.dtype
         query, key, value = (
             operand.float() if d_scale is None else operand.float() * d_scale.float()
@@ -97,14 +97,14 @@ class Fp8Attention:
         weights = weights * inverse
         amax_s = weights.max() if is_amax_s else torch.zeros(())
         if is_fp8:
-            quantized, _ = self._fp8.cast_to(weights, q_scale_s)
+            quantized, _ = self._fp8.cast_to(weights, q_scale_s, dtype=torch.float8_e4m3fn)
             weights = quantized.float() if d_scale_s is None else quantized.float() * d_scale_s
         else:
             weights = weights.to(v.dtype).float()
         out = weights @ value
         amax_o = out.abs().max() if is_amax_o else torch.zeros(())
         if is_fp8 and q_scale_o is not None:
-            out, _ = self._fp8.cast_to(out, q_scale_o)
+            out, _ = self._fp8.cast_to(out, q_scale_o, dtype=torch.float8_e4m3fn)
         empty = torch.zeros(1, dtype=wide_dtype)
         seed = torch.zeros(1, dtype=torch.int32)
         largest = amax_s.reshape(1), amax_o.reshape(1)
@@ -143,7 +143,7 @@ class Fp8Attention:
         weights = torch.softmax(wide, dim)
         if not is_scaled:
             return weights.to(torch.bfloat16)
-        return self._fp8.cast_to(weights, output_scale)[0]
+        return self._fp8.cast_to(weights, output_scale, dtype=torch.float8_e4m3fn)[0]
 
 
 def _out_dtype(q: Tensor, q_scale_o: Tensor | None) -> torch.dtype:

@@ -137,9 +137,12 @@ class Fp8:
         scale_shape: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(x times the multiplier `scale`, saturated, in FP8; largest |x|, or (0) without
-        `is_amax`). RuntimeError for an input that is neither in WIDE nor of the target's dtype, or
-        that is measured in FP8."""
-        target = dtype or torch.float8_e4m3fn
+        `is_amax`). RuntimeError without a dtype, whose type in the bridge's schema is not optional,
+        and for an input that is neither in WIDE nor of the target's dtype, or that is measured in
+        FP8."""
+        if not dtype:
+            raise RuntimeError("cast_to_fp8_v2 needs a dtype: expected a scalar type, got None")
+        target = dtype
         if x.dtype not in (*WIDE, *NARROW):
             raise RuntimeError(
                 "CastToFp8V2 input dtype must be one of [float, bfloat16, float8_e5m2, "
@@ -311,7 +314,7 @@ class Fp8:
                 scale = (inner.float().abs().amax(1, keepdim=True) + 1e-8) / self._largest
             else:
                 scale = inner_scales[number].float()
-            codes, _ = self.cast_to(inner, 1 / scale)
+            codes, _ = self.cast_to(inner, 1 / scale, dtype=torch.float8_e4m3fn)
             outputs.append((codes.float() * scale @ down).bfloat16())
         return weighted_sum(outputs, table, shares, first)
 

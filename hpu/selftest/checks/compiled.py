@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpu.selftest.base import COMPILE, Card, Check, Comparison, Fallback
+from hpu.selftest.base import BFLOAT16, COMPILE, Card, Check, Comparison, Fallback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,8 @@ def _compiled(card: Card, function: "Callable[..., Tensor]") -> "Callable[..., T
 def compiled(card: Card) -> Iterator[Comparison]:
     torch = card.torch
     weight = card.values(16, 16, seed=1)
-    on_card = card.put(weight)
+    # Some cards multiply no float32 matrices.
+    on_card = card.put(weight.bfloat16())
 
     def function(operands: Operands) -> "Tensor":
         operands = operands._replace(rows=operands.rows * 2)
@@ -40,9 +41,9 @@ def compiled(card: Card) -> Iterator[Comparison]:
     slots = torch.tensor([2, 0, 3]).int()
     for number, size in enumerate((4, 4, 8)):
         rows = card.values(size, 16, seed=number)
-        found = run(Operands(card.put(rows), card.put(slots)))
+        found = run(Operands(card.put(rows.bfloat16()), card.put(slots)))
         expected = torch.relu(rows * 2 @ weight)[slots.long()]
-        yield Comparison(f"call {number}, of {size} rows", found, expected)
+        yield Comparison(f"call {number}, of {size} rows", found, expected, BFLOAT16)
 
 
 def writes(card: Card) -> Iterator[Comparison]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpu.selftest.base import Card, Check, Comparison, Fallback
+from hpu.selftest.base import BFLOAT16, Card, Check, Comparison, Fallback
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,8 +14,6 @@ UNFUSED = Fallback("prompt-use-fusedsdpa", ("off",))
 MASKED = -1e30
 WIDE = 192
 """Head size of prompt attention in DeepSeek models."""
-BFLOAT16 = 0.03
-"""Tolerance of bfloat16 results."""
 
 
 def _scale(card: Card) -> float:

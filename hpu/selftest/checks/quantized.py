@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from config.execution import PACKED_EXPERTS_FLAG
 from hpu.gaudi_devices import PACKED_EXPERTS
-from hpu.selftest.base import Card, Check, Comparison, Fallback, NotApplicable
+from hpu.selftest.base import BFLOAT16, Card, Check, Comparison, Fallback, NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,6 @@ INNER = 32
 """Sizes of the experts; a scale of 4-bit floats covers 32 inputs."""
 MANY_EXPERTS = 128
 """Number of experts in a layer of Qwen3-30B-A3B."""
-BFLOAT16 = 0.03
-"""Tolerance of bfloat16 results."""
 FP8 = 0.15
 """Tolerance of FP8 matmuls; FP8 has three mantissa bits."""
 CODE_BLOCK = 32

@@ -35,6 +35,7 @@ from hpu.protocol import DECODE, RequestSampling, StepPlan
 from hpu.runner.counters import Counters
 from hpu.sampling.sampler import FUSED_SETTINGS
 from hpu.worker.load import choose_dtype
+from hpu.worker.profile_run import measure_peak
 from hpu.worker.serving import Serving
 
 
@@ -486,6 +487,18 @@ def test_graphs_keep_intermediate_tensors_only_for_families_that_need_them(
     held = before - backend.memory()[0] - EmulatorConfig().graph_bytes
     assert (held > 2 * x.numel() * 4) == keeps
     assert float(graph.replay(x).cpu()) == 2 * x.numel()
+    backend.close()
+
+
+def test_memory_of_weights_is_no_part_of_the_peak_of_launches() -> None:
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+    weights = backend.zeros((1 << 20,), torch.float32)
+    backend.reset_peak()
+    assert backend.peak_memory() == backend.memory()[1] - backend.memory()[0]
+
+    peak = measure_peak(lambda: backend.zeros((1 << 10,), torch.float32), backend)
+
+    assert 4 << 10 <= peak < weights.numel() * 4
     backend.close()
 
 

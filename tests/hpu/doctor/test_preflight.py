@@ -75,7 +75,8 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "level"),
     [
-        ("PT_HPU_LAZY_MODE", "true", WARN),
+        ("PT_HPU_LAZY_MODE", "true", ERROR),
+        ("PT_HPU_LAZY_MODE", "2", ERROR),
         ("PT_HPU_LAZY_MODE", "1", OK),
         ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "true", WARN),
         ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE", "1", OK),

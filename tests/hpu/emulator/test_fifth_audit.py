@@ -30,7 +30,7 @@ def _peak_of(run: Callable[[], object]) -> int:
     hpu = _hpu()
     hpu.synchronize()
     hpu.reset_peak_memory_stats()
-    before: int = hpu.max_memory_allocated()
+    before: int = hpu.memory_allocated()
     run()
     hpu.synchronize()
     return int(hpu.max_memory_allocated()) - before

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hpu.emulator.settings import Misuse
 
+E4M3 = torch.float8_e4m3fn
+
 
 def _hpu() -> Any:
     return torch.hpu  # type: ignore[attr-defined]  # the emulator's
@@ -51,10 +53,10 @@ def test_an_fp8_product_refuses_scales_of_other_shapes(
 def test_a_cast_to_or_from_fp8_has_the_shape_of_its_input() -> None:
     with emulated():
         with pytest.raises(RuntimeError, match="which does not broadcast"):
-            torch.ops.hpu.cast_to_fp8_v2(_ones(1, 4), _ones(3, 1))
+            torch.ops.hpu.cast_to_fp8_v2(_ones(1, 4), _ones(3, 1), dtype=E4M3)
         with pytest.raises(RuntimeError, match="which does not broadcast"):
             torch.ops.hpu.cast_from_fp8(_fp8(1, 4), _ones(3, 1), torch.bfloat16)
-        rows, _ = torch.ops.hpu.cast_to_fp8_v2(_ones(3, 4), _ones(3, 1))
+        rows, _ = torch.ops.hpu.cast_to_fp8_v2(_ones(3, 4), _ones(3, 1), dtype=E4M3)
         assert rows.shape == (3, 4)
 
 

@@ -74,6 +74,15 @@ def test_all_checks_hold_and_free_the_card(mode: str, tmp_path: Path) -> None:
     assert len(found) == sum(check.mode == mode for check in CHECKS)
 
 
+@pytest.mark.parametrize("mode", ["lazy", "compile"])
+def test_all_checks_hold_on_a_card_that_multiplies_no_float32_matrices(
+    mode: str, tmp_path: Path
+) -> None:
+    found = outcomes(mode, tmp_path, multiplies_float32=False)
+
+    assert {ended.name: ended.detail for ended in found if ended.status != HOLDS} == {}
+
+
 def test_each_check_has_an_emulated_fault() -> None:
     assert set(all_checks()) <= set(FAULTS)
 

@@ -6,6 +6,8 @@ from emulated import emulated
 from torch import Tensor
 from torch.nn import functional
 
+E4M3 = torch.float8_e4m3fn
+
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
@@ -28,7 +30,9 @@ def test_fp8_attention_is_close_to_bfloat16_and_measures_the_largest_weight() ->
             is_amax_s=True,
             seq_padding_type="right",
         )
-        codes = [torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 4.0)[0] for item in (q, k, v)]
+        codes = [
+            torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 4.0, dtype=E4M3)[0] for item in (q, k, v)
+        ]
         scales = {f"d_scale_{name}": torch.tensor(0.25).to("hpu") for name in "qkv"}
         found, _, _ = fp8_fused_sdpa(
             *codes,
@@ -55,7 +59,9 @@ def test_fp8_attention_without_an_output_scale_gives_bfloat16_without_amax() -> 
     with emulated():
         from habana_frameworks.torch.hpex.kernels import fp8_fused_sdpa
 
-        codes = [torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 1.0)[0] for item in (q, k, v)]
+        codes = [
+            torch.ops.hpu.cast_to_fp8_v2(item.to("hpu"), 1.0, dtype=E4M3)[0] for item in (q, k, v)
+        ]
         out, _, _ = fp8_fused_sdpa(*codes, is_causal=True, q_scale_s=64.0, d_scale_s=1 / 64)
         with pytest.raises(RuntimeError, match="measures float32 or bfloat16"):
             fp8_fused_sdpa(*codes, is_causal=True, is_amax_s=True)

@@ -13,6 +13,8 @@ from torch.nn import functional
 from hpu.ops.gaudi_modules import VllmMixtureOfExpertsOp
 from hpu.ops.kernels import ExpertWeights
 
+E4M3 = torch.float8_e4m3fn
+
 
 def on_card(*tensors: Tensor) -> list[Tensor]:
     return [given.to("hpu") for given in tensors]
@@ -224,8 +226,8 @@ def test_fp8_products_apply_the_inverse_scales_of_their_operands() -> None:
     a, b = torch.tensor([[2.0, 4.0]]), torch.tensor([[1.0], [3.0]])
 
     with emulated():
-        cast_a, amax = torch.ops.hpu.cast_to_fp8_v2(a.to("hpu"), 0.5, is_amax=True)
-        cast_b, _ = torch.ops.hpu.cast_to_fp8_v2(b.to("hpu"), 2.0)
+        cast_a, amax = torch.ops.hpu.cast_to_fp8_v2(a.to("hpu"), 0.5, is_amax=True, dtype=E4M3)
+        cast_b, _ = torch.ops.hpu.cast_to_fp8_v2(b.to("hpu"), 2.0, dtype=E4M3)
         out = torch.ops.hpu.fp8_gemm_v2(cast_a, False, cast_b, False, None, torch.float32, 2.0, 0.5)
 
         assert (out.item(), amax.item()) == (14.0, 4.0)

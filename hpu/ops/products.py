@@ -1,0 +1,65 @@
+"""Products of float32 matrices, also on cards that multiply no float32 matrices (Gaudi 2B, 2C and
+2D): three bfloat16 numbers hold the 24 bits of a float32 number, and the products of the parts are
+summed in float32."""
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Matmul = Callable[[Tensor, Tensor], Tensor]
+"""Product (..., M, N) float32 of matrices (..., M, K) and (..., K, N)."""
+
+NUM_PARTS = 3
+
+
+@runtime_checkable
+class Multiplies(Protocol):
+    """A layer whose float32 products are computed by an attribute."""
+
+    matmul: Matmul
+
+
+def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Product of the operands in float32."""
+    return torch.matmul(left.float(), right.float())
+
+
+def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
+    """`wide_matmul` of finite float32 or bfloat16 operands by products of bfloat16.
+
+    The error is about that of float32: products of parts below its precision are left out. A
+    compiled matmul may round the result to bfloat16. A single row or column needs no matmul: its
+    products by element are summed, which is exact in both cases.
+    """
+    if left.shape[-2] == 1:
+        return (left.float().transpose(-1, -2) * right.float()).sum(-2, keepdim=True)
+    if right.shape[-1] == 1:
+        return (left.float() * right.float().transpose(-1, -2)).sum(-1, keepdim=True)
+    first, second = [], []
+    rights = _parts(right)
+    for number, part in enumerate(_parts(left)):
+        count = min(NUM_PARTS - number, len(rights))
+        first += [part] * count
+        second += rights[:count]
+    leading = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]  # torch's own
+    shape = (*leading, left.shape[-2], right.shape[-1])
+    # The sum over K also sums over the pairs of parts.
+    return torch.matmul(
+        torch.cat(first, dim=-1),
+        torch.cat(second, dim=-2),
+        out=torch.empty(shape, dtype=torch.float32, device=left.device),
+    )
+
+
+def _parts(values: Tensor) -> list[Tensor]:
+    """Tensors of bfloat16 whose sum is `values`, in descending order of their size."""
+    parts = [values.bfloat16()]
+    if values.dtype == torch.bfloat16:
+        return parts
+    rest = values
+    while len(parts) < NUM_PARTS:
+        rest = rest - parts[-1].float()
+        parts.append(rest.bfloat16())
+    return parts
