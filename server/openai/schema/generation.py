@@ -47,7 +47,7 @@ LEFT_WEIGHT = 4_000
 """Weight (see `weighs_more`) of the fields besides the prompt above which a body stays accounted
 for until the request ends: 100 to 500 kB."""
 MAX_STOP_CHARACTERS = 1_024
-"""Maximum length of a stop string: the text of each token is compared with all its prefixes."""
+"""Maximum length of a stop string. Text that may be the beginning of a stop string is not sent."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters that a model's generation_config may set."""
 
