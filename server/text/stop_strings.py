@@ -85,7 +85,7 @@ class _Prefix:
 
 
 @lru_cache(maxsize=256)
-def _borders(stop: str) -> array[int]:
+def _borders(stop: str) -> "array[int]":
     """For each character, the length of the longest part of `stop` that ends there and is a prefix
     of `stop`, without the part from the first character. Cached for the choices of a request."""
     borders, length = array("i", [0]), 0
