@@ -137,7 +137,8 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
             line = self.format(record)
             if self._num_lost:
                 line = f"{self.format(_lost(self._num_lost))}\n{line}"
-            is_written = self._write(f"{line}\n".encode("utf-8", "backslashreplace"))
+            encoding, errors = self.stream.encoding, self.stream.errors
+            is_written = self._write(f"{line}\n".encode(encoding, errors or "strict"))
             self._num_lost = 0 if is_written else self._num_lost + 1
         except Exception:  # as StreamHandler does
             self.handleError(record)
