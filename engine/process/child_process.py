@@ -203,7 +203,6 @@ class ChildProcess:
         if self._on_exit is not None and not self._closing:
             self._on_exit(self.end)
 
-
     def _watch_stops(self) -> None:
         """Return when the child has ended; kill it when it has been stopped for STOPPED_S."""
         killing: threading.Timer | None = None

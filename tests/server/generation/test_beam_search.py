@@ -69,9 +69,7 @@ async def test_the_beams_of_many_prompts_are_converted_in_turns_with_other_work(
     monkeypatch.setattr(pipeline, "MAX_ITERATION_VALUES", 2)
     count()
     async with in_memory(BranchingClient(1, {})) as rig:
-        response = await rig.complete(
-            prompt=[[A]] * 8, use_beam_search=True, n=2, max_tokens=2
-        )
+        response = await rig.complete(prompt=[[A]] * 8, use_beam_search=True, n=2, max_tokens=2)
 
     assert [choice["index"] for choice in response.json()["choices"]] == list(range(16))
     assert len(set(converted)) == 16
