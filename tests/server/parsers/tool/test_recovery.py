@@ -373,7 +373,7 @@ def test_the_end_of_a_long_value_takes_little_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
 def test_endless_whitespace_is_parsed_in_linear_time(name: str) -> None:
-    limit_s = machine_s(1.0)
+    limit_s = machine_s(1.5)
 
     def parse_s() -> float:
         reasoning = REASONING_FORMATS[name].parser(is_inside=True)
@@ -381,7 +381,7 @@ def test_endless_whitespace_is_parsed_in_linear_time(name: str) -> None:
         parser = OutputParser(reasoning, tools, lambda: "ID")
         start_s = time.thread_time()
         for text in ("a", " ", "</think>b", " "):
-            for _ in range(1 if len(text) > 1 or text == "a" else 50_000):
+            for _ in range(1 if len(text) > 1 or text == "a" else 100_000):
                 parser.feed(text)
         return time.thread_time() - start_s
 
