@@ -110,7 +110,7 @@ def _indented(text: str) -> list[str]:
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Our handler on the root logger. It has its own type, so that a second setup can find it.
+    """The handler of a server on the root logger; its own type lets a second setup find it.
 
     A reader of stderr that stops (a log collector, a paused terminal) must not block the server:
     when stderr takes nothing for MAX_BLOCKED_S, lines are lost until it does.

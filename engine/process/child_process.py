@@ -205,7 +205,7 @@ class ChildProcess:
 
     def _watch_stops(self) -> None:
         """Return when the child has ended; kill it when it has been stopped for STOPPED_S."""
-        killing: threading.Timer | None = None
+        killing = threading.Timer(STOPPED_S, self._kill_stopped)
         # `poll` of another thread may reap the child.
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -213,14 +213,12 @@ class ChildProcess:
                 if found is None or found.si_code not in (os.CLD_STOPPED, os.CLD_CONTINUED):
                     break
                 os.waitid(os.P_PID, self.pid, _CHANGES | os.WNOHANG)
-                if killing is not None:
-                    killing.cancel()
+                killing.cancel()
                 if found.si_code == os.CLD_STOPPED:
                     killing = threading.Timer(STOPPED_S, self._kill_stopped)
                     killing.daemon = True
                     killing.start()
-        if killing is not None:
-            killing.cancel()
+        killing.cancel()
 
     def _kill_stopped(self) -> None:
         logger.error("%s was stopped by a signal for %g s and is killed", self._name, STOPPED_S)

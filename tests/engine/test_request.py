@@ -71,7 +71,7 @@ def test_request_sampling_normalizes_neutral_values_and_sets_the_seed() -> None:
 
 
 class ReadTail(array):
-    """Output tokens of which only the last two may be read."""
+    """Output tokens that must not be read, except for the last two."""
 
     def __getitem__(self, place: Any) -> Any:
         assert isinstance(place, slice) and len(self) - place.start <= 2
