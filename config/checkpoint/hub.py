@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -86,7 +87,7 @@ def download_files(
     of an earlier download as it is. `progress` shows progress bars on a terminal, and log lines
     elsewhere. Raises ConfigError if the hub does not provide the files."""
     cache_dir = None if folder is None else os.path.expanduser(folder)
-    bar = _reporting(report, model, progress)
+    bar, started_s = _reporting(report, model, progress), time.time()
     try:
         path = Path(
             huggingface_hub.snapshot_download(
@@ -98,7 +99,7 @@ def download_files(
                 tqdm_class=bar,
             )
         )
-        for name in _damaged(path):
+        for name in _damaged(path, started_s):
             logger.warning("%s of %s is damaged, and is downloaded again", name, model)
             # Without a network, the error names the damaged file where it is used.
             with suppress(*_errors()):
@@ -110,10 +111,11 @@ def download_files(
         raise ConfigError(_reason(error, model, revision, folder)) from error
 
 
-def _damaged(folder: Path) -> list[str]:
-    """Relative paths of the downloaded files that are not whole: a full disk may have truncated
-    them."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+def _damaged(folder: Path, before_s: float) -> list[str]:
+    """Relative paths of the files downloaded before `before_s` (wall-clock time) that are not
+    whole: a full disk may have truncated them."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in files if file.stat().st_mtime < before_s]
     return [str(file.relative_to(folder)) for file in files if not _is_whole(file)]
 
 
