@@ -110,10 +110,10 @@ def _indented(text: str) -> list[str]:
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """The handler of a server on the root logger; its own type lets a second setup find it.
+    """The handler on the root logger. A second setup finds the handler by its type.
 
-    A reader of stderr that stops (a log collector, a paused terminal) must not block the server:
-    when stderr takes nothing for MAX_BLOCKED_S, lines are lost until it does.
+    When stderr takes no bytes for MAX_BLOCKED_S, lines are lost until stderr takes bytes again: a
+    reader that stops, such as a log collector or a paused terminal, must not block the server.
     """
 
     def __init__(self, stream: TextIO) -> None:
