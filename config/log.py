@@ -2,13 +2,15 @@
 
 import json
 import logging
+import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
 TEXT, JSON = FORMATS = ("text", "json")
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process_role)s %(module_name)s: %(message)s"
@@ -28,6 +30,9 @@ UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds. They are not in the access log, and wait in a queue of
 their own for each client."""
+
+MAX_BLOCKED_S = 0.05
+"""Time that a line waits for room in stderr."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -106,13 +111,59 @@ def _indented(text: str) -> list[str]:
 
 
 class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Our handler on the root logger. It has its own type, so that a second setup can find it."""
+    """The handler on the root logger. A second setup finds the handler by its type.
+
+    When stderr takes no bytes for MAX_BLOCKED_S, lines are lost until stderr takes bytes again: a
+    reader that stops, such as a log collector or a paused terminal, must not block the server.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._num_lost = 0
+        """Lines lost since the last line that was written."""
+        try:
+            self._descriptor = stream.fileno()
+        except (OSError, ValueError):
+            # A stream in memory.
+            self._descriptor = -1
+        self._room = select.poll()
+        if self._descriptor >= 0:
+            self._room.register(self._descriptor, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._descriptor < 0:
+            super().emit(record)
+            return
+        try:
+            line = self.format(record)
+            if self._num_lost:
+                line = f"{self.format(_lost(self._num_lost))}\n{line}"
+            encoding, errors = self.stream.encoding, self.stream.errors
+            is_written = self._write(f"{line}\n".encode(encoding, errors or "strict"))
+            self._num_lost = 0 if is_written else self._num_lost + 1
+        except Exception:  # as StreamHandler does
+            self.handleError(record)
+
+    def _write(self, data: bytes) -> bool:
+        """Write `data`; returns False if stderr does not take it in time."""
+        left_s = 0.0 if self._num_lost else MAX_BLOCKED_S
+        while data:
+            # A pipe that is ready takes at least PIPE_BUF bytes without blocking.
+            if not self._room.poll(left_s * 1e3):
+                return False
+            data = data[os.write(self._descriptor, data[: select.PIPE_BUF]) :]
+        return True
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Drop INFO lines of libraries even if a library resets the level of its loggers: torch
         does so while it is imported, and logs statistics at exit if the import was interrupted."""
         is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
         return not is_chatty and bool(super().filter(record))
+
+
+def _lost(count: int) -> logging.LogRecord:
+    text = "%d log lines were lost, because the reader of stderr took none"
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, text, (count,), None)
 
 
 class WithoutProbes(logging.Filter):

@@ -287,15 +287,17 @@ class Request:
     def has_no_allowed_token(self) -> bool:
         """Whether bad_words, min_tokens and the grammar together exclude every allowed token. False
         without allowed_token_ids, unless bad_words and a grammar are set."""
-        sampling, outputs = self.sampling, tuple(self.output_token_ids)
+        sampling, outputs = self.sampling, self.output_token_ids
         listed = sampling.allowed_token_ids
         if listed is None and not (sampling.bad_words and self.guide):
             return False
+        # Only the end: the output may have 100,000 tokens, and this runs for each token.
+        longest = max((len(word) for word in sampling.bad_words), default=0)
+        end = tuple(outputs[max(0, len(outputs) + 1 - longest) :])
         banned = {
             word[-1]
             for word in sampling.bad_words
-            if len(word) <= len(outputs) + 1
-            and outputs[len(outputs) + 1 - len(word) :] == word[:-1]
+            if len(word) <= len(end) + 1 and end[len(end) + 1 - len(word) :] == word[:-1]
         }
         if len(outputs) < sampling.min_tokens:
             banned.update(self.end_ids)

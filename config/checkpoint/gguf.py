@@ -4,13 +4,11 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from config.cache_folder import cache_errors, cache_path, check_own, check_room
 from config.checkpoint.gguf_config import generation_config, model_config, pooling_files
@@ -20,11 +18,11 @@ from config.checkpoint.gguf_tokenizer import tokenizer_files
 from config.checkpoint.gguf_weights import stored_shapes, write_blocks, write_safetensors
 from config.checkpoint.shapes import check_num_layers, check_shapes, weight_map_of
 from config.errors import ConfigError
-from config.json_text import parse_json
 from config.model.json_fields import Fields, Json
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of
 from config.progress import Report, unreported
+from config.whole_folders import is_whole, place_folder, remove, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +30,8 @@ _FORMAT = 3
 """Version of the conversion. Increase it when the result changes, so that older copies are not
 used."""
 _SAMPLE_BYTES = 2**20
-_SIZES = ".sizes.json"
-"""File with the sizes of the other files."""
+_UNLISTED = ("config.json", "model.safetensors")
+"""Files that are enough in a copy of an earlier version, which lists no sizes."""
 NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -62,54 +60,24 @@ def converted(
     target = cache_path(str(cache), "converted") / name
     if target.is_dir():
         check_own(target)
-        if _is_whole(target):
+        if is_whole(target, _UNLISTED):
             return target
     report("convert", 0, 0)
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         stack.enter_context(_locked(target.with_name(f"{target.name}.lock"), report))
-        if not _is_whole(target):
+        if not is_whole(target, _UNLISTED):
             partial = target.with_name(f"{target.name}.partial")
             # Leftovers of a killed process. Only the holder of the lock writes here.
-            _remove(partial)
+            remove(partial)
             partial.mkdir()
             try:
                 _convert(source, partial, dtype, keep_blocks, sampling, progress, report)
-                _write_json(partial / _SIZES, _sizes(partial))
-                if target.exists():
-                    logger.warning("%s is damaged, and is converted again", target)
-                    _remove(target)
-                partial.rename(target)
+                place_folder(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether `folder` has all converted files with their sizes: a cleaner may have removed files,
-    or a full disk truncated them."""
-    try:
-        sizes = parse_json((folder / _SIZES).read_bytes())
-        return isinstance(sizes, dict) and sizes.items() <= _sizes(folder).items()
-    except FileNotFoundError:
-        # A copy of an earlier version lists no sizes.
-        return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file in `folder`, by relative path."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
@@ -157,17 +125,17 @@ def _convert(
     _, entries = read_entries(file, config, generation, dtype)
     _check_room(folder, file, entries, keep_blocks)
     for name, content in (tokenizer_files(file) or {}).items():
-        _write_json(folder / name, content)
+        write_json(folder / name, content)
     for name, content in pooling_files(file).items():
         (folder / name).parent.mkdir(exist_ok=True)
-        _write_json(folder / name, content)
-    _write_json(folder / "generation_config.json", generation)
+        write_json(folder / name, content)
+    write_json(folder / "generation_config.json", generation)
     write_safetensors(file, entries, folder / "model.safetensors", progress, report)
     if keep_blocks:
         write_blocks(entries, folder / BLOCKS)
     # MTP layers are not converted.
     config.pop("num_nextn_predict_layers", None)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
 
 
 def read_entries(
@@ -192,10 +160,3 @@ def _check_room(folder: Path, file: GgufFile, entries: list[Entry], keep_blocks:
     if keep_blocks:
         needed += sum(tensor.n_bytes for tensor in file.tensors.values())
     check_room(folder.parent, needed, "the converted model")
-
-
-def _write_json(path: Path, content: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())

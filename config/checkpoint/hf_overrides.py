@@ -2,17 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from config.cache_folder import cache_errors, cache_path, check_own
+from config.cache_folder import cache_errors, cache_path, check_own, sync
 from config.errors import ConfigError, SettingError
 from config.json_text import parse_json
 from config.loading.env import cache_home
 from config.model.json_fields import Json, read_json
 from config.model.read_config import read_model_config
 from config.owned_directory import OwnedDirectory
+from config.whole_folders import replace_folder
 
 _FILE = "config.json"
 
@@ -46,7 +48,8 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     """A cache folder with links to the files of `folder` and a merged config.json, which all
     processes and transformers read; `folder` itself if `text` has no overrides. Raises ConfigError.
-    A folder whose merged config.json cannot be read is removed."""
+    A folder whose merged config.json cannot be read is removed, and a damaged folder is made
+    again."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder
@@ -65,6 +68,7 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     target = cache_path(cache_dir or cache_home(), "hf-overrides") / digest.hexdigest()[:32]
     if target.is_dir():
         check_own(target)
+    if _is_same(target, content, names):
         return str(target)
     with cache_errors(target.parent, "the overridden config.json"):
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,13 +76,24 @@ def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
             fresh = Path(made, "folder")
             fresh.mkdir()
             (fresh / _FILE).write_text(content, encoding="utf-8")
+            sync(fresh / _FILE)
             for name in names:
                 (fresh / name).symlink_to(source / name)
             _check(fresh, source)
             # Another process may have created the folder first, with the same content.
-            if not target.is_dir():
-                fresh.rename(target)
+            if not _is_same(target, content, names):
+                replace_folder(fresh, target)
     return str(target)
+
+
+def _is_same(folder: Path, content: str, names: Sequence[str]) -> bool:
+    """Whether `folder` has `content` in its config.json, and files or links with all other
+    `names`: a cleaner may have removed some, or a full disk truncated the config.json."""
+    try:
+        found = (folder / _FILE).read_bytes()
+    except OSError:
+        return False
+    return found == content.encode() and all(os.path.lexists(folder / name) for name in names)
 
 
 def _check(folder: Path, source: Path) -> None:

@@ -2,8 +2,10 @@
 downloaded."""
 
 import errno
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -13,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 # The library imports its modules lazily: most processes of a server import this file and download
 # nothing.
 import huggingface_hub
+import msgspec
+from safetensors import SafetensorError, safe_open
 
 from config.checkpoint.safetensors_files import incomplete
+from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
 from config.progress import Report, TenthLines, bar_size, unreported
 
 if TYPE_CHECKING:
     import huggingface_hub.errors
+
+logger = logging.getLogger(__name__)
 
 _FACTS = ("*.json", "tokenizer.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = ("*.safetensors",)
@@ -76,21 +83,58 @@ def download_files(
     progress: bool = True,
 ) -> Path:
     """The local folder with the files of a model that match `patterns`. Without a network, files of
-    an earlier download are used. `progress` shows progress bars on a terminal, and log lines
+    an earlier download are used. Damaged files are downloaded again: the hub library keeps a file
+    of an earlier download as it is. `progress` shows progress bars on a terminal, and log lines
     elsewhere. Raises ConfigError if the hub does not provide the files."""
+    cache_dir = None if folder is None else os.path.expanduser(folder)
+    bar, started_s = _reporting(report, model, progress), time.time()
     try:
-        return Path(
+        path = Path(
             huggingface_hub.snapshot_download(
                 model,
                 revision=revision,
-                cache_dir=None if folder is None else os.path.expanduser(folder),
+                cache_dir=cache_dir,
                 allow_patterns=list(patterns),
                 ignore_patterns=list(_EXCLUDED),
-                tqdm_class=_reporting(report, model, progress),
+                tqdm_class=bar,
             )
         )
+        for name in _damaged(path, started_s):
+            logger.warning("%s of %s is damaged, and is downloaded again", name, model)
+            # Without a network, the error names the damaged file where it is used.
+            with suppress(*_errors()):
+                huggingface_hub.hf_hub_download(
+                    model, name, revision=revision, cache_dir=cache_dir, force_download=True
+                )
+        return path
     except _errors() as error:
         raise ConfigError(_reason(error, model, revision, folder)) from error
+
+
+def _damaged(folder: Path, before_s: float) -> list[str]:
+    """Relative paths of the files downloaded before `before_s` (wall-clock time) that are not
+    whole: a full disk may have truncated them."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in files if file.stat().st_mtime < before_s]
+    return [str(file.relative_to(folder)) for file in files if not _is_whole(file)]
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a JSON or safetensors file ends where its content says. Reads no weights."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="np"):
+                return True
+        if file.suffix == ".json" and file.stat().st_size <= MAX_TOKENIZER_BYTES:
+            msgspec.json.decode(file.read_bytes(), type=msgspec.Raw)
+    except SafetensorError:
+        return False
+    except msgspec.DecodeError as error:
+        return "truncated" not in str(error)
+    except (RecursionError, UnicodeDecodeError, OSError):
+        # Errors of other kinds are reported where the file is used.
+        return True
+    return True
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -36,12 +36,17 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_WAIT_S = 1.0
 """Maximum wait for the threads of a process that has finished its work; seconds."""
 
+STOPPED_S = 30.0
+"""Time after which a child that a signal has stopped (SIGSTOP) is killed: it keeps its connections
+and requests, and answers nothing; seconds."""
+
 FAULTS = frozenset(
     {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP}
 )
 """Signals caused by the code that a process executes."""
 
 _LENGTH = struct.Struct("<Q")
+_CHANGES = os.WSTOPPED | os.WCONTINUED
 _PR_SET_PDEATHSIG = 1
 """prctl(2): option that sets the signal a process gets when its parent dies."""
 
@@ -107,7 +112,8 @@ class Terminated(BaseException):
 
 class ChildProcess:
     """The parent's handle of a child process. When the child ends without `stop` or `close`,
-    `on_exit` is called once with its end, on another thread."""
+    `on_exit` is called once with its end, on another thread. A child that a signal has stopped for
+    STOPPED_S is killed."""
 
     def __init__(
         self,
@@ -192,10 +198,32 @@ class ChildProcess:
         return ProcessEnd(description, is_external_end(code or 0), self.pid)
 
     def _watch(self) -> None:
+        self._watch_stops()
         self._process.wait()
         os.close(self._alive)
         if self._on_exit is not None and not self._closing:
             self._on_exit(self.end)
+
+    def _watch_stops(self) -> None:
+        """Return when the child has ended; kill it when it has been stopped for STOPPED_S."""
+        killing = threading.Timer(STOPPED_S, self._kill_stopped)
+        # `poll` of another thread may reap the child.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                found = os.waitid(os.P_PID, self.pid, _CHANGES | os.WEXITED | os.WNOWAIT)
+                if found is None or found.si_code not in (os.CLD_STOPPED, os.CLD_CONTINUED):
+                    break
+                os.waitid(os.P_PID, self.pid, _CHANGES | os.WNOHANG)
+                killing.cancel()
+                if found.si_code == os.CLD_STOPPED:
+                    killing = threading.Timer(STOPPED_S, self._kill_stopped)
+                    killing.daemon = True
+                    killing.start()
+        killing.cancel()
+
+    def _kill_stopped(self) -> None:
+        logger.error("%s was stopped by a signal for %g s and is killed", self._name, STOPPED_S)
+        self._process.kill()
 
 
 def write_orders(descriptor: int, orders: object) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 
 from config.errors import UserError
+from config.fair_threads import current_client
 from config.params.beam_search import check_length_penalty
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
 from config.params.token_ids import token_array
@@ -114,7 +115,8 @@ class BeamSearch:
 
 class BeamSearchGeneration:
     """The best `params.n` continuations of each prompt, best first. Has the interface of
-    `Generation`, but all deltas arrive at once, at the end of the searches of all prompts."""
+    `Generation`, but the deltas, one for each choice, arrive at the end of the searches of all
+    prompts."""
 
     @classmethod
     async def start(
@@ -182,6 +184,9 @@ class BeamSearchGeneration:
         )
         self._first_step_ended_s: float | None = None
         self._is_over = False
+        """Whether the search has ended or was aborted."""
+        self._ended: Iterator[Delta] = iter(())
+        """The deltas that have not been returned yet, once the search has ended."""
         self.num_output_tokens = 0
         self._decode_s = 0.0
         for _ in self._send_step(params.prompt_logprobs):
@@ -228,13 +233,23 @@ class BeamSearchGeneration:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        if self._is_over:
+        if not self._is_over:
+            await self._search()
+        # One delta at a time: converting the tokens of all beams takes seconds.
+        delta = next(self._ended, None)
+        if delta is None:
             raise StopAsyncIteration
+        client = current_client.get() or ""
+        await self._pipeline.output_pacer.wait(client, max(1, len(delta.token_ids)))
+        return [delta]
+
+    async def _search(self) -> None:
+        """Run the searches to their ends, or until `abort`."""
         while True:
             outputs = await self._step.collect()
             if self._is_over:
                 # Aborted during this step: the outputs are incomplete.
-                raise StopAsyncIteration
+                return
             now_s = time.monotonic()
             self._first_step_ended_s = self._first_step_ended_s or now_s
             self._decode_s = now_s - self._first_step_ended_s
@@ -245,15 +260,15 @@ class BeamSearchGeneration:
                     search.step([next(next_tokens) for _ in search.running])
                     await pauses.after(len(search.running) * TOKENS_PER_SEQUENCE)
             if self._is_over:
-                raise StopAsyncIteration
+                return
             if not any(search.running for search in self._searches):
                 break
             for num_tokens in self._send_step(None):
                 await pauses.after(num_tokens + TOKENS_PER_SEQUENCE)
                 if self._is_over:
-                    raise StopAsyncIteration
+                    return
         self._is_over = True
-        return list(self._deltas())
+        self._ended = self._deltas()
 
     @property
     def beams(self) -> list[list[Beam]]:
@@ -262,7 +277,7 @@ class BeamSearchGeneration:
 
     def abort(self) -> None:
         """Abort the search and end the iteration. May be called at any time and more than once."""
-        self._is_over = True
+        self._is_over, self._ended = True, iter(())
         self._step.abort()
 
     def _send_step(self, prompt_logprobs: int | None) -> Iterator[int]:

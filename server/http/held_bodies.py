@@ -12,15 +12,19 @@ VALUE_BYTES = 48
 """Assumed memory of a decoded value beyond its text; integers take 36 bytes."""
 OBJECT_BYTES = 192
 """Assumed memory of a decoded list or object beyond its values."""
+KEY_BYTES = 64
+"""Assumed memory of an entry of an object beyond the text of its key and its value."""
 MAX_WAIT_S = 30.0
 """Maximum time that a body waits until other bodies free memory."""
 
 
 def decoded_bytes(data: bytes) -> int:
-    """Estimated memory of the JSON in `data` once decoded. Commas and brackets inside strings count
-    too, which adds half to the estimate for ordinary text."""
+    """Estimated memory of the JSON in `data` once decoded. Commas, colons and brackets inside
+    strings count too, which adds half or more to the estimate for ordinary text."""
     num_objects = data.count(b"{") + data.count(b"[")
-    return len(data) + VALUE_BYTES * data.count(b",") + OBJECT_BYTES * num_objects
+    num_values, num_keys = data.count(b","), data.count(b":")
+    num_bytes = VALUE_BYTES * num_values + KEY_BYTES * num_keys + OBJECT_BYTES * num_objects
+    return len(data) + num_bytes
 
 
 class HeldBody:

@@ -8,6 +8,7 @@ import hmac
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ TOKEN_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 1024
 """Maximum connections that have not presented the token yet; a new connection closes the oldest."""
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_CLIENT = 8, 4
-"""Maximum connections to peers that have not accepted the token yet. The sum over all API servers
+"""Maximum connections to a peer that has not accepted the token yet. The sum over all API servers
 is far below MAX_UNAUTHENTICATED and BACKLOG."""
 MAX_WAITING_HANDSHAKES = 4096
 BACKLOG = 1024
@@ -82,7 +83,7 @@ def _handshake_slots() -> FairSlots:
 
 class Peer(NamedTuple):
     """A peer API server: its socket, the token to present first, and the slots for handshakes with
-    any peer."""
+    it."""
 
     path: str
     token: str
@@ -97,7 +98,11 @@ class Peers:
     """Index of this server."""
     paths: tuple[str, ...] = ()
     token: str = ""
-    handshakes: FairSlots = field(default_factory=_handshake_slots)
+    handshakes: defaultdict[int, FairSlots] = field(
+        default_factory=lambda: defaultdict(_handshake_slots)
+    )
+    """Slots for handshakes by the index of the peer, so that a peer that hangs holds only its own
+    slots."""
 
     def new_id(self) -> str:
         """A random id that contains the index of this server."""
@@ -110,7 +115,7 @@ class Peers:
         index = int(id[:2], 16)
         if index >= len(self.paths) or index == self.index:
             return None
-        return Peer(self.paths[index], self.token, self.handshakes)
+        return Peer(self.paths[index], self.token, self.handshakes[index])
 
 
 class ForwardedResponse(Response):

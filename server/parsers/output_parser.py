@@ -11,6 +11,7 @@ from server.parsers.stream.base import (
     ToolCallArguments,
     ToolCallStart,
 )
+from server.parsers.stream.text_stream import Trimmed
 from server.parsers.tool.base import ToolCallParser, ToolCallReader
 
 
@@ -35,7 +36,8 @@ class OutputParser:
             self._text_parser = ToolCallParser(ToolCallReader(), {})
         self._new_id = new_id
         self._max_calls = max_calls
-        self._trailing_space = ""
+        self._output = EventBuffer()
+        self._trimmed = Trimmed(self._add_text)
         self._has_text = False
         self._has_calls = False
 
@@ -51,8 +53,9 @@ class OutputParser:
         if self._text_parser is not None:
             events += self._text_parser.finish(is_cut=is_cut)
         cleaned = self._cleaned(events)
-        if self._trailing_space and not self._has_calls:
-            cleaned.append(TextDelta(self._trailing_space))
+        trailing = self._trimmed.take_trailing()
+        if trailing and not self._has_calls:
+            cleaned.append(TextDelta(trailing))
         return cleaned
 
     def _parse_text(self, events: list[ParserEvent]) -> list[ParserEvent]:
@@ -71,26 +74,22 @@ class OutputParser:
     def _cleaned(self, events: list[ParserEvent]) -> list[ParserEvent]:
         if self._tool_parser is None:
             return events
-        output = EventBuffer()
         parsed: list[ParserEvent] = []
         for event in events:
             if isinstance(event, TextDelta):
-                self._add_text(event.text, output)
-                parsed += output.drain()
+                self._trimmed(event.text)
+                parsed += self._output.drain()
             elif isinstance(event, ReasoningDelta):
                 parsed.append(event)
             elif self._max_calls is None or event.index < self._max_calls:
                 parsed.append(self._with_id(event))
         return parsed
 
-    def _add_text(self, text: str, output: EventBuffer) -> None:
-        whole = self._trailing_space + text
-        ready = whole.rstrip()
-        self._trailing_space = whole[len(ready) :]
-        if ready and self._has_calls and not self._has_text:
-            ready = ready.lstrip()
-        self._has_text = self._has_text or bool(ready)
-        output.add_text(ready)
+    def _add_text(self, text: str) -> None:
+        if self._has_calls and not self._has_text:
+            text = text.lstrip()
+        self._has_text = True
+        self._output.add_text(text)
 
     def _with_id(self, event: ToolCallStart | ToolCallArguments) -> ParserEvent:
         if not isinstance(event, ToolCallStart):

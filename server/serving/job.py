@@ -29,7 +29,7 @@ from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import EngineFailed, Fault, fault_of
 from server.http.json_encoder import CHARACTERS_PER_WEIGHT
 from server.http.sse import Envelope, EventStream
-from server.openai.schema.generation import GenerationBody
+from server.openai.schema.generation import BIAS_BYTES, INLINE_IDS, GenerationBody
 from server.parsers.stream.base import ParserEvent, TextDelta
 from server.serving.choices import (
     ChoiceOutput,
@@ -471,6 +471,8 @@ async def start_job(
     _check_prompt_logprobs(body, params, prompts)
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     check_queued_tokens(state, num_tokens * params.n, param)
+    if (num_biases := len(params.logit_bias)) > INLINE_IDS:
+        body.hold(await state.bodies.hold_more(body.held, BIAS_BYTES * num_biases))
     start: Callable[..., Awaitable[GenerationStream]] = state.generation_pipeline().start
     if body.use_beam_search:
         penalty = 1.0 if body.length_penalty is None else body.length_penalty

@@ -125,6 +125,10 @@ class WindowDetokenizer:
         text = self._decode(self._ids)
         unfinished = text.endswith("\ufffd") and self._num_pending < MAX_CHARACTER_BYTES
         if len(text) <= self._sent or unfinished:
+            if self._num_pending == CONTEXT_TOKENS:
+                # Tokens without a text, such as ids without a token, must not lengthen the window.
+                del self._ids[-self._num_pending :]
+                self._num_pending = 0
             return ""
         self._num_pending = 0
         new = text[self._sent :]

@@ -1,6 +1,8 @@
 """Detection of stop strings across chunk boundaries."""
 
+from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class StopMatcher:
         self._stops = stops
         self._include_stop = include_stop
         self._buffered = ""
+        self._prefixes = [_Prefix(stop) for stop in stops]
 
     def push(self, text: str, *, armed: bool = True) -> str | Stopped:
         """Text to send now, or Stopped at a stop string. Without `armed`, stop strings that end in
@@ -32,7 +35,7 @@ class StopMatcher:
             start, end = match
             self._buffered = ""
             return Stopped(buffer[: end if self._include_stop else start], buffer[start:end])
-        pending = self._prefix_suffix_length(buffer)
+        pending = max((prefix.after(text) for prefix in self._prefixes), default=0)
         self._buffered = buffer[len(buffer) - pending :]
         return buffer[: len(buffer) - pending]
 
@@ -53,12 +56,42 @@ class StopMatcher:
                     match = (start, end)
         return match
 
-    def _prefix_suffix_length(self, buffer: str) -> int:
-        """Length of the longest suffix of `buffer` that is a prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if buffer.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+
+class _Prefix:
+    """The longest prefix of a stop string at the end of a text, found by Knuth, Morris and Pratt:
+    in constant time for each character, on average."""
+
+    __slots__ = ("_borders", "_length", "_stop")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = _borders(stop)
+        self._length = 0
+
+    def after(self, text: str) -> int:
+        """Append `text`; returns the length of the prefix, which is not the whole stop string."""
+        stop, borders, length = self._stop, self._borders, self._length
+        if not length and stop[0] not in text:
+            return 0
+        for character in text:
+            while length and stop[length] != character:
+                length = borders[length - 1]
+            if stop[length] == character:
+                length += 1
+                if length == len(stop):
+                    length = borders[length - 1]
+        self._length = length
+        return length
+
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> "array[int]":
+    """For each character, the length of the longest part of `stop` that ends there and is a prefix
+    of `stop`, without the part from the first character. Cached for the choices of a request."""
+    borders, length = array("i", [0]), 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        length += stop[length] == character
+        borders.append(length)
+    return borders

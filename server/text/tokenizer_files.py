@@ -27,6 +27,7 @@ from config.native import NativePanic, panics_as_errors
 from config.owned_directory import OwnedDirectory
 from config.progress import Report, unreported
 from config.whole_files import read_limited
+from config.whole_folders import is_whole, place_folder
 from server.text.tiktoken_files import write_tokenizer
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -36,6 +37,8 @@ CONVERTED_BYTES = 64 * 2**20
 MAX_REASON = 300
 """Maximum characters of a library's error that are shown."""
 CONVERT_TIMEOUT_S = 300
+_UNLISTED = ("tokenizer.json",)
+"""Files that are enough in a copy of an earlier version, which lists no sizes."""
 _POLL_S = 0.05
 
 # Runs in a child process, because the conversion may import torch, which an API server never does.
@@ -217,7 +220,7 @@ def _text(file: Path) -> str:
 
 def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
     """The cache folder of a tokenizer.json that is converted once from older files. The folder is
-    named by the hash of their contents."""
+    named by the hash of their contents; a damaged folder is made again."""
     names = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
     files = [folder / name for name in names if (folder / name).is_file()]
     if not any(file.name != "tokenizer_config.json" for file in files):
@@ -231,9 +234,10 @@ def _converted(folder: Path, cache_dir: Path, report: Report) -> Path:
         _check_size(file)
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     target = cache_path(str(cache_dir), "tokenizers") / digest.hexdigest()[:32]
-    if not (target / "tokenizer.json").is_file():
+    if target.is_dir():
+        check_own(target)
+    if not is_whole(target, _UNLISTED):
         _convert(folder, target, report)
-    check_own(target)
     return target
 
 
@@ -255,9 +259,9 @@ def _convert_into(folder: Path, target: Path, report: Report) -> None:
             if why or not (fresh / "tokenizer.json").is_file():
                 raise ConfigError(_not_converted(folder, config, why))
         # Another process may have finished first; either copy is valid.
-        if not (target / "tokenizer.json").is_file():
+        if not is_whole(target, _UNLISTED):
             sync(fresh / "tokenizer.json")
-            fresh.rename(target)
+            place_folder(fresh, target)
 
 
 def _not_converted(folder: Path, config: Json, why: str) -> str:

@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -212,3 +216,37 @@ def test_json_lines_have_the_fields_of_a_request_and_one_line_for_each_record(
     }
     assert second["exception"].endswith("ValueError: bad")
     assert log.applied() == log.LogConfig("info", "json")
+
+
+STALLED = """
+import logging, sys, time
+sys.path.insert(0, sys.argv[1])
+from config import log
+
+log.setup("server")
+logger = logging.getLogger("x")
+for number in range(5_000):
+    logger.info("line %d %s", number, "x" * 10_000 * (number == 4_000))
+print("written", flush=True)
+sys.stdin.read()
+logger.info("after")
+"""
+
+
+def test_a_reader_that_stops_does_not_block_the_process() -> None:
+    command = [sys.executable, "-c", STALLED, str(Path(__file__).parents[2])]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin and process.stdout and process.stderr
+        # Nobody reads stderr, whose pipe takes some hundred lines.
+        assert process.stdout.readline() == "written\n"
+        os.set_blocking(process.stderr.fileno(), False)
+        first = process.stderr.read()
+        os.set_blocking(process.stderr.fileno(), True)
+        process.stdin.close()
+        last = process.stderr.read().splitlines()
+
+    lines = [line for line in first.splitlines() if "x: line" in line]
+    assert 0 < len(lines) < 5_000
+    assert f"{5_000 - len(lines)} log lines were lost" in last[0]
+    assert last[1].endswith("x: after") and len(last) == 2

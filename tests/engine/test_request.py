@@ -1,5 +1,8 @@
 """engine/request.py: state and parameters of a request."""
 
+from array import array
+from typing import Any
+
 import numpy as np
 import pytest
 from slow_model import raw
@@ -65,6 +68,30 @@ def test_request_sampling_normalizes_neutral_values_and_sets_the_seed() -> None:
     assert (row.top_k, row.seed, row.num_logprobs, row.num_prompt_logprobs) == (0, 99, -1, -1)
     assert row.logit_bias == ((3, -1.0), (9, 1.0))
     assert row.end_token_ids == ()
+
+
+class ReadTail(array):
+    """Output tokens that must not be read, except for the last two."""
+
+    def __getitem__(self, place: Any) -> Any:
+        assert isinstance(place, slice) and len(self) - place.start <= 2
+        return super().__getitem__(place)
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all output tokens are read")
+
+
+@pytest.mark.parametrize(
+    ("words", "last", "expected"),
+    [((), 5, False), (((5,),), 5, False), (((5,), (7, 8, 6)), 8, True), (((5,), (8, 6)), 7, False)],
+)
+def test_only_the_end_of_a_long_output_is_compared_with_bad_words(
+    words: tuple[tuple[int, ...], ...], last: int, expected: bool
+) -> None:
+    request = make([1], allowed_token_ids=(5, 6), bad_words_token_ids=words)
+    request.output_token_ids = ReadTail("I", [7] * 1_000 + [7, last])
+
+    assert request.has_no_allowed_token == expected
 
 
 @pytest.mark.parametrize(("asked", "told"), [(5e-324, 1e-30), (1e308, 1e30), (1.25, 1.25)])

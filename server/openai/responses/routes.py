@@ -26,6 +26,7 @@ from server.http.body import (
     parse,
 )
 from server.http.body_bounds import QueryInteger
+from server.http.held_bodies import NOT_HELD
 from server.http.openapi import ANSWERS, GENERATES, takes
 from server.http.peer_proxy import ForwardedResponse
 from server.http.sse import EventStream
@@ -219,7 +220,16 @@ def _add_stored_routes(router: APIRouter, state: AppState, store: ResponseStore)
             return ForwardedResponse(peer, request)
         entry = _entry(store, request, response_id)
         page = partial(_page, entry, limit, order, after)
-        return await built_response(page, entry.input_history.num_bytes // BYTES_PER_VALUE)
+        history = entry.input_history
+        if (num_bytes := history.num_bytes) <= MANY_BYTES:
+            return await built_response(page, num_bytes // BYTES_PER_VALUE)
+        num_decoded = await state.bodies.on_thread(history.num_decoded_bytes)
+        held = await state.bodies.hold_more(NOT_HELD, num_decoded)
+        try:
+            listed = await state.bodies.on_thread(page)
+        finally:
+            held.free()
+        return await long_json_response(listed)
 
 
 async def _read(

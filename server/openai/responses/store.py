@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -218,6 +218,9 @@ class ResponseStore:
         self._now = now
         self._entries: dict[str, StoredResponse] = {}
         """Stored responses by id, in insertion order."""
+        # Unlike a dict, an OrderedDict finds its first entry in constant time after removals.
+        self._ended = OrderedDict[str, StoredResponse]()
+        """The stored responses that have ended, in the order of their ends."""
         self.num_bytes = 0
         self.pacer = LoopPacer()
         """Paces the replays of stored streams."""
@@ -284,6 +287,7 @@ class ResponseStore:
             entry.stored_s = self._now()
             self._entries[entry.id] = entry
             self.num_bytes += entry.input_history.acquire()
+        self._ended[entry.id] = entry
         if entry.status in CONTINUABLE:
             entry.full_history = ItemHistory(response.output, entry.input_history)
             self.num_bytes += entry.full_history.acquire()
@@ -298,6 +302,7 @@ class ResponseStore:
         """Remove a response; the caller cancels it if it is running. Safe to call twice."""
         if self._entries.pop(entry.id, None) is None:
             return
+        self._ended.pop(entry.id, None)
         self.num_bytes -= entry.num_bytes + entry.input_history.release()
         if entry.full_history is not None:
             self.num_bytes -= entry.full_history.release()
@@ -307,15 +312,12 @@ class ResponseStore:
         self.num_bytes += num_bytes
 
     def _evict(self) -> bool:
-        """Evict finished responses, oldest first, until the limits are met. Returns False if
+        """Evict finished responses, first ended first, until the limits are met. Returns False if
         running responses alone exceed them."""
         while not self._fits:
-            oldest = next(
-                (entry for entry in self._entries.values() if entry.running is None), None
-            )
-            if oldest is None:
+            if not self._ended:
                 return False
-            self.remove(oldest)
+            self.remove(next(iter(self._ended.values())))
         return True
 
     @property

@@ -46,8 +46,10 @@ INLINE_WEIGHT = 2_000
 LEFT_WEIGHT = 4_000
 """Weight (see `weighs_more`) of the fields besides the prompt above which a body stays accounted
 for until the request ends: 100 to 500 kB."""
+BIAS_BYTES = 240
+"""Memory of an entry of `logit_bias` in its copies for sampling, here and in the engine."""
 MAX_STOP_CHARACTERS = 1_024
-"""Maximum length of a stop string: the text of each token is compared with all its prefixes."""
+"""Maximum length of a stop string. Text that may be the beginning of a stop string is not sent."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config may set."""
 
@@ -111,6 +113,11 @@ class Body(BaseModel):
     def hold(self, held: HeldBody) -> None:
         """Count the body's memory in `held` for as long as the body is referenced."""
         self._held = held
+
+    @property
+    def held(self) -> HeldBody:
+        """Accounted memory of the body."""
+        return self._held
 
     def drop_prompt(self, left_bytes: int = 0) -> None:
         """Empty the prompt fields, because the running request needs only the other fields.

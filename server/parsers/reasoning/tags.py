@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import ReasoningParser
-from server.parsers.stream.text_stream import Sink, Steps
+from server.parsers.stream.text_stream import Steps, Trimmed
 from server.parsers.tool.base import NO_CALLS, CallFinder
 
 MAX_HEADER_CHARACTERS = 128
@@ -160,7 +160,7 @@ class ReasoningTagParser(ReasoningParser):
             and (yield from source.accept(form.answer_open))
         ):
             yield from source.skip_whitespace()
-            yield from source.read_until((form.answer_close,), _Trimmed(output.add_text))
+            yield from source.read_until((form.answer_close,), Trimmed(output.add_text))
             yield from source.skip_whitespace()
         if form.is_anywhere and not self._keeps_whitespace:
             yield from self._read_blocks()
@@ -212,7 +212,7 @@ class ReasoningTagParser(ReasoningParser):
         """Read reasoning up to and including its end tag, or up to a call; returns the end tag or
         the call's marker, "" at the end of the answer."""
         source, ends = self._source, (*self._form.end_tags, *self._form.dropped)
-        take = _Trimmed(self._output.add_reasoning)
+        take = Trimmed(self._output.add_reasoning)
         while word := (
             yield from source.read_until((*ends, *self._calls.markers), take, leave=True)
         ):
@@ -223,20 +223,6 @@ class ReasoningTagParser(ReasoningParser):
                 return word
             take(source.take(len(word)))
         return ""
-
-
-class _Trimmed:
-    """Passes text to `sink`, without trailing whitespace."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self._trailing = ""
-
-    def __call__(self, piece: str) -> None:
-        whole = self._trailing + piece
-        ready = whole.rstrip()
-        self._trailing = whole[len(ready) :]
-        self._sink(ready)
 
 
 THINK = ReasoningFormat()

@@ -7,6 +7,7 @@ from functools import partial
 
 from server.parsers.stream.json_stream import (
     MAX_DEPTH,
+    MAX_LENIENT_CHARACTERS,
     MAX_SCALAR_CHARACTERS,
     quoted,
     read_separated,
@@ -159,7 +160,10 @@ def after_blanks(source: Source, at: int) -> Steps[tuple[int, str]]:
 
 
 def literal_of(text: str) -> str | None:
-    """JSON value of `text` if it is a Python literal, otherwise None."""
+    """JSON value of `text` if it is a Python literal of at most MAX_LENIENT_CHARACTERS, otherwise
+    None."""
+    if len(text) > MAX_LENIENT_CHARACTERS:
+        return None
     source = Source()
     source.push(text)
     source.has_ended = True

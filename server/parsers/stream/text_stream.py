@@ -258,6 +258,26 @@ class Source:
         return "".join(pieces)
 
 
+class Trimmed:
+    """Passes text to `sink`, without trailing whitespace."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._trailing: list[str] = []
+
+    def __call__(self, piece: str) -> None:
+        ready = piece.rstrip()
+        if ready:
+            self._sink(self.take_trailing() + ready)
+        self._trailing.append(piece[len(ready) :])
+
+    def take_trailing(self) -> str:
+        """Remove and return the whitespace at the end of the text."""
+        # A list: joining all of it for each piece would take quadratic time.
+        trailing, self._trailing = "".join(self._trailing), []
+        return trailing
+
+
 @lru_cache(maxsize=256)
 def _word_search(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
     """(pattern that finds the first of `words`, all their prefixes, length of the longest word)."""

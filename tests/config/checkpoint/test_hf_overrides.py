@@ -1,6 +1,9 @@
 """--hf-overrides: fields that replace fields of the checkpoint's config.json."""
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,28 @@ def test_changed_files_or_overrides_give_another_folder(folder: Path, tmp_path: 
 
     assert len(folders) == 3
     assert read_model_config(with_overrides(str(folder), text, cache)).eos_token_ids == (7,)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "an empty config": lambda folder: os.truncate(folder / "config.json", 0),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "a file instead": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_made_again(
+    name: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, text = str(tmp_path / "cache"), json.dumps(YARN)
+    made = Path(with_overrides(str(folder), text, cache))
+    DAMAGES[name](made)
+
+    assert with_overrides(str(folder), text, cache) == str(made)
+    assert max_context_length(read_model_config(str(made))) == 256
+    assert (made / "model.safetensors").read_bytes() == b"weights"
+    assert f"{made} is damaged, and is made again" in caplog.text
 
 
 def test_a_plan_applies_the_overrides(folder: Path, tmp_path: Path) -> None:

@@ -198,6 +198,35 @@ def test_an_earlier_download_is_used_without_a_network(
     assert "HF_HUB_OFFLINE forbids downloads" in offline[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("config.json", 0),
+        ("config.json", 50),
+        ("model.safetensors", 0),
+        ("model.safetensors", 3000),
+    ],
+)
+def test_a_damaged_file_of_an_earlier_download_is_downloaded_again(
+    hub: FakeHub,
+    outcomes: Callable[..., list[str]],
+    files: dict[str, bytes],
+    name: str,
+    length: int,
+) -> None:
+    hub.add("org/tiny", files)
+    (first,) = outcomes("org/tiny")
+    damaged = Path(first.removeprefix("folder: "), name).resolve()
+    os.truncate(damaged, length)
+    hub.downloaded.clear()
+
+    (again,) = outcomes("org/tiny")
+
+    assert again == first
+    assert Path(first.removeprefix("folder: "), name).read_bytes() == files[name]
+    assert hub.names("org/tiny") == [name]
+
+
 ADAPTERS = """
 import json, sys
 from config.errors import ConfigError

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from waits import WAIT_S
 
+from engine.process import child_process
 from engine.process.child_process import PARENT_DIED, ChildProcess, ProcessEnd
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +127,49 @@ def test_a_child_that_hangs_is_killed_when_its_pipe_is_full(
     assert child.process.poll() == -signal.SIGKILL
     assert "the child does not read its messages and is killed" in caplog.text
     child.process.close()
+
+
+def test_a_child_that_stays_stopped_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "STOPPED_S", 0.2)
+    child = Child(tmp_path / "log")
+    child.wait_for("started")
+
+    os.kill(child.process.pid, signal.SIGSTOP)
+
+    assert child.has_ended.wait(WAIT_S)
+    assert child.process.poll() == -signal.SIGKILL
+    assert "the child was stopped by a signal for 0.2 s and is killed" in caplog.text
+    child.process.close()
+
+
+def test_a_child_that_is_continued_in_time_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "STOPPED_S", 2.0)
+    child = Child(tmp_path / "log")
+    child.wait_for("started")
+    for _ in range(2):
+        os.kill(child.process.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        os.kill(child.process.pid, signal.SIGCONT)
+
+    assert not child.has_ended.wait(4.0)
+    child.process.send("after")
+    child.wait_for("after")
+    child.process.close(5)
+
+
+def test_a_stopped_child_is_closed_at_once(tmp_path: Path) -> None:
+    child = Child(tmp_path / "log")
+    child.wait_for("started")
+    os.kill(child.process.pid, signal.SIGSTOP)
+
+    child.process.close(0)
+
+    assert child.process.poll() == -signal.SIGKILL
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
 def test_a_message_to_a_child_that_has_ended_is_lost(tmp_path: Path) -> None:

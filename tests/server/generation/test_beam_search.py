@@ -9,9 +9,13 @@ from http_rig import EOS, TalkingClient, ids, in_memory, on_port
 from scripted_client import ScriptedQueue, columns
 from waits import until
 
+from engine.client.output_queue import Update
+from server.generation import pipeline
 from server.generation.beam_search import BeamSearch
 from server.generation.logprobs import PositionLogprobs, TokenLogprob
+from server.generation.outputs import Delta
 from server.generation.pipeline import MAX_TOKENS_AT_ONCE, TOKENS_PER_SEQUENCE
+from server.generation.sequence import Sequence
 
 A, B, C, D = ids("abcd")
 CHAT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -41,6 +45,34 @@ class BranchingClient(TalkingClient):
         tokens, values = [token for token, _ in top], [value for _, value in top]
         entry = ([tokens[0], *tokens], [values[0], *values], 1)
         queue.say(tokens[0], finish="length", logprobs=[columns([entry])], cached=0)
+
+
+async def test_the_beams_of_many_prompts_are_converted_in_turns_with_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    num_iterations, converted = 0, list[int]()
+    take = Sequence.take
+
+    def count() -> None:
+        nonlocal num_iterations
+        num_iterations += 1
+        if len(converted) < 16:
+            loop.call_soon(count)
+
+    def counted(self: Sequence, update: Update, elapsed_s: float) -> Delta | None:
+        if len(update.tokens) == 2:
+            converted.append(num_iterations)
+        return take(self, update, elapsed_s)
+
+    monkeypatch.setattr(Sequence, "take", counted)
+    monkeypatch.setattr(pipeline, "MAX_ITERATION_VALUES", 2)
+    count()
+    async with in_memory(BranchingClient(1, {})) as rig:
+        response = await rig.complete(prompt=[[A]] * 8, use_beam_search=True, n=2, max_tokens=2)
+
+    assert [choice["index"] for choice in response.json()["choices"]] == list(range(16))
+    assert len(set(converted)) == 16
 
 
 TREE = {

@@ -3,11 +3,13 @@ collector, which would stop the event loop."""
 
 import asyncio
 import gc
+import tracemalloc
 import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from http_rig import TEMPLATE, VOCAB_SIZE, TalkingClient, in_memory, on_port
 from scripted_client import ScriptedClient, ready
@@ -17,6 +19,10 @@ from config.error_frames import release_frames
 from config.errors import UserError
 from config.params.pooling import PoolingFacts
 from server.http import body
+from server.http.held_bodies import decoded_bytes
+from server.openai.schema import generation
+from server.openai.schema.generation import BIAS_BYTES
+from server.serving import job
 
 TEXTS: list[weakref.ref[object]] = []
 
@@ -235,6 +241,46 @@ async def test_a_generating_request_keeps_only_the_prompt_of_its_body(
         assert rig.state.bodies._held.num_bytes < 500_000
 
         running.cancel()
+
+
+async def test_copies_of_many_biases_count_until_the_request_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "INLINE_IDS", 100)
+    monkeypatch.setattr(generation, "LEFT_WEIGHT", 100)
+    client = TalkingClient(max_model_len=512, pace_s=0.02)
+    client.endless = True
+    biases = {str(token): 0.5 for token in range(200)}
+    async with on_port(client) as rig:
+        sent = {"prompt": "a", "max_tokens": 400, "logit_bias": biases}
+        running = asyncio.ensure_future(rig.http.post("/v1/completions", json=sent))
+        await started(client)
+
+        assert rig.state.bodies._held.num_bytes >= 200 * BIAS_BYTES
+        running.cancel()
+        await until(lambda: not rig.state.bodies._held.num_bytes)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {str(token): 0.5 for token in range(20_000)},
+        [{"role": "user", "content": "x"}] * 10_000,
+        [{"a": {}}] * 20_000,
+    ],
+    ids=["biases", "messages", "objects"],
+)
+def test_decoded_values_take_at_most_their_estimate(value: Any) -> None:
+    data = msgspec.json.encode({"x": value})
+    tracemalloc.start()
+    try:
+        decoded = msgspec.json.decode(data)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert decoded == {"x": value}
+    assert num_bytes <= decoded_bytes(data)
 
 
 CUT = {"truncate_prompt_tokens": 4, **JUNK_LIST}

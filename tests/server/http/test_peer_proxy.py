@@ -228,6 +228,33 @@ async def test_a_hung_sibling_is_reported_as_lost(
         assert "has exited" in answer.json()["error"]["message"]
 
 
+async def test_a_hung_sibling_does_not_delay_requests_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_proxy, "TOKEN_TIMEOUT_S", WAIT_S)
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        path = str(tmp_path / "2.sock")
+        hung = socket.socket(socket.AF_UNIX)
+        hung.bind(path)
+        hung.listen()
+        other.state.peers = Peers(1, (*other.state.peers.paths, path), "token")
+        lost = [
+            asyncio.create_task(other.http.get(f"{ROUTE}/resp_{Peers(2).new_id()}"))
+            for _ in range(2 * peer_proxy.MAX_HANDSHAKES)
+        ]
+        slots = other.state.peers.handshakes[2]
+        assert await eventually(lambda: slots._num_waiting > 0)
+
+        got = await asyncio.wait_for(other.http.get(f"{ROUTE}/{made['id']}"), WAIT_S / 2)
+
+        assert got.json() == made
+        for task in lost:
+            task.cancel()
+        await asyncio.gather(*lost, return_exceptions=True)
+        hung.close()
+
+
 HEALTH = peer_proxy._encode(peer_proxy.ForwardedRequest("GET", "/health", b"", [], None, b""))
 
 STRANGERS = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders
 
-from server.text.detokenizer import make_detokenizer
+from server.text.detokenizer import CONTEXT_TOKENS, make_detokenizer
 from server.text.tokenizer import Tokenizer
 from server.text.tokenizer_files import TextFiles
 
@@ -140,3 +140,24 @@ def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     alone = "".join(pieces(tokenizer, [], [word]))
 
     assert (after_prompt, alone) == (" Hello", "Hello")
+
+
+@pytest.mark.parametrize("kind", ["words", "word pieces", "metaspace"])
+def test_tokens_without_a_text_do_not_lengthen_the_window(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = KINDS[kind]
+    first, last = (tokenizer.encode_now(word, False) for word in ("hello", "world"))
+    lengths: list[int] = []
+    decode = Tokenizer.decode_dependent
+
+    def counted(self: Tokenizer, ids: list[int], skip_special: bool, spaces: bool) -> str:
+        lengths.append(len(ids))
+        return decode(self, ids, skip_special, spaces)
+
+    monkeypatch.setattr(Tokenizer, "decode_dependent", counted)
+    made = pieces(tokenizer, [], [first, [10_000] * 500, last])
+
+    # Each of the 500 tokens was decoded with all earlier ones.
+    assert max(lengths) <= 4 * CONTEXT_TOKENS
+    assert "".join(made) == tokenizer.decode([*first, *last])

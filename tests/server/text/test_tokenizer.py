@@ -1,10 +1,13 @@
 """Tokenizers of checkpoints: exact in both directions, and without blocking the event loop."""
 
 import asyncio
+import os
 import random
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -237,6 +240,41 @@ def test_older_vocabulary_files_are_converted_once_and_kept(tmp_path: Path) -> N
     assert first.encode_now("the world é", False) == made.encode_now("the world é", False)
     assert [folder.stat().st_mtime_ns for folder in kept] == [before]
     assert len(list((tmp_path / "cache" / "tokenizers").iterdir())) == 1
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "half a tokenizer": lambda folder: os.truncate(folder / "tokenizer.json", 100),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "half a configuration": lambda folder: os.truncate(folder / "tokenizer_config.json", 20),
+    "half the sizes": lambda folder: os.truncate(folder / ".sizes.json", 20),
+    "a file instead": lambda folder: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_copy_of_a_converted_tokenizer_is_made_again(name: str, tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    text_folders.save(text_folders.byte_level(), model, tokenizer_class="GPT2Tokenizer")
+    text_folders.byte_level().model.save(str(model))
+    (model / "tokenizer.json").unlink()
+    folder = tokenizer_folder(str(model), cache)
+    contents = {file.name: file.read_bytes() for file in folder.iterdir()}
+    DAMAGES[name](folder)
+
+    assert tokenizer_folder(str(model), cache) == folder
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == contents
+
+
+def test_a_converted_tokenizer_of_an_earlier_version_is_kept(tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    text_folders.save(text_folders.byte_level(), model, tokenizer_class="GPT2Tokenizer")
+    text_folders.byte_level().model.save(str(model))
+    (model / "tokenizer.json").unlink()
+    folder = tokenizer_folder(str(model), cache)
+    (folder / ".sizes.json").unlink()
+    (folder / "own.txt").write_text("kept")
+
+    assert (tokenizer_folder(str(model), cache) / "own.txt").read_text() == "kept"
 
 
 def test_an_abandoned_conversion_is_stopped_and_leaves_no_file(tmp_path: Path) -> None:

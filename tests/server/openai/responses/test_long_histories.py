@@ -57,6 +57,27 @@ async def made(rig: Any, given: Any, **fields: Any) -> dict[str, Any]:
     return response
 
 
+async def test_a_page_of_a_long_history_is_decoded_within_the_limit_of_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []
+    async with in_memory(TalkingClient("x", max_model_len=300_000)) as rig:
+        first = await made(rig, "long " * 40_000)
+        bodies = rig.state.bodies
+        hold = bodies.hold_more
+
+        async def spied(body: Any, num_bytes: int) -> Any:
+            held.append(num_bytes)
+            return await hold(body, num_bytes)
+
+        monkeypatch.setattr(bodies, "hold_more", spied)
+        page = await rig.http.get(f"{ROUTE}/{first['id']}/input_items")
+
+    assert page.json()["data"][0]["content"][0]["text"] == "long " * 40_000
+    assert len(held) == 1 and held[0] >= 200_000
+    assert bodies._held.num_bytes == 0
+
+
 async def test_a_reference_reads_only_the_items_of_its_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,8 +1,10 @@
 """The response store keeps its three limits, and never drops a response that is in use."""
 
+import time
 from typing import Any
 
 import pytest
+from delays import least, machine_s
 from waits import until
 
 from config.errors import NotFound, Overloaded
@@ -164,6 +166,41 @@ async def test_running_responses_are_never_evicted_and_count() -> None:
 
     assert [store.get(work.id, "owner") for work in works] == works
     assert len(store) == 2
+
+
+async def test_the_response_that_ended_first_is_evicted_first() -> None:
+    store = ResponseStore(2, 10**6, 60)
+    work = running("a")
+    store.add_running(work)
+    keep(store, "b")
+    store.finish(work, ended_response({"status": "completed", "output": []}))
+
+    keep(store, "c")
+
+    assert store.find("abc", "owner") == [work, store.get("c", "owner")]
+
+
+async def test_running_responses_do_not_slow_down_evictions() -> None:
+    num_running, num_ended = 1_000, 9_000
+
+    def evict_s() -> float:
+        store = ResponseStore(10_000, 10**6, 60)
+        for number in range(num_running):
+            store.add_running(running(f"r{number}"))
+        for number in range(num_ended):
+            store.finish(
+                StoredResponse(f"e{number}", "owner", ItemHistory(b"[]", None)),
+                ended_response({"status": "completed", "output": []}),
+            )
+        start_s = time.thread_time()
+        keep(store, "large", text="x" * 240_000)
+        took_s = time.thread_time() - start_s
+        assert len(store) <= num_running + 3_000
+        return took_s
+
+    # Skipping the running responses for each eviction took 0.3 s.
+    limit_s = machine_s(0.1)
+    assert least(evict_s, limit_s) < limit_s
 
 
 async def test_running_responses_may_not_outgrow_the_store() -> None:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from delays import machine_s
+from delays import least, machine_s
 from parsing import good_calls, parser_of, read_every_way
 
+from server.parsers.output_parser import OutputParser
+from server.parsers.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from server.parsers.stream.base import ToolCallArguments
 from server.parsers.stream.text_stream import MAX_LOOKAHEAD, MAX_REREAD_CHARACTERS
+from server.parsers.tool.base import ToolCallParser
 
 D = "\uff5cDSML\uff5c"
 M3 = "]<]minimax[>["
@@ -316,3 +320,70 @@ def test_text_with_many_markers_is_parsed_in_linear_time(name: str, word: str) -
 
     # Rereading the whole text for each marker takes minutes.
     assert time.process_time() - started < machine_s(10)
+
+
+LONG = "[" + "1," * 60_000 + "1]"
+LONG_TOOLS: Any = {"h": {"properties": {"l": {"type": "array"}}}}
+CODER = ("<tool_call><function=h><parameter=l>", "</parameter></function></tool_call>")
+ELEMENTS = (
+    f'{M3}<tool_call>{M3}<invoke name="h">{M3}<l>',
+    f"{M3}</l>{M3}</invoke>{M3}</tool_call>",
+)
+HERMES = ('<tool_call>{"name": "h", "arguments": "{\\"l\\": ', '}"}</tool_call>')
+LONG_VALUES: dict[str, tuple[str, str, str, str, Any]] = {
+    "a list": ("qwen3_coder", *CODER, LONG, json.loads(LONG)),
+    "nested elements": ("minimax_m3", *ELEMENTS, LONG, json.loads(LONG)),
+    "a list in a string": ("hermes", *HERMES, LONG, json.loads(LONG)),
+    "a list in Python": ("qwen3_coder", *CODER, LONG.replace("1]", "None]"), None),
+    "a list with a raw line break": ("qwen3_coder", *CODER, LONG.replace("1]", '"\n"]'), "\n"),
+    "a list without its end": ("qwen3_coder", *CODER, LONG[:-1], None),
+}
+"""Values by name: format, text before and after, value, and the list or its last entry; None: the
+value becomes a string."""
+
+
+@pytest.mark.parametrize("name", LONG_VALUES)
+def test_the_end_of_a_long_value_takes_little_time(name: str) -> None:
+    form, before, after, value, expected = LONG_VALUES[name]
+    limit_s = machine_s(0.1)
+    found: list[Any] = []
+
+    def end_s() -> float:
+        parser = parser_of(form, tools=LONG_TOOLS)
+        events = [*parser.feed(before)]
+        for start in range(0, len(value), 1_000):
+            events += parser.feed(value[start : start + 1_000])
+        start_s = time.thread_time()
+        events += parser.feed(after)
+        took_s = time.thread_time() - start_s
+        events += parser.finish(is_cut=False)
+        written = "".join(e.text for e in events if isinstance(e, ToolCallArguments))
+        found[:] = [json.loads(written)["l"]]
+        return took_s
+
+    # Reading the whole value with corrections took 0.3 s.
+    assert least(end_s, limit_s) < limit_s
+    if isinstance(expected, list):
+        assert found == [expected]
+    elif expected is not None:
+        assert found[0][-1] == expected
+    else:
+        assert found == [value]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+def test_endless_whitespace_is_parsed_in_linear_time(name: str) -> None:
+    limit_s = machine_s(1.5)
+
+    def parse_s() -> float:
+        reasoning = REASONING_FORMATS[name].parser(is_inside=True)
+        tools = ToolCallParser(TOOL_CALL_FORMATS["hermes"], TOOLS)
+        parser = OutputParser(reasoning, tools, lambda: "ID")
+        start_s = time.thread_time()
+        for text in ("a", " ", "</think>b", " "):
+            for _ in range(1 if len(text) > 1 or text == "a" else 100_000):
+                parser.feed(text)
+        return time.thread_time() - start_s
+
+    # Each piece was appended to a copy of all earlier whitespace, in 5 s.
+    assert least(parse_s, limit_s) < limit_s
