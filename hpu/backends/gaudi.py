@@ -599,7 +599,7 @@ class GaudiBackend(Backend):
             self._call_core("hpu_inference_set_env", "hpu_set_env")
 
     def adapt(self, model: nn.Module) -> None:
-        if not self._multiplies_float32:
+        if not self._facts.multiplies_float32:
             split_products(model)
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
