@@ -21,20 +21,21 @@ SLACK = 0.99
 """A figure below this fraction of its limit requires a lower limit."""
 
 LIMITS = {
-    "None-checks": 2425,
-    "None-checks of ModelRunner": 24,
+    "None-checks": 2390,
+    "None-checks of ModelRunner": 22,
     "None-checks of EngineCore": 19,
     "None-checks of Worker": 17,
     "None-checks of SingleEngineClient": 5,
     "None-checks of Scheduler": 8,
     "None-checks of Sampler": 2,
-    "None-checks of the tenth worst class": 15,
-    "constructors of nine or more parameters": 4,
+    "None-checks of the tenth worst class": 14,
+    "constructors of nine or more parameters": 2,
     "functions of nine or more parameters": 20,
     "parameters of ModelRunner": 1,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1240,
+    "uses of Any": 1233,
+    "optional fields of launches": 40,
     "mark_step outside back ends": 38,
     "poll constants": 15,
     "files under 60 lines": 101,
@@ -136,6 +137,19 @@ def many_parameters(*, constructors: bool) -> int:
     )
 
 
+def optional_launch_fields() -> int:
+    """Fields of the classes of launches (inputs, metadata, outputs) that may be None."""
+    folder, metadata = ROOT / "hpu" / "runner", ROOT / "hpu" / "layers" / "metadata"
+    return sum(
+        isinstance(field, ast.AnnAssign) and "None" in ast.unparse(field.annotation)
+        for source in sources()
+        if folder in source.path.parents or str(source.path).startswith(str(metadata))
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+    )
+
+
 def marks_outside_back_ends() -> int:
     return sum(
         isinstance(node, ast.Call)
@@ -176,6 +190,7 @@ def figures() -> dict[str, int]:
             for source in sources()
             for node in source.nodes
         ),
+        "optional fields of launches": optional_launch_fields,
         "mark_step outside back ends": marks_outside_back_ends,
         "poll constants": poll_constants,
         "files under 60 lines": lambda: sum(

@@ -3,20 +3,34 @@ does not know the tokens of earlier launches yet, so the device computes the row
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from hpu.launch_inputs import DraftArrays, Integers, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest, StepResult
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, ForwardOutput
-from hpu.runner.batch_state import Tokens
-from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
+from hpu.runner.draft_buffers import DraftBuffers, PlannedDraftInputs
 from hpu.runner.drafting.device_drafter import DeviceModelDrafter
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.draft_rows import SamplingRows
 from hpu.sampling.ops import SamplerOutput
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyForward(ForwardOutput):
+    """Output of the forward pass of a decode that verifies drafts."""
+
+    rows: VerifyBatch
+    drafts_next: bool
+    """Whether the launch also drafts for the next decode of its requests and returns these drafts
+    to the host."""
+    num_generated: Integers
+    """Lower bound of each request's number of generated tokens (a decode in flight yields at least
+    one token)."""
 
 
 class DeviceSpeculationRunner(ModelRunner):
@@ -33,8 +47,6 @@ class DeviceSpeculationRunner(ModelRunner):
         max_num_reqs = parts.batch_state.max_num_reqs
         self._num_pending = np.zeros(max_num_reqs + 1, np.int64)
         """Number of decodes in flight, by request index."""
-        self._planned: dict[int, list[int]] = {}
-        """Drafts of the plan's decodes, by request index, if the plan contains drafts."""
         self._slot_generations = np.zeros(max_num_reqs + 1, np.int64)
         """Generation counter of each request index: the result of a decode can arrive after its
         index was reused by another request."""
@@ -44,7 +56,7 @@ class DeviceSpeculationRunner(ModelRunner):
         # Drafts are verified before the next launch, which needs their result.
         return False
 
-    def _run_dummy_variants(self, inputs: InputBuffers, output: AsyncStepOutput) -> None:
+    def _run_dummy_variants(self, inputs: LaunchInputs, output: AsyncStepOutput) -> None:
         if isinstance(inputs, DraftBuffers) and self._speculation.drafts_at_either_end:
             forward = self._forward_drafts(inputs, [self.dummy_req_index], (), drafts_next=True)
             output.launches.append(self._finish(forward, output))
@@ -83,7 +95,9 @@ class DeviceSpeculationRunner(ModelRunner):
         self._speculation.remove_request(req_index)
 
     def _plan_drafts(self, drafts: dict[int, list[int]]) -> None:
-        self._planned = drafts
+        for feature in self._features:
+            if isinstance(feature, PlannedDraftInputs):
+                feature.drafts = drafts
 
     def _set_draft_bitmasks(self, bitmasks: Iterable[tuple[int, Words]]) -> None:
         for req_index, words in bitmasks:
@@ -99,25 +113,23 @@ class DeviceSpeculationRunner(ModelRunner):
         requests = launch.req_indices
         num_pending = self._num_pending[requests]
         self._batch_state.fill_drafts(launch, num_pending, self._speculation.lookback, arrays)
-        self._batch_state.fill_lora_slots(requests, [], arrays)
-        if arrays.drafts is not None:
-            for row, req_index in zip(arrays.drafts, requests, strict=False):
-                tokens = self._planned[req_index]
-                row[: len(tokens)] = tokens
-        num_generated = None
+        for feature in self._features:
+            feature.fill_decode(requests, arrays)
+        num_generated: Integers = num_pending
         slot_generations: list[int] = []
         if self._samples:
             num_generated = self._sampler.num_generated(requests) + num_pending
             self._num_pending[requests] += 1
             slot_generations = self._slot_generations[requests].tolist()
         forward = self._run_filled(inputs, launch, requests, output, start)
-        forward.num_generated = num_generated
+        if isinstance(forward, VerifyForward):
+            forward.num_generated = num_generated
         forward.launch.slot_generations = slot_generations
         return forward
 
     def _forward(
         self,
-        inputs: InputBuffers,
+        inputs: LaunchInputs,
         sampling: list[int],
         req_indices: Sequence[int] = (),
         *,
@@ -147,11 +159,14 @@ class DeviceSpeculationRunner(ModelRunner):
         stage = self._link.stage
         start = self._backend.event()
         self._backend.mark_step()
-        if inputs.known is not None:
-            self._speculation.learn(inputs.draft_inputs.req_indices, *inputs.known)
-        if inputs.planned_drafts is not None:
+        uploaded = inputs.uploaded
+        if "num_tokens" in uploaded:
+            self._speculation.learn(
+                inputs.req_indices, uploaded["num_tokens"], uploaded["last_tokens"]
+            )
+        if "drafts" in uploaded:
             drafts_next = True
-            self._speculation.plan(inputs.draft_inputs.req_indices, inputs.planned_drafts)
+            self._speculation.plan(inputs.req_indices, uploaded["drafts"])
         rows = self._speculation.prepare(
             inputs.draft_inputs, inputs.bucket, from_next_drafts=drafts_next
         )
@@ -170,12 +185,15 @@ class DeviceSpeculationRunner(ModelRunner):
         logits = self._logits(hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         launch = AsyncLaunchOutput(sampling, num_logprobs, start)
-        return ForwardOutput(
-            inputs, hidden, None, logits, None, launch, rows=rows, drafts_next=drafts_next
+        return VerifyForward(
+            *(inputs, hidden, None, logits, None, launch),
+            rows=rows,
+            drafts_next=drafts_next,
+            num_generated=np.zeros(len(sampling), np.int64),
         )
 
     def _run_model(
-        self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
+        self, inputs: LaunchInputs, req_indices: Sequence[int], tokens: Tensor | None
     ) -> Tensor:
         hidden = super()._run_model(inputs, req_indices, tokens)
         if self._drafter is not None:
@@ -183,28 +201,26 @@ class DeviceSpeculationRunner(ModelRunner):
         return hidden
 
     def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
-        if forward.rows is None:
-            super()._sample(forward, results)
+        if isinstance(forward, VerifyForward):
+            self._accept(forward)
         else:
-            self._accept(forward, forward.rows)
+            super()._sample(forward, results)
 
     def _keep_tokens(self, req_indices: Tensor, tokens: Tensor) -> None:
         self._backend.mark_step()
         self._speculation.append(req_indices, tokens)
 
-    def _accept(self, forward: ForwardOutput, rows: VerifyBatch) -> None:
+    def _accept(self, forward: VerifyForward) -> None:
         """Sample a decode's rows on the device, and start copying the accepted tokens to the
         host."""
         assert forward.logits is not None
-        done, inputs = forward.launch, forward.inputs
+        done, inputs, rows = forward.launch, forward.inputs, forward.rows
         assert isinstance(inputs, DraftBuffers)
-        req_indices = inputs.draft_inputs.req_indices
+        req_indices = inputs.req_indices
         if all(map(self._sampler.takes_argmax, done.req_indices)):
             sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
         else:
             num_generated = forward.num_generated
-            if num_generated is None:
-                num_generated = np.zeros(len(done.req_indices), np.int64)
             drafted = SamplingRows(done.req_indices, rows.drafts, rows.ahead, num_generated)
             sampled = self._sampler.sample_drafts(forward.logits, drafted)
         done.pinned = (*sampled.pinned, *self._speculation.take_host_tensors())
