@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from config.model.model_config import ModelConfig, RopeConfig
 from hpu.backends.base import Backend
 from hpu.backends.cpu import CpuBackend
 from hpu.backends.cuda import CudaBackend, missing_cuda
+from hpu.launch_inputs import LaunchArrays
 from hpu.models.decoder import Decoder
 from hpu.models.registry import build_model
 from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling, StepPlan, StepResult
@@ -34,7 +34,7 @@ from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import InputBufferPool, InputBuffers
+from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, InputLayout, PrefillLayout
 from hpu.runner.kv_cache import KVCache, block_bytes
 from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
@@ -142,8 +142,11 @@ class Decoding:
         num_blocks = num_rows * blocks_a_row
         vocab_size, length = model.config.vocab_size, model.config.max_position
         # Same choice as in hpu/worker/build.py.
-        make = partial(InputBuffers, decode_sets=2 * decodes)
-        input_buffers = InputBufferPool(backend, make)
+        layouts: dict[int, InputLayout[LaunchArrays]] = {
+            PREFILL: PrefillLayout(),
+            DECODE: DecodeLayout(num_sets=2 * decodes),
+        }
+        input_buffers = InputBufferPool(backend, layouts)
         # Same choice as in hpu/worker/build.py.
         static_shapes = captures or backend.compiles
         sampler = Sampler(num_rows, vocab_size, backend, static_shapes=static_shapes)

@@ -45,7 +45,7 @@ from hpu.models.decoder import Decoder
 from hpu.runner.async_output import AsyncStepOutput
 from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import BaseInputBuffers, InputBufferPool
+from hpu.runner.input_buffers import InputBufferPool, InputBuffers
 from hpu.runner.model_runner import ModelRunner
 from hpu.runner.sampler_graphs import SamplerGraph, SamplerGraphs
 from hpu.sampling.sampler import Sampler
@@ -59,9 +59,9 @@ OURS = (LOGIC, *LAUNCH)
 WATCHED: tuple[tuple[type, str, str], ...] = (
     (ModelRunner, "_apply", LOGIC),
     (InputBufferPool, "get", LOGIC),
-    (BaseInputBuffers, "host_arrays", LOGIC),
+    (InputBuffers, "host_arrays", LOGIC),
     (BatchState, "fill_decode", LOGIC),
-    (BaseInputBuffers, "upload", LOGIC),
+    (InputBuffers, "upload", LOGIC),
     (ModelRunner, "collect", LOGIC),
     (GraphCache, "run", GRAPH),
     (HpuGraph, "replay", GRAPH),

@@ -3,7 +3,7 @@
 Inputs are tensors only: every other value is part of the key of a captured graph.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,33 @@ from hpu.layers.index_metadata import (
 from hpu.layers.state_cache import StateMetadata, decode_states, prefill_states
 from hpu.ops.attention import MASKED, as_mask, causal_mask
 from hpu.ops.kernels import AttentionForm, ContextSlice
+
+
+class FeatureInputs(NamedTuple):
+    """Inputs that only some models read, and other launches leave out. Shapes are of a prefill or a
+    decode of `B` rows with `Q` tokens each."""
+
+    state_indices: Tensor | None = None
+    """(B), or (S) for packed sequences: request index of each sequence, for layers with a state or
+    a ring; the index of the pad state for padding."""
+    lora_slots: Tensor | None = None
+    """(B), or (B, Q) for packed sequences: adapter slot, -1 for no adapter."""
+    image_rows: Tensor | None = None
+    """(B, Q): encoder cache row that replaces the embedding of each token, -1 for text."""
+    image_ids: Tensor | None = None
+    """(B, Q): image id of each token, -1 for text and padding. Tokens of the same image attend to
+    each other in both directions."""
+    rope_positions: Tensor | None = None
+    """Positions for rotations with M-RoPE, in place of `positions`: (3, B, Q) time, height and
+    width for a prefill; (B, 1) for a decode, since the axes of a generated token are equal."""
+    cross_tiles: Tensor | None = None
+    """(B, K): cross-attention cache tiles of each sequence's images; the padding tile elsewhere.
+    None: no token sees an image."""
+    cross_spans: Tensor | None = None
+    """(2, B, Q): range of the K tiles that each token sees; see `cross_metadata`."""
+
+
+NO_FEATURES = FeatureInputs()
 
 
 class PrefillAttentionInputs(NamedTuple):
@@ -42,26 +69,7 @@ class PrefillAttentionInputs(NamedTuple):
     block_list: Tensor
     """(B * C): physical blocks of the cached context of each sequence in turn, padded with the
     pad block."""
-    state_indices: Tensor | None = None
-    """(B): request index of each sequence, for layers with a state or a ring; the index of the pad
-    state for padding."""
-    lora_slots: Tensor | None = None
-    """(B), or (B, Q) for packed sequences: adapter slot, -1 for no adapter. Set only if adapters
-    are served."""
-    image_rows: Tensor | None = None
-    """(B, Q): encoder cache row that replaces the embedding of each token, -1 for text. Set only
-    for models with image input."""
-    image_ids: Tensor | None = None
-    """(B, Q): image id of each token, -1 for text and padding. Tokens of the same image attend to
-    each other in both directions. Set only for models with such attention."""
-    rope_positions: Tensor | None = None
-    """(3, B, Q): time, height and width positions, which rotations read in place of `positions`.
-    Set only for models with M-RoPE."""
-    cross_tiles: Tensor | None = None
-    """(B, K): cross-attention cache tiles of each sequence's images; the padding tile elsewhere.
-    Set only for models with cross attention. None: no token sees an image."""
-    cross_spans: Tensor | None = None
-    """(2, B, Q): range of the K tiles that each token sees; see `cross_metadata`."""
+    features: FeatureInputs = NO_FEATURES
 
 
 class DecodeAttentionInputs(NamedTuple):
@@ -82,17 +90,15 @@ class DecodeAttentionInputs(NamedTuple):
     """(N): position of the block's first token in its sequence, for windows."""
     block_usage: Tensor
     """(N): used slots of the block, the new token included; 1 for padding."""
-    state_indices: Tensor | None = None
-    """(B): request index of each sequence; see PrefillAttentionInputs."""
-    lora_slots: Tensor | None = None
-    """(B): adapter slot of each sequence; see PrefillAttentionInputs."""
-    rope_positions: Tensor | None = None
-    """(B, 1): positions for rotations in models with M-RoPE, in place of `positions`; the three
-    axes of a generated token are equal."""
-    cross_tiles: Tensor | None = None
-    """(B, K): cross-attention tiles; see PrefillAttentionInputs."""
-    cross_spans: Tensor | None = None
-    """(2, B, 1): tile ranges; see PrefillAttentionInputs."""
+    features: FeatureInputs = NO_FEATURES
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], features: FeatureInputs = NO_FEATURES
+    ) -> "DecodeAttentionInputs":
+        """Inputs with these `tensors`, in the order of the fields above."""
+        positions, slots, blocks, groups, starts, usage = tensors
+        return cls(positions, slots, blocks, groups, starts, usage, features)
 
 
 class TextAttentionInputs(NamedTuple):
@@ -104,8 +110,7 @@ class TextAttentionInputs(NamedTuple):
     """(B, Q): token type: 1 for the second text of a pair, otherwise 0."""
     lengths: Tensor
     """(B): tokens of each row without padding; 0 for a padding row."""
-    lora_slots: Tensor | None = None
-    """(B): adapter slot of each text; see PrefillAttentionInputs."""
+    features: FeatureInputs = NO_FEATURES
 
 
 AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttentionInputs
@@ -113,9 +118,8 @@ AttentionInputs = PrefillAttentionInputs | DecodeAttentionInputs | TextAttention
 
 def rotated_positions(inputs: AttentionInputs) -> Tensor:
     """Positions for rotations: (B, Q), or (3, B, Q) with M-RoPE."""
-    if isinstance(inputs, TextAttentionInputs) or inputs.rope_positions is None:
-        return inputs.positions
-    return inputs.rope_positions
+    rope_positions = inputs.features.rope_positions
+    return inputs.positions if rope_positions is None else rope_positions
 
 
 class Visibility(NamedTuple):
@@ -326,11 +330,11 @@ def state_metadata(inputs: AttentionInputs) -> StateMetadata:
         lengths = inputs.lengths
         none = torch.zeros_like(lengths)
         return prefill_states(None, lengths, none, inputs.positions.shape[1])
-    assert inputs.state_indices is not None, "a launch of a model with states names them"
+    indices = _state_indices(inputs)
     if isinstance(inputs, DecodeAttentionInputs):
-        return decode_states(inputs.state_indices, inputs.positions)
+        return decode_states(indices, inputs.positions)
     length = inputs.positions.shape[1]
-    return prefill_states(inputs.state_indices, inputs.query_lens, inputs.context_lens, length)
+    return prefill_states(indices, inputs.query_lens, inputs.context_lens, length)
 
 
 def with_block_index(
@@ -375,10 +379,11 @@ def cross_metadata(tiles: Tensor, spans: Tensor, embeddings_per_tile: int) -> Cr
 
 def images_metadata(inputs: AttentionInputs, embeddings_per_tile: int) -> CrossMetadata | None:
     """Cross-attention inputs of a launch; None: no token sees an image."""
-    if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
+    tiles, spans = inputs.features.cross_tiles, inputs.features.cross_spans
+    if tiles is None:
         return None
-    assert inputs.cross_spans is not None
-    return cross_metadata(inputs.cross_tiles, inputs.cross_spans, embeddings_per_tile)
+    assert spans is not None
+    return cross_metadata(tiles, spans, embeddings_per_tile)
 
 
 def _mask(visible: Tensor, distance: Tensor | None, slopes: Tensor | None) -> Tensor:
@@ -399,7 +404,7 @@ def _new_mask(
     image_ids: Tensor | None = None,
 ) -> Tensor | None:
     """Mask over the new tokens; None: causal. `starts` (B): position of the first token of each
-    row; None: 0. `image_ids`: see PrefillAttentionInputs."""
+    row; None: 0. `image_ids`: see FeatureInputs."""
     limit = visibility.limit
     if slopes is None and image_ids is None:
         may_end = starts is not None and visibility.chunk is not None
@@ -479,7 +484,7 @@ def _in_form(
     if (
         sizes is not None
         # Slices assume causal masks over the new tokens.
-        and inputs.image_ids is None
+        and inputs.features.image_ids is None
         and full is not None
         and cached is not None
         # A context mask with a row per token means packed sequences.
@@ -548,8 +553,9 @@ def _ring_slots(
 
 
 def _state_indices(inputs: PrefillAttentionInputs | DecodeAttentionInputs) -> Tensor:
-    assert inputs.state_indices is not None, "a launch of a model with rings names its requests"
-    return inputs.state_indices
+    indices = inputs.features.state_indices
+    assert indices is not None, "a launch of a model with states or rings names its requests"
+    return indices
 
 
 def _prefill_metadata(
@@ -566,7 +572,7 @@ def _prefill_metadata(
     has_context = inputs.block_list.shape[0] > 0
     starts = inputs.context_lens if has_context else None
     masks = tuple(
-        _new_mask(kind, length, starts, slopes, device, inputs.image_ids) for kind in kinds
+        _new_mask(kind, length, starts, slopes, device, inputs.features.image_ids) for kind in kinds
     )
     slot_mappings, block_lists, contexts = [], [], []
     for kind, ring in zip(kinds, rings, strict=True):
@@ -701,8 +707,8 @@ def _merged_metadata(
     owners = token_owners(inputs)
     distance = tokens - tokens.unsqueeze(1)
     new = (owners.unsqueeze(1) == owners) & (distance <= 0)
-    if inputs.image_ids is not None:
-        new = new | _of_one_image(inputs.image_ids).view(length, length)
+    if inputs.features.image_ids is not None:
+        new = new | _of_one_image(inputs.features.image_ids).view(length, length)
     queries = positions.unsqueeze(1)
     cached = keys = None
     # (C): sequence and logical block of each cached block; arbitrary for padding.

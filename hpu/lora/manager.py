@@ -171,8 +171,9 @@ class LoRAManager(Adapters):
         context, head = self.context, self._head
 
         def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-            assert inputs.lora_slots is not None, "a launch without slots"
-            context.begin(inputs.lora_slots)
+            slots = inputs.features.lora_slots
+            assert slots is not None, "a launch without slots"
+            context.begin(slots)
             hidden = forward(tokens, inputs)
             if head is not None:
                 hidden = head.extend(hidden)

@@ -1,46 +1,30 @@
-"""ImageBuffers: the tokens of a launch that are replaced by image embeddings, image tokens with
+"""ImageInputs: the tokens of a launch that are replaced by image embeddings, image tokens with
 bidirectional attention, and the M-RoPE positions of images."""
 
-from typing import NamedTuple, Protocol
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 
 from config.model.multimodal.vision import VisionFacts
+from hpu.launch_inputs import (
+    DecodeArrays,
+    DraftArrays,
+    FeatureArrays,
+    Field,
+    Integers,
+    LaunchArrays,
+    LaunchFeature,
+    PrefillArrays,
+    Tokens,
+)
 from hpu.multimodal.encoder_cache import EncoderCache
-from hpu.protocol import ImagePlacement, Launch, NewRequest
+from hpu.protocol import PREFILL, ImagePlacement, Launch, NewRequest
+
+ROWS, IDS, ROPE_POSITIONS = "image_rows", "image_ids", "rope_positions"
 
 NO_IMAGE = -1
 """Value of `image_rows` and `image_ids` for text and padding."""
-
-Array = np.ndarray[tuple[int, ...], np.dtype[np.int64] | np.dtype[np.int32]]
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
-
-
-class PrefillImages(Protocol):
-    """Host arrays of a prefill that image inputs are written to or computed from."""
-
-    @property
-    def positions(self) -> Array: ...
-    @property
-    def query_lens(self) -> Array: ...
-    @property
-    def context_lens(self) -> Array: ...
-    @property
-    def image_rows(self) -> Array | None: ...
-    @property
-    def image_ids(self) -> Array | None: ...
-    @property
-    def rope_positions(self) -> Array | None: ...
-
-
-class DecodeImages(Protocol):
-    """Host arrays of a decode that image inputs are written to or computed from."""
-
-    @property
-    def positions(self) -> Array: ...
-    @property
-    def rope_positions(self) -> Array | None: ...
 
 
 class _Request(NamedTuple):
@@ -62,7 +46,7 @@ class _Request(NamedTuple):
     """Offset of the rotary positions of tokens after the last image."""
 
 
-class ImageBuffers:
+class ImageInputs(LaunchFeature):
     """Images of the live requests, by request index."""
 
     def __init__(self, facts: VisionFacts, max_num_reqs: int, cache: EncoderCache | None) -> None:
@@ -72,46 +56,53 @@ class ImageBuffers:
         self._requests: dict[int, _Request] = {}
         self._rope_offsets = np.zeros(max_num_reqs, np.int64)
 
+    def fields(self, phase: int) -> tuple[Field, ...]:
+        has_axes = self._facts.uses_mrope
+        if phase != PREFILL:
+            return (Field(ROPE_POSITIONS, "B 1"),) if has_axes else ()
+        found = (
+            Field(ROWS, "B Q", pad=NO_IMAGE),
+            Field(IDS, "B Q", pad=NO_IMAGE),
+            Field(ROPE_POSITIONS, "3 B Q"),
+        )
+        is_read = (self._cache is not None, self._facts.whole_images, has_axes)
+        return tuple(itertools.compress(found, is_read))
+
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """Store the images of a new request, if any."""
         if new.images:
             request = _read(new.images, tokens, self._facts)
             self._requests[new.req_index] = request
             self._rope_offsets[new.req_index] = request.rope_offset
 
     def remove_request(self, req_index: int) -> None:
-        """Drop the images of a request."""
         self._requests.pop(req_index, None)
         self._rope_offsets[req_index] = 0
 
-    def fill_prefill(self, launch: Launch, out: PrefillImages) -> None:
-        """Write the image inputs of a prefill. Called after its other arrays are filled."""
-        if out.image_rows is not None:
-            out.image_rows[:] = NO_IMAGE
-        if out.image_ids is not None:
-            out.image_ids[:] = NO_IMAGE
-        if out.rope_positions is not None:
-            out.rope_positions[:] = out.positions
+    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
+        self.clear(arrays)
         if not self._requests:
             return
-        batch, query = out.positions.shape
-        is_merged = len(out.query_lens) > batch
+        batch, query = arrays.positions.shape
+        is_merged = len(arrays.query_lens) > batch
         first, num_runs = 0, 0
         for index, req_index in enumerate(launch.req_indices):
-            start, count = int(out.context_lens[index]), int(out.query_lens[index])
+            start, count = int(arrays.context_lens[index]), int(arrays.query_lens[index])
             request = self._requests.get(req_index)
             if request is not None:
-                self._fill(request, start, count, first, num_runs, out)
+                self._fill(request, start, count, first, num_runs, arrays.features)
                 num_runs += len(request.runs)
             first += count if is_merged else query
 
-    def fill_decode(self, req_indices: list[int], out: DecodeImages) -> None:
-        """Write the M-RoPE positions of a decode whose rows are `req_indices`."""
-        if out.rope_positions is None:
-            return
-        out.rope_positions[:] = out.positions
-        offsets = self._rope_offsets[np.asarray(req_indices, np.int64)]
-        out.rope_positions[: len(offsets), 0] += offsets
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays | DraftArrays) -> None:
+        if self._facts.uses_mrope:
+            self.clear(arrays)
+            arrays.features[ROPE_POSITIONS][: len(rows), 0] += self._rope_offsets[rows]
+
+    def clear(self, arrays: LaunchArrays) -> None:
+        super().clear(arrays)
+        if self._facts.uses_mrope:
+            assert not isinstance(arrays, DraftArrays), "positions are on the device"
+            arrays.features[ROPE_POSITIONS][:] = arrays.positions
 
     def _fill(
         self,
@@ -120,13 +111,13 @@ class ImageBuffers:
         count: int,
         first: int,
         first_run: int,
-        out: PrefillImages,
+        out: FeatureArrays,
     ) -> None:
         """Write tokens start .. start + count - 1 of a request, which begin at `first` in the
         launch."""
         begin, end = np.searchsorted(request.positions, [start, start + count])
         at = first + request.positions[begin:end] - start
-        if out.image_rows is not None and self._cache is not None and len(at):
+        if self._cache is not None and len(at):
             owners, ranks = request.owners[begin:end], request.ranks[begin:end]
             rows = np.empty(len(at), np.int64)
             for owner in np.unique(owners).tolist():
@@ -138,11 +129,11 @@ class ImageBuffers:
                         "tokens, the numbers must be equal"
                     )
                 rows[owners == owner] = own[ranks[owners == owner]]
-            out.image_rows.reshape(-1)[at] = rows
-        if out.image_ids is not None:
-            out.image_ids.reshape(-1)[at] = first_run + request.runs[begin:end]
-        if out.rope_positions is not None:
-            axes = out.rope_positions.reshape(3, -1)
+            out[ROWS].reshape(-1)[at] = rows
+        if self._facts.whole_images:
+            out[IDS].reshape(-1)[at] = first_run + request.runs[begin:end]
+        if self._facts.uses_mrope:
+            axes = out[ROPE_POSITIONS].reshape(3, -1)
             known = request.rope_positions[:, start : start + count]
             middle = first + known.shape[1]
             axes[:, first:middle] = known

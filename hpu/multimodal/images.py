@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,47 +12,42 @@ from torch import Tensor
 from config.model.multimodal.vision import VisionFacts
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.launch_inputs import LaunchFeature
 from hpu.models.base import CausalLM
 from hpu.multimodal.base import Integers, Prepared, Tower
 from hpu.multimodal.cross.cache import CrossCache
 from hpu.multimodal.cross.encoder import WholeEncoder
-from hpu.multimodal.cross.inputs import CrossArrays, CrossInputs, CrossPrefillArrays
+from hpu.multimodal.cross.inputs import CrossInputs
 from hpu.multimodal.device_launches import LaunchOptions
 from hpu.multimodal.encoder_cache import EncoderCache
-from hpu.multimodal.image_inputs import DecodeImages, ImageBuffers, PrefillImages, Tokens
+from hpu.multimodal.image_inputs import ImageInputs
 from hpu.multimodal.merge import Forward, merged, shortened
 from hpu.multimodal.patch_encoder import PatchEncoder
 from hpu.multimodal.tile_encoder import TileEncoder, check_count
-from hpu.protocol import InputTensor, Launch, NewRequest, StepPlan
+from hpu.protocol import InputTensor, StepPlan
 
 logger = logging.getLogger(__name__)
 
 
-class PrefillArrays(PrefillImages, CrossPrefillArrays, Protocol):
-    """Host arrays of a prefill, for all kinds of image inputs."""
+class ImageLimits(NamedTuple):
+    """Numbers of requests and of cached images."""
+
+    num_reqs: int
+    """Number of request indices."""
+    num_rows: int
+    """Maximum number of image embeddings in the cache, or of tiles for cross-attention."""
+    request_tiles: int
+    """Maximum number of tiles of a request's images, for cross-attention; otherwise 0."""
 
 
-class DecodeArrays(DecodeImages, CrossArrays, Protocol):
-    """Host arrays of a decode, for all kinds of image inputs."""
+class ImageFeature(LaunchFeature):
+    """Image handling of a runner: encodes the images of each plan. This base class does nothing,
+    for text-only models."""
 
-
-class ImageFeature:
-    """Image handling of a runner. This base class does nothing, for text-only models."""
-
-    def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """Store the images of a new request with these `tokens`."""
-
-    def remove_request(self, req_index: int) -> None:
-        """Drop the images of a request."""
-
-    def encode(self, plan: StepPlan) -> None:
-        """Free and encode the images of `plan`."""
-
-    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
-        """Write the image inputs of a prefill. Called after its other arrays are filled."""
-
-    def fill_decode(self, rows: list[int], arrays: DecodeArrays) -> None:
-        """Write the image inputs of a decode. `rows`: request index of each row."""
+    @property
+    def features(self) -> tuple[LaunchFeature, ...]:
+        """This feature, and the image inputs of launches."""
+        return ()
 
     def merged(self, forward: Forward) -> Forward:
         """The model's `forward`, with image embeddings merged in."""
@@ -79,8 +74,7 @@ class Images(ImageFeature):
         tower: Tower | None,
         backend: Backend,
         *,
-        max_num_reqs: int,
-        num_rows: int,
+        limits: ImageLimits,
         sizes: tuple[int, ...],
         captures: bool,
         count: Callable[[str, float], None],
@@ -98,7 +92,7 @@ class Images(ImageFeature):
         self._count = count
         self.cache: EncoderCache | None = None
         if tower is not None:
-            self.cache = _make_cache(facts, model, num_rows, tower.dtype, backend)
+            self.cache = _make_cache(facts, model, limits.num_rows, tower.dtype, backend)
         self._encoder: TileEncoder | PatchEncoder | WholeEncoder | None = None
         if tower is not None and self.cache is not None and backend.compiles:
             options = LaunchOptions(self.cache, backend, model.image_multiplier, captures, group)
@@ -109,11 +103,15 @@ class Images(ImageFeature):
                 self._encoder = PatchEncoder(patches, sizes, options)
             elif whole is not None:
                 self._encoder = WholeEncoder(whole, options)
-        self.inputs: ImageBuffers | CrossInputs
+        self._inputs: LaunchFeature
         if isinstance(self.cache, CrossCache):
-            self.inputs = CrossInputs(facts, self.cache)
+            self._inputs = CrossInputs(facts, self.cache, limits.request_tiles)
         else:
-            self.inputs = ImageBuffers(facts, max_num_reqs, self.cache)
+            self._inputs = ImageInputs(facts, limits.num_reqs, self.cache)
+
+    @property
+    def features(self) -> tuple[LaunchFeature, ...]:
+        return self, self._inputs
 
     @property
     def num_bytes(self) -> int:
@@ -132,19 +130,8 @@ class Images(ImageFeature):
             is_on_host=self._backend.shares_host_memory,
         )
 
-    def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        self.inputs.add_request(new, tokens)
-
-    def remove_request(self, req_index: int) -> None:
-        self.inputs.remove_request(req_index)
-
-    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
-        self.inputs.fill_prefill(launch, arrays)
-
-    def fill_decode(self, rows: list[int], arrays: DecodeArrays) -> None:
-        self.inputs.fill_decode(rows, arrays)
-
-    def encode(self, plan: StepPlan) -> None:
+    def apply(self, plan: StepPlan) -> None:
+        """Free and encode the images of `plan`."""
         if self.cache is None:
             return
         for content in plan.freed_images:

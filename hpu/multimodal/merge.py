@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpu.layers.metadata import AttentionInputs, PrefillAttentionInputs, TextAttentionInputs
+from hpu.layers.metadata import AttentionInputs
 
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 Embed = Callable[[Tensor], Tensor]
@@ -22,12 +22,12 @@ def merged(forward: Forward, embed: Embed, cache: Tensor, *, is_on_host: bool) -
     """
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        if not isinstance(inputs, PrefillAttentionInputs) or inputs.image_rows is None:
+        rows = inputs.features.image_rows
+        if rows is None:
             return forward(tokens, inputs)
-        rows = inputs.image_rows
         if is_on_host:
             inputs = _without_defaults(inputs)
-            if inputs.image_rows is None:
+            if inputs.features.image_rows is None:
                 return forward(tokens, inputs)
         is_image = (rows >= 0).unsqueeze(-1)
         # The id of an image token may be outside the vocabulary.
@@ -47,23 +47,27 @@ def shortened(forward: Forward) -> Forward:
     only."""
 
     def run(tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        if isinstance(inputs, TextAttentionInputs) or inputs.cross_tiles is None:
+        features = inputs.features
+        if features.cross_tiles is None:
             return forward(tokens, inputs)
-        assert inputs.cross_spans is not None
-        count = int(inputs.cross_spans[1].max())
-        if not count:
-            return forward(tokens, inputs._replace(cross_tiles=None, cross_spans=None))
-        return forward(tokens, inputs._replace(cross_tiles=inputs.cross_tiles[:, :count]))
+        assert features.cross_spans is not None
+        count = int(features.cross_spans[1].max())
+        if count:
+            features = features._replace(cross_tiles=features.cross_tiles[:, :count])
+        else:
+            features = features._replace(cross_tiles=None, cross_spans=None)
+        return forward(tokens, inputs._replace(features=features))
 
     return run
 
 
-def _without_defaults(inputs: PrefillAttentionInputs) -> PrefillAttentionInputs:
+def _without_defaults(inputs: AttentionInputs) -> AttentionInputs:
     """Drop tensors that hold only default values: no images, and rotary positions equal to
     positions."""
-    if inputs.image_rows is not None and not (inputs.image_rows >= 0).any():
-        inputs = inputs._replace(image_rows=None, image_ids=None)
-    axes = inputs.rope_positions
+    features = inputs.features
+    if features.image_rows is not None and not (features.image_rows >= 0).any():
+        features = features._replace(image_rows=None, image_ids=None)
+    axes = features.rope_positions
     if axes is not None and (axes == inputs.positions).all():
-        inputs = inputs._replace(rope_positions=None)
-    return inputs
+        features = features._replace(rope_positions=None)
+    return inputs._replace(features=features)

@@ -200,7 +200,7 @@ class CompiledDecoder(CausalLM):
         return self._adapters
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
-        slots = inputs.lora_slots
+        slots = inputs.features.lora_slots
         if slots is not None and self._adapters is not None and not self._adapters.knows(slots):
             return self.model(tokens, inputs)  # type: ignore[no-any-return]
         is_wide = tokens.dim() > 2 and tokens.shape[-1] != self.config.hidden_size
@@ -474,11 +474,11 @@ class _Launcher:
     def decode(self, tokens: Tensor, inputs: DecodeAttentionInputs) -> Tensor:
         """Run token ids (B, 1); returns normed hidden states (B, 1, hidden)."""
         hidden = self._output(tokens)
-        # Leave out state_indices: models with states are not supported.
+        # Leave out the features: models with states are not supported.
         columns = map(_address, (tokens, *inputs[:6]))
         step = _Step(len(tokens), len(inputs.block_list), *columns, hidden.data_ptr())
         step.rotated_at = _address(rotated_positions(inputs))
-        kept = self._add_adapters(step, inputs.lora_slots, 1)
+        kept = self._add_adapters(step, inputs.features.lora_slots, 1)
         self._begin(hidden)
         self._library.decode(self._model, step)
         self._end()
@@ -498,16 +498,17 @@ class _Launcher:
         else:
             assert tokens.dtype == torch.bfloat16 and tokens.is_contiguous()
             step.embeddings = tokens.data_ptr()
-        if inputs.rope_positions is None:
+        rope_positions = inputs.features.rope_positions
+        if rope_positions is None:
             step.rotated_at = _address(inputs.positions)
         else:
             # M-RoPE has three positions per token: pass a precomputed rotation for each token.
-            rotation = torch.cat(self._rotary_emb(inputs.rope_positions), dim=-1).contiguous()
+            rotation = torch.cat(self._rotary_emb(rope_positions), dim=-1).contiguous()
             rows = torch.arange(batch * length)
             step.rotated_at = rows.data_ptr()
             model = _Model.from_buffer_copy(self._model)
             model.rotation = rotation.data_ptr()
-        kept = self._add_adapters(step, inputs.lora_slots, length)
+        kept = self._add_adapters(step, inputs.features.lora_slots, length)
         lengths = map(_address, (inputs.query_lens, inputs.context_lens))
         prompts = _Prompts(batch, length, len(inputs.block_list) // batch, *lengths)
         self._begin(hidden)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Event
+from hpu.launch_inputs import Integers, Tokens
 from hpu.protocol import Launch, Logprobs, StepResult
-from hpu.runner.batch_state import Integers, Tokens
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
@@ -150,7 +150,7 @@ class PromptTargets(NamedTuple):
 class ForwardOutput:
     """Output of a launch's forward pass, and the inputs of its sampling."""
 
-    inputs: InputBuffers
+    inputs: LaunchInputs
     hidden: Tensor
     """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; may be overwritten by the next
     launch."""

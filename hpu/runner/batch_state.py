@@ -4,14 +4,15 @@ import copy
 
 import numpy as np
 
-from hpu.multimodal.image_inputs import NO_IMAGE
-from hpu.protocol import NO_SLOT, Launch, NewRequest
-from hpu.runner.draft_buffers import DraftArrays
-from hpu.runner.input_buffers import DecodeArrays, PrefillArrays
-from hpu.sampling.draft_rows import NO_TOKEN
-
-Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Tokens = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+from hpu.launch_inputs import (
+    DecodeArrays,
+    DraftArrays,
+    Integers,
+    LaunchArrays,
+    PrefillArrays,
+    Tokens,
+)
+from hpu.protocol import Launch, NewRequest
 
 
 class BatchState:
@@ -53,7 +54,6 @@ class BatchState:
         self.num_logprobs = np.full(max_num_reqs, -1, np.int64)
         """(max_num_reqs,): see RequestSampling.num_logprobs; -1: none requested."""
         self.num_prompt_logprobs = np.full(max_num_reqs, -1, np.int64)
-        self._lora_slots = np.full(max_num_reqs, NO_SLOT, np.int64)
         self._pad_slots = pad_block * block_size + np.arange(block_size)
 
     def follower(self) -> "BatchState":
@@ -100,7 +100,6 @@ class BatchState:
                 f"request {req_index}: {new.num_computed_tokens} computed tokens do not fit "
                 f"{len(new.blocks)} blocks"
             )
-        self._lora_slots[req_index] = new.lora_slot
         self.num_logprobs[req_index] = new.sampling.num_logprobs
         self.num_prompt_logprobs[req_index] = new.sampling.num_prompt_logprobs
         return self._tokens[req_index, : len(tokens)]
@@ -163,9 +162,8 @@ class BatchState:
         out.context_lens[:n] = computed
         out.context_lens[n:] = 0
         out.block_list[:] = self.pad_block
-        if out.state_indices is not None:
-            out.state_indices[:n] = indices
-            out.state_indices[n:] = self.max_num_reqs
+        out.state_indices[:n] = indices
+        out.state_indices[n:] = self.max_num_reqs
         if is_merged:
             self._fill_row(indices, counts, computed, context_blocks, out)
             return self._advance(launch, indices, counts, np.cumsum(counts) - 1, out)
@@ -294,11 +292,14 @@ class BatchState:
         out.block_list[:num_blocks] = self._block_tables[indices[groups], columns]
         out.block_groups[:num_blocks] = groups
         out.block_starts[:num_blocks] = columns * self.block_size
-        if out.num_tokens is not None and out.last_tokens is not None:
-            num_tokens = out.num_tokens[:n] = self._num_tokens[indices]
-            width = out.last_tokens.shape[1]
-            columns = np.maximum(num_tokens[:, None] - width + np.arange(width), 0)
-            out.last_tokens[:n] = self._tokens[indices[:, None], columns]
+
+    def last_tokens(self, req_indices: list[int], count: int) -> tuple[Integers, Tokens]:
+        """Number of tokens of each request (n,), and its last tokens (n, count), right-aligned;
+        columns before the first token are arbitrary."""
+        num_tokens: Integers = self._num_tokens[req_indices]
+        columns = np.maximum(num_tokens[:, None] - count + np.arange(count), 0)
+        tokens: Tokens = self._tokens[np.asarray(req_indices)[:, None], columns]
+        return num_tokens, tokens
 
     def fill_no_drafts(self, out: DraftArrays) -> None:
         """Fill all arrays with padding."""
@@ -307,13 +308,6 @@ class BatchState:
         out.may_draft[:] = out.block_groups[:] = -1
         out.windows[:] = out.block_list[:] = self.pad_block
         out.pad_slots[:] = np.resize(self._pad_slots, len(out.pad_slots))
-        if out.lora_slots is not None:
-            out.lora_slots[:] = NO_SLOT
-        if out.num_tokens is not None and out.last_tokens is not None:
-            out.num_tokens[:] = 1
-            out.last_tokens[:] = 0
-        if out.drafts is not None:
-            out.drafts[:] = NO_TOKEN
 
     def advance_decode(self, req_index: int, count: int) -> None:
         """Advance a request by the `count` tokens that a decode of `fill_drafts` accepted,
@@ -404,31 +398,11 @@ class BatchState:
         out.block_usage[entries] = self.block_size
         out.block_usage[lasts] = positions % self.block_size + 1
 
-    def fill_lora_slots(
-        self,
-        req_indices: list[int],
-        query_lens: list[int],
-        out: PrefillArrays | DecodeArrays | DraftArrays,
-    ) -> None:
-        """Write the LoRA slot of each row, if adapters are served."""
-        if out.lora_slots is None:
-            return
-        out.lora_slots[:] = NO_SLOT
-        slots = self._lora_slots[np.asarray(req_indices, np.int64)]
-        if out.lora_slots.ndim == 2:
-            # Several sequences are concatenated in one row.
-            slots = np.repeat(slots, query_lens)
-            out.lora_slots[0, : len(slots)] = slots
-        else:
-            out.lora_slots[: len(slots)] = slots
-
-    def fill_dummy(self, out: PrefillArrays | DecodeArrays | DraftArrays) -> None:
+    def fill_dummy(self, out: LaunchArrays) -> None:
         """Write the inputs of a full batch that uses only the pad block, for a warm-up."""
         if isinstance(out, DraftArrays):
             self.fill_no_drafts(out)
             return
-        if out.lora_slots is not None:
-            out.lora_slots[:] = NO_SLOT
         if isinstance(out, PrefillArrays):
             batch, query = out.tokens.shape
             context = out.block_list.shape[1] * self.block_size
@@ -440,12 +414,7 @@ class BatchState:
             out.query_lens[:batch] = query
             out.context_lens[:batch] = context
             out.last_token_indices[:] = 0
-            if out.state_indices is not None:
-                out.state_indices[:] = self.max_num_reqs
-            if out.image_rows is not None:
-                out.image_rows[:] = NO_IMAGE
-            if out.image_ids is not None:
-                out.image_ids[:] = NO_IMAGE
+            out.state_indices[:] = self.max_num_reqs
         else:
             batch, total = len(out.req_indices), len(out.block_list)
             out.positions[:] = min(self.block_size, self._tokens.shape[1]) - 1
@@ -453,12 +422,6 @@ class BatchState:
             out.block_groups[:] = np.sort(np.resize(np.arange(batch), total))
             out.block_starts[:] = 0
             out.block_usage[:] = self.block_size
-        if out.rope_positions is not None:
-            out.rope_positions[:] = out.positions
-        if out.cross_tiles is not None and out.cross_spans is not None:
-            # Each token attends to all tile entries, including padding; every entry is tile 0.
-            out.cross_tiles[:] = 0
-            out.cross_spans[0], out.cross_spans[1] = 0, out.cross_tiles.shape[1]
         out.block_list[:] = self.pad_block
         out.req_indices[:] = self.max_num_reqs
 

@@ -1,155 +1,129 @@
 """DraftBuffers: input buffers of a decode whose rows are computed on the device."""
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from hpu.backends.base import Backend
-from hpu.layers.metadata import DecodeAttentionInputs
-from hpu.protocol import Bucket
-from hpu.runner.input_buffers import Array, HiddenBuffers, InputBuffers, LaunchTensors
+from hpu.launch_inputs import (
+    DecodeArrays,
+    DraftArrays,
+    Field,
+    LaunchFeature,
+    declared,
+)
+from hpu.layers.metadata import DecodeAttentionInputs, FeatureInputs
+from hpu.protocol import DECODE, Bucket
+from hpu.runner.batch_state import BatchState
+from hpu.runner.input_buffers import CacheLayout, HiddenBuffers, InputBuffers, LaunchTensors
+from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.device import DraftInputs, VerifyBatch
 
 
-class DraftArrays(NamedTuple):
-    """Host arrays of a decode; the fields without defaults have the names and shapes of
-    DraftInputs."""
+class SampledTokenInputs(LaunchFeature):
+    """Newest tokens of each request, for a pipeline stage that does not sample them."""
 
-    req_indices: Array
-    limits: Array
-    may_draft: Array
-    lows: Array
-    first_blocks: Array
-    windows: Array
-    block_list: Array
-    block_groups: Array
-    block_starts: Array
-    pad_slots: Array
-    num_tokens: Array | None = None
-    """(B,): number of tokens of each request; only on pipeline stages before the last."""
-    last_tokens: Array | None = None
-    """(B, width): newest tokens of each request (see SampledTokens); only on pipeline stages before
-    the last."""
-    drafts: Array | None = None
-    """(B, width - 1): drafts to verify, padded with NO_TOKEN, if the plan contains them."""
-    lora_slots: Array | None = None
-    """(B,): LoRA slot of each request, if adapters are served."""
+    def __init__(self, batch_state: BatchState, width: int) -> None:
+        """`width`: number of tokens; see SampledTokens."""
+        self._batch_state = batch_state
+        self._width = width
+
+    def fields(self, phase: int) -> tuple[Field, ...]:
+        if phase != DECODE:
+            return ()
+        # The number of all tokens of a request, and its last tokens.
+        return Field("num_tokens", "B", pad=1), Field("last_tokens", f"B {self._width}")
+
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays | DraftArrays) -> None:
+        self.clear(arrays)
+        num_tokens, last_tokens = self._batch_state.last_tokens(rows, self._width)
+        arrays.features["num_tokens"][: len(rows)] = num_tokens
+        arrays.features["last_tokens"][: len(rows)] = last_tokens
 
 
-class DraftBuffers(InputBuffers):
-    """Input buffers of a decode with `width` rows per request. The model's inputs (`graph_inputs`)
-    are written on the device; `draft_inputs` are uploaded."""
+class PlannedDraftInputs(LaunchFeature):
+    """Drafts to verify, if the plan contains them."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self.drafts: Mapping[int, Sequence[int]] = {}
+        """Drafts of the plan's decodes, by request index."""
+
+    def fields(self, phase: int) -> tuple[Field, ...]:
+        if phase != DECODE:
+            return ()
+        return (Field("drafts", f"B {self._max_drafts}", pad=NO_TOKEN),)
+
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays | DraftArrays) -> None:
+        self.clear(arrays)
+        for row, req_index in zip(arrays.features["drafts"], rows, strict=False):
+            tokens = self.drafts[req_index]
+            row[: len(tokens)] = tokens
+
+
+class DraftLayout(CacheLayout[DraftArrays]):
+    """Inputs of a decode with `width` rows per request. The model's inputs are written on the
+    device (`DraftBuffers.set_rows`)."""
+
+    feeds_model = False
 
     def __init__(
         self,
-        bucket: Bucket,
-        backend: Backend,
-        *,
-        is_static: bool,
         width: int,
         window: int,
-        has_adapters: bool = False,
+        features: Sequence[LaunchFeature] = (),
+        *,
         hidden_buffers: HiddenBuffers | None = None,
-        learns: bool = False,
-        plans_drafts: bool = False,
     ) -> None:
-        """Allocate the buffers.
+        """`window`: number of blocks that can contain a request's next tokens."""
+        further = [field for feature in features for field in feature.fields(DECODE)]
+        super().__init__(DraftArrays, declared(DraftArrays), further, hidden_buffers)
+        self.width = width
+        self._window = window
+        self.repeated = tuple(name for name in self.feature_names if name in FeatureInputs._fields)
+        """Inputs of requests that the model reads for each row."""
 
-        Args:
-            window: number of blocks that can contain a request's next tokens.
-            has_adapters: whether rows have LoRA slots.
-            hidden_buffers: see InputBuffers.
-            learns: whether tokens sampled by another pipeline stage are uploaded.
-            plans_drafts: whether drafts are uploaded.
-        """
+    def axes(self, bucket: Bucket) -> Mapping[str, int]:
         _, batch, _, blocks = bucket
-        self._width = width
-        self._names_slots = has_adapters
-        shapes: list[tuple[int, ...]] = [(batch,)] * 5
-        shapes += [(batch, window), (blocks,), (blocks,), (blocks,), (batch * width,)]
-        names = [*DraftInputs._fields]
-        self._learns = learns
-        if learns:
-            shapes += [(batch,), (batch, width)]
-            names += ["num_tokens", "last_tokens"]
-        self._plans_drafts = plans_drafts
-        if plans_drafts:
-            shapes.append((batch, width - 1))
-            names.append("drafts")
-        if has_adapters:
-            shapes.append((batch,))
-            names.append("lora_slots")
+        return {"B": batch, "N": blocks, "W": self._window, "R": batch * self.width}
 
-        def make(*arrays: Array) -> DraftArrays:
-            return DraftArrays(**dict(zip(names, arrays, strict=True)))
+    def own_tensors(
+        self, bucket: Bucket, backend: Backend, *, is_static: bool
+    ) -> tuple[Tensor, ...]:
+        phase, batch, query, blocks = bucket
+        rows, entries = batch * self.width, blocks * self.width
+        received = super().own_tensors((phase, rows, query, blocks), backend, is_static=is_static)
+        shapes = [(rows, 1), (rows, 1), (rows,), *[(entries,)] * 4, *[(rows,)] * len(self.repeated)]
+        own = [backend.zeros(shape, backend.index_dtype) for shape in shapes[len(received) :]]
+        return (*received, *own)
 
-        super().__init__(
-            bucket,
-            backend,
-            is_static=is_static,
-            shapes=shapes,
-            make=make,
-            hidden_buffers=hidden_buffers,
-        )
+    def tensors(self, uploaded: Mapping[str, Tensor], *own: Tensor) -> LaunchTensors:
+        features = FeatureInputs(**dict(zip(self.repeated, own[7:], strict=True)))
+        return LaunchTensors(own[0], DecodeAttentionInputs.of(own[1:7], features))
+
+    def buffers(self, bucket: Bucket, backend: Backend, *, is_static: bool) -> "DraftBuffers":
+        return DraftBuffers(bucket, self, backend, is_static=is_static)
+
+
+class DraftBuffers(InputBuffers[DraftArrays]):
+    """Input buffers of a decode with several rows per request."""
+
+    def __init__(
+        self, bucket: Bucket, layout: DraftLayout, backend: Backend, *, is_static: bool
+    ) -> None:
+        super().__init__(bucket, layout, backend, is_static=is_static)
+        self._drafts = layout
 
     @property
     def draft_inputs(self) -> DraftInputs:
         """Device tensors of the last upload."""
-        return DraftInputs(*self._current.tensors.rest[: len(DraftInputs._fields)])
-
-    @property
-    def known(self) -> tuple[Tensor, ...] | None:
-        """`num_tokens` and `last_tokens` of the last upload; None if they are not uploaded."""
-        if not self._learns:
-            return None
-        first = len(DraftInputs._fields)
-        return self._current.tensors.rest[first : first + 2]
-
-    @property
-    def planned_drafts(self) -> Tensor | None:
-        """`drafts` of the last upload; None if they are not uploaded."""
-        if not self._plans_drafts:
-            return None
-        return self._current.tensors.rest[len(DraftInputs._fields) + 2 * self._learns]
-
-    @property
-    def graph_inputs(self) -> tuple[Tensor, ...]:
-        return self._own
-
-    def capture_inputs(self) -> tuple[Tensor, ...]:
-        return self._own
+        return DraftInputs(*(self.uploaded[name] for name in DraftInputs._fields))
 
     def set_rows(self, rows: VerifyBatch) -> None:
         """Copy the launch's rows to the model's input tensors. Tokens are skipped on a pipeline
         stage that receives hidden states."""
-        first = 0 if self._hidden_buffers is None else 1
+        first = 0 if self._drafts.hidden_buffers is None else 1
         for own, new in zip(self._own[first:7], rows[first:], strict=False):
             own.copy_(new)
-        if self._names_slots:
-            self._own[-1].copy_(self._current.tensors.rest[-1].repeat(self._width))
-
-    def split(self, *tensors: Tensor) -> LaunchTensors:
-        own = tensors[-len(self._own) :]
-        rest: tuple[Tensor, ...] = ()
-        if len(tensors) > len(own):
-            rest = super().split(tensors[0], *own).rest
-        return self._launch(own, rest)
-
-    def _own_tensors(self) -> tuple[Tensor, ...]:
-        _, batch, _, blocks = self.bucket
-        rows, entries = batch * self._width, blocks * self._width
-        shapes = [(rows, 1), (rows, 1), (rows,), *[(entries,)] * 4]
-        if self._names_slots:
-            shapes.append((rows,))
-        own = [self._backend.zeros(shape, self._backend.index_dtype) for shape in shapes[1:]]
-        if self._hidden_buffers is not None:
-            return (self._hidden_buffers.get(rows, 1, is_static=self.is_static), *own)
-        return (self._backend.zeros(shapes[0], self._backend.index_dtype), *own)
-
-    def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
-        return self._launch(own, tuple(views))
-
-    def _launch(self, own: tuple[Tensor, ...], rest: tuple[Tensor, ...]) -> LaunchTensors:
-        slots = own[-1] if self._names_slots else None
-        context = DecodeAttentionInputs(*own[1:7])._replace(lora_slots=slots)
-        return LaunchTensors(own[0], context, rest)
+        for own, name in zip(self._own[7:], self._drafts.repeated, strict=True):
+            own.copy_(self.uploaded[name].repeat(self._drafts.width))

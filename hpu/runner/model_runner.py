@@ -20,8 +20,8 @@ from hpu.backends.base import Backend
 from hpu.distributed.agreement import ALONE, Agreement
 from hpu.distributed.pipeline import SINGLE_STAGE, PipelineLink
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
+from hpu.launch_inputs import DecodeArrays, LaunchArrays, LaunchFeature, PrefillArrays, Tokens
 from hpu.models.base import CausalLM
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature
 from hpu.protocol import (
     DECODE,
     PREFILL,
@@ -41,14 +41,9 @@ from hpu.runner.async_output import (
     ForwardOutput,
     PromptTargets,
 )
-from hpu.runner.batch_state import BatchState, Tokens
+from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import (
-    DecodeArrays,
-    InputBufferPool,
-    InputBuffers,
-    PrefillArrays,
-)
+from hpu.runner.input_buffers import InputBufferPool, LaunchInputs
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
@@ -71,7 +66,7 @@ class RunnerParts:
     sampler: Sampler
     cache: KVCache
     graphs: GraphCache
-    input_buffers: InputBufferPool[InputBuffers]
+    input_buffers: InputBufferPool[LaunchArrays]
     vocab_size: int
     pads: bool
     """Whether launches are padded to the bucket's shape; otherwise shapes follow the real
@@ -82,8 +77,8 @@ class RunnerParts:
     """Link to the other pipeline stages; only the last stage samples."""
     agreement: Agreement = ALONE
     """Agreement among the ranks of this stage."""
-    images: ImageFeature = TEXT_ONLY
-    """Image inputs and encoder of a multimodal model."""
+    features: tuple[LaunchFeature, ...] = ()
+    """Inputs that only some models read."""
 
 
 class ModelRunner(StepRunner):
@@ -93,7 +88,7 @@ class ModelRunner(StepRunner):
     def __init__(self, parts: RunnerParts) -> None:
         backend, batch_state = parts.backend, parts.batch_state
         super().__init__(backend)
-        self._images = parts.images
+        self._features = parts.features
         self._link = parts.link
         self._samples = parts.link.stage.is_last
         self._compared_ranks = parts.compared_ranks
@@ -226,7 +221,7 @@ class ModelRunner(StepRunner):
         hidden states of an earlier call with this bucket."""
         inputs = self._input_buffers.get(bucket)
         if hidden is None:
-            self._batch_state.fill_dummy(inputs.host_arrays())
+            self._fill_dummy(inputs.host_arrays())
             inputs.upload()
         output = AsyncStepOutput(step=-1, host_s=0.0)
         self._begin_step(1)
@@ -240,7 +235,7 @@ class ModelRunner(StepRunner):
         self._backend.synchronize()
         return forward.hidden if self._link.stage.size == 1 else None
 
-    def _run_dummy_variants(self, inputs: InputBuffers, output: AsyncStepOutput) -> None:
+    def _run_dummy_variants(self, inputs: LaunchInputs, output: AsyncStepOutput) -> None:
         """Hook for the other variants of a launch of `inputs`, on its dummy inputs."""
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
@@ -275,7 +270,8 @@ class ModelRunner(StepRunner):
             self._batch_state.move_blocks(plan.moved_from, plan.moved_to)
         for new in plan.new_requests:
             self._add_request(new)
-        self._images.encode(plan)
+        for feature in self._features:
+            feature.apply(plan)
         if plan.known is not None:
             self._apply_sampled(plan.launches, plan.known)
         self._set_bitmasks(plan.masked_requests, plan.masks, plan.mask_counts)
@@ -287,7 +283,8 @@ class ModelRunner(StepRunner):
     def _add_request(self, new: NewRequest) -> Tokens:
         """Add a request to all components. Returns its tokens."""
         tokens = self._batch_state.add_request(new)
-        self._images.add_request(new, tokens)
+        for feature in self._features:
+            feature.add_request(new, tokens)
         if self._samples:
             self._unproven.add(new.req_index)
             self._sampler.add_request(new.req_index, new.sampling, tokens, new.num_prompt_tokens)
@@ -296,7 +293,8 @@ class ModelRunner(StepRunner):
     def _remove_request(self, req_index: int) -> None:
         """Remove a request from all components."""
         self._batch_state.remove_request(req_index)
-        self._images.remove_request(req_index)
+        for feature in self._features:
+            feature.remove_request(req_index)
         if self._samples:
             self._sampler.remove_request(req_index)
 
@@ -347,30 +345,32 @@ class ModelRunner(StepRunner):
         targets: list[PromptTargets] = []
         sampling: list[int] = []
         if not launch.req_indices:
-            self._batch_state.fill_dummy(arrays)
+            self._fill_dummy(arrays)
         elif isinstance(arrays, PrefillArrays):
             if self._samples:
                 targets = self._prompt_targets(launch)
             sampling = self._batch_state.fill_prefill(launch, arrays)
-            self._batch_state.fill_lora_slots(launch.req_indices, launch.query_lens, arrays)
-            self._images.fill_prefill(launch, arrays)
+            for feature in self._features:
+                feature.fill_prefill(launch, arrays)
         else:
+            assert isinstance(arrays, DecodeArrays), "a subclass verifies drafts"
             sampling = launch.req_indices
             self._batch_state.fill_decode(launch, arrays)
-            self._fill_rows(sampling, arrays)
+            for feature in self._features:
+                feature.fill_decode(sampling, arrays)
         forward = self._run_filled(inputs, launch, sampling, output, start)
         forward.prompt_targets = targets
         return forward
 
-    def _fill_rows(self, rows: list[int], arrays: DecodeArrays) -> None:
-        """Write the adapters and the image positions of a decode whose rows belong to the requests
-        `rows`."""
-        self._batch_state.fill_lora_slots(rows, [], arrays)
-        self._images.fill_decode(rows, arrays)
+    def _fill_dummy(self, arrays: LaunchArrays) -> None:
+        """Write the inputs of a full batch that uses only the pad block."""
+        self._batch_state.fill_dummy(arrays)
+        for feature in self._features:
+            feature.fill_dummy(arrays)
 
     def _run_filled(
         self,
-        inputs: InputBuffers,
+        inputs: LaunchInputs,
         launch: Launch,
         sampling: list[int],
         output: AsyncStepOutput,
@@ -404,7 +404,7 @@ class ModelRunner(StepRunner):
         done.end = self._backend.event()
         return done
 
-    def _results(self, inputs: InputBuffers) -> Tensor:
+    def _results(self, inputs: LaunchInputs) -> Tensor:
         """New (B + B * Q + 1, N) tensor for a prefill's packed results: rows of the sampling
         requests, rows of all positions, and a row for padding."""
         _, batch, query, _ = inputs.bucket
@@ -413,7 +413,7 @@ class ModelRunner(StepRunner):
 
     def _forward(
         self,
-        inputs: InputBuffers,
+        inputs: LaunchInputs,
         sampling: list[int],
         req_indices: Sequence[int] = (),
         *,
@@ -454,13 +454,13 @@ class ModelRunner(StepRunner):
         )
 
     def _run_model(
-        self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
+        self, inputs: LaunchInputs, req_indices: Sequence[int], tokens: Tensor | None
     ) -> Tensor:
         if not self._link.stage.is_first:
             self._link.receive_hidden(inputs.tokens)
         elif tokens is not None:
             inputs.tokens.view(-1).copy_(tokens)
-        elif inputs.last_token_indices is None:
+        elif inputs.bucket[0] == DECODE:
             # The tokens of a decode were sampled on the device, and may not be on the host yet.
             # Without `out=`, whose target would have to be a view.
             inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
@@ -470,13 +470,13 @@ class ModelRunner(StepRunner):
         tokens = self._model.argmax(last_hidden)
         return None if tokens is None else tokens.to(self._backend.index_dtype)
 
-    def _last_hidden(self, hidden: Tensor, inputs: InputBuffers, count: int) -> Tensor:
+    def _last_hidden(self, hidden: Tensor, inputs: LaunchInputs, count: int) -> Tensor:
         """(B, hidden): hidden states of the sampling tokens; the first `count` are real."""
         # Padded to the batch width if other shapes would have to be compiled.
         width = len(inputs.req_indices) if self._pads else count
-        if inputs.last_token_indices is None:
+        if inputs.bucket[0] == DECODE:
             return hidden if width == len(hidden) else hidden[:width]
-        return hidden.index_select(0, inputs.last_token_indices[:width])
+        return hidden.index_select(0, inputs.uploaded["last_token_indices"][:width])
 
     def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
         """Sample, store the tokens on the device for the next decode, and start the copy to the

@@ -9,7 +9,7 @@ from torch import Tensor
 from hpu.backends.base import Backend, Graph
 from hpu.layers.metadata import AttentionInputs
 from hpu.offload.weight_streamer import WeightStreamer
-from hpu.runner.input_buffers import BaseInputBuffers
+from hpu.runner.input_buffers import InputBuffers
 
 Part = Callable[[Tensor, AttentionInputs], Tensor]
 
@@ -20,15 +20,13 @@ class PartedModel(Protocol):
     def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor: ...
 
 
-def _first_flat(part: Part, inputs: BaseInputBuffers[Any], *tensors: Tensor) -> Tensor:
+def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tensor:
     """Run the first part on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return part(split.tokens, split.context)
 
 
-def _next_flat(
-    part: Part, inputs: BaseInputBuffers[Any], hidden: Tensor, *tensors: Tensor
-) -> Tensor:
+def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: Tensor) -> Tensor:
     """Run a later part on the previous part's hidden states."""
     return part(hidden, inputs.split(*tensors).context)
 
@@ -70,7 +68,7 @@ class PiecewiseForward:
         assert hidden is not None, "at least one part"
         return hidden
 
-    def capture(self, inputs: BaseInputBuffers[Any]) -> "PartedGraph":
+    def capture(self, inputs: InputBuffers[Any]) -> "PartedGraph":
         """Capture a graph per part, for the shapes of `inputs`."""
         graphs: list[Graph] = []
         tensors = inputs.capture_inputs()

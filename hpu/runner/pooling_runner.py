@@ -2,19 +2,20 @@
 pools on the device, and starts the copies to the host; nothing waits for the device."""
 
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from hpu.backends.base import Backend
-from hpu.layers.metadata import TextAttentionInputs
+from hpu.launch_inputs import Array, declared
+from hpu.layers.metadata import FeatureInputs, TextAttentionInputs
 from hpu.models.pooler import Pooler, PoolingInputs
 from hpu.protocol import NO_SLOT, TOKEN_BYTES, Bucket, Launch, RequestSampling, StepPlan, Text
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, AsyncVectors
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import Array, BaseInputBuffers, InputBufferPool, LaunchTensors
+from hpu.runner.input_buffers import InputBufferPool, InputBuffers, InputLayout, LaunchTensors
 from hpu.runner.step_runner import StepRunner
 from hpu.sampling.sampler import GREEDY
 
@@ -23,41 +24,32 @@ class PoolingArrays(NamedTuple):
     """Host arrays of a batch of B texts of at most Q tokens; see TextAttentionInputs and
     PoolingInputs."""
 
-    tokens: Array
-    """(B, Q), like `positions` and `types`."""
-    positions: Array
-    types: Array
-    lengths: Array
-    """(B,), like all fields below."""
-    skipped: Array
-    firsts: Array
-    lasts: Array
-    dimensions: Array
-    normalizes: Array
-    lora_slots: Array | None = None
+    tokens: Annotated[Array, "B Q"]
+    positions: Annotated[Array, "B Q"]
+    types: Annotated[Array, "B Q"]
+    lengths: Annotated[Array, "B"]
+    skipped: Annotated[Array, "B"]
+    firsts: Annotated[Array, "B"]
+    lasts: Annotated[Array, "B"]
+    dimensions: Annotated[Array, "B"]
+    normalizes: Annotated[Array, "B"]
+    lora_slots: Annotated[Array, "B"]
 
 
-class PoolingInputBuffers(BaseInputBuffers[PoolingArrays]):
+class PoolingLayout(InputLayout[PoolingArrays]):
     """Inputs of a launch of whole texts."""
 
-    def __init__(
-        self, bucket: Bucket, backend: Backend, *, is_static: bool, has_adapters: bool = False
-    ) -> None:
-        _, batch, query, _ = bucket
-        self._has_adapters = has_adapters
-        shapes: list[tuple[int, ...]] = [(batch, query)] * 3 + [(batch,)] * (6 + has_adapters)
-        super().__init__(bucket, shapes, PoolingArrays, backend, is_static=is_static)
+    def __init__(self) -> None:
+        super().__init__(PoolingArrays, declared(PoolingArrays))
 
-    @property
-    def pooling(self) -> PoolingInputs:
-        """Inputs of the pooler."""
-        return PoolingInputs(*self._current.tensors.rest)
-
-    def _name(self, views: list[Tensor], *own: Tensor) -> LaunchTensors:
-        lora_slots = views.pop() if self._has_adapters else None
-        tokens, positions, types, *per_text = views
-        context = TextAttentionInputs(positions, types, per_text[0], lora_slots)
-        return LaunchTensors(tokens, context, tuple(per_text))
+    def tensors(self, uploaded: Mapping[str, Tensor], *own: Tensor) -> LaunchTensors:
+        context = TextAttentionInputs(
+            uploaded["positions"],
+            uploaded["types"],
+            uploaded["lengths"],
+            FeatureInputs(lora_slots=uploaded["lora_slots"]),
+        )
+        return LaunchTensors(uploaded["tokens"], context)
 
 
 def num_tokens(text: Text) -> int:
@@ -87,16 +79,13 @@ def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingAr
         out.lasts[row] = row * query + count - 1
         out.dimensions[row] = text.dimensions or width
         out.normalizes[row] = text.normalizes
-        if out.lora_slots is not None:
-            out.lora_slots[row] = text.lora_slot
+        out.lora_slots[row] = text.lora_slot
 
 
 def _clear(out: PoolingArrays) -> None:
     for column in out:
-        if column is not None:
-            column[:] = 0
-    if out.lora_slots is not None:
-        out.lora_slots[:] = NO_SLOT
+        column[:] = 0
+    out.lora_slots[:] = NO_SLOT
 
 
 def fill_dummy(out: PoolingArrays) -> None:
@@ -117,7 +106,7 @@ class PoolingRunner(StepRunner):
         pooler: Pooler,
         backend: Backend,
         graphs: GraphCache,
-        input_buffers: InputBufferPool[PoolingInputBuffers],
+        input_buffers: InputBufferPool[PoolingArrays],
     ) -> None:
         super().__init__(backend)
         self._pooler = pooler
@@ -175,7 +164,7 @@ class PoolingRunner(StepRunner):
 
     def _pool(
         self,
-        inputs: PoolingInputBuffers,
+        inputs: InputBuffers[PoolingArrays],
         text_indices: Sequence[int] = (),
         *,
         pooled: bool,
@@ -183,13 +172,14 @@ class PoolingRunner(StepRunner):
     ) -> AsyncVectors:
         """Run the uploaded inputs, and start copying the requested vectors to the host."""
         hidden = self._graphs.run(inputs, text_indices)
+        options = PoolingInputs(*(inputs.uploaded[name] for name in PoolingInputs._fields))
         # On a lazy device, a recipe ends here and after each kind of vector.
         self._backend.mark_step()
         done = AsyncVectors()
         if pooled:
-            done.pooled = self._backend.to_host(self._pooler(hidden, inputs.pooling))
+            done.pooled = self._backend.to_host(self._pooler(hidden, options))
             self._backend.mark_step()
         if per_token:
-            done.per_token = self._backend.to_host(self._pooler.by_token(hidden, inputs.pooling))
+            done.per_token = self._backend.to_host(self._pooler.by_token(hidden, options))
             self._backend.mark_step()
         return done

@@ -207,7 +207,7 @@ class DeviceSpeculation:
     def prompt_tokens(self, inputs: PrefillAttentionInputs, shift: int) -> Tensor:
         """(B, Q) known tokens at `shift` positions after the tokens of a prefill, whose
         `state_indices` are the request indices; arbitrary where no token is known."""
-        positions, requests = inputs.positions, inputs.state_indices
+        positions, requests = inputs.positions, inputs.features.state_indices
         assert requests is not None, "the launch names its requests"
         if len(requests) > len(positions):
             # Several sequences are concatenated in one row.

@@ -4,7 +4,6 @@ import gc
 import logging
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from config.checkpoint.draft import check_target
@@ -15,6 +14,8 @@ from config.model.window_cache import CacheSizes, rings_fit_more_blocks
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
+from hpu.launch_inputs import LaunchArrays
+from hpu.lora.slot_inputs import LoRASlotInputs
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     cross_activation_bytes,
@@ -23,25 +24,25 @@ from hpu.model_loader.size_estimate import (
 from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
-from hpu.multimodal.images import TEXT_ONLY, ImageFeature, Images
+from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images
 from hpu.offload.sizes import staging_bytes
-from hpu.protocol import SINGLE_RANK, Bucket, Ranks
+from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.graph_cache import Forward, GraphCache
 from hpu.runner.input_buffers import (
-    NO_IMAGES,
+    DecodeLayout,
     HiddenBuffers,
-    ImageFields,
     InputBufferPool,
-    InputBuffers,
+    InputLayout,
+    PrefillLayout,
 )
 from hpu.runner.kv_cache import KVCache, cache_sizes
 from hpu.runner.model_runner import RunnerParts
 from hpu.runner.piecewise_forward import PiecewiseForward
-from hpu.runner.pooling_runner import PoolingInputBuffers, PoolingRunner
+from hpu.runner.pooling_runner import PoolingLayout, PoolingRunner
 from hpu.runner.states import RequestStates, state_bytes
 from hpu.runner.step_runner import Offload, StepRunner
 from hpu.sampling.filters import ties_of
@@ -49,10 +50,11 @@ from hpu.sampling.logprobs import LogprobsMode
 from hpu.sampling.sampler import Sampler
 from hpu.worker.block_offload import BlockOffload, check_offload
 from hpu.worker.drafting import (
+    draft_features,
+    draft_layout,
     keeping_hidden,
     make_draft_caches,
     make_model_runner,
-    with_draft_buffers,
 )
 from hpu.worker.load import LoadedModel
 from hpu.worker.memory import (
@@ -258,7 +260,6 @@ def make_runner(
     backend, model = loaded.backend, loaded.model
     body = model.body if isinstance(model, PoolingModel) else model
     stage = loaded.link.stage
-    names_requests = loaded.has_states or loaded.num_rings > 0
     draft_caches = make_draft_caches(loaded, num_blocks)
     images = _make_images(loaded, counters, captures=captures)
     forward: Forward = images.merged(body)
@@ -272,12 +273,11 @@ def make_runner(
         counters,
         captures=captures,
         budget_bytes=graph_bytes,
-        runs_once=names_requests or stage.size > 1,
+        runs_once=loaded.has_states or loaded.num_rings > 0 or stage.size > 1,
         agreement=loaded.agreement,
     )
     if isinstance(model, PoolingModel):
-        make_texts = partial(PoolingInputBuffers, has_adapters=loaded.lora.is_on)
-        texts = InputBufferPool(backend, make_texts)
+        texts = InputBufferPool(backend, {PREFILL: PoolingLayout()})
         pooling_runner = PoolingRunner(model.pooler, backend, graphs, texts)
         pooling_runner.lora = loaded.lora
         return Components(pooling_runner, graphs, texts, None)
@@ -288,16 +288,6 @@ def make_runner(
     hidden_buffers = None
     if not stage.is_first:
         hidden_buffers = HiddenBuffers(backend, model.received_width, loaded.dtype)
-    make = partial(
-        InputBuffers,
-        prompts_per_row=loaded.prompts_per_row,
-        names_requests=names_requests,
-        hidden_buffers=hidden_buffers,
-        has_adapters=loaded.lora.is_on,
-        image_fields=_image_fields(loaded),
-        decode_sets=_num_launches(loaded),
-    )
-    buffers = InputBufferPool(backend, with_draft_buffers(loaded, make, sampler, hidden_buffers))
     batch_state = BatchState(
         num_requests,
         loaded.max_model_len,
@@ -305,6 +295,19 @@ def make_runner(
         pad_block=num_blocks,
         contiguous=loaded.contiguous,
     )
+    features = draft_features(loaded, batch_state)
+    if loaded.lora.is_on:
+        merges_prompts = loaded.prompts_per_row > 1
+        features += (LoRASlotInputs(num_requests, merges_prompts=merges_prompts),)
+    features += images.features
+    layouts: dict[int, InputLayout[LaunchArrays]] = {
+        PREFILL: PrefillLayout(
+            features, prompts_per_row=loaded.prompts_per_row, hidden_buffers=hidden_buffers
+        ),
+        DECODE: draft_layout(loaded, sampler, features, hidden_buffers)
+        or DecodeLayout(features, num_sets=_num_launches(loaded), hidden_buffers=hidden_buffers),
+    }
+    buffers = InputBufferPool(backend, layouts)
     parts = RunnerParts(
         model=model,
         backend=backend,
@@ -318,7 +321,7 @@ def make_runner(
         compared_ranks=loaded.groups.tensor if loaded.config.parallel.compare_ranks else SINGLE,
         link=loaded.link,
         agreement=Agreement(loaded.groups.stage_host),
-        images=images,
+        features=features,
     )
     runner = make_model_runner(loaded, parts, draft_caches, counters.add)
     runner.lora = loaded.lora
@@ -355,24 +358,13 @@ def _make_images(loaded: LoadedModel, counters: Counters, *, captures: bool) -> 
         model,
         loaded.tower,
         loaded.backend,
-        max_num_reqs=_num_requests(loaded),
-        num_rows=num_cache_rows(loaded),
+        limits=ImageLimits(
+            _num_requests(loaded), num_cache_rows(loaded), num_request_tiles(loaded)
+        ),
         sizes=loaded.config.buckets.image_sizes,
         captures=captures,
         count=counters.add,
         group=loaded.groups.tensor if loaded.config.parallel.divides_images else SINGLE,
-    )
-
-
-def _image_fields(loaded: LoadedModel) -> ImageFields:
-    facts = loaded.model_config.vision
-    if facts is None:
-        return NO_IMAGES
-    return ImageFields(
-        rows=loaded.tower is not None and facts.cross is None,
-        ids=facts.whole_images,
-        rope_positions=facts.uses_mrope,
-        num_tiles=num_request_tiles(loaded),
     )
 
 

@@ -1,30 +1,28 @@
 """Builds the drafting and verification components, for the host or for a device with its own
 memory."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from config.errors import ConfigError
 from config.params.speculation import NGRAM, SUFFIX, SpeculationMethod
 from hpu.distributed.agreement import Agreement
+from hpu.launch_inputs import LaunchFeature
 from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
-from hpu.models.draft.heads import DraftHead
-from hpu.protocol import PREFILL, Bucket
 from hpu.quantization.kv_cache import zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
-from hpu.runner.draft_buffers import DraftBuffers
+from hpu.runner.draft_buffers import DraftLayout, PlannedDraftInputs, SampledTokenInputs
 from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceModelDrafter
 from hpu.runner.drafting.device_runner import DeviceSpeculationRunner
 from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.drafting.host_runner import HostSpeculationRunner, PlannedDraftRunner
 from hpu.runner.graph_cache import Forward
-from hpu.runner.input_buffers import HiddenBuffers, InputBuffers
+from hpu.runner.input_buffers import HiddenBuffers
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
@@ -97,18 +95,31 @@ def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: For
     return keeping
 
 
-def with_draft_buffers(
+def draft_features(loaded: LoadedModel, batch_state: BatchState) -> tuple[LaunchFeature, ...]:
+    """Inputs of decodes that verify drafts on a device, on a pipeline stage that does not sample or
+    draft itself."""
+    method = _device_method(loaded)
+    if method is None:
+        return ()
+    found: list[LaunchFeature] = []
+    if not loaded.link.stage.is_last:
+        found.append(SampledTokenInputs(batch_state, 1 + method.max_drafts))
+    if _plans_drafts(loaded, method):
+        found.append(PlannedDraftInputs(method.max_drafts))
+    return tuple(found)
+
+
+def draft_layout(
     loaded: LoadedModel,
-    make: Callable[..., InputBuffers],
     sampler: Sampler,
+    features: Sequence[LaunchFeature],
     hidden_buffers: HiddenBuffers | None,
-) -> Callable[..., InputBuffers]:
-    """Wrap `make`, the factory of input buffers: on a device with its own memory and speculation,
-    decodes get DraftBuffers. `hidden_buffers`: for a pipeline stage that receives hidden states.
-    Raises ConfigError for a model with M-RoPE on such a device."""
-    method = loaded.config.speculation.choose()
-    if method is None or loaded.backend.shares_host_memory:
-        return make
+) -> DraftLayout | None:
+    """Inputs of decodes that verify drafts on a device; None for other decodes. `hidden_buffers`:
+    for a pipeline stage that receives hidden states. Raises ConfigError for a model with M-RoPE."""
+    method = _device_method(loaded)
+    if method is None:
+        return None
     vision = loaded.model_config.vision
     if vision is not None and vision.uses_mrope:
         raise ConfigError(
@@ -116,7 +127,6 @@ def with_draft_buffers(
             "has positions with three axes, whose drafts are verified on cpu and not on "
             f"{loaded.backend.name}: leave --speculative-config out"
         )
-    stage = loaded.link.stage
     width, max_inflight = 1 + method.max_drafts, loaded.config.max_inflight_steps
     sampler.expect_drafts(method.max_drafts, max_inflight)
     # Positions that a drafter recomputes (at most `width`), and the tokens of each launch in flight
@@ -126,24 +136,12 @@ def with_draft_buffers(
         # Drafts made at the end of a launch follow the tokens that the launch accepts.
         reach += width
     window = -(-reach // loaded.block_size) + 1
-    make_decode = partial(
-        DraftBuffers,
-        width=width,
-        window=window,
-        has_adapters=loaded.lora.is_on,
-        hidden_buffers=hidden_buffers,
-        learns=not stage.is_last,
-        plans_drafts=_plans_drafts(loaded, method),
-    )
-    drafter = loaded.drafter
-    if drafter is not None and (isinstance(drafter.model, DraftHead) or not stage.is_first):
-        # The drafter needs the request indices to read the tokens of each request.
-        make = partial(make, names_requests=True)
+    return DraftLayout(width, window, features, hidden_buffers=hidden_buffers)
 
-    def made(bucket: Bucket, *args: Any, **flags: Any) -> InputBuffers:
-        return (make if bucket[0] == PREFILL else make_decode)(bucket, *args, **flags)
 
-    return made
+def _device_method(loaded: LoadedModel) -> SpeculationMethod | None:
+    """Method whose drafts are verified on a device with its own memory."""
+    return None if loaded.backend.shares_host_memory else loaded.config.speculation.choose()
 
 
 def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from config.model.read_config import read_model_config
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
+from hpu.layers.metadata import DecodeAttentionInputs, FeatureInputs, PrefillAttentionInputs
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM, LoadableModel
 from hpu.models.decoder import Decoder
@@ -162,7 +162,7 @@ class PagedHarness:
                 query_lens,
                 context_lens,
                 block_list.view(-1),
-                self._state_indices(new, batch),
+                FeatureInputs(self._state_indices(new, batch)),
             ),
         )
         return {
@@ -199,7 +199,7 @@ class PagedHarness:
                 groups,
                 starts,
                 usage_column,
-                self._state_indices(last, batch),
+                FeatureInputs(self._state_indices(last, batch)),
             ),
         )
         logits = self.model.logits(hidden[:, 0])

@@ -1,34 +1,26 @@
 """CrossInputs: the image tiles that each token of a launch attends to, in a model with
 cross-attention layers."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from config.model.multimodal.vision import VisionFacts
+from hpu.launch_inputs import (
+    DecodeArrays,
+    DraftArrays,
+    FeatureArrays,
+    Field,
+    Integers,
+    LaunchArrays,
+    LaunchFeature,
+    PrefillArrays,
+    Tokens,
+)
 from hpu.multimodal.cross.cache import CrossCache
-from hpu.multimodal.image_inputs import Array, Integers, Tokens
 from hpu.protocol import ImagePlacement, Launch, NewRequest
 
-
-class CrossArrays(Protocol):
-    """Host arrays of a launch that tile inputs are written to or computed from."""
-
-    @property
-    def positions(self) -> Array: ...
-    @property
-    def cross_tiles(self) -> Array | None: ...
-    @property
-    def cross_spans(self) -> Array | None: ...
-
-
-class CrossPrefillArrays(CrossArrays, Protocol):
-    """Host arrays of a prefill."""
-
-    @property
-    def query_lens(self) -> Array: ...
-    @property
-    def context_lens(self) -> Array: ...
+TILES, SPANS = "cross_tiles", "cross_spans"
 
 
 class _Tiles(NamedTuple):
@@ -53,18 +45,25 @@ class _Tiles(NamedTuple):
         return found
 
 
-class CrossInputs:
+class CrossInputs(LaunchFeature):
     """Images of the live requests, by request index."""
 
-    def __init__(self, facts: VisionFacts, cache: CrossCache) -> None:
+    def __init__(self, facts: VisionFacts, cache: CrossCache, max_tiles: int) -> None:
+        """`max_tiles`: maximum number of tiles of a request."""
+        self._max_tiles = max_tiles
+        tiles = Field(TILES, f"B {max_tiles}", pad=cache.pad_row)
+        self._fields = tiles, Field(SPANS, "2 B Q")
         self._token_id = facts.image_token_id
         self._cache = cache
         self._images: dict[int, list[ImagePlacement]] = {}
         self._tiles: dict[int, _Tiles] = {}
         """Tiles of requests whose images are encoded."""
 
+    def fields(self, phase: int) -> tuple[Field, ...]:
+        return self._fields
+
     def add_request(self, new: NewRequest, tokens: Tokens) -> None:
-        """See ImageBuffers.add_request. Raises RuntimeError for a placement that is not a single
+        """See LaunchFeature.add_request. Raises RuntimeError for a placement that is not a single
         image token."""
         for image in new.images:
             found = tokens[image.offset : image.offset + 1].tolist()
@@ -77,47 +76,44 @@ class CrossInputs:
             self._images[new.req_index] = new.images
 
     def remove_request(self, req_index: int) -> None:
-        """Drop the images of a request."""
         self._images.pop(req_index, None)
         self._tiles.pop(req_index, None)
 
-    def fill_prefill(self, launch: Launch, out: CrossPrefillArrays) -> None:
-        """Write the tile ranges of a prefill. Called after its other arrays are filled."""
-        self._clear(out)
+    def fill_prefill(self, launch: Launch, arrays: PrefillArrays) -> None:
+        self.clear(arrays)
         if not self._images:
             return
         for row, req_index in enumerate(launch.req_indices):
-            start, count = int(out.context_lens[row]), int(out.query_lens[row])
-            self._fill(req_index, row, np.arange(start, start + count), out)
+            start, count = int(arrays.context_lens[row]), int(arrays.query_lens[row])
+            self._fill(req_index, row, np.arange(start, start + count), arrays.features)
 
-    def fill_decode(self, req_indices: list[int], out: CrossArrays) -> None:
-        """Write the tile ranges of a decode whose rows are `req_indices`."""
-        self._clear(out)
+    def fill_decode(self, rows: list[int], arrays: DecodeArrays | DraftArrays) -> None:
+        assert isinstance(arrays, DecodeArrays), "positions are on the device"
+        self.clear(arrays)
         if not self._images:
             return
-        for row, req_index in enumerate(req_indices):
-            self._fill(req_index, row, out.positions[row].astype(np.int64), out)
+        for row, req_index in enumerate(rows):
+            self._fill(req_index, row, arrays.positions[row].astype(np.int64), arrays.features)
 
-    def _clear(self, out: CrossArrays) -> None:
-        assert out.cross_tiles is not None and out.cross_spans is not None
-        out.cross_tiles[:] = self._cache.pad_row
-        out.cross_spans[:] = 0
+    def fill_dummy(self, arrays: LaunchArrays) -> None:
+        # Each token attends to all tile entries, including padding; every entry is tile 0.
+        spans = arrays.features[SPANS]
+        arrays.features[TILES][:] = 0
+        spans[0], spans[1] = 0, self._max_tiles
 
-    def _fill(self, req_index: int, row: int, positions: Integers, out: CrossArrays) -> None:
+    def _fill(self, req_index: int, row: int, positions: Integers, out: FeatureArrays) -> None:
         if req_index not in self._images:
             return
         request = self._tiles.get(req_index)
         if request is None:
             request = self._tiles[req_index] = self._read(self._images[req_index])
-        assert out.cross_tiles is not None and out.cross_spans is not None
         count = len(request.tiles)
-        if count > out.cross_tiles.shape[1]:
+        if count > self._max_tiles:
             raise RuntimeError(
-                f"a request has {count} tiles of images, a launch takes at most "
-                f"{out.cross_tiles.shape[1]}"
+                f"a request has {count} tiles of images, a launch takes at most {self._max_tiles}"
             )
-        out.cross_tiles[row, :count] = request.tiles
-        out.cross_spans[:, row, : len(positions)] = request.spans(positions)
+        out[TILES][row, :count] = request.tiles
+        out[SPANS][:, row, : len(positions)] = request.spans(positions)
 
     def _read(self, images: list[ImagePlacement]) -> _Tiles:
         cache = self._cache

@@ -22,7 +22,7 @@ from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import Bucket
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import LaunchInputs
 from hpu.spec_decode.device import DraftBatch
 
 Greedy = Callable[[Tensor], Tensor]
@@ -71,7 +71,7 @@ class DeviceModelDrafter:
         at its positions + shift."""
         self._text = tokens
 
-    def prefill(self, inputs: InputBuffers) -> None:
+    def prefill(self, inputs: LaunchInputs) -> None:
         """Compute the uploaded `inputs` of a prefill. Call it after the target's launch."""
         function = partial(_split, self._prefill, inputs)
         graph = self._graphs.find(
@@ -132,7 +132,7 @@ class DeviceModelDrafter:
             target.copy_(source)
         return own
 
-    def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
+    def _prefill(self, inputs: LaunchInputs, tokens: Tensor, context: AttentionInputs) -> Tensor:
         """Run a prefill to fill the cache. The value of the returned tensor is unused."""
         if tokens.dim() > 2:
             # On later pipeline stages, `tokens` contains hidden states.
@@ -147,11 +147,11 @@ class DeviceModelDrafter:
 
     def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
         batch = len(tokens) // self.num_rows
-        hidden = self._model(tokens, DecodeAttentionInputs(*rows))
+        hidden = self._model(tokens, DecodeAttentionInputs.of(rows))
         return (self._choose(hidden.reshape(-1, hidden.shape[-1])[-batch:]),)
 
     def _next(self, tokens: Tensor, *rows: Tensor) -> Found:
-        hidden = self._model(tokens, DecodeAttentionInputs(*rows))
+        hidden = self._model(tokens, DecodeAttentionInputs.of(rows))
         return (self._choose(hidden.reshape(-1, hidden.shape[-1])),)
 
     def _within(self, context: AttentionInputs) -> AttentionInputs:
@@ -189,20 +189,20 @@ class DeviceHeadDrafter(DeviceModelDrafter):
         assert isinstance(self._model, DraftHead)
         self._head = self._model
 
-    def _prefill(self, inputs: InputBuffers, tokens: Tensor, context: AttentionInputs) -> Tensor:
+    def _prefill(self, inputs: LaunchInputs, tokens: Tensor, context: AttentionInputs) -> Tensor:
         following = self._prompt_tokens(context)
         known = self._known(following, context)
         out, _ = self._head.draft(following, self._within(context), known)
         return out.reshape(-1, out.shape[-1])[:1].clone()
 
     def _first(self, tokens: Tensor, *rows: Tensor) -> Found:
-        context = DecodeAttentionInputs(*rows)
+        context = DecodeAttentionInputs.of(rows)
         batch = len(tokens) // self.num_rows
         for_logits, following = self._head.draft(tokens, context, self._known(tokens, context))
         return self._choose(for_logits.flatten(0, 1)[-batch:]), following[-batch:]
 
     def _next(self, tokens: Tensor, *rows: Tensor) -> Found:
-        context = DecodeAttentionInputs(*rows[:-1])
+        context = DecodeAttentionInputs.of(rows[:-1])
         for_logits, following = self._head.draft(tokens, context, rows[-1])
         return self._choose(for_logits.flatten(0, 1)), following
 
@@ -224,7 +224,7 @@ class DeviceHiddenHeadDrafter(DeviceModelDrafter):
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.num_rows = 1
 
-    def prefill(self, inputs: InputBuffers) -> None:
+    def prefill(self, inputs: LaunchInputs) -> None:
         return
 
     def draft(
@@ -242,8 +242,8 @@ class DeviceHiddenHeadDrafter(DeviceModelDrafter):
 
 
 def _split(
-    function: Callable[[InputBuffers, Tensor, AttentionInputs], Tensor],
-    inputs: InputBuffers,
+    function: Callable[[LaunchInputs, Tensor, AttentionInputs], Tensor],
+    inputs: LaunchInputs,
     *tensors: Tensor,
 ) -> Tensor:
     """Run `function` on tensors shaped like `inputs.graph_inputs`."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from hpu.launch_inputs import DraftArrays, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest, StepResult
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, ForwardOutput
-from hpu.runner.batch_state import Tokens
-from hpu.runner.draft_buffers import DraftArrays, DraftBuffers
+from hpu.runner.draft_buffers import DraftBuffers, PlannedDraftInputs
 from hpu.runner.drafting.device_drafter import DeviceModelDrafter
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.sampler import SamplerOutput
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
@@ -32,8 +32,6 @@ class DeviceSpeculationRunner(ModelRunner):
         max_num_reqs = parts.batch_state.max_num_reqs
         self._num_pending = np.zeros(max_num_reqs + 1, np.int64)
         """Number of decodes in flight, by request index."""
-        self._planned: dict[int, list[int]] = {}
-        """Drafts of the plan's decodes, by request index, if the plan contains drafts."""
         self._slot_generations = np.zeros(max_num_reqs + 1, np.int64)
         """Generation counter of each request index: the result of a decode can arrive after its
         index was reused by another request."""
@@ -43,7 +41,7 @@ class DeviceSpeculationRunner(ModelRunner):
         # Drafts are verified before the next launch, which needs their result.
         return False
 
-    def _run_dummy_variants(self, inputs: InputBuffers, output: AsyncStepOutput) -> None:
+    def _run_dummy_variants(self, inputs: LaunchInputs, output: AsyncStepOutput) -> None:
         if isinstance(inputs, DraftBuffers) and self._speculation.drafts_at_either_end:
             forward = self._forward_drafts(inputs, [self.dummy_req_index], (), drafts_next=True)
             output.launches.append(self._finish(forward, output))
@@ -82,7 +80,9 @@ class DeviceSpeculationRunner(ModelRunner):
         self._speculation.remove_request(req_index)
 
     def _plan_drafts(self, drafts: dict[int, list[int]]) -> None:
-        self._planned = drafts
+        for feature in self._features:
+            if isinstance(feature, PlannedDraftInputs):
+                feature.drafts = drafts
 
     def _set_draft_bitmasks(self, bitmasks: Iterable[tuple[int, Words]]) -> None:
         for req_index, words in bitmasks:
@@ -98,11 +98,8 @@ class DeviceSpeculationRunner(ModelRunner):
         requests = launch.req_indices
         num_pending = self._num_pending[requests]
         self._batch_state.fill_drafts(launch, num_pending, self._speculation.lookback, arrays)
-        self._batch_state.fill_lora_slots(requests, [], arrays)
-        if arrays.drafts is not None:
-            for row, req_index in zip(arrays.drafts, requests, strict=False):
-                tokens = self._planned[req_index]
-                row[: len(tokens)] = tokens
+        for feature in self._features:
+            feature.fill_decode(requests, arrays)
         num_generated = None
         slot_generations: list[int] = []
         if self._samples:
@@ -116,7 +113,7 @@ class DeviceSpeculationRunner(ModelRunner):
 
     def _forward(
         self,
-        inputs: InputBuffers,
+        inputs: LaunchInputs,
         sampling: list[int],
         req_indices: Sequence[int] = (),
         *,
@@ -146,11 +143,14 @@ class DeviceSpeculationRunner(ModelRunner):
         stage = self._link.stage
         start = self._backend.event()
         self._backend.mark_step()
-        if inputs.known is not None:
-            self._speculation.learn(inputs.draft_inputs.req_indices, *inputs.known)
-        if inputs.planned_drafts is not None:
+        uploaded = inputs.uploaded
+        if "num_tokens" in uploaded:
+            self._speculation.learn(
+                inputs.req_indices, uploaded["num_tokens"], uploaded["last_tokens"]
+            )
+        if "drafts" in uploaded:
             drafts_next = True
-            self._speculation.plan(inputs.draft_inputs.req_indices, inputs.planned_drafts)
+            self._speculation.plan(inputs.req_indices, uploaded["drafts"])
         rows = self._speculation.prepare(
             inputs.draft_inputs, inputs.bucket, from_next_drafts=drafts_next
         )
@@ -174,7 +174,7 @@ class DeviceSpeculationRunner(ModelRunner):
         )
 
     def _run_model(
-        self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
+        self, inputs: LaunchInputs, req_indices: Sequence[int], tokens: Tensor | None
     ) -> Tensor:
         hidden = super()._run_model(inputs, req_indices, tokens)
         if self._drafter is not None:
@@ -197,7 +197,7 @@ class DeviceSpeculationRunner(ModelRunner):
         assert forward.logits is not None
         done, inputs = forward.launch, forward.inputs
         assert isinstance(inputs, DraftBuffers)
-        req_indices, append, limits = inputs.draft_inputs.req_indices, None, None
+        req_indices, append, limits = inputs.req_indices, None, None
         if all(map(self._sampler.takes_argmax, done.req_indices)):
             sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
         else:

@@ -12,13 +12,14 @@ from torch import Tensor
 from config.params.speculation import DRAFT_MODEL
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
+from hpu.launch_inputs import DecodeArrays, LaunchArrays, PrefillArrays
 from hpu.models.base import CausalLM
 from hpu.models.draft.heads import HEADS, DraftHead
 from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import DECODE, PREFILL, Launch
 from hpu.runner.batch_state import BatchState
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.input_buffers import DecodeArrays, InputBufferPool, InputBuffers, PrefillArrays
+from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, LaunchInputs, PrefillLayout
 from hpu.runner.kv_cache import KVCache
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
@@ -59,7 +60,9 @@ class DraftRunner:
         self._agreement = agreement
         self._max_prefill_tokens = max_prefill_tokens
         self._hidden_cache = hidden_cache
-        self._buffers = InputBufferPool(backend, InputBuffers)
+        self._buffers: InputBufferPool[LaunchArrays] = InputBufferPool(
+            backend, {PREFILL: PrefillLayout(), DECODE: DecodeLayout()}
+        )
 
     def block_table(self, req_index: int) -> npt.NDArray[np.int32]:
         """Block table of a request."""
@@ -127,12 +130,12 @@ class DraftRunner:
 
         return measure(launch, max_rows, self._agreement)
 
-    def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
+    def _compute_prompt(self, inputs: LaunchInputs, req_index: int) -> None:
         """Run a prefill whose tokens are all known on the host."""
         self._model(inputs.tokens, inputs.context)
 
     def _draft(
-        self, inputs: InputBuffers, req_indices: list[int], last: Tensor, *, is_first: bool
+        self, inputs: LaunchInputs, req_indices: list[int], last: Tensor, *, is_first: bool
     ) -> Tensor:
         """Run a decode; returns the most likely next token of each request. `last`: index of each
         request's last row."""
@@ -157,7 +160,7 @@ class HeadRunner(DraftRunner):
         self._last_hidden: dict[int, Tensor] = {}
         """(hidden,) of the last launch by request, used instead of the target's hidden states."""
 
-    def _compute_prompt(self, inputs: InputBuffers, req_index: int) -> None:
+    def _compute_prompt(self, inputs: LaunchInputs, req_index: int) -> None:
         # `fill_prefill` has already counted these tokens as computed.
         end, query = self._state.num_computed_tokens(req_index), inputs.tokens.shape[1]
         known = self._state.tokens(req_index)[end - query + 1 : end + 1]
@@ -165,7 +168,7 @@ class HeadRunner(DraftRunner):
         self._head.draft(tokens, inputs.context, self._known_hidden(inputs))
 
     def _draft(
-        self, inputs: InputBuffers, req_indices: list[int], last: Tensor, *, is_first: bool
+        self, inputs: LaunchInputs, req_indices: list[int], last: Tensor, *, is_first: bool
     ) -> Tensor:
         if is_first:
             hidden = self._known_hidden(inputs)
@@ -178,7 +181,7 @@ class HeadRunner(DraftRunner):
         )
         return self._head.tokens_of(self._choose(for_logits.flatten(0, 1)[last]))
 
-    def _known_hidden(self, inputs: InputBuffers) -> Tensor:
+    def _known_hidden(self, inputs: LaunchInputs) -> Tensor:
         """(B, Q, hidden): the target's hidden states at the slots of a launch."""
         assert self._hidden_cache is not None
         hidden = self._hidden_cache.read(inputs.context)

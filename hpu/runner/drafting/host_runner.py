@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hpu.distributed.agreement import Agreement
+from hpu.launch_inputs import DecodeArrays, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest
 from hpu.runner.async_output import AsyncStepOutput, ForwardOutput
-from hpu.runner.batch_state import Tokens
 from hpu.runner.drafting.draft_runner import MEASURED_CONTEXT
 from hpu.runner.drafting.hidden_cache import HiddenCache
-from hpu.runner.input_buffers import DecodeArrays, InputBuffers
+from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.spec_decode.drafts import Drafts
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
@@ -37,7 +37,7 @@ class PlannedDraftRunner(ModelRunner):
 
         def launch(rows: int) -> None:
             inputs = self._input_buffers.get((DECODE, rows, 1, rows * blocks))
-            self._batch_state.fill_dummy(inputs.host_arrays())
+            self._fill_dummy(inputs.host_arrays())
             inputs.upload()
             self._begin_step(1)
             forward = self._forward(inputs, [self.dummy_req_index] * rows)
@@ -79,7 +79,8 @@ class PlannedDraftRunner(ModelRunner):
         arrays = inputs.host_arrays()
         assert isinstance(arrays, DecodeArrays)
         state.fill_rows(launch, counts, arrays)
-        self._fill_rows(rows, arrays)
+        for feature in self._features:
+            feature.fill_decode(rows, arrays)
         tokens = drafts.rows([int(state.tokens(index)[-1]) for index in drafts.req_indices])
         forward = self._run_filled(inputs, launch, rows, output, start, torch.from_numpy(tokens))
         forward.drafts = drafts
@@ -125,7 +126,7 @@ class HostSpeculationRunner(PlannedDraftRunner):
         return self._speculation.draft(launch)
 
     def _run_model(
-        self, inputs: InputBuffers, req_indices: Sequence[int], tokens: Tensor | None
+        self, inputs: LaunchInputs, req_indices: Sequence[int], tokens: Tensor | None
     ) -> Tensor:
         hidden = super()._run_model(inputs, req_indices, tokens)
         if self._hidden_cache is not None:

@@ -16,6 +16,7 @@ from hpu.layers.metadata import (
     FULL,
     AttentionInputs,
     DecodeAttentionInputs,
+    FeatureInputs,
     PrefillAttentionInputs,
     TextAttentionInputs,
     Visibility,
@@ -189,7 +190,7 @@ def attend(
         )
         indices = torch.arange(len(rows))
         indices = torch.where(indices < len(cached), NUM_RINGS - 2 - indices, NUM_RINGS - 1)
-        inputs = inputs._replace(state_indices=indices)
+        inputs = inputs._replace(features=FeatureInputs(indices))
     metadata = build_metadata(
         inputs,
         BLOCK_SIZE,

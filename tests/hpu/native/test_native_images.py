@@ -47,7 +47,7 @@ def test_given_embeddings_and_positions_with_three_axes_run_compiled(
             found, own = compiled(tokens, inputs), layered(tokens, inputs)
             real = own
             if isinstance(inputs, PrefillAttentionInputs):
-                seen.append((tokens.dim() == 3, inputs.rope_positions is not None))
+                seen.append((tokens.dim() == 3, inputs.features.rope_positions is not None))
                 lengths = inputs.query_lens.unsqueeze(1)
                 is_real = torch.arange(own.shape[1]) < lengths
                 found, real = found[is_real], own[is_real]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from hpu.backends.cpu import CpuBackend
+from hpu.launch_inputs import DecodeArrays, PrefillArrays
 from hpu.protocol import DECODE, PREFILL, Launch, NewRequest, RequestSampling
 from hpu.runner.batch_state import BatchState
-from hpu.runner.input_buffers import DecodeArrays, InputBuffers, PrefillArrays
+from hpu.runner.input_buffers import DecodeLayout, PrefillLayout
 
 PAD = 50
 BLOCK = 4
@@ -22,14 +23,14 @@ def _new(req_index: int, tokens: list[int], blocks: list[int], *, computed: int 
 
 
 def _prefill(state: BatchState, launch: Launch) -> tuple[PrefillArrays, list[int]]:
-    arrays = InputBuffers((PREFILL, *launch.bucket), CpuBackend(1), is_static=False).host_arrays()
-    assert isinstance(arrays, PrefillArrays)
+    bucket = (PREFILL, *launch.bucket)
+    arrays = PrefillLayout().buffers(bucket, CpuBackend(1), is_static=False).host_arrays()
     return arrays, state.fill_prefill(launch, arrays)
 
 
 def _decode(state: BatchState, launch: Launch) -> DecodeArrays:
-    arrays = InputBuffers((DECODE, *launch.bucket), CpuBackend(1), is_static=False).host_arrays()
-    assert isinstance(arrays, DecodeArrays)
+    bucket = (DECODE, *launch.bucket)
+    arrays = DecodeLayout().buffers(bucket, CpuBackend(1), is_static=False).host_arrays()
     state.fill_decode(launch, arrays)
     return arrays
 
@@ -76,9 +77,8 @@ def test_prompts_in_one_row_are_consecutive() -> None:
     state = _state()
     state.add_request(_new(1, list(range(100, 112)), [9, 8, 7], computed=5))
     state.add_request(_new(0, [21, 22], [5]))
-    buffers = InputBuffers((PREFILL, 1, 8, 3), CpuBackend(1), is_static=False, prompts_per_row=3)
-    arrays = buffers.host_arrays()
-    assert isinstance(arrays, PrefillArrays)
+    layout = PrefillLayout(prompts_per_row=3)
+    arrays = layout.buffers((PREFILL, 1, 8, 3), CpuBackend(1), is_static=False).host_arrays()
 
     sampling = state.fill_prefill(
         Launch(PREFILL, (1, 8, 3), [1, 0], query_lens=[3, 2], samples=[False, True]), arrays
@@ -98,9 +98,8 @@ def test_a_row_too_short_for_its_prompts_is_an_error_with_the_numbers() -> None:
     state = _state()
     state.add_request(_new(0, [1, 2, 3], [5]))
     state.add_request(_new(1, [1, 2, 3], [6]))
-    buffers = InputBuffers((PREFILL, 1, 5, 0), CpuBackend(1), is_static=False, prompts_per_row=2)
-    arrays = buffers.host_arrays()
-    assert isinstance(arrays, PrefillArrays)
+    layout = PrefillLayout(prompts_per_row=2)
+    arrays = layout.buffers((PREFILL, 1, 5, 0), CpuBackend(1), is_static=False).host_arrays()
 
     with pytest.raises(RuntimeError, match=r"2 requests of \[3, 3\] tokens do not fit \(1, 5, 0\)"):
         state.fill_prefill(

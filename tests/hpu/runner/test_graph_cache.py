@@ -5,11 +5,12 @@ import torch
 from captured_card import GRAPH_BYTES, CapturedCard
 from torch import Tensor
 
+from hpu.launch_inputs import LaunchArrays
 from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import DECODE, PREFILL
 from hpu.runner.counters import Counters
 from hpu.runner.graph_cache import GraphCache
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import DecodeLayout, InputLayout, LaunchInputs, PrefillLayout
 
 SMALL, LARGE = (DECODE, 2, 1, 4), (PREFILL, 1, 8, 2)
 
@@ -26,8 +27,9 @@ def _graphs(
 
 def _inputs(
     card: CapturedCard, bucket: tuple[int, int, int, int], *, static: bool = True
-) -> InputBuffers:
-    return InputBuffers(bucket, card, is_static=static)
+) -> LaunchInputs:
+    layout: InputLayout[LaunchArrays] = DecodeLayout() if bucket[0] == DECODE else PrefillLayout()
+    return layout.buffers(bucket, card, is_static=static)
 
 
 def test_a_captured_bucket_is_replayed_on_later_uploads() -> None:

@@ -4,16 +4,29 @@ import pytest
 import torch
 
 from hpu.backends.cpu import CpuBackend
-from hpu.layers.metadata import DecodeAttentionInputs, PrefillAttentionInputs
-from hpu.protocol import DECODE, PREFILL
+from hpu.launch_inputs import (
+    Array,
+    DecodeArrays,
+    DraftArrays,
+    Field,
+    LaunchArrays,
+    LaunchFeature,
+    PrefillArrays,
+    declared,
+)
+from hpu.layers.metadata import DecodeAttentionInputs, FeatureInputs, PrefillAttentionInputs
+from hpu.lora.slot_inputs import LoRASlotInputs
+from hpu.protocol import DECODE, PREFILL, Bucket
+from hpu.runner.draft_buffers import DraftBuffers, DraftLayout
 from hpu.runner.input_buffers import (
     MAX_DYNAMIC,
-    DecodeArrays,
-    ImageFields,
+    DecodeLayout,
     InputBufferPool,
-    InputBuffers,
-    PrefillArrays,
+    InputLayout,
+    LaunchInputs,
+    PrefillLayout,
 )
+from hpu.spec_decode.device import DraftInputs
 
 
 class Card(CpuBackend):
@@ -25,29 +38,48 @@ class Card(CpuBackend):
 BOTH = pytest.mark.parametrize("kind", [CpuBackend, Card])
 
 
+class Everything(LaunchFeature):
+    """Declares every input of FeatureInputs that a feature may fill."""
+
+    def fields(self, phase: int) -> tuple[Field, ...]:
+        slots = Field("lora_slots", "B", pad=-1)
+        cross = Field("cross_tiles", "B 5"), Field("cross_spans", "2 B Q")
+        if phase == DECODE:
+            return slots, Field("rope_positions", "B 1"), *cross
+        rows, ids = Field("image_rows", "B Q"), Field("image_ids", "B Q")
+        return slots, rows, ids, Field("rope_positions", "3 B Q"), *cross
+
+
+def layouts() -> dict[int, InputLayout[LaunchArrays]]:
+    return {PREFILL: PrefillLayout(), DECODE: DecodeLayout()}
+
+
+def make(bucket: Bucket, backend: CpuBackend, *, is_static: bool = True) -> LaunchInputs:
+    return layouts()[bucket[0]].buffers(bucket, backend, is_static=is_static)
+
+
+def numbered(arrays: LaunchArrays) -> list[Array]:
+    """The arrays in the order of the upload, after a different number is written to each."""
+    *own, features = arrays
+    found = [*own, *features.values()]
+    for number, array in enumerate(found):
+        array[:] = number
+    return found
+
+
 @BOTH
 def test_prefill_inputs_are_in_the_attention_context(kind: type[CpuBackend]) -> None:
-    backend = kind(num_threads=1)
-    inputs = InputBuffers(
-        *((PREFILL, 2, 3, 4), backend),
-        is_static=True,
-        names_requests=True,
-        has_adapters=True,
-        image_fields=ImageFields(True, True, True, num_tiles=5),
-    )
-    arrays = inputs.host_arrays()
-    assert isinstance(arrays, PrefillArrays)
+    layout = PrefillLayout([Everything()])
+    inputs = layout.buffers((PREFILL, 2, 3, 4), kind(num_threads=1), is_static=True)
 
-    for number, field in enumerate(arrays):
-        assert field is not None
-        field[:] = number
+    numbered(inputs.host_arrays())
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, PrefillAttentionInputs)
-    assert inputs.last_token_indices is not None
-    own, others = context[:5], context[5:]
-    sent = [inputs.tokens, *own, inputs.last_token_indices, inputs.req_indices, *others]
+    *own, features = context
+    last = inputs.uploaded["last_token_indices"]
+    sent = [inputs.tokens, *own, last, inputs.req_indices, *features]
     assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(15)]
     assert [tuple(tensor.shape) for tensor in sent] == [
         (2, 3),
@@ -70,29 +102,77 @@ def test_prefill_inputs_are_in_the_attention_context(kind: type[CpuBackend]) -> 
 
 @BOTH
 def test_decode_inputs_are_in_the_attention_context(kind: type[CpuBackend]) -> None:
-    backend = kind(num_threads=1)
-    inputs = InputBuffers((DECODE, 2, 1, 5), backend, is_static=True, names_requests=True)
-    arrays = inputs.host_arrays()
-    assert isinstance(arrays, DecodeArrays)
-    assert arrays.lora_slots is None
+    layout = DecodeLayout([Everything()])
+    inputs = layout.buffers((DECODE, 2, 1, 5), kind(num_threads=1), is_static=True)
 
-    for number, field in enumerate(arrays[:7]):
-        assert field is not None
-        field[:] = number
+    numbered(inputs.host_arrays())
     inputs.upload()
 
     context = inputs.context
     assert isinstance(context, DecodeAttentionInputs)
-    assert context.positions.shape == (2, 1)
-    *context, states, lora_slots, rope_positions, cross_tiles, cross_spans = context
-    assert lora_slots is rope_positions is cross_tiles is cross_spans is None
-    assert [t.unique().tolist() for t in [inputs.req_indices, *context]] == [[i] for i in range(7)]
-    assert torch.equal(states, inputs.req_indices)
-    assert inputs.tokens.shape == (2, 1)
+    *own, features = context
+    assert features.image_rows is features.image_ids is None
+    sent = [inputs.req_indices, *own, features.lora_slots, *features[4:]]
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(11)]
+    assert [tuple(tensor.shape) for tensor in sent[7:]] == [(2,), (2, 1), (2, 5), (2, 2, 1)]
+    assert context.positions.shape == inputs.tokens.shape == (2, 1)
+    assert features.state_indices is inputs.req_indices
+
+
+@BOTH
+def test_a_model_without_features_gets_only_its_request_indices(kind: type[CpuBackend]) -> None:
+    for bucket in ((PREFILL, 2, 3, 4), (DECODE, 2, 1, 5)):
+        inputs = make(bucket, kind(num_threads=1))
+        features = inputs.context.features
+        indices = inputs.uploaded["req_indices" if bucket[0] == DECODE else "state_indices"]
+
+        assert features == FeatureInputs(indices) and features.state_indices is indices
+        assert inputs.host_arrays().features == {}
+
+
+def test_inputs_of_drafts_are_uploaded_and_the_model_reads_rows_of_the_device() -> None:
+    layout = DraftLayout(3, 2, [LoRASlotInputs(4)])
+    inputs = layout.buffers((DECODE, 2, 1, 5), Card(num_threads=1), is_static=True)
+
+    numbered(inputs.host_arrays())
+    inputs.upload()
+
+    assert isinstance(inputs, DraftBuffers)
+    sent = inputs.draft_inputs
+    assert [tensor.unique().tolist() for tensor in sent] == [[i] for i in range(len(sent))]
+    assert (sent.windows.shape, sent.pad_slots.shape) == ((2, 2), (6,))
+    assert inputs.uploaded["lora_slots"].unique().tolist() == [len(sent)]
+    assert inputs.graph_inputs is inputs.capture_inputs()
+    assert all(tensor.shape[0] in (6, 15) for tensor in inputs.graph_inputs)
+    assert inputs.tokens is inputs.graph_inputs[0]
+
+
+@pytest.mark.parametrize("arrays", [PrefillArrays, DecodeArrays, DraftArrays])
+def test_every_host_array_declares_its_shape(arrays: type) -> None:
+    names = [field.name for field in declared(arrays)]
+
+    assert [*names, "features"] == list(arrays.__annotations__)
+
+
+def test_the_inputs_of_drafts_have_the_same_names_on_host_and_device() -> None:
+    assert tuple(field.name for field in declared(DraftArrays)) == DraftInputs._fields
+
+
+def test_a_warm_up_fills_the_inputs_of_a_feature_with_padding() -> None:
+    feature = Everything()
+    inputs = PrefillLayout([feature]).buffers((PREFILL, 2, 3, 4), Card(1), is_static=False)
+    arrays = inputs.host_arrays()
+    numbered(arrays)
+
+    feature.fill_dummy(arrays)
+
+    found = {name: array.flat[0] for name, array in arrays.features.items()}
+    assert found.pop("lora_slots") == -1
+    assert set(found.values()) == {0}
 
 
 def test_the_next_write_uses_another_set_than_a_running_launch() -> None:
-    inputs = InputBuffers((PREFILL, 1, 1, 0), Card(num_threads=1), is_static=True)
+    inputs = make((PREFILL, 1, 1, 0), Card(num_threads=1))
     first = inputs.host_arrays()
     inputs.upload()
 
@@ -110,13 +190,12 @@ class RebindingCard(Card):
 
 
 def test_device_tensors_of_a_running_launch_are_not_overwritten_with_rebinding_graphs() -> None:
-    inputs = InputBuffers((DECODE, 1, 1, 2), RebindingCard(num_threads=1), is_static=True)
+    inputs = make((DECODE, 1, 1, 2), RebindingCard(num_threads=1))
     flats, contexts = [], []
 
     for step in range(4):
-        for field in inputs.host_arrays():
-            if field is not None:
-                field[:] = step
+        for array in inputs.host_arrays()[:-1]:
+            array[:] = step
         inputs.upload()
         flats.append(inputs.graph_inputs[0])
         contexts.append(inputs.context)
@@ -133,7 +212,8 @@ def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -
     card = RebindingCard(num_threads=1)
 
     def hosts(phase: int) -> list[int]:
-        inputs = InputBuffers((phase, 1, 1, 2), card, is_static=is_static, decode_sets=6)
+        layout = PrefillLayout() if phase == PREFILL else DecodeLayout(num_sets=6)
+        inputs = layout.buffers((phase, 1, 1, 2), card, is_static=is_static)
         found = []
         for _ in range(12):
             found.append(inputs.host_arrays().positions.ctypes.data)
@@ -148,8 +228,8 @@ def test_the_sets_of_a_decode_alternate_and_a_prefill_has_two(is_static: bool) -
 
 def test_only_rebinding_graphs_are_captured_on_copies() -> None:
     bucket = (PREFILL, 1, 4, 2)
-    moving = InputBuffers(bucket, RebindingCard(num_threads=1), is_static=True)
-    fixed = InputBuffers(bucket, Card(num_threads=1), is_static=True)
+    moving = make(bucket, RebindingCard(num_threads=1))
+    fixed = make(bucket, Card(num_threads=1))
 
     copies = [inputs.capture_inputs()[0].data_ptr() for inputs in (moving, fixed)]
 
@@ -159,7 +239,7 @@ def test_only_rebinding_graphs_are_captured_on_copies() -> None:
 
 @BOTH
 def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBackend]) -> None:
-    pool = InputBufferPool(kind(num_threads=1), InputBuffers)
+    pool = InputBufferPool(kind(num_threads=1), layouts())
     pool.prepare((PREFILL, 1, 4, 2))
 
     places = set()
@@ -174,7 +254,7 @@ def test_the_device_tensors_stay_in_place_from_launch_to_launch(kind: type[CpuBa
 
 
 def test_inputs_of_unprepared_shapes_are_dropped_and_prepared_inputs_are_kept() -> None:
-    pool = InputBufferPool(CpuBackend(num_threads=1), InputBuffers)
+    pool = InputBufferPool(CpuBackend(num_threads=1), layouts())
     pool.prepare((PREFILL, 1, 4, 2))
     kept = pool.get((PREFILL, 1, 4, 2))
     dropped = pool.get((DECODE, 1, 1, 1))
