@@ -17,6 +17,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = ("server", "engine", "hpu", "config")
 MANY_PARAMETERS = 9
+KIND_MAPPINGS = {
+    *("BACKENDS", "DRAFTERS", "FAMILIES", "FORMATS", "FORMS", "KINDS", "METHODS"),
+    *("REASONING_PARSERS", "TOOL_PARSERS"),
+}
+"""Mappings in which the files of config/kinds.py's registries list kinds."""
 SLACK = 0.99
 """A figure below this fraction of its limit requires a lower limit."""
 
@@ -37,9 +42,9 @@ LIMITS = {
     "uses of Any": 1240,
     "mark_step outside back ends": 40,
     "poll constants": 15,
-    "files under 60 lines": 101,
-    "files that name medusa": 6,
-    "files that name eagle3": 7,
+    "files under 60 lines without kinds": 82,
+    "files that name medusa": 2,
+    "files that name eagle3": 2,
     "files that name awq": 2,
     "files that name gptq": 3,
     "files that name cuda": 3,
@@ -159,6 +164,16 @@ def poll_constants() -> int:
     )
 
 
+def lists_kinds(source: Source) -> bool:
+    """Whether a file of config/kinds.py's registries lists a kind: such a file may be short."""
+    return any(
+        isinstance(target, ast.Name) and target.id in KIND_MAPPINGS
+        for node in source.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not isinstance(node.value, ast.Call)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    )
+
+
 def files_that_name(word: str) -> int:
     pattern = re.compile(rf"(?<![a-z0-9]){word}(?![a-z0-9])", re.IGNORECASE)
     return sum(bool(pattern.search(source.text)) for source in sources())
@@ -178,8 +193,10 @@ def figures() -> dict[str, int]:
         ),
         "mark_step outside back ends": marks_outside_back_ends,
         "poll constants": poll_constants,
-        "files under 60 lines": lambda: sum(
-            source.text.count("\n") < 60 and source.path.name != "__init__.py"
+        "files under 60 lines without kinds": lambda: sum(
+            source.text.count("\n") < 60
+            and source.path.name != "__init__.py"
+            and not lists_kinds(source)
             for source in sources()
         ),
     }

@@ -17,8 +17,8 @@ from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
+from hpu.spec_decode.base import Drafts
 from hpu.spec_decode.device import VerifyBatch
-from hpu.spec_decode.drafts import Drafts
 
 
 @dataclass(frozen=True, slots=True)
