@@ -1,4 +1,4 @@
-"""Contract of draft methods: facts in config/speculation/, drafters in hpu/spec_decode/drafters/."""
+"""Draft methods: facts in config/speculation/, drafters in hpu/spec_decode/drafters/."""
 
 import json
 
