@@ -26,20 +26,21 @@ SLACK = 0.99
 """A figure below this fraction of its limit requires a lower limit."""
 
 LIMITS = {
-    "None-checks": 2574,
-    "None-checks of ModelRunner": 24,
+    "None-checks": 2532,
+    "None-checks of ModelRunner": 22,
     "None-checks of EngineCore": 19,
     "None-checks of Worker": 18,
     "None-checks of SingleEngineClient": 5,
     "None-checks of Scheduler": 8,
     "None-checks of Sampler": 25,
     "None-checks of the tenth worst class": 17,
-    "constructors of nine or more parameters": 13,
+    "constructors of nine or more parameters": 11,
     "functions of nine or more parameters": 28,
     "parameters of ModelRunner": 1,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1240,
+    "uses of Any": 1233,
+    "optional fields of launches": 40,
     "mark_step outside back ends": 40,
     "poll constants": 15,
     "files under 60 lines without kinds": 82,
@@ -141,6 +142,19 @@ def many_parameters(*, constructors: bool) -> int:
     )
 
 
+def optional_launch_fields() -> int:
+    """Fields of the classes of launches (inputs, metadata, outputs) that may be None."""
+    folder, metadata = ROOT / "hpu" / "runner", ROOT / "hpu" / "layers" / "metadata"
+    return sum(
+        isinstance(field, ast.AnnAssign) and "None" in ast.unparse(field.annotation)
+        for source in sources()
+        if folder in source.path.parents or str(source.path).startswith(str(metadata))
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+    )
+
+
 def marks_outside_back_ends() -> int:
     return sum(
         isinstance(node, ast.Call)
@@ -191,6 +205,7 @@ def figures() -> dict[str, int]:
             for source in sources()
             for node in source.nodes
         ),
+        "optional fields of launches": optional_launch_fields,
         "mark_step outside back ends": marks_outside_back_ends,
         "poll constants": poll_constants,
         "files under 60 lines without kinds": lambda: sum(

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hpu.backends.base import Event
-from hpu.launch_inputs import Integers, Tokens
+from hpu.launch_inputs import Tokens
 from hpu.protocol import Launch, Logprobs, StepResult
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
 from hpu.spec_decode.base import Drafts
-from hpu.spec_decode.device import VerifyBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +162,6 @@ class ForwardOutput:
     launch: AsyncLaunchOutput
     drafts: Drafts | None = None
     """Drafts verified by a decode, with speculation on the host."""
-    rows: VerifyBatch | None = None
-    """Rows of a decode, with speculation on a device with its own memory."""
-    drafts_next: bool = False
-    """With `rows`: whether the launch also drafts for the next decode of its requests and returns
-    these drafts to the host."""
-    num_generated: Integers | None = None
-    """With `rows`: lower bound of each request's number of generated tokens (a decode in flight
-    yields at least one token)."""
     prompt_targets: list[PromptTargets] = field(default_factory=list)
 
 

@@ -15,7 +15,7 @@ from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.launch_inputs import LaunchArrays
-from hpu.lora.slot_inputs import LoRASlotInputs
+from hpu.lora.context import LoRASlotInputs
 from hpu.model_loader.size_estimate import (
     activation_bytes,
     cross_activation_bytes,

@@ -3,11 +3,12 @@ does not know the tokens of earlier launches yet, so the device computes the row
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from hpu.launch_inputs import DraftArrays, Tokens
+from hpu.launch_inputs import DraftArrays, Integers, Tokens
 from hpu.protocol import DECODE, Launch, NewRequest, StepResult
 from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, ForwardOutput
 from hpu.runner.draft_buffers import DraftBuffers, PlannedDraftInputs
@@ -16,6 +17,19 @@ from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.sampler import SamplerOutput
 from hpu.spec_decode.device import DeviceSpeculation, VerifyBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class VerifyForward(ForwardOutput):
+    """Output of the forward pass of a decode that verifies drafts."""
+
+    rows: VerifyBatch
+    drafts_next: bool
+    """Whether the launch also drafts for the next decode of its requests and returns these drafts
+    to the host."""
+    num_generated: Integers
+    """Lower bound of each request's number of generated tokens (a decode in flight yields at least
+    one token)."""
 
 
 class DeviceSpeculationRunner(ModelRunner):
@@ -100,14 +114,15 @@ class DeviceSpeculationRunner(ModelRunner):
         self._batch_state.fill_drafts(launch, num_pending, self._speculation.lookback, arrays)
         for feature in self._features:
             feature.fill_decode(requests, arrays)
-        num_generated = None
+        num_generated: Integers = num_pending
         slot_generations: list[int] = []
         if self._samples:
             num_generated = self._sampler.num_generated(requests) + num_pending
             self._num_pending[requests] += 1
             slot_generations = self._slot_generations[requests].tolist()
         forward = self._run_filled(inputs, launch, requests, output, start)
-        forward.num_generated = num_generated
+        if isinstance(forward, VerifyForward):
+            forward.num_generated = num_generated
         forward.launch.slot_generations = slot_generations
         return forward
 
@@ -169,8 +184,11 @@ class DeviceSpeculationRunner(ModelRunner):
         logits = self._logits(hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         launch = AsyncLaunchOutput(sampling, num_logprobs, start)
-        return ForwardOutput(
-            inputs, hidden, None, logits, None, launch, rows=rows, drafts_next=drafts_next
+        return VerifyForward(
+            *(inputs, hidden, None, logits, None, launch),
+            rows=rows,
+            drafts_next=drafts_next,
+            num_generated=np.zeros(len(sampling), np.int64),
         )
 
     def _run_model(
@@ -182,28 +200,26 @@ class DeviceSpeculationRunner(ModelRunner):
         return hidden
 
     def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
-        if forward.rows is None:
-            super()._sample(forward, results)
+        if isinstance(forward, VerifyForward):
+            self._accept(forward)
         else:
-            self._accept(forward, forward.rows)
+            super()._sample(forward, results)
 
     def _keep_tokens(self, req_indices: Tensor, tokens: Tensor) -> None:
         self._backend.mark_step()
         self._speculation.append(req_indices, tokens)
 
-    def _accept(self, forward: ForwardOutput, rows: VerifyBatch) -> None:
+    def _accept(self, forward: VerifyForward) -> None:
         """Sample a decode's rows on the device, and start copying the accepted tokens to the
         host."""
         assert forward.logits is not None
-        done, inputs = forward.launch, forward.inputs
+        done, inputs, rows = forward.launch, forward.inputs, forward.rows
         assert isinstance(inputs, DraftBuffers)
         req_indices, append, limits = inputs.req_indices, None, None
         if all(map(self._sampler.takes_argmax, done.req_indices)):
             sampled = SamplerOutput(self._sampler.greedy(forward.logits), None)
         else:
             num_generated = forward.num_generated
-            if num_generated is None:
-                num_generated = np.zeros(len(done.req_indices), np.int64)
             sampled, append, limits = self._sampler.sample_drafts(
                 forward.logits, done.req_indices, rows.drafts, rows.ahead, num_generated
             )

@@ -15,7 +15,7 @@ from hpu.launch_inputs import (
     declared,
 )
 from hpu.layers.metadata import DecodeAttentionInputs, FeatureInputs, PrefillAttentionInputs
-from hpu.lora.slot_inputs import LoRASlotInputs
+from hpu.lora.context import LoRASlotInputs
 from hpu.protocol import DECODE, PREFILL, Bucket
 from hpu.runner.draft_buffers import DraftBuffers, DraftLayout
 from hpu.runner.input_buffers import (
