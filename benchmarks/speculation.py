@@ -29,10 +29,10 @@ from benchmarks.asked import quoting_messages
 from benchmarks.truncated_draft import NUM_TOKENS, PROMPTS
 from config.checkpoint.demo import fetch_demo
 from config.params.sampling import SamplingParams
-from config.params.speculation import SpeculationMethod
+from config.speculation.base import SpeculationMethod
 from gaudiserve import LLM
 from hpu.spec_decode.base import Proposal, Proposer, Tokens
-from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.drafter import select_proposer
 from hpu.worker import drafting
 
 

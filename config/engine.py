@@ -9,6 +9,7 @@ from config.devices.base import DEVICES
 from config.errors import ConfigError, SettingError
 from config.execution import EmulatorSettings, ExecutionConfig, WarmupConfig
 from config.model.kv_cache_dtype import FP8, FP8_INC, INT8, KV_CACHE_DTYPES, SPELLINGS
+from config.model.model_config import AUTO, MODEL_IMPLS, NATIVE, TRANSFORMERS
 from config.model.quantization.base import QUANTIZATION_FORMATS
 from config.model.quantization.inc import INC, VARIABLE
 from config.model.quantization.registry import KERNELS, OTHER_NAMES, SCHEMES_AT_LOAD
@@ -18,8 +19,6 @@ from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
 from config.setting import check_settings, metadata, setting
 
-AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
-"""Values of EngineConfig.model_impl."""
 DUMMY = "dummy"
 """Value of EngineConfig.load_format for random weights."""
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")

@@ -17,6 +17,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = ("server", "engine", "hpu", "config")
 MANY_PARAMETERS = 9
+KIND_MAPPINGS = {
+    *("BACKENDS", "DRAFTERS", "FAMILIES", "FORMATS", "FORMS", "KINDS", "METHODS"),
+    *("REASONING_PARSERS", "TOOL_PARSERS"),
+}
+"""Mappings in which the files of config/kinds.py's registries list kinds."""
 SLACK = 0.99
 """A figure below this fraction of its limit requires a lower limit."""
 
@@ -38,9 +43,9 @@ LIMITS = {
     "optional fields of launches": 40,
     "mark_step outside back ends": 38,
     "poll constants": 15,
-    "files under 60 lines": 101,
-    "files that name medusa": 6,
-    "files that name eagle3": 7,
+    "files under 60 lines without kinds": 81,
+    "files that name medusa": 2,
+    "files that name eagle3": 2,
     "files that name awq": 2,
     "files that name gptq": 3,
     "files that name cuda": 3,
@@ -173,6 +178,16 @@ def poll_constants() -> int:
     )
 
 
+def lists_kinds(source: Source) -> bool:
+    """Whether a file of config/kinds.py's registries lists a kind: such a file may be short."""
+    return any(
+        isinstance(target, ast.Name) and target.id in KIND_MAPPINGS
+        for node in source.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and not isinstance(node.value, ast.Call)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    )
+
+
 def files_that_name(word: str) -> int:
     pattern = re.compile(rf"(?<![a-z0-9]){word}(?![a-z0-9])", re.IGNORECASE)
     return sum(bool(pattern.search(source.text)) for source in sources())
@@ -193,8 +208,10 @@ def figures() -> dict[str, int]:
         "optional fields of launches": optional_launch_fields,
         "mark_step outside back ends": marks_outside_back_ends,
         "poll constants": poll_constants,
-        "files under 60 lines": lambda: sum(
-            source.text.count("\n") < 60 and source.path.name != "__init__.py"
+        "files under 60 lines without kinds": lambda: sum(
+            source.text.count("\n") < 60
+            and source.path.name != "__init__.py"
+            and not lists_kinds(source)
             for source in sources()
         ),
     }

@@ -3,12 +3,11 @@
 import re
 from difflib import get_close_matches
 
-from config.engine import AUTO, NATIVE
 from config.errors import ConfigError
 from config.kinds import Kinds
 from config.model.decoder_spec import DecoderSpec, Family
 from config.model.family_fields import causal_name
-from config.model.model_config import ModelConfig
+from config.model.model_config import AUTO, NATIVE, ModelConfig
 from config.model.multimodal.text_part import WHOLE_MODELS
 
 NEAR_NAME_RATIO = 0.85

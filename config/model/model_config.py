@@ -10,6 +10,8 @@ from config.model.moe import MoEConfig
 from config.model.multimodal.vision import CrossFacts, VisionFacts
 from config.model.quantization.base import QuantizationConfig
 
+AUTO, NATIVE, TRANSFORMERS = MODEL_IMPLS = ("auto", "native", "transformers")
+"""Values of EngineConfig.model_impl."""
 MAX_NEW_TOKENS = "max_new_tokens"
 """Field of a generation config: limit on the output of every request."""
 DEFAULT_MAX_TOKENS = "max_tokens"

@@ -17,7 +17,7 @@ from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.sampler_graphs import SamplerGraph
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.sampling.logprobs import TopLogprobs, unpack
-from hpu.spec_decode.drafts import Drafts
+from hpu.spec_decode.base import Drafts
 
 
 @dataclass(frozen=True, slots=True)

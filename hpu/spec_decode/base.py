@@ -1,4 +1,5 @@
-"""Proposer: protocol of the drafters for speculation on the host."""
+"""Proposer: protocol of the drafters for speculation on the host. Drafts: what a decode verifies.
+AcceptanceCounts: how many drafts were accepted."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -58,3 +59,43 @@ class Proposer(Protocol):
         """Measure the cost of drafting for up to `max_num_seqs` requests; None if drafting is cheap
         compared with a launch. Called after the warm-up, on all ranks at once."""
         ...
+
+
+class AcceptanceCounts:
+    """Updates the counters `spec_decode.num_<drafts|draft_tokens|accepted_tokens>` and
+    `spec_decode.accepted.<position>`."""
+
+    def __init__(self, count: Callable[[str, float], None]) -> None:
+        """`count(name, amount)` adds to a counter of the worker."""
+        self._count = count
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the verification of `num_drafts` drafts of a request; `num_accepted` drafts were
+        accepted."""
+        self._count("spec_decode.num_drafts", 1)
+        self._count("spec_decode.num_draft_tokens", num_drafts)
+        self._count("spec_decode.num_accepted_tokens", num_accepted)
+        for position in range(num_accepted):
+            self._count(f"spec_decode.accepted.{position}", 1)
+
+
+class Drafts(NamedTuple):
+    """Requests of a decode and their drafts. A request has one row for its last token and one row
+    per draft."""
+
+    req_indices: list[int]
+    tokens: list[list[int]]
+    """Drafts of each request."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of rows of each request."""
+        return [1 + len(tokens) for tokens in self.tokens]
+
+    def rows(self, last_tokens: list[int]) -> npt.NDArray[np.int64]:
+        """(rows,) input tokens: the last token of each request, followed by its drafts."""
+        rows: list[int] = []
+        for last, tokens in zip(last_tokens, self.tokens, strict=True):
+            rows.append(last)
+            rows.extend(tokens)
+        return np.array(rows, np.int64)

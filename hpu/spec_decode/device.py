@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from config.params.speculation import SpeculationMethod
+from config.speculation.base import SpeculationMethod
 from hpu.backends.base import Backend
 from hpu.layers.metadata import PrefillAttentionInputs
 from hpu.protocol import Bucket
 from hpu.sampling.draft_rows import NO_TOKEN
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.base import Tokens
+from hpu.spec_decode.base import AcceptanceCounts, Tokens
 from hpu.spec_decode.device_search import TextSearch
 
 

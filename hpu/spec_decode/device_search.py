@@ -1,12 +1,11 @@
 """TextSearch: drafts found in known tokens on a device with its own memory, by tensor operations of
-static shapes. NgramSearch: the search of the method ngram."""
+static shapes. KeptDrafts: stored drafts instead of a search."""
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from config.params.speculation import SpeculationMethod
 from hpu.backends.base import Backend
 from hpu.sampling.draft_rows import NO_TOKEN
 
@@ -44,33 +43,6 @@ class TextSearch(Protocol):
         requests (B,) have `num_tokens` (B,) known tokens. No-op for a search that finds the same
         drafts again."""
         ...
-
-
-class NgramSearch:
-    """N-gram drafting on the device. Uses the most recent of the longest matches, like
-    hpu/spec_decode/ngram.py, but compares at most `lookup_max` tokens. Stateless."""
-
-    remembers = False
-    tensors: tuple[Tensor, ...] = ()
-
-    def __init__(self, method: SpeculationMethod) -> None:
-        self._method = method
-
-    def __call__(
-        self, known: Tensor, last: Tensor, req_indices: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        drafts, is_found = lookup(known, last, self._method)
-        return drafts, torch.where(is_found, self._method.max_drafts, 0).to(last.dtype)
-
-    def add_request(self, req_index: Tensor, num_tokens: Tensor) -> None:
-        return
-
-    def remove_request(self, req_index: Tensor, history: Tensor, num_tokens: Tensor) -> None:
-        return
-
-    def keep(self, req_indices: Tensor, drafts: Tensor, num_tokens: Tensor) -> None:
-        # No-op: the next search finds the same drafts again.
-        return
 
 
 class KeptDrafts:
@@ -119,33 +91,3 @@ class KeptDrafts:
         `last` (B,)."""
         stored = drafts.view(-1, self._max_drafts).index_select(0, req_indices)
         return stored, lengths.index_select(0, req_indices) == last + 1
-
-
-def lookup(known: Tensor, last: Tensor, method: SpeculationMethod) -> tuple[Tensor, Tensor]:
-    """N-gram lookup. Returns (B, max_drafts) tokens that followed the most recent occurrence of the
-    longest n-gram of at most `lookup_max` tokens, and (B,) whether an n-gram of at least
-    `lookup_min` tokens was found. `known` (B, L): tokens. `last` (B,): index of the last token."""
-    length = known.shape[1]
-    index = torch.arange(length, dtype=last.dtype, device=last.device).unsqueeze(0)
-    end = last.unsqueeze(1)
-    agrees = index < end
-    size = torch.zeros_like(known)
-    for before in range(method.lookup_max):
-        token = known.gather(1, (end - before).clamp(0, length - 1).long())
-        shifted = known
-        if before:
-            shifted = torch.nn.functional.pad(known[:, : length - before], (before, 0), value=-1)
-        agrees = agrees & (shifted == token)
-        size = size + agrees.to(size.dtype)
-    longest = size.amax(dim=1, keepdim=True)
-    is_found = longest >= method.lookup_min
-    # The most recent of the longest matches.
-    found = torch.where(size == longest, index, -1).amax(dim=1, keepdim=True)
-    period = end - found
-    offset = torch.ones_like(found)
-    drafts = []
-    for _ in range(method.max_drafts):
-        drafts.append(known.gather(1, (found + offset).clamp(0, length - 1).long()))
-        # A continuation that reaches the last token repeats itself.
-        offset = torch.where(offset >= period, 1, offset + 1)
-    return torch.cat(drafts, dim=1), is_found.squeeze(1)

@@ -1,11 +1,52 @@
-"""HiddenHeadProposer: drafts of a head that reads a single hidden state of the target and has no KV
-cache."""
+"""Draft heads that read a single hidden state of the target, without a KV cache: HiddenHead, their
+base class, and HiddenHeadProposer, their drafts on the host."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+from torch import Tensor
+
+from config.checkpoint.weight_maps.base import WeightMap
+from config.model.model_config import ModelConfig
+from config.speculation.drafter import HeadSizes
+from hpu.layers.attention_base import Shape
+from hpu.models.base import LoadableModel
 from hpu.spec_decode.base import DraftingCosts, Proposal, Tokens
 from hpu.spec_decode.launch_costs import LaunchCosts
+
+
+class HiddenHead(LoadableModel):
+    """Drafts several tokens from the target's hidden state of the token before the last known
+    token. A subclass also takes the device."""
+
+    def __init__(
+        self, target: ModelConfig, sizes: HeadSizes, weight_map: WeightMap, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight_map = weight_map
+        self.config, self.dtype = target, dtype
+        self.hidden_width = sizes.hidden_size
+
+    def drafts(
+        self, hidden: Tensor, tokens: Tensor, count: int, greedy: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`hidden` (M, hidden) and the next `tokens` (M,) -> (M, count) drafts after the tokens.
+        `greedy` chooses tokens: (M, vocab) logits -> (M,), -1 where logits are not finite."""
+        raise NotImplementedError
+
+    def cache_shapes(
+        self, num_blocks: int, block_size: int, num_rings: int = 0
+    ) -> list[tuple[Shape, ...]]:
+        return []
+
+    def cache_windows(self) -> list[int | None]:
+        return []
+
+    def bind_caches(
+        self, caches: list[tuple[Tensor, ...]], block_size: int, num_rings: int = 0
+    ) -> None:
+        return
 
 
 @runtime_checkable

@@ -19,10 +19,8 @@ from torch.nn import functional
 from hpu.protocol import Launch, NewRequest
 from hpu.sampling.logprobs import TopLogprobs
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.base import NOTHING, Proposal, Proposer, Tokens
+from hpu.spec_decode.base import NOTHING, AcceptanceCounts, Drafts, Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
-from hpu.spec_decode.drafts import Drafts
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 Bitmasks = npt.NDArray[np.int32]

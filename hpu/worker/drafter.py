@@ -5,23 +5,22 @@ import time
 from dataclasses import replace
 
 from config.checkpoint.draft import draft_config, draft_facts, draft_folder
-from config.checkpoint.weight_maps.hidden_heads import read_head_sizes
 from config.engine import DUMMY, EngineConfig
 from config.errors import bytes_text
 from config.model.context_length import default_context_length, max_context_length
 from config.model.model_config import ModelConfig
 from config.model.pooler import PoolerConfig
 from config.parallel import WHOLE, Stage
-from config.params.speculation import DRAFT_MODEL, EAGLE3
+from config.speculation.drafter import facts_of
 from hpu.backends.base import Backend
 from hpu.distributed.process_groups import ProcessGroups
 from hpu.model_loader.dummy_weights import fill_dummy
 from hpu.model_loader.loader import load_weights
 from hpu.models.base import CausalLM, ModelBuild
-from hpu.models.draft.heads import DraftHead, build_draft_head, eagle3_kept_layers
-from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import WarmupProgress
 from hpu.quantization.registry import process_weights
+from hpu.spec_decode.draft_head import DraftHead
+from hpu.spec_decode.drafter import select_model_drafter
 from hpu.worker.load import LoadedModel, load, served_dtype
 
 logger = logging.getLogger(__name__)
@@ -45,34 +44,28 @@ def load_drafter(
         return None
     folder = draft_folder(config, method) if method.model else config.model
     logger.info("Speculation: the method %s drafts with %s", method.method, folder)
-    if method.method == DRAFT_MODEL:
+    model_config = draft_facts(config, method, folder, target)
+    if facts_of(method).is_whole_model:
         # Without a vision tower: drafts are verified, so the drafter need not see images.
-        model_config = replace(draft_facts(config, method, folder, target), vision=None)
+        model_config = replace(model_config, vision=None)
         settings = draft_config(config, method, folder, model_config, target)
-        loaded = load(settings, model_config, None, backend, _ignore, None, groups)
-        return replace(loaded, draft_method=method.method)
+        return load(settings, model_config, None, backend, _ignore, None, groups)
     start = time.perf_counter()
     # The head uses the target's dtype, like the hidden states that it reads.
     dtype = served_dtype(config, target, None, backend, groups, stage)
-    head: DraftHead | HiddenHead
-    if method.method in HIDDEN_HEADS:
-        sizes = read_head_sizes(method, folder, target)
-        head = HIDDEN_HEADS[method.method](target, sizes, dtype, backend.device)
-        settings = draft_config(config, method, folder, target, target)
-    else:
-        model_config = draft_facts(config, method, folder, target)
-        settings = draft_config(config, method, folder, model_config, target)
-        head = build_draft_head(
-            method.method,
-            model_config,
-            target,
-            ModelBuild(
-                dtype=dtype,
-                device=backend.device,
-                max_model_len=settings.max_model_len or max_context_length(model_config),
-                group=groups.tensor,
-            ),
-        )
+    settings = draft_config(config, method, folder, model_config, target)
+    head = select_model_drafter(method).make_head(
+        method,
+        folder,
+        model_config,
+        target,
+        ModelBuild(
+            dtype=dtype,
+            device=backend.device,
+            max_model_len=settings.max_model_len or max_context_length(model_config),
+            group=groups.tensor,
+        ),
+    )
     if config.load_format == DUMMY:
         fill_dummy((head,), on_progress=_ignore_bytes)
     else:
@@ -95,7 +88,6 @@ def load_drafter(
         weight_bytes=weight_bytes,
         load_s=time.perf_counter() - start,
         groups=groups,
-        draft_method=method.method,
     )
 
 
@@ -117,17 +109,18 @@ def with_drafter(target: LoadedModel, drafter: LoadedModel) -> LoadedModel:
 
 
 def keep_for_last_stage(target: LoadedModel) -> LoadedModel:
-    """Return `target`, the model of a pipeline stage before the last. If an EAGLE-3 head on the
-    last stage drafts, the stage also sends the hidden states that the head reads. Call it before
-    graphs are captured."""
+    """Return `target`, the model of a pipeline stage before the last. If a head on the last stage
+    reads hidden states of several layers, the stage also sends these. Call it before graphs are
+    captured."""
     config = target.config
     method = config.speculation.choose()
-    if method is not None and method.method == EAGLE3 and isinstance(target.model, CausalLM):
-        model_config = draft_facts(
-            config, method, draft_folder(config, method), target.model_config
-        )
-        layers = eagle3_kept_layers(model_config, target.model_config.num_layers)
-        target.model.keep_hidden_states(layers)
+    if method is None or not method.has_drafter or not isinstance(target.model, CausalLM):
+        return target
+    facts = facts_of(method)
+    if facts.num_kept_layers:
+        folder, own = draft_folder(config, method), target.model_config
+        model_config = draft_facts(config, method, folder, own)
+        target.model.keep_hidden_states(facts.kept_layers(model_config, own.num_layers))
     return target
 
 

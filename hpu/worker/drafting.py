@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from config.errors import ConfigError
-from config.params.speculation import NGRAM, SUFFIX, SpeculationMethod
+from config.speculation.base import SpeculationMethod
 from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import LaunchFeature
 from hpu.layers.metadata import AttentionInputs
@@ -16,9 +16,9 @@ from hpu.quantization.kv_cache import zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.draft_buffers import DraftLayout, PlannedDraftInputs, SampledTokenInputs
-from hpu.runner.drafting.device_drafter import DEVICE_DRAFTERS, DeviceModelDrafter
+from hpu.runner.drafting.device_drafter import DeviceModelDrafter
 from hpu.runner.drafting.device_runner import DeviceSpeculationRunner
-from hpu.runner.drafting.draft_runner import DRAFT_RUNNERS, DraftRunner
+from hpu.runner.drafting.draft_runner import DraftRunner
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.drafting.host_runner import HostSpeculationRunner, PlannedDraftRunner
 from hpu.runner.graph_cache import Forward
@@ -26,12 +26,11 @@ from hpu.runner.input_buffers import HiddenBuffers
 from hpu.runner.kv_cache import KVCache
 from hpu.runner.model_runner import ModelRunner, RunnerParts
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
-from hpu.spec_decode.device_search import KeptDrafts, NgramSearch, TextSearch
-from hpu.spec_decode.device_suffix import SuffixSearch
+from hpu.spec_decode.device_search import KeptDrafts
 from hpu.spec_decode.draft_lengths import DraftLengths
-from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.drafter import select_drafter, select_model_drafter, select_proposer
 from hpu.spec_decode.speculation import Speculation
 from hpu.worker.load import LoadedModel
 
@@ -149,8 +148,8 @@ def _plans_drafts(loaded: LoadedModel, method: SpeculationMethod) -> bool:
     """Whether a device gets its drafts with the plans. True with pipeline stages if only the
     last stage can draft, because only the last stage has the drafter or the outputs of earlier
     requests."""
-    reads_earlier = method.method == SUFFIX and method.suffix.max_cached_requests > 0
-    return (method.has_drafter or reads_earlier) and loaded.link.stage.size > 1
+    needs_last_stage = method.has_drafter or method.reads_earlier_outputs
+    return needs_last_stage and loaded.link.stage.size > 1
 
 
 def make_model_runner(
@@ -170,11 +169,8 @@ def make_model_runner(
     batch_state, stage = parts.batch_state, loaded.link.stage
     drafter = _device_drafter(loaded, method, caches, parts)
     plans_drafts = _plans_drafts(loaded, method)
-    search: TextSearch
-    if method.method == NGRAM:
-        search = NgramSearch(method)
-    elif method.method == SUFFIX and (stage.is_last or not plans_drafts):
-        search = SuffixSearch(
+    if stage.is_last or not plans_drafts:
+        search = select_drafter(method).search(
             method,
             loaded.backend,
             max_num_reqs=batch_state.max_num_reqs,
@@ -209,7 +205,7 @@ def _host_runner(
     stage = loaded.link.stage
     if not stage.is_last:
         return PlannedDraftRunner(parts)
-    drafter = _draft_runner(loaded.drafter, caches, parts.batch_state, parts.sampler)
+    drafter = _draft_runner(loaded.drafter, method, caches, parts)
     speculation = Speculation(
         select_proposer(method, drafter),
         parts.batch_state,
@@ -223,19 +219,19 @@ def _host_runner(
 
 def _draft_runner(
     drafter: LoadedModel | None,
+    method: SpeculationMethod,
     caches: DraftCaches | None,
-    batch_state: BatchState,
-    sampler: Sampler,
+    parts: RunnerParts,
 ) -> DraftRunner | None:
     if drafter is None or caches is None:
         return None
     assert isinstance(drafter.model, CausalLM), "a drafter generates"
-    return DRAFT_RUNNERS[drafter.draft_method](
+    return select_model_drafter(method).runner(
         drafter.model,
         drafter.backend,
-        batch_state,
+        parts.batch_state,
         caches.kv,
-        sampler.greedy,
+        parts.sampler.greedy,
         Agreement(drafter.groups.stage_host),
         max_model_len=drafter.max_model_len,
         max_prefill_tokens=drafter.token_budget,
@@ -254,7 +250,7 @@ def _device_drafter(
         return None
     assert isinstance(drafter.model, CausalLM), "a drafter generates"
     functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
-    return DEVICE_DRAFTERS[drafter.draft_method](
+    return select_model_drafter(method).device_drafter(
         drafter.model,
         loaded.backend,
         functions,

@@ -108,8 +108,6 @@ class LoadedModel:
     """The draft model or head, if there is one."""
     weight_ring: WeightStreamer | None = None
     """Set if the weights of some layers are in host memory."""
-    draft_method: str = ""
-    """Speculation method, if this is a drafter."""
 
     @property
     def is_pooling(self) -> bool:

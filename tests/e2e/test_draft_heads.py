@@ -23,7 +23,7 @@ from tiny_models import make_tiny
 from config.errors import ConfigError, EngineDied
 from engine.transport.messages import EngineStats
 from gaudiserve import RequestOutput
-from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.drafter import select_proposer
 from hpu.worker import drafting
 
 DRAFTS = 3

@@ -114,8 +114,10 @@ def test_most_drafts_of_a_head_on_a_card_equal_dense_code(
     kept: Kept = []
     prepare = DeviceSpeculation.prepare
 
-    def recorded(self: DeviceSpeculation, inputs: DraftInputs, bucket: Bucket) -> VerifyBatch:
-        rows = prepare(self, inputs, bucket)
+    def recorded(
+        self: DeviceSpeculation, inputs: DraftInputs, bucket: Bucket, *, from_next_drafts: bool
+    ) -> VerifyBatch:
+        rows = prepare(self, inputs, bucket, from_next_drafts=from_next_drafts)
         known = self._history.cpu().view(-1, SHAPE["max_model_len"])
         counts, lasts = rows.num_drafts.tolist(), rows.last_positions.tolist()
         drafts = rows.drafts.tolist()

@@ -7,23 +7,22 @@ because the previous decode may have accepted any number of them, and then draft
 the host.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from config.params.speculation import DRAFT_MODEL
 from hpu.backends.base import Backend
 from hpu.layers.metadata import AttentionInputs, DecodeAttentionInputs, PrefillAttentionInputs
 from hpu.models.base import CausalLM
-from hpu.models.draft.heads import HEADS, DraftHead
-from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import Bucket
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.spec_decode.device import DraftBatch
+from hpu.spec_decode.draft_head import DraftHead
+from hpu.spec_decode.hidden_heads import HiddenHead
 
 Greedy = Callable[[Tensor], Tensor]
 """(M, V) logits to (M,) tokens of the index type, -1 for non-finite logits."""
@@ -249,11 +248,3 @@ def _split(
     """Run `function` on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return function(inputs, split.tokens, split.context)
-
-
-DEVICE_DRAFTERS: Mapping[str, type[DeviceModelDrafter]] = {
-    DRAFT_MODEL: DeviceModelDrafter,
-    **dict.fromkeys(HEADS, DeviceHeadDrafter),
-    **dict.fromkeys(HIDDEN_HEADS, DeviceHiddenHeadDrafter),
-}
-"""Drafter class by speculation method."""

@@ -1,7 +1,7 @@
 """DraftRunner and its subclasses: launches of a drafter over the blocks of the target's requests,
 on a device that shares the host's memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,18 +9,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from config.params.speculation import DRAFT_MODEL
 from hpu.backends.base import Backend
 from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import DecodeArrays, LaunchArrays, PrefillArrays
 from hpu.models.base import CausalLM
-from hpu.models.draft.heads import HEADS, DraftHead
-from hpu.models.draft.hidden_heads import HIDDEN_HEADS, HiddenHead
 from hpu.protocol import DECODE, PREFILL, Launch
 from hpu.runner.batch_state import BatchState
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, LaunchInputs, PrefillLayout
 from hpu.runner.kv_cache import KVCache
+from hpu.spec_decode.draft_head import DraftHead
+from hpu.spec_decode.hidden_heads import HiddenHead
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
 MEASURED_CONTEXT = 256
@@ -219,11 +218,3 @@ class HiddenHeadRunner(DraftRunner):
         hidden = self._hidden_cache.at(slots)
         drafts: list[list[int]] = head.drafts(hidden, tokens, count, self._greedy).tolist()
         return drafts
-
-
-DRAFT_RUNNERS: Mapping[str, type[DraftRunner]] = {
-    DRAFT_MODEL: DraftRunner,
-    **dict.fromkeys(HEADS, HeadRunner),
-    **dict.fromkeys(HIDDEN_HEADS, HiddenHeadRunner),
-}
-"""Runner class by speculation method."""

@@ -16,7 +16,7 @@ from hpu.runner.drafting.draft_runner import MEASURED_CONTEXT
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import LaunchInputs
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
-from hpu.spec_decode.drafts import Drafts
+from hpu.spec_decode.base import Drafts
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 from hpu.spec_decode.speculation import Speculation
 

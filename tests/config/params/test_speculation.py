@@ -6,7 +6,10 @@ import pytest
 
 from config.errors import ConfigError
 from config.loading.sources import from_keywords
-from config.params.speculation import SpeculationConfig, SpeculationMethod, SuffixLimits
+from config.params.speculation import SpeculationConfig
+from config.speculation.base import SpeculationMethod
+from config.speculation.ngram import NgramLimits
+from config.speculation.suffix import SuffixLimits
 
 
 def config(**options: object) -> SpeculationConfig:
@@ -28,7 +31,7 @@ def test_both_forms_of_speculation_settings_are_equivalent() -> None:
         method="ngram", num_speculative_tokens=3, prompt_lookup_max=5, prompt_lookup_min=2
     )
 
-    assert older.choose() == newer.choose() == SpeculationMethod("ngram", 3, 5, 2)
+    assert older.choose() == newer.choose() == SpeculationMethod("ngram", 3, NgramLimits(5, 2))
 
 
 def test_a_model_without_a_method_is_a_draft_model() -> None:
@@ -55,14 +58,14 @@ def test_suffix_decoding_is_limited_by_its_depth() -> None:
     factor = config(method="suffix", suffix_decoding_max_spec_factor=2).choose()
 
     assert found is not None and factor is not None
-    assert (found.max_drafts, found.suffix) == (12, SuffixLimits(12, 10_000, 1.0, 0.1))
-    assert (factor.max_drafts, factor.suffix.max_spec_factor) == (24, 2.0)
+    assert (found.max_drafts, found.settings) == (12, SuffixLimits(12, 10_000, 1.0, 0.1))
+    assert (factor.max_drafts, factor.settings) == (24, SuffixLimits(max_spec_factor=2.0))
 
 
 def test_a_single_lookup_length_sets_minimum_and_maximum() -> None:
     found = config(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3).choose()
 
-    assert found == SpeculationMethod("ngram", 3, 3, 3)
+    assert found == SpeculationMethod("ngram", 3, NgramLimits(3, 3))
 
 
 def test_the_speculative_config_keyword_accepts_a_dictionary() -> None:
@@ -70,7 +73,7 @@ def test_the_speculative_config_keyword_accepts_a_dictionary() -> None:
         model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 2}
     )
 
-    assert loaded.engine.speculation.choose() == SpeculationMethod("ngram", 2)
+    assert loaded.engine.speculation.choose() == SpeculationMethod("ngram", 2, NgramLimits(4, 2))
 
 
 @pytest.mark.parametrize(

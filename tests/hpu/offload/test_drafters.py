@@ -17,7 +17,7 @@ from config.buckets import BucketConfig
 from config.execution import EmulatorSettings
 from config.params.offload import OffloadConfig
 from config.params.speculation import SpeculationConfig
-from hpu.spec_decode.select import select_proposer
+from hpu.spec_decode.drafter import select_proposer
 from hpu.worker import drafting
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp")

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from config.params.speculation import SpeculationMethod
-from hpu.spec_decode.device_search import lookup
-from hpu.spec_decode.ngram import lookup as lookup_on_host
+from config.speculation.ngram import NgramLimits
+from hpu.spec_decode.drafters.ngram import lookup, lookup_on_device
 
 LENGTH = 40
 
@@ -17,7 +16,7 @@ LENGTH = 40
 @pytest.mark.parametrize("vocab_size", [2, 4])
 def test_device_drafts_equal_host_drafts(shortest: int, vocab_size: int) -> None:
     rng = random.Random(5)
-    method = SpeculationMethod("ngram", 5, 3, shortest)
+    limits = NgramLimits(3, shortest)
     histories = [
         [rng.randrange(vocab_size) for _ in range(rng.randint(1, LENGTH))] for _ in range(200)
     ]
@@ -28,8 +27,8 @@ def test_device_drafts_equal_host_drafts(shortest: int, vocab_size: int) -> None
         row[len(history) :] = rng.randrange(vocab_size)
     last = torch.tensor([len(history) - 1 for history in histories], dtype=torch.int32)
 
-    drafts, is_found = lookup(known, last, method)
+    drafts, is_found = lookup_on_device(known, last, limits, max_drafts=5)
 
     for history, found, is_any in zip(histories, drafts.tolist(), is_found.tolist(), strict=True):
-        expected = lookup_on_host(np.array(history, np.uint32), 3, shortest, 5).tokens
+        expected = lookup(np.array(history, np.uint32), 3, shortest, 5).tokens
         assert (found if is_any else []) == expected

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from config.params.speculation import SpeculationMethod, SuffixLimits
+from config.speculation.base import SpeculationMethod
+from config.speculation.suffix import SuffixLimits
 from hpu.backends.cpu import CpuBackend
 from hpu.sampling.draft_rows import NO_TOKEN
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
+from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
-from hpu.spec_decode.device_suffix import SuffixSearch
-from hpu.spec_decode.suffix import SuffixProposer
+from hpu.spec_decode.drafters.suffix import SuffixProposer, SuffixSearch
 
 LENGTH, REQUESTS, DRAFTS = 24, 6, 5
 
@@ -22,7 +22,7 @@ class Device:
     """Known tokens of REQUESTS requests, and the device search over them."""
 
     def __init__(self, limits: SuffixLimits) -> None:
-        method = SpeculationMethod("suffix", DRAFTS, suffix=limits)
+        method = SpeculationMethod("suffix", DRAFTS, limits)
         backend = CpuBackend(1)
         self.dtype = backend.index_dtype
         self.search = SuffixSearch(method, backend, max_num_reqs=REQUESTS, max_model_len=LENGTH)
@@ -68,7 +68,7 @@ LIMITS = {
 @pytest.mark.parametrize("vocab_size", [2, 3, 6])
 def test_device_drafts_equal_host_drafts(name: str, vocab_size: int) -> None:
     rng = random.Random(vocab_size)
-    host, device = SuffixProposer(**LIMITS[name]._asdict()), Device(LIMITS[name])
+    host, device = SuffixProposer(LIMITS[name]), Device(LIMITS[name])
     texts: list[list[int]] = [[]] * REQUESTS
 
     def add(index: int) -> None:
@@ -120,7 +120,7 @@ def test_announced_drafts_stay_until_the_request_has_more_tokens() -> None:
 
 @pytest.mark.parametrize("is_private", [True, False])
 def test_outputs_of_private_requests_are_not_kept(is_private: bool) -> None:
-    method = SpeculationMethod("suffix", DRAFTS, suffix=LIMITS["usual"])
+    method = SpeculationMethod("suffix", DRAFTS, LIMITS["usual"])
     backend = CpuBackend(1)
     search = SuffixSearch(method, backend, max_num_reqs=REQUESTS, max_model_len=LENGTH)
     speculation = DeviceSpeculation(

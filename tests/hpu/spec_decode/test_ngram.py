@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpu.spec_decode.base import NOTHING, Proposal
-from hpu.spec_decode.ngram import lookup
+from hpu.spec_decode.drafters.ngram import lookup
 
 
 def draft(history: list[int], limit: int = 4, longest: int = 32, shortest: int = 2) -> Proposal:

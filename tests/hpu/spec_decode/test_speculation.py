@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from config.speculation.ngram import NgramLimits
+from config.speculation.suffix import SuffixLimits
 from hpu.backends.cpu import CpuBackend
 from hpu.protocol import DECODE, Launch, NewRequest, RequestSampling
 from hpu.sampling.sampler import Sampler
-from hpu.spec_decode.acceptance_counts import AcceptanceCounts
-from hpu.spec_decode.base import Proposal, Proposer, Tokens
+from hpu.spec_decode.base import AcceptanceCounts, Proposal, Proposer, Tokens
 from hpu.spec_decode.draft_lengths import DraftLengths
-from hpu.spec_decode.ngram import NgramProposer
+from hpu.spec_decode.drafters.ngram import NgramProposer
+from hpu.spec_decode.drafters.suffix import SuffixProposer
 from hpu.spec_decode.speculation import Speculation
-from hpu.spec_decode.suffix import SuffixProposer
 
 CPU = CpuBackend(torch.get_num_threads())
 VOCAB = 6
@@ -63,7 +64,7 @@ class FixedProposer:
 
 def suffixes() -> SuffixProposer:
     return SuffixProposer(
-        max_depth=9, max_cached_requests=50, max_spec_factor=4.0, min_token_prob=0.1
+        SuffixLimits(max_depth=9, max_cached_requests=50, max_spec_factor=4.0, min_token_prob=0.1)
     )
 
 
@@ -73,7 +74,7 @@ def suffixes() -> SuffixProposer:
         ({}, 1.0, FixedProposer),
         ({"temperature": 0.7}, 1 / 0.7, FixedProposer),
         ({"temperature": 2.0}, 0.5, FixedProposer),
-        ({}, 1.0, lambda: NgramProposer(3, 1)),
+        ({}, 1.0, lambda: NgramProposer(NgramLimits(3, 1))),
         ({}, 1.0, suffixes),
     ],
     ids=["fixed", "fixed, 0.7", "fixed, 2.0", "ngram", "suffix"],

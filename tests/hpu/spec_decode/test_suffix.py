@@ -2,19 +2,15 @@
 
 import numpy as np
 
+from config.speculation.suffix import SuffixLimits
 from hpu.spec_decode.base import Tokens
-from hpu.spec_decode.suffix import NO_TOKEN, Outputs, SuffixProposer
+from hpu.spec_decode.drafters.suffix import SEPARATOR, Outputs, SuffixProposer
 
 
 def make(
     max_depth: int = 24, max_cached: int = 10, factor: float = 1.0, least: float = 0.1
 ) -> SuffixProposer:
-    return SuffixProposer(
-        max_depth=max_depth,
-        max_cached_requests=max_cached,
-        max_spec_factor=factor,
-        min_token_prob=least,
-    )
+    return SuffixProposer(SuffixLimits(max_depth, max_cached, factor, least))
 
 
 def make_with(text: Tokens, max_depth: int = 24, factor: float = 1.0) -> SuffixProposer:
@@ -104,7 +100,7 @@ def test_the_oldest_outputs_are_dropped_when_there_are_too_many_tokens() -> None
     for start in range(0, 1000, 10):
         outputs.add(tokens(*range(start, start + 5)))
 
-    found = [token for token in outputs.tokens.tolist() if token != NO_TOKEN]
+    found = [token for token in outputs.tokens.tolist() if token != SEPARATOR]
     assert found == [*range(970, 975), *range(980, 985), *range(990, 995)]
 
 

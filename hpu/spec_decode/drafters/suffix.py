@@ -1,30 +1,165 @@
-"""SuffixSearch: suffix drafting (suffix.py) on a device with its own memory, by tensor operations
-of static shapes.
+"""Suffix decoding (https://arxiv.org/abs/2411.04975) with vLLM's settings: SuffixProposer on the
+host, SuffixSearch on a device with its own memory. Proposes the most frequent continuation of the
+last tokens in the request's own tokens or in earlier outputs.
 
-A ring of tokens on the device contains the outputs of requests that have ended. An output is copied
-into the ring from the known tokens on the device, because only the device knows its length at that
-time. The host version counts the continuations of all longest matches; the device version counts
-only the latest MAX_MATCHES.
+A linear search over the tokens replaces the suffix tree: it finds the same matches in a tenth of a
+millisecond, and needs no memory besides the tokens.
 """
 
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from config.params.speculation import SpeculationMethod
+from config.speculation.base import SpeculationMethod
+from config.speculation.suffix import SuffixLimits
 from hpu.backends.base import Backend
 from hpu.sampling.draft_rows import NO_TOKEN
-from hpu.spec_decode.device_search import KeptDrafts
-from hpu.spec_decode.suffix import OVERLAP, ROUNDING
+from hpu.spec_decode.base import DraftingCosts, Proposal, Proposer, Tokens
+from hpu.spec_decode.device_search import KeptDrafts, TextSearch
+from hpu.spec_decode.drafter import Drafter
 
-MAX_OUTPUT_TOKENS = 1 << 15
+MAX_OUTPUT_TOKENS = 1 << 18
+"""Maximum total number of tokens of the stored outputs."""
+SEPARATOR = np.uint32(2**32 - 1)
+"""Separator of outputs."""
+OVERLAP = 8
+"""Number of last prompt tokens that are stored in front of an output."""
+ROUNDING = 1e-5
+"""Tolerance for comparing products and sums of probabilities."""
+MAX_RING_TOKENS = 1 << 15
 """Size limit of the ring in tokens. Each launch searches the whole ring for every request."""
 MAX_MATCHES = 64
 """Maximum matches of the longest length whose continuations are counted, newest first."""
 
 
+class Outputs:
+    """Outputs of up to `max_requests` ended requests, with at most `max_tokens` tokens in total.
+    The oldest outputs are dropped first."""
+
+    def __init__(self, max_requests: int, max_tokens: int = MAX_OUTPUT_TOKENS) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        # Twice the size, so that tokens rarely have to be moved.
+        self._buffer = np.full(2 * max_tokens, SEPARATOR, np.uint32)
+        self._sizes: deque[int] = deque()
+        self._start = self._end = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of all outputs, each followed by SEPARATOR."""
+        return self._buffer[self._start : self._end]
+
+    def add(self, output: Tokens) -> None:
+        """Store an output."""
+        size = len(output) + 1
+        if size > self._max_tokens or not self._max_requests:
+            return
+        if self._end + size > len(self._buffer):
+            kept = self.tokens.copy()
+            self._buffer[: len(kept)] = kept
+            self._start, self._end = 0, len(kept)
+        self._buffer[self._end : self._end + size - 1] = output
+        self._end += size
+        self._buffer[self._end - 1] = SEPARATOR
+        self._sizes.append(size)
+        while len(self._sizes) > self._max_requests or self._end - self._start > self._max_tokens:
+            self._start += self._sizes.popleft()
+
+
+class SuffixProposer:
+    """Drafts the continuation of the longest match of the last tokens, in the request's own tokens
+    and in earlier outputs, while it is likely enough."""
+
+    def __init__(self, limits: SuffixLimits) -> None:
+        self._limits = limits
+        self._known: dict[int, tuple[int, Tokens]] = {}
+        """(number of prompt tokens, all known tokens) by request."""
+        self._private: set[int] = set()
+        """Requests whose outputs are not stored."""
+        self._outputs = Outputs(limits.max_cached_requests)
+
+    def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
+        self._known[req_index] = len(tokens), tokens
+        if is_private:
+            self._private.add(req_index)
+
+    def remove_request(self, req_index: int) -> None:
+        num_prompt_tokens, tokens = self._known.pop(req_index)
+        is_kept = req_index not in self._private
+        self._private.discard(req_index)
+        if is_kept and len(tokens) > num_prompt_tokens:
+            self._outputs.add(tokens[max(0, num_prompt_tokens - OVERLAP) :])
+
+    def propose(
+        self, req_indices: Sequence[int], histories: Sequence[Tokens], limits: Sequence[int]
+    ) -> list[Proposal]:
+        proposals = []
+        for req_index, history, limit in zip(req_indices, histories, limits, strict=True):
+            self._known[req_index] = self._known[req_index][0], history
+            # On a tie, the request's own tokens win.
+            own, own_score = self._follow(history, history, limit)
+            other, score = self._follow(self._outputs.tokens, history, limit)
+            proposals.append(other if score > own_score + ROUNDING else own)
+        return proposals
+
+    def measure(self, max_num_seqs: int) -> DraftingCosts | None:
+        return None
+
+    def _follow(self, text: Tokens, history: Tokens, limit: int) -> tuple[Proposal, float]:
+        """Drafts after the longest match of the end of `history` in `text`, and the expected number
+        of accepted drafts."""
+        ends, size = _matches(text, history, self._limits.max_depth - 1)
+        limit = min(limit, int(size * self._limits.max_spec_factor), self._limits.max_depth - size)
+        drafts: list[int] = []
+        probability, score = 1.0, 0.0
+        following = ends + 1
+        while len(drafts) < limit and len(following):
+            following = following[following < len(text)]
+            tokens, counts = np.unique(text[following], return_counts=True)
+            counts[tokens == SEPARATOR] = 0
+            if not len(counts) or not counts.max():
+                break
+            # Lowest token id among the most frequent tokens, so that all ranks draft the same
+            # tokens.
+            token = tokens[counts.argmax()]
+            probability *= float(counts.max() / counts.sum())
+            if probability < self._limits.min_token_prob - ROUNDING:
+                break
+            drafts.append(int(token))
+            score += probability
+            following = following[text[following] == token] + 1
+        return Proposal(drafts, size), score
+
+
+def _matches(text: Tokens, history: Tokens, longest: int) -> tuple[npt.NDArray[np.int64], int]:
+    """End positions in `text` of the longest matches of the end of `history`, limited to `longest`
+    tokens, and the length of these matches."""
+    last = len(history) - 1
+    # The last token of the text has no continuation.
+    ends: npt.NDArray[np.int64] = np.flatnonzero(text[:-1] == history[last])
+    size = min(1, len(ends))
+    while size and size < min(longest, last + 1):
+        longer = ends[ends >= size]
+        longer = longer[text[longer - size] == history[last - size]]
+        if not len(longer):
+            break
+        ends, size = longer, size + 1
+    return ends, size
+
+
 class SuffixSearch:
-    """Suffix drafting on the device: finds the longest suffix of a request in its own text and in
-    earlier outputs."""
+    """Suffix drafting by tensor operations of static shapes: finds the longest suffix of a request
+    in its own text and in earlier outputs.
+
+    A ring of tokens on the device contains the outputs of requests that have ended. An output is
+    copied into the ring from the known tokens on the device, because only the device knows its
+    length at that time. SuffixProposer counts the continuations of all longest matches;
+    SuffixSearch counts only the latest MAX_MATCHES.
+    """
 
     remembers = True
 
@@ -32,12 +167,12 @@ class SuffixSearch:
         self, method: SpeculationMethod, backend: Backend, *, max_num_reqs: int, max_model_len: int
     ) -> None:
         self._backend = backend
-        self._limits = limits = method.suffix
+        self._limits = limits = _limits(method)
         self._max_drafts = method.max_drafts
         self._max_len = max_model_len
         # One more output: an output that does not fit at the end of the ring leaves a gap there.
         num_outputs = limits.max_cached_requests + 1 if limits.max_cached_requests else 0
-        self._size = min(MAX_OUTPUT_TOKENS, num_outputs * (max_model_len + 1))
+        self._size = min(MAX_RING_TOKENS, num_outputs * (max_model_len + 1))
         """Size of the ring in tokens; 0: the search covers only the request's own tokens."""
 
         def zeros(count: int) -> Tensor:
@@ -189,3 +324,21 @@ class _Remember:
         index = torch.where(is_written, begin + offsets, self._size)
         new = torch.cat((begin + count + 1, number.unsqueeze(0)))
         return index, tokens, number.expand(length + 1), torch.where(is_output, new, ring)
+
+
+class SuffixDrafter(Drafter):
+    def proposer(self, method: SpeculationMethod, launcher: object) -> Proposer:
+        return SuffixProposer(_limits(method))
+
+    def search(
+        self, method: SpeculationMethod, backend: Backend, *, max_num_reqs: int, max_model_len: int
+    ) -> TextSearch:
+        return SuffixSearch(method, backend, max_num_reqs=max_num_reqs, max_model_len=max_model_len)
+
+
+def _limits(method: SpeculationMethod) -> SuffixLimits:
+    assert isinstance(method.settings, SuffixLimits)
+    return method.settings
+
+
+DRAFTERS = {"suffix": SuffixDrafter()}
