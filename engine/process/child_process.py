@@ -46,6 +46,10 @@ FAULTS = frozenset(
 """Signals caused by the code that a process executes."""
 
 _LENGTH = struct.Struct("<Q")
+CONTINUED_S = 1.0
+"""Further time before the kill, in seconds. A terminal that stops the server (Ctrl-Z) stops its
+timers, too, and continues all processes at once."""
+
 _CHANGES = os.WSTOPPED | os.WCONTINUED
 _PR_SET_PDEATHSIG = 1
 """prctl(2): option that sets the signal a process gets when its parent dies."""
@@ -104,6 +108,15 @@ class ProcessEnd(NamedTuple):
 def is_external_end(code: int) -> bool:
     """Whether exit code `code` means that another process killed the process with a signal."""
     return code < 0 and -code not in FAULTS
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state == "T"
 
 
 class Terminated(BaseException):
@@ -222,6 +235,9 @@ class ChildProcess:
         killing.cancel()
 
     def _kill_stopped(self) -> None:
+        time.sleep(CONTINUED_S)
+        if not _is_stopped(self.pid):
+            return
         logger.error("%s was stopped by a signal for %g s and is killed", self._name, STOPPED_S)
         self._process.kill()
 

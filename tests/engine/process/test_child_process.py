@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waits import WAIT_S
+from waits import WAIT_S, wait_for
 
 from engine.process import child_process
 from engine.process.child_process import PARENT_DIED, ChildProcess, ProcessEnd
@@ -161,6 +161,23 @@ def test_a_child_that_is_continued_in_time_is_kept(
     child.process.close(5)
 
 
+def test_a_child_that_is_continued_after_the_timer_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal has stopped and continues the parent, too: the parent's timer ends at once."""
+    monkeypatch.setattr(child_process, "STOPPED_S", 0.01)
+    monkeypatch.setattr(child_process, "CONTINUED_S", 3.0)
+    child = Child(tmp_path / "log")
+    child.wait_for("started")
+
+    os.kill(child.process.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(child.process.pid, signal.SIGCONT)
+
+    assert not child.has_ended.wait(5.0)
+    child.process.close(5)
+
+
 def test_a_stopped_child_is_closed_at_once(tmp_path: Path) -> None:
     child = Child(tmp_path / "log")
     child.wait_for("started")
@@ -169,7 +186,9 @@ def test_a_stopped_child_is_closed_at_once(tmp_path: Path) -> None:
     child.process.close(0)
 
     assert child.process.poll() == -signal.SIGKILL
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    wait_for(
+        lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
+    )
 
 
 def test_a_message_to_a_child_that_has_ended_is_lost(tmp_path: Path) -> None:
