@@ -182,6 +182,8 @@ def test_a_stopped_child_is_closed_at_once(tmp_path: Path) -> None:
     child = Child(tmp_path / "log")
     child.wait_for("started")
     os.kill(child.process.pid, signal.SIGSTOP)
+    # A SIGTERM before the stop would end the child.
+    wait_for(lambda: child_process._is_stopped(child.process.pid))
 
     child.process.close(0)
 
