@@ -46,7 +46,8 @@ SHARED: Mapping[str, str] = {
     # Number and length of the choices.
     "n": f"Choices for each prompt, 1 to {MAX_N}; default 1.",
     "min_tokens": "Minimum number of generated tokens, 0 to max_tokens; default 0.",
-    "stop": "One stop string or several; the output does not contain them.",
+    "stop": "One stop string or several (4, `--max-stop-strings`), each of up to 1,024 characters; the "
+    "output does not contain them.",
     "stop_token_ids": "Tokens that end the output; their text is left out.",
     "include_stop_str_in_output": "Whether the output contains the stop text; default false.",
     "ignore_eos": "Whether to continue after the end token; default false.",
@@ -168,8 +169,8 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "MessagesBody": {
         "max_tokens": "Maximum generated tokens, at least 1.",
         "metadata": "The id of the end user (user_id).",
-        "stop_sequences": "Stop strings, which the answer does not contain; at most "
-        "`--max-stop-strings`.",
+        "stop_sequences": "Stop strings (at most 4, `--max-stop-strings`), each of up to 1,024 "
+        "characters; the answer does not contain them.",
     },
     "CountBody": {
         "output_config": "Reasoning effort, and output format: a JSON schema.",
