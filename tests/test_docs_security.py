@@ -118,8 +118,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "
         f"{bounds.MAX_METADATA_KEY_CHARACTERS} characters, values of "
         f"{bounds.MAX_METADATA_VALUE_CHARACTERS} |",
-        f"| `stop` strings | {DEFAULTS.max_stop_strings}, each of {MAX_STOP_CHARACTERS:,} characters "
-        "| `--max-stop-strings` |",
+        f"| `stop` strings | {DEFAULTS.max_stop_strings}, each of {MAX_STOP_CHARACTERS:,} "
+        "characters | `--max-stop-strings` |",
         "| messages or items; parts of a message, and documents; tools | "
         f"{bounds.MAX_MESSAGES:,}; {bounds.MAX_PARTS:,}; {bounds.MAX_TOOLS:,} |",
         f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
