@@ -29,9 +29,11 @@ from server.multimodal import decode, fetch, file_checks, image_processor, proce
 from server.openai.responses import chat_request as responses
 from server.openai.responses import store as stored
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS
+from server.openai.schema.completions import MAX_PROMPTS
 from server.openai.schema.generation import MAX_STOP_CHARACTERS
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
+from server.pooling.schema import MAX_INPUTS
 from server.process import api_server, open_files
 from server.serving import job, prompts
 from server.text import bounded_encoder, isolated_template, long_texts, messages, sandbox
@@ -120,8 +122,10 @@ def isolation(limits: compilation.Limits) -> str:
         f"{bounds.MAX_METADATA_VALUE_CHARACTERS} |",
         f"| `stop` strings | {DEFAULTS.max_stop_strings}, each of {MAX_STOP_CHARACTERS:,} "
         "characters | `--max-stop-strings` |",
-        "| messages or items; parts of a message, and documents; tools | "
+        "| messages or items; parts of a message, and `documents` of a chat; tools | "
         f"{bounds.MAX_MESSAGES:,}; {bounds.MAX_PARTS:,}; {bounds.MAX_TOOLS:,} |",
+        "| prompts of a completion; texts to embed, score, classify or rerank | "
+        f"{MAX_PROMPTS:,}; {MAX_INPUTS:,} |",
         f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
         f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
         f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
@@ -239,8 +243,10 @@ def test_limits_of_images_equal_the_code(row: str) -> None:
     "row",
     [
         f"| messages or items | {bounds.MAX_MESSAGES:,} |",
-        f"| parts of a message, documents | {bounds.MAX_PARTS:,} |",
-        f"| parts of a message, documents | {bounds.MAX_DOCUMENTS:,} |",
+        f"| parts of a message, `documents` of a chat | {bounds.MAX_PARTS:,} |",
+        f"| parts of a message, `documents` of a chat | {bounds.MAX_DOCUMENTS:,} |",
+        f"| prompts of a completion | {MAX_PROMPTS:,} |",
+        f"| texts to embed, score, classify or rerank | {MAX_INPUTS:,} |",
         f"| `stop` strings | {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
         f"{MAX_STOP_CHARACTERS:,} characters |",
         f"| tools | {bounds.MAX_TOOLS:,} |",
