@@ -15,8 +15,12 @@ logger = logging.getLogger(__name__)
 NUM_LINES = 10
 """Number of log lines for a download or conversion without a progress bar."""
 
+DOWNLOADING = "downloading the model"
+CONVERTING = "converting the model"
+"""Stages of a Report."""
+
 Report = Callable[[str, int, int], None]
-"""Called with a stage, such as "fetch" or "convert", the bytes done and the total (0: unknown). May
+"""Called with a stage, such as CONVERTING, the bytes done and the total (0: unknown). May
 be called from several threads; an exception aborts the work."""
 
 

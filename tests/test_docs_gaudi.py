@@ -16,7 +16,10 @@ from server.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in DOCS.glob("gaudi*.md")}
+TEXTS = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in sorted({*DOCS.glob("gaudi*.md"), DOCS / "inc.md"})
+}
 OMITTED = re.compile(r"^\.\.\.\n", re.MULTILINE)
 
 

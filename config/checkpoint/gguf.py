@@ -21,7 +21,7 @@ from config.errors import ConfigError
 from config.model.json_fields import Fields, Json
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
 from config.model.read_config import model_config_of
-from config.progress import Report, unreported
+from config.progress import CONVERTING, Report, unreported
 from config.whole_folders import is_whole, place_folder, remove, write_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def converted(
         check_own(target)
         if is_whole(target, _UNLISTED):
             return target
-    report("convert", 0, 0)
+    report(CONVERTING, 0, 0)
     with ExitStack() as stack:
         stack.enter_context(cache_errors(target.parent, "the converted model"))
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("Another process is converting the same file: waiting for it")
-            report("convert: another process is converting the same file: waiting for it", 0, 0)
+            report("waiting for another process that converts the same file", 0, 0)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

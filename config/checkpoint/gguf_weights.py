@@ -16,7 +16,7 @@ from config.checkpoint.gguf_metadata import GgufFile
 from config.checkpoint.gguf_tensors import DTYPES, Entry, TensorRows
 from config.checkpoint.safetensors_files import Shapes
 from config.errors import ConfigError
-from config.progress import Bar, Report, unreported
+from config.progress import CONVERTING, Bar, Report, unreported
 
 BLOCK_TYPES = (
     GGMLQuantizationType.Q4_0,
@@ -48,7 +48,7 @@ def write_safetensors(
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"
-    with Bar("convert", report, total=total, desc=words, disable=not progress) as bar:
+    with Bar(CONVERTING, report, total=total, desc=words, disable=not progress) as bar:
         _write(
             target,
             [(e.name, DTYPES[e.dtype][0], e.shape, e.num_bytes) for e in entries],

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from config.checkpoint.safetensors_files import incomplete
 from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
-from config.progress import Report, TenthLines, bar_size, unreported
+from config.progress import DOWNLOADING, Report, TenthLines, bar_size, unreported
 
 if TYPE_CHECKING:
     import huggingface_hub.errors
@@ -56,7 +56,7 @@ def download_model(
     ConfigError for a model that cannot be served. Raises ConfigError also if the hub does not have
     the model, or if its weights are not in safetensors. Without `has_weights` no weights are
     downloaded."""
-    report("fetch", 0, 0)
+    report(DOWNLOADING, 0, 0)
     path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
         try:
@@ -217,7 +217,7 @@ def _reporting(report: Report, model: str, progress: bool) -> type:
             self._done_bytes += int(n or 0) * self._unit_bytes
             done = max(done, self._done_bytes)
             total = max(total, int(self.total or 0) * self._unit_bytes)
-            report("fetch", done, total)
+            report(DOWNLOADING, done, total)
             if lines is not None:
                 lines.update(done, total)
             is_shown: bool | None = super().update(n)

@@ -90,6 +90,8 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
     elif Path(model).is_dir():
         what = _NEEDED[0] if missing[0] == _NEEDED[0] else f"the weights ({_NEEDED[1]})"
         problem += f": download {what} too"
+        if missing == [_NEEDED[1]]:
+            problem += ", or serve random weights with --load-format dummy"
     return ConfigError(problem)
 
 

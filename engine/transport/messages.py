@@ -290,6 +290,8 @@ LOAD = "load"
 """Progress stage of weight loading; counts bytes."""
 BACKGROUND_WARMUP = "later"
 """Progress stage after Ready: buckets that are warmed up while the engine is idle."""
+_STAGE_TEXTS = {LOAD: "loading the weights", "warmup": "warming up"}
+"""Progress stage -> its words in logs and errors."""
 
 
 class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
@@ -312,8 +314,9 @@ class Progress(msgspec.Struct, array_like=True, gc=False, tag=7):
 
     @property
     def text(self) -> str:
-        """Progress such as `warmup, 12 of 97`; only the stage if it has no counts."""
-        return f"{self.stage}, {self.counts}" if self.total else self.stage
+        """Progress such as `warming up, 12 of 97`; only the stage if it has no counts."""
+        stage = _STAGE_TEXTS.get(self.stage, self.stage)
+        return f"{stage}, {self.counts}" if self.total else stage
 
 
 class Ready(msgspec.Struct, array_like=True, gc=False, tag=8):

@@ -51,10 +51,26 @@ OLLAMA = "/api/"
 """Path prefix of Ollama's API."""
 NOT_SERVED = (
     (re.compile(r"/v1/(audio/|realtime)"), "Audio is not served."),
+    (
+        re.compile(r"/v1/(files|batches|uploads)\b"),
+        "`gaudiserve run-batch` answers a file of requests.",
+    ),
+    (re.compile(r"/v1/(images|videos)\b"), "Images and videos are not generated."),
+    (re.compile(r"/v1/fine_tuning\b"), "Models are not trained here."),
+    (re.compile(r"/v1/moderations\b"), "/classify runs a classifier."),
+    (
+        re.compile(r"/v1/(assistants|threads|conversations)\b"),
+        "/v1/responses continues conversations that it stores.",
+    ),
+    (
+        re.compile(r"/v1/(vector_stores|containers)\b"),
+        "The client runs the tools and stores their files.",
+    ),
     (re.compile("/v1/update_models"), "A server has a single model: start a server for each."),
     (re.compile(".*/derender$"), "/detokenize returns the text of token ids."),
 )
-"""Path pattern of vLLM routes that do not exist here -> sentence added to the 404 message."""
+"""Path pattern of routes of OpenAI and vLLM that do not exist here -> sentence added to the 404
+message."""
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -146,8 +162,8 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 def _unknown_route(request: Request) -> HTTPException:
     """404 for an unknown path. The message names the flag that enables the route, the API to use
-    instead of Ollama's, the replacement for a vLLM route, the route if only `/v1` is missing, a
-    route below `/v1`, or the route with the most similar path."""
+    instead of Ollama's, the replacement for a route of OpenAI or vLLM, the route if only `/v1` is
+    missing, a route below `/v1`, or the route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."

@@ -15,7 +15,11 @@ from server.http.body_bounds import (
 )
 from server.openai.responses.schema import WITH_LOGPROBS
 from server.openai.schema.completions import MAX_PROMPTS
-from server.openai.schema.generation import MAX_REQUEST_ID_CHARACTERS, MAX_SALT_CHARACTERS
+from server.openai.schema.generation import (
+    MAX_REQUEST_ID_CHARACTERS,
+    MAX_SALT_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+)
 from server.openai.schema.structured import FIELDS
 from server.pooling.schema import MAX_INPUTS
 
@@ -46,7 +50,8 @@ SHARED: Mapping[str, str] = {
     # Number and length of the choices.
     "n": f"Choices for each prompt, 1 to {MAX_N}; default 1.",
     "min_tokens": "Minimum number of generated tokens, 0 to max_tokens; default 0.",
-    "stop": "One stop string or several; the output does not contain them.",
+    "stop": "One stop string or several (4, `--max-stop-strings`), each of up to "
+    f"{MAX_STOP_CHARACTERS:,} characters; the output does not contain them.",
     "stop_token_ids": "Tokens that end the output; their text is left out.",
     "include_stop_str_in_output": "Whether the output contains the stop text; default false.",
     "ignore_eos": "Whether to continue after the end token; default false.",
@@ -168,8 +173,8 @@ OVERRIDES: Mapping[str, Mapping[str, str]] = {
     "MessagesBody": {
         "max_tokens": "Maximum generated tokens, at least 1.",
         "metadata": "The id of the end user (user_id).",
-        "stop_sequences": "Stop strings, which the answer does not contain; at most "
-        "`--max-stop-strings`.",
+        "stop_sequences": "Stop strings (at most 4, `--max-stop-strings`), each of up to "
+        f"{MAX_STOP_CHARACTERS:,} characters; the answer does not contain them.",
     },
     "CountBody": {
         "output_config": "Reasoning effort, and output format: a JSON schema.",

@@ -43,31 +43,38 @@ class InvalidLine(NamedTuple):
     error: str
 
 
-def read_lines(path: Path) -> Iterator[BatchLine | InvalidLine]:
-    """The non-empty lines of the input. Raises ConfigError if the file cannot be read."""
-    seen: set[str] = set()
+def open_input(path: Path) -> IO[bytes]:
+    """The input, open for `read_lines`. Raises ConfigError if it cannot be opened."""
     try:
-        with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(MAX_LINE_BYTES):
-                number += 1
-                if not raw.strip():
-                    continue
-                if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                    while raw and not raw.endswith(b"\n"):
-                        raw = file.readline(MAX_LINE_BYTES)
-                    yield InvalidLine(number, None, f"it is longer than {MAX_LINE_BYTES} bytes")
-                    continue
-                line = _parsed(number, raw)
-                if line.custom_id is not None:
-                    if line.custom_id in seen:
-                        line = InvalidLine(
-                            number, line.custom_id, f"custom_id {line.custom_id!r} was used before"
-                        )
-                    seen.add(line.custom_id or "")
-                yield line
+        return path.open("rb")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
+    """The non-empty lines of the input. Raises ConfigError if the file cannot be read."""
+    seen: set[str] = set()
+    number = 0
+    try:
+        while raw := file.readline(MAX_LINE_BYTES):
+            number += 1
+            if not raw.strip():
+                continue
+            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                while raw and not raw.endswith(b"\n"):
+                    raw = file.readline(MAX_LINE_BYTES)
+                yield InvalidLine(number, None, f"it is longer than {MAX_LINE_BYTES} bytes")
+                continue
+            line = _parsed(number, raw)
+            if line.custom_id is not None:
+                if line.custom_id in seen:
+                    line = InvalidLine(
+                        number, line.custom_id, f"custom_id {line.custom_id!r} was used before"
+                    )
+                seen.add(line.custom_id or "")
+            yield line
+    except OSError as error:
+        raise ConfigError(f"{file.name}: {error.strerror}") from error
 
 
 def _parsed(number: int, raw: bytes) -> BatchLine | InvalidLine:

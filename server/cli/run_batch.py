@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import uvloop
 
 from config import log
 from config.checkpoint.demo import NAMES
-from config.errors import CommandFailed
+from config.errors import CommandFailed, counted
 from config.loading.parser import FlagParser, number
 from config.loading.sources import Loaded, load
 from config.progress import CountBar
@@ -20,6 +21,7 @@ from server.cli.batch_files import (
     BatchLine,
     BatchOutput,
     InvalidLine,
+    open_input,
     read_lines,
 )
 from server.cli.flags import command_parser
@@ -85,16 +87,23 @@ def main(argv: list[str]) -> int:
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)
     log_spellings(loaded)
-    with BatchOutput(Path(arguments.output_file)) as output:
-        lines = _unanswered(Path(arguments.input_file), output)
+    with (
+        # Opened before the output, which would be created for a missing input too.
+        open_input(Path(arguments.input_file)) as file,
+        BatchOutput(Path(arguments.output_file)) as output,
+    ):
+        lines = _unanswered(file, output)
         if output.num_answered:
-            _say(f"{output.num_answered} lines of {arguments.output_file} are already answered")
+            verb = "is" if output.num_answered == 1 else "are"
+            count = counted(output.num_answered, "line")
+            _say(f"{count} of {arguments.output_file} {verb} already answered")
         uvloop.run(_run(loaded, arguments, lines, output))
-        print(f"{output.num_answered} lines answered, {output.num_errors} of them with an error")
+        count = counted(output.num_answered, "line")
+        print(f"{count} answered, {output.num_errors} of them with an error")
     return 0
 
 
-def _unanswered(file: Path, output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
+def _unanswered(file: IO[bytes], output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
     """Input lines without a response. The file is read lazily."""
     return (line for line in read_lines(file) if not output.has(line))
 

@@ -404,7 +404,7 @@ class ApiServer:
             # The downloading process logs the later stages.
             if is_first:
                 logger.info(
-                    "%s answers health checks, but the server is not ready: %s",
+                    "%s answers health checks while the server starts. Current work: %s",
                     self._urls[0],
                     progress.text,
                 )

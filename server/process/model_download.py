@@ -33,7 +33,7 @@ class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def text(self) -> str:
-        """Text for logs and errors: `fetch, 12 of 98 MB`."""
+        """Text for logs and errors: `downloading the model, 12 of 98 MB`."""
         if not self.total_bytes:
             return self.stage
         return f"{self.stage}, {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
@@ -72,7 +72,7 @@ class ModelDownload:
         last: DownloadProgress | Exception
         try:
             with panics_as_errors():
-                last = DownloadProgress("starting the engine", folder=self._resolve(self._report))
+                last = DownloadProgress("launching the engine", folder=self._resolve(self._report))
         except DownloadStopped:
             return
         except Exception as error:  # thread boundary: report it

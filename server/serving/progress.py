@@ -1,15 +1,18 @@
 """Formats start-up progress as text and as a progress bar. Each update is a separate log line,
 because other processes write to the same log."""
 
+from config.errors import capitalized
 from engine.transport.messages import Progress
 
 WIDTH = 24
 INTERVAL_S = 5.0
 """Interval between progress lines."""
+STARTING = "starting"
+"""Progress before the first stage is known."""
 
 
 def describe(progress: Progress) -> str:
-    """Progress as text: `warmup, 12 of 97, about 3 min left`."""
+    """Progress as text: `warming up, 12 of 97, about 3 min left`."""
     text = progress.text
     if progress.left_s > 0 and progress.done < progress.total:
         text += f", about {_duration(progress.left_s)} left"
@@ -17,8 +20,8 @@ def describe(progress: Progress) -> str:
 
 
 def bar(progress: Progress) -> str:
-    """Progress as a progress bar: `[######------------------] warmup, 12 of 48, about 3 min
-    left`."""
+    """Progress as a progress bar: `[######------------------] warming up, 12 of 48, about 3
+    min left`."""
     if not progress.total:
         return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total
@@ -42,7 +45,10 @@ class ProgressReporter:
             return None
         self._next_s = now_s + INTERVAL_S
         waited_s = now_s - self._since_s
-        return text if waited_s < INTERVAL_S / 2 else f"{text}, for {_duration(waited_s)}"
+        line = capitalized(text) if text == STARTING else f"Starting: {text}"
+        if waited_s < INTERVAL_S / 2:
+            return line
+        return f"{line}, unchanged for {_duration(waited_s)}"
 
 
 def _duration(seconds: float) -> str:

@@ -285,7 +285,7 @@ def _run(command: list[str], report: Report, folder: str) -> str:
             while process.poll() is None:
                 if time.monotonic() > end_s:
                     return f"it took over {CONVERT_TIMEOUT_S} s"
-                report("tokenizer", 0, 0)
+                report("converting the tokenizer", 0, 0)
                 time.sleep(_POLL_S)
         said.seek(0)
         lines = [line for line in said.read().splitlines() if line.strip()]

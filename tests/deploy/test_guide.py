@@ -31,7 +31,9 @@ BUILDS = re.findall(r"`(docker build [^`]*)`", GUIDE)
 DOCUMENTS: list[Document] = [
     document for kind, text in BLOCKS if kind == "yaml" for document in documents(text)
 ]
-MANIFESTS = [document for document in DOCUMENTS if document["kind"] != "Kustomization"]
+PATCH_KINDS = ("Kustomization", "Deployment")
+"""Kinds of the documents that are no manifests: overlays, and the patch of an overlay."""
+MANIFESTS = [document for document in DOCUMENTS if document["kind"] not in PATCH_KINDS]
 UNIT = configparser.ConfigParser(strict=False, interpolation=None)
 UNIT.optionxform = str  # type: ignore[assignment, method-assign]
 UNIT.read_string((ROOT / "deploy" / "gaudiserve.service").read_text(encoding="utf-8"))
@@ -39,6 +41,10 @@ OVERLAY, TWO_NODES = (
     text for kind, text in BLOCKS if kind == "yaml" and "kind: Kustomization" in text
 )
 """Overlays of a user, `deploy/kubernetes/mine`, for one node and for two nodes."""
+(KEYS,) = (
+    text for kind, text in BLOCKS if kind == "yaml" and re.search("^kind: Deployment", text, re.M)
+)
+"""Patch of an overlay: the file with API keys."""
 # Commands that name no file of the repository.
 NAME_NO_FILE = (
     "get",
@@ -58,14 +64,24 @@ NAME_NO_FILE = (
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_names_existing_files_and_objects(line: str) -> None:
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line, comments=True)
+    while re.match(r"[A-Z_]+=", program):
+        program, *words = words
+    program = Path(program).name
 
-    if program in ("curl", "docker", "API_KEY=secret", "cp"):
+    if program in ("curl", "docker", "cp"):
         files = [path for path in words if path.startswith("deploy/")]
         assert [path for path in files if not (ROOT / path).is_file()] == []
         return
-    if program in ("make", "useradd", "systemctl", "journalctl"):
-        assert "gaudiserve" in words or words == ["install-hpu"]
+    if program in ("useradd", "systemctl", "journalctl"):
+        assert "gaudiserve" in words
+        return
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE)
+        return
+    if program == "pip":
+        assert words[:2] == ["wheel", "--wheel-dir"]
         return
     assert program in ("kubectl", "gaudiserve", "oc")
     if program == "gaudiserve" or words[0] in NAME_NO_FILE or words[1] == "namespace":
@@ -114,7 +130,7 @@ def test_the_manifests_of_the_guide_are_complete() -> None:
     kinds = [manifest["kind"] for manifest in MANIFESTS]
 
     assert kinds == ["RuntimeClass", "Ingress", "PersistentVolumeClaim", "Pod"]
-    assert len(DOCUMENTS) == len(MANIFESTS) + 2
+    assert len(DOCUMENTS) == len(MANIFESTS) + 3
 
 
 @pytest.mark.deploy
@@ -143,6 +159,33 @@ def test_the_overlay_of_the_guide_is_rendered(tmp_path: Path, in_a_claim: bool) 
     if in_a_claim:
         # Kubernetes refuses a subject without a namespace.
         assert found["RoleBinding"]["subjects"][0]["namespace"] == "models"
+
+
+@pytest.mark.deploy
+def test_the_patch_of_the_guide_replaces_the_key_by_a_file(tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    folder = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"), "mine")
+    folder.mkdir()
+    (folder / "keys.yaml").write_text(KEYS)
+    (folder / "kustomization.yaml").write_text(OVERLAY + "  - path: keys.yaml\n")
+
+    found = {document["kind"]: document for document in rendered(str(folder))}
+
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "keys")
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "keys")
+    given = {entry["name"]: entry.get("value") for entry in container["env"]}
+    kubernetes_validate.validate(found["Deployment"], "1.32", strict=True)
+    assert "GAUDISERVE_API_KEY" not in given
+    # A subPath mount would keep the first key.
+    assert "subPath" not in mount
+    assert given["GAUDISERVE_API_KEY_FILE"] == f"{mount['mountPath']}/key"
+    assert volume["secret"]["secretName"] == "gaudiserve-key"
+    # The file belongs to root and to the group fsGroup.
+    assert volume["secret"]["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == 10001
 
 
 @pytest.mark.deploy

@@ -78,7 +78,7 @@ def test_the_port_answers_before_the_checkpoint_is_converted(
         chat = live.ask("/v1/chat/completions", CHAT)
 
         assert alive.status_code == 200
-        assert ready.json()["error"]["message"] == "The server is starting: convert."
+        assert ready.json()["error"]["message"] == "The server is starting: converting the model."
         assert health.json() == ready.json()
         for refused in (health, ready, models, chat):
             assert refused.status_code == 503

@@ -37,6 +37,13 @@ def test_a_folder_that_lacks_files_is_refused_with_all_their_names(tmp_path: Pat
         resolve(str(tmp_path))
 
 
+def test_a_folder_without_weights_is_refused_with_the_flag_that_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"\*\.safetensors\) too, or .* --load-format dummy$"):
+        resolve(str(tmp_path))
+
+
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
 def test_a_gguf_file_becomes_a_folder_in_the_cache_of_its_dtype(tmp_path: Path, dtype: str) -> None:
     source = write_gguf(tmp_path / "tiny.GGUF")

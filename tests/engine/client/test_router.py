@@ -247,7 +247,7 @@ async def test_the_router_is_ready_with_all_engines_and_has_the_shortest_context
     engines[0].says(ready_message(max_model_len=100))
     engines[1].says(Progress(1, "warmup", 3, 9))
 
-    with pytest.raises(Overloaded, match="warmup, 3 of 9"):
+    with pytest.raises(Overloaded, match="warming up, 3 of 9"):
         router.add(request_of(chat(1, 5), asking(1)))
     assert router.ready is None and router.progress == Progress(1, "warmup", 3, 9)
     engines[1].says(ready_message(max_model_len=80))

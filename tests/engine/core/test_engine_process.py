@@ -37,7 +37,9 @@ async def test_startup_reports_its_progress_and_accepts_no_requests() -> None:
     async with engine_rig("start_s=1", ready=False) as rig:
         assert await eventually(lambda: rig.client.progress is not None)
 
-        with pytest.raises(Overloaded, match=r"starting \(load, \S+ \S+ of \S+ \S+\)") as caught:
+        with pytest.raises(
+            Overloaded, match=r"starting \(loading the weights, \S+ \S+ of \S+ \S+\)"
+        ) as caught:
             rig.client.add(request_of(prompt_of(1), asking(1)))
 
     assert caught.value.type == "server_error"

@@ -8,7 +8,7 @@ import pytest
 
 from config.errors import ConfigError
 from server.cli import batch_files
-from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, read_lines
+from server.cli.batch_files import BatchLine, BatchOutput, InvalidLine, open_input, read_lines
 from server.cli.http_client import HttpResponse
 
 OK = HttpResponse(200, {"x-request-id": "abc"}, b'{"choices": []}')
@@ -24,7 +24,8 @@ def request(custom_id: str = "a", **changes: object) -> str:
 
 def lines_of(path: Path, *lines: str) -> list[BatchLine | InvalidLine]:
     path.write_text("\n".join(lines) + "\n")
-    return list(read_lines(path))
+    with open_input(path) as file:
+        return list(read_lines(file))
 
 
 def test_a_request_has_the_number_of_its_line(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path)
         BatchOutput(tmp_path / "text")
     assert (tmp_path / "text").read_text() == "a letter\n"
     with pytest.raises(ConfigError, match="in0: No such file"):
-        list(read_lines(tmp_path / "in0"))
+        open_input(tmp_path / "in0")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,8 @@ def test_a_file_of_the_user_without_a_trailing_line_break_is_not_truncated(
 def test_a_line_with_a_lone_surrogate_is_invalid(line: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(line + "\n")
 
-    (read,) = read_lines(tmp_path / "in")
+    with open_input(tmp_path / "in") as file:
+        (read,) = read_lines(file)
 
     assert isinstance(read, InvalidLine)
     with BatchOutput(tmp_path / "out") as output:

@@ -306,6 +306,17 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("POST", "/v1/audio/transcriptions", 404, "Audio is not served."),
         ("POST", "/v1/audio/speech", 404, "Audio is not served."),
         ("GET", "/v1/realtime", 404, "Audio is not served."),
+        ("POST", "/v1/files", 404, "/v1/files. `gaudiserve run-batch` answers a file of requests."),
+        ("GET", "/v1/batches/batch_1", 404, "`gaudiserve run-batch` answers a file of requests."),
+        ("POST", "/v1/uploads", 404, "`gaudiserve run-batch` answers a file of requests."),
+        ("POST", "/v1/images/generations", 404, "Images and videos are not generated."),
+        ("POST", "/v1/videos", 404, "Images and videos are not generated."),
+        ("POST", "/v1/fine_tuning/jobs", 404, "Models are not trained here."),
+        ("POST", "/v1/moderations", 404, "/classify runs a classifier."),
+        ("POST", "/v1/assistants", 404, "/v1/responses continues conversations that it stores."),
+        ("POST", "/v1/threads/runs", 404, "/v1/responses continues conversations that it stores."),
+        ("POST", "/v1/conversations", 404, "/v1/responses continues conversations that it stores."),
+        ("GET", "/v1/vector_stores", 404, "The client runs the tools and stores their files."),
         ("POST", "/v1/update_models", 404, "A server has a single model"),
         ("POST", "/v1/chat/completions/derender", 404, "/detokenize returns the text"),
         ("PUT", "/v1/completions", 405, "/v1/completions takes POST, not PUT."),
@@ -393,9 +404,9 @@ async def test_each_route_of_a_generating_model_reports_the_position_of_invalid_
 
 async def test_a_path_unlike_all_routes_gets_no_nearest_route() -> None:
     async with in_memory() as rig:
-        message = check(await rig.http.get("/v1/fine_tuning/jobs"), 404)
+        message = check(await rig.http.get("/v1/unlike/others"), 404)
 
-        assert message == "There is no route /v1/fine_tuning/jobs."
+        assert message == "There is no route /v1/unlike/others."
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/"])

@@ -13,14 +13,14 @@ from server.serving.progress import INTERVAL_S, ProgressReporter, bar, describe
 def test_the_remaining_time_is_shown_in_a_suitable_unit(left_s: float, words: str) -> None:
     text = describe(Progress(0, "warmup", 12, 97, left_s))
 
-    assert text == f"warmup, 12 of 97, about {words} left"
+    assert text == f"warming up, 12 of 97, about {words} left"
 
 
 def test_a_bar_is_as_full_as_the_work_is_done() -> None:
     half = Progress(0, "load", 8 * 2**30, 16 * 2**30)
-    assert bar(half) == f"[{'#' * 12}{'-' * 12}] load, 8.00 GiB of 16.00 GiB"
+    assert bar(half) == f"[{'#' * 12}{'-' * 12}] loading the weights, 8.00 GiB of 16.00 GiB"
     assert bar(Progress(0, "warmup", 5, 5)).startswith(f"[{'#' * 24}]")
-    assert bar(Progress(0, "load", 0, 0)) == "load"
+    assert bar(Progress(0, "load", 0, 0)) == "loading the weights"
 
 
 def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
@@ -30,9 +30,14 @@ def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
 
     lines = [reporter.line(text, now_s) for now_s, text in steps]
 
-    expected = [None, "load, for 5 s", None, "warmup, 2", None, "warmup, 2, for 5 s"]
-    assert lines == [*expected, "warmup, 2, for 2 min"]
+    expected = [None, "Starting: load, unchanged for 5 s", None, "Starting: warmup, 2"]
+    expected += [None, "Starting: warmup, 2, unchanged for 5 s"]
+    assert lines == [*expected, "Starting: warmup, 2, unchanged for 2 min"]
     assert INTERVAL_S == 5
+
+
+def test_a_start_without_a_known_stage_says_that_it_starts() -> None:
+    assert ProgressReporter(0.0).line("starting", 5.0) == "Starting"
 
 
 def test_a_step_without_a_count_is_shown_by_name() -> None:
