@@ -102,6 +102,36 @@ def test_a_plan_that_does_not_fit_exits_with_status_1(
 
 
 @pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"quantization_config": {"quant_method": "hqq"}}, "unsupported quantization (hqq)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "unsupported quantization (mxfp4)"),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
+             "quantization_config": {"quant_method": "fp8"}},
+            "GPTNeoXForCausalLM runs on the transformers implementation",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_served_are_planned_with_status_1(
+    changed: dict[str, object], words: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **changed}))
+
+    status = main(["plan", str(config_file)])
+    text = capsys.readouterr().out
+    main(["plan", str(config_file), "--json"])
+    told = json.loads(capsys.readouterr().out)
+
+    assert status == 1
+    last = text.splitlines()[-1]
+    assert last.startswith("It is not served: ") and words in last
+    assert last.endswith(" (docs/quantization.md#not-served)")
+    assert "It fits." not in text
+    assert words in told["not_served"]
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--tensor-parallel-size", "8"], "4 query heads, and 8 (--tensor-parallel-size)"),
