@@ -10,7 +10,7 @@ import yaml
 
 from config.checkpoint.facts import model_facts
 from config.errors import CheckpointError, ConfigError, counted
-from config.loading.env import chosen_device, environment
+from config.loading.env import PREFIX, chosen_device, environment
 from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser, number
 from config.loading.sources import DEFAULT, Loaded, load
@@ -22,6 +22,7 @@ from server.cli.plan import add_device, generation_of
 
 logger = logging.getLogger(__name__)
 
+_OWN_VARIABLES = (f"variable {PREFIX}", "variable VLLM_")
 _SECRETS = frozenset(flag.key for flag in FLAGS if flag.setting.is_secret)
 
 
@@ -77,7 +78,9 @@ def config_of(preset: Preset, loaded: Loaded) -> dict[str, Any]:
         **{
             key: list(value) if isinstance(value, tuple) else value
             for key, value in _given(loaded).items()
-            if key not in ("model", "device", *KEYS, *_SECRETS) and value is not None
+            if key not in ("model", "device", *KEYS, *_SECRETS)
+            and value is not None
+            and not _is_of_this_machine(loaded.sources[key][1])
         },
     }
 
@@ -106,6 +109,12 @@ def as_yaml(preset: Preset, loaded: Loaded) -> str:
 def _given(loaded: Loaded) -> dict[str, Any]:
     """Settings that a flag, variable or file sets -> value."""
     return {key: value for key, (value, source) in loaded.sources.items() if source != DEFAULT}
+
+
+def _is_of_this_machine(source: str) -> bool:
+    """Whether `source` is a variable that other programs read, too, such as OMP_NUM_THREADS. A
+    server reads it on its own host."""
+    return source.startswith("variable ") and not source.startswith(_OWN_VARIABLES)
 
 
 def _preset(loaded: Loaded, device: str, num_cards: int) -> Preset:

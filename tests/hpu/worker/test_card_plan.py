@@ -121,7 +121,10 @@ def test_weights_larger_than_a_card_suggest_more_cards() -> None:
     advice = changes(LARGE, plan)
 
     assert not plan.fits
-    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card"]
+    assert advice == [
+        "--quantization fp8: 67.70 GiB of weights and 543 blocks on each card",
+        "--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card",
+    ]
 
 
 def test_a_context_beyond_the_cache_suggests_a_shorter_context_or_more_memory() -> None:

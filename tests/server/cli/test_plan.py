@@ -102,25 +102,23 @@ def test_a_plan_that_does_not_fit_exits_with_status_1(
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("method", "flags", "words"),
     [
-        ({"quantization_config": {"quant_method": "hqq"}}, "unsupported quantization (hqq)"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "unsupported quantization (mxfp4)"),
-        (
-            {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
-             "quantization_config": {"quant_method": "fp8"}},
-            "GPTNeoXForCausalLM runs on the transformers implementation",
-        ),
+        ("hqq", [], "unsupported quantization (hqq)"),
+        ("mxfp4", [], "unsupported quantization (mxfp4)"),
+        ("fp8", ["--model-impl", "transformers"], "runs on the transformers implementation"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_are_not_served_are_planned_with_status_1(
-    changed: dict[str, object], words: str, config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **changed}))
+    method: str, flags: list[str], words: str, config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    quantized = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **quantized}))
 
-    status = main(["plan", str(config_file)])
+    status = main(["plan", str(config_file), *flags])
     text = capsys.readouterr().out
-    main(["plan", str(config_file), "--json"])
+    main(["plan", str(config_file), *flags, "--json"])
     told = json.loads(capsys.readouterr().out)
 
     assert status == 1

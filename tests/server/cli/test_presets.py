@@ -219,6 +219,7 @@ def test_settings_of_variables_and_a_file_are_in_the_preset_except_secrets(
     before.write_text("max-num-seqs: 24\nserved-model-name: [a, b]\n")
     monkeypatch.setenv("GAUDISERVE_KV_CACHE_DTYPE", "fp8_inc")
     monkeypatch.setenv("GAUDISERVE_API_KEY", "hidden")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
     assert main(["presets", model("8b", LLAMA_8B), "--config", str(before)]) == 0
 
@@ -227,6 +228,8 @@ def test_settings_of_variables_and_a_file_are_in_the_preset_except_secrets(
     assert (settings["max-num-seqs"], settings["kv-cache-dtype"]) == (24, "fp8_inc")
     assert settings["served-model-name"] == ["a", "b"]
     assert "hidden" not in text
+    # Of the machine that computes the preset, not of the server's host.
+    assert "num-threads" not in settings
     assert "# Not written, a secret: api-key\n" in text
 
 
