@@ -148,7 +148,7 @@ def unserved_weights(model_config: ModelConfig, model_impl: str) -> str:
     is_built_in = model_config.encoder is not None or is_native(model_config, model_impl)
     try:
         if model_config.quantization is None:
-            known = () if family is None else family.quantizations
+            known = family.quantizations if family else ()
             read_quantization(model_config.fields, known)
         _check_quantized(model_config, is_built_in=is_built_in)
     except ConfigError as error:

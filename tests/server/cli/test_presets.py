@@ -228,7 +228,7 @@ def test_settings_of_variables_and_a_file_are_in_the_preset_except_secrets(
     assert (settings["max-num-seqs"], settings["kv-cache-dtype"]) == (24, "fp8_inc")
     assert settings["served-model-name"] == ["a", "b"]
     assert "hidden" not in text
-    # Of the machine that computes the preset, not of the server's host.
+    # The variable is for the machine that computes the preset, not for the server's host.
     assert "num-threads" not in settings
     assert "# Not written, a secret: api-key\n" in text
 
