@@ -45,6 +45,8 @@ class Preset:
     plan: Plan
     num_cards: int
     """Cards of the host, including unused cards."""
+    num_engines: int
+    """Engines on the host."""
 
     @property
     def cards_per_engine(self) -> int:
@@ -54,7 +56,7 @@ class Preset:
     @property
     def num_unused(self) -> int:
         """Cards of the host that no engine uses."""
-        return self.num_cards - self.cards_per_engine * int(self.settings["data-parallel-size"])
+        return self.num_cards - self.cards_per_engine * self.num_engines
 
 
 def make_preset(
@@ -117,7 +119,8 @@ def make_preset(
         chosen.warmup.graph_memory_fraction,
         plan.strategy,
     )
-    return Preset(dict(zip(KEYS, values, strict=True)), plan, num_cards)
+    settings: dict[str, int | float | str] = dict(zip(KEYS, values, strict=True))
+    return Preset(settings, plan, num_cards, chosen.data_parallel.num_local)
 
 
 def _engine_sizes(
@@ -127,7 +130,8 @@ def _engine_sizes(
     per engine first. Raises ConfigError if the given sizes need more cards."""
     parallel, data = config.parallel, config.data_parallel
     sizes = (parallel.tensor_parallel_size,) if "tensor-parallel-size" in given else CARDS
-    engines = data.num_local if "data-parallel-size" in given else 1
+    is_fixed = "data-parallel-size" in given or bool(data.data_parallel_size_local)
+    engines = data.num_local if is_fixed else 1
     smallest = sizes[0] * parallel.pipeline_parallel_size * engines
     if smallest > num_cards:
         raise ConfigError(
@@ -136,7 +140,7 @@ def _engine_sizes(
             f"{counted(smallest, 'card')}, and the host has {num_cards}"
         )
     widths = ((cards, cards * parallel.pipeline_parallel_size) for cards in sizes)
-    if "data-parallel-size" in given:
+    if is_fixed:
         own = data.data_parallel_size
         return [(cards, own) for cards, width in widths if width * engines <= num_cards]
     return [

@@ -87,7 +87,7 @@ def config_of(preset: Preset, loaded: Loaded) -> dict[str, Any]:
 
 def as_yaml(preset: Preset, loaded: Loaded) -> str:
     """Settings as a --config file, with the plan in comments."""
-    num_engines = int(preset.settings["data-parallel-size"])
+    num_engines = preset.num_engines
     each = "each" if num_engines > 1 else "with"
     lines = [
         "Computed by `gaudiserve presets`, not measured on a card: "

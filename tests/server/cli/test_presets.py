@@ -175,7 +175,7 @@ def test_another_device_and_engines_that_span_hosts_get_no_preset(
         ("8b", 1, ["--max-num-batched-tokens", "4096", "--max-model-len", "8192"]),
         ("8b", 1, ["--block-size", "256", "--gpu-memory-utilization", "0.8"]),
         ("8b", 1, ["--graph-reserved-mem", "0.02"]),
-        ("8b", 1, ["--bucketing-strategy", "linear"]),
+        ("8b", 1, ["--bucketing-strategy", "linear", "--max-model-len", "4096"]),
         ("8b", 1, ["--enforce-eager"]),
         ("8b", 1, ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "1100"]),
         ("gpt-oss-20b", 1, ["--native-mxfp4"]),
@@ -249,6 +249,21 @@ def test_given_engines_that_need_more_cards_are_refused(
     captured = capsys.readouterr()
     assert error in captured.err
     assert not captured.out
+
+
+def test_cards_of_engines_on_other_hosts_are_not_counted(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
+    words += ["--data-parallel-address", "10.0.0.1", "--device", "gaudi2", "--cards", "4"]
+
+    assert main(["presets", model("70b", LLAMA_70B), *words]) == 0
+
+    text = capsys.readouterr().out
+    settings = yaml.safe_load(text)
+    assert (settings["tensor-parallel-size"], settings["data-parallel-size"]) == (2, 4)
+    assert "4 cards, 2 engines, each:" in text
+    assert "not used" not in text
 
 
 def test_unused_cards_are_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
