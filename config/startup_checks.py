@@ -13,7 +13,7 @@ from config.devices.base import DEVICES, Installed
 from config.engine import DUMMY, OF_CHECKPOINTS, EngineConfig
 from config.errors import ConfigError, SettingError
 from config.loading.env import is_installed
-from config.model.architectures import decoder_spec, is_native
+from config.model.architectures import ARCHITECTURES, decoder_spec, is_native
 from config.model.context_length import (
     default_context_length,
     describe_context_length,
@@ -29,7 +29,12 @@ from config.model.model_config import (
 )
 from config.model.pooler import PoolerConfig, choose_pooler
 from config.model.quantization.inc import INC, MODULE, PACKAGE, read_quant_config
-from config.model.quantization.registry import KERNELS, SCHEMES_AT_LOAD, config_at_load
+from config.model.quantization.registry import (
+    KERNELS,
+    SCHEMES_AT_LOAD,
+    config_at_load,
+    read_quantization,
+)
 from config.model.read_config import read_model_config
 from config.model.split import check_split, check_stages, indexer_of
 from config.version import install_command, installed_version
@@ -104,19 +109,7 @@ def check_model_config(
         check_format_at_load(config.quantization, model_config, config.device)
     if config.quantization == INC:
         _check_compressor(config, model_config, is_built_in=is_built_in and not is_pooling)
-    if model_config.quantization is not None and not is_built_in:
-        raise ConfigError(
-            f"{model_config.fields.file} has quantized weights "
-            f"({model_config.quantization.method}), which require a native implementation, and "
-            f"{model_config.architecture} runs on the transformers implementation: use a "
-            "checkpoint with unquantized weights"
-        )
-    if model_config.quantization is not None and model_config.is_encoder:
-        raise ConfigError(
-            f"{model_config.fields.file} has quantized weights "
-            f"({model_config.quantization.method}), which are not supported for encoders: use a "
-            "checkpoint with unquantized weights"
-        )
+    _check_quantized(model_config, is_built_in=is_built_in)
     if quantizes_at_load(config.quantization, model_config) and is_pooling:
         raise ConfigError(
             f"quantization is {config.quantization}, and {folder} is served for pooling, for "
@@ -128,6 +121,40 @@ def check_model_config(
             "GGUF file"
         )
     return model_config, pooler
+
+
+def _check_quantized(model_config: ModelConfig, *, is_built_in: bool) -> None:
+    """Raise ConfigError for quantized weights of a model that is served without quantization."""
+    if model_config.quantization is None:
+        return
+    weights = (
+        f"{model_config.fields.file} has quantized weights ({model_config.quantization.method})"
+    )
+    if not is_built_in:
+        raise ConfigError(
+            f"{weights}, which require a native implementation, and {model_config.architecture} "
+            "runs on the transformers implementation: use a checkpoint with unquantized weights"
+        )
+    if model_config.is_encoder:
+        raise ConfigError(
+            f"{weights}, which are not supported for encoders: use a checkpoint with unquantized "
+            "weights"
+        )
+
+
+def unserved_weights(model_config: ModelConfig, model_impl: str) -> str:
+    """Why a server refuses the checkpoint's quantized weights; empty if it does not.
+    `model_config` may have been read with `allow_quantized`."""
+    family = ARCHITECTURES.get(causal_name(model_config.architecture))
+    is_built_in = model_config.is_encoder or is_native(model_config, model_impl)
+    try:
+        if model_config.quantization is None:
+            known = family.quantizations if family else ()
+            read_quantization(model_config.fields, known)
+        _check_quantized(model_config, is_built_in=is_built_in)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str | None:

@@ -145,7 +145,7 @@ def _unlisted_fields(architecture: str, fields: Fields) -> Json:
         return _decoder_fields(None, fields)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}, and a {architecture} is not supported; {nearest(architecture)}"
+            f"a {architecture} is not supported, and {error}; {nearest(architecture)}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from config.startup_checks import (
     choose_max_model_len,
     chosen_quantization,
     facts_at_load,
+    unserved_weights,
 )
 from engine.reports.buckets import BLOCK_SIZE, SECONDS_PER_GRAPH, planned_table
 from hpu.bucketing.bucket_table import BucketTable
@@ -55,6 +56,7 @@ QUANTIZED_NOTE = (
     "the checkpoint's weights are quantized in a format that is not supported: they are counted "
     "in {}"
 )
+UNSERVED = "It is not served: {} (docs/quantization.md#not-served)"
 EXPANDED_NOTE = f"packed experts are counted in {{}}: --{PACKED_EXPERTS_FLAG} keeps them in 4 bits"
 
 
@@ -85,6 +87,8 @@ class Plan:
     strategy: str
     captures: bool
     notes: tuple[str, ...]
+    not_served: str = ""
+    """Why a server refuses the checkpoint's weights; empty if it does not."""
 
     @property
     def num_graphs(self) -> int:
@@ -101,6 +105,11 @@ class Plan:
     def fits(self) -> bool:
         """Whether the model fits the card, and the smallest graphs fit the reserve."""
         return self.card.fits and self.graph_bytes[0] <= self.card.parts.graphs
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server with these settings starts, as far as the plan knows."""
+        return self.fits and not self.not_served
 
     @property
     def startup_seconds(self) -> float:
@@ -133,6 +142,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
     """Compute a plan. Raises ConfigError if settings and model contradict each other, or if the
     model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    not_served = unserved_weights(model_config, config.model_impl)
     chosen_quantization(config.quantization, model_config)
     check_format_at_load(config.quantization, model_config, target.device)
     model_config = facts_at_load(config.quantization, model_config)
@@ -195,6 +205,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
         strategy,
         not config.enforce_eager,
         tuple(notes),
+        not_served,
     )
     return replace(plan, notes=(*plan.notes, *_graph_notes(plan)))
 
@@ -257,11 +268,12 @@ def as_text(plan: Plan) -> str:
         lines += ["", *_buckets(plan, plan.table)]
     lines.append("")
     if plan.fits:
-        lines.append("It fits.")
+        lines += [] if plan.not_served else ["It fits."]
     else:
         lines.append(f"It does not fit: {_shortage(plan)}. Changes that make it fit:")
         lines += [f"  {change}" for change in _changes(plan)]
     lines += [f"note: {note}" for note in plan.notes]
+    lines += [UNSERVED.format(plan.not_served)] if plan.not_served else []
     return "\n".join(lines)
 
 
@@ -463,6 +475,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "buckets": _buckets_json(plan),
         "startup_seconds": math.ceil(plan.startup_seconds),
         "fits": plan.fits,
+        "not_served": plan.not_served or None,
         "changes": _changes(plan),
         "notes": list(plan.notes),
     }

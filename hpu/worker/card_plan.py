@@ -16,6 +16,7 @@ from config.model.split import check_split, check_stages
 from config.model.window_cache import rings_fit_more_blocks
 from config.parallel import WHOLE, Stage
 from config.params.offload import OffloadConfig
+from config.startup_checks import facts_at_load
 from hpu.gaudi_devices import GENERATIONS, generation
 from hpu.lora.slot_sizes import adapter_slot_bytes
 from hpu.model_loader.size_estimate import (
@@ -340,7 +341,11 @@ def _parts(demand: CardDemand, free: int) -> MemoryPlan:
 
 def changes(model_config: ModelConfig, plan: CardPlan) -> list[str]:
     """Changes that would make the plan fit, each a sentence with the numbers."""
-    suggestions = [*_smaller_demands(plan), *_more_memory(model_config, plan)]
+    suggestions = [
+        *_smaller_demands(plan),
+        *_quantized(model_config, plan.demand),
+        *_more_memory(model_config, plan),
+    ]
     return suggestions or ["no setting makes it fit: use a smaller model"]
 
 
@@ -371,6 +376,26 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
     reserve = math.floor(100 * (1 - needed / (free * demand.utilization))) / 100
     if 0.01 <= reserve < demand.graph_reserved:
         yield f"--graph-reserved-mem {reserve:g}: graphs then have {reserve:.0%} of the memory"
+
+
+def _quantized(model_config: ModelConfig, demand: CardDemand) -> Iterator[str]:
+    """Weights that are quantized while loading, if they would fit on these cards: with the same
+    context, otherwise with the context for which they leave memory."""
+    if model_config.is_quantized or model_config.architecture not in ARCHITECTURES:
+        return
+    flag, quantized = "--quantization fp8", facts_at_load("fp8", model_config)
+    demand = replace(demand, num_blocks=None, kv_bytes=None)
+    if text := _fitting(quantized, demand):
+        yield f"{flag}: {text}"
+        return
+    try:
+        length = plan_card(quantized, demand).num_blocks * demand.block_size
+    except ConfigError:
+        return
+    if 0 < length < demand.max_model_len and (
+        text := _fitting(quantized, replace(demand, max_model_len=length))
+    ):
+        yield f"{flag} --max-model-len {length}: {text}"
 
 
 def _more_memory(model_config: ModelConfig, plan: CardPlan) -> Iterator[str]:

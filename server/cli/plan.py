@@ -51,8 +51,8 @@ def plan_parser() -> FlagParser:
         "--cards",
         type=number(int, minimum=1),
         metavar="N",
-        help="Number of cards of an engine (sets --tensor-parallel-size); `gaudiserve presets` "
-        "plans for a whole host",
+        help="Number of cards of an engine (sets --tensor-parallel-size); --cards of "
+        "`gaudiserve presets` counts the cards of a host",
     )
     group.add_argument(
         "--card-gib",
@@ -77,7 +77,7 @@ def plan_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; returns 0 if the model fits, otherwise 1. Raises ConfigError."""
+    """Print the plan; returns 0 if the model fits and is served, otherwise 1."""
     loaded = load(argv, default_model="demo", parser=plan_parser())
     if num_cards := loaded.arguments.cards:
         words = [*argv, f"--tensor-parallel-size={num_cards}"]
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     )
     plan = make_plan(model_config, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
-    return 0 if plan.fits else 1
+    return 0 if plan.is_served else 1
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:

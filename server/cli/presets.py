@@ -4,13 +4,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import yaml
 
 from config.checkpoint.facts import model_facts
-from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError, counted
-from config.loading.env import chosen_device, environment
+from config.loading.env import PREFIX, chosen_device, environment
+from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser, number
 from config.loading.sources import DEFAULT, Loaded, load
 from engine.reports.doctor import this_machine
@@ -20,6 +21,9 @@ from server.cli.flags import command_parser, log_notes
 from server.cli.plan import add_device, generation_of
 
 logger = logging.getLogger(__name__)
+
+_OWN_VARIABLES = (f"variable {PREFIX}", "variable VLLM_")
+_SECRETS = frozenset(flag.key for flag in FLAGS if flag.setting.is_secret)
 
 
 def presets_parser() -> FlagParser:
@@ -41,7 +45,8 @@ def presets_parser() -> FlagParser:
         type=number(int, minimum=1),
         default=1,
         metavar="N",
-        help="Number of cards of the host [1]",
+        help="Number of cards of the host [1]; --cards of `gaudiserve plan` counts the cards of an "
+        "engine",
     )
     group.add_argument(
         "--json", action="store_true", help="Print JSON: the settings, and the plan of an engine"
@@ -54,38 +59,66 @@ def main(argv: list[str]) -> int:
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
-    engine = loaded.engine
-    preset = _preset(engine, generation_of(args.device), args.cards)
+    preset = _preset(loaded, generation_of(args.device), args.cards)
     if args.json:
-        settings = config_of(preset, engine.model, engine.revision)
+        settings = config_of(preset, loaded)
         print(json.dumps({"settings": settings, "plan": as_json(preset.plan)}, indent=2))
     else:
-        print(as_yaml(preset, engine.model, engine.revision), end="")
+        print(as_yaml(preset, loaded), end="")
     return 0
 
 
-def config_of(
-    preset: Preset, model: str, revision: str | None = None
-) -> dict[str, int | float | str]:
-    """Keys of a --config file: model, device and settings."""
-    revisions = {"revision": revision} if revision else {}
-    return {"model": model, **revisions, "device": "hpu", **preset.settings}
+def config_of(preset: Preset, loaded: Loaded) -> dict[str, Any]:
+    """Keys of a --config file: model, device, the preset, and all other settings that a source of
+    `loaded` sets, except secrets."""
+    return {
+        "model": loaded.engine.model,
+        "device": "hpu",
+        **preset.settings,
+        **{
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in _given(loaded).items()
+            if key not in ("model", "device", *KEYS, *_SECRETS)
+            and value is not None
+            and not _is_of_this_machine(loaded.sources[key][1])
+        },
+    }
 
 
-def as_yaml(preset: Preset, model: str, revision: str | None = None) -> str:
-    """Model, device and settings as a --config file, with the plan in comments."""
-    num_engines = int(preset.settings["data-parallel-size"])
+def as_yaml(preset: Preset, loaded: Loaded) -> str:
+    """Settings as a --config file, with the plan in comments."""
+    num_engines = preset.num_engines
     each = "each" if num_engines > 1 else "with"
     lines = [
         "Computed by `gaudiserve presets`, not measured on a card: "
         f"{counted(preset.num_cards, 'card')}, {counted(num_engines, 'engine')}, {each}:",
         *as_text(preset.plan).splitlines(),
     ]
+    if unused := preset.num_unused:
+        lines.insert(
+            1,
+            f"{counted(unused, 'card')} of {preset.num_cards} {'is' if unused == 1 else 'are'} not "
+            f"used: an engine takes {counted(preset.cards_per_engine, 'card')}",
+        )
+    if secrets := _SECRETS & _given(loaded).keys():
+        lines.append(f"Not written, a secret: {', '.join(sorted(secrets))}")
     comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return comments + yaml.safe_dump(config_of(preset, model, revision), sort_keys=False)
+    return comments + yaml.safe_dump(config_of(preset, loaded), sort_keys=False)
 
 
-def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
+def _given(loaded: Loaded) -> dict[str, Any]:
+    """Settings that a flag, variable or file sets -> value."""
+    return {key: value for key, (value, source) in loaded.sources.items() if source != DEFAULT}
+
+
+def _is_of_this_machine(source: str) -> bool:
+    """Whether `source` is a variable that other programs read, too, such as OMP_NUM_THREADS. A
+    server reads it on its own host."""
+    return source.startswith("variable ") and not source.startswith(_OWN_VARIABLES)
+
+
+def _preset(loaded: Loaded, device: str, num_cards: int) -> Preset:
+    engine = loaded.engine
     model_config = model_facts(
         engine.model,
         revision=engine.revision,
@@ -94,36 +127,47 @@ def _preset(engine: EngineConfig, device: str, num_cards: int) -> Preset:
         hf_overrides=engine.hf_overrides,
         complete=partial(with_sizes, model_impl=engine.model_impl),
     )
-    target = Target(device=device)
-    return make_preset(model_config, engine, target, num_cards, max_model_len=engine.max_model_len)
+    given = _given(loaded).keys() & set(KEYS)
+    return make_preset(model_config, engine, Target(device=device), num_cards, given)
 
 
 def with_preset(
     loaded: Loaded, argv: Sequence[str], cards: tuple[str | None, int] | None = None
 ) -> Loaded:
-    """Add the settings of a preset to `loaded` if the device is a Gaudi and no setting of the
-    preset was given by flag, variable or file. Logs a line with the settings. `cards`: generation
-    and number; None: the free cards of this machine.
+    """Add the settings of a preset to `loaded` if the device is a Gaudi. Settings that a flag,
+    variable or file sets are kept, and the others fit them. Logs a line with the settings. `cards`:
+    generation and number; None: the free cards of this machine.
 
-    Returns `loaded` unchanged if the cards or the model are unknown, or if the model does not fit:
-    the start reports better errors.
+    Returns `loaded` unchanged if every setting is given, if the cards or the model are unknown, if
+    the model does not fit (the start reports better errors), or if other hosts have engines, which
+    could choose other settings.
     """
-    is_given = any(loaded.sources[key][1] != DEFAULT for key in KEYS)
-    if chosen_device(loaded.engine.device) != "hpu" or is_given:
+    given = _given(loaded)
+    if chosen_device(loaded.engine.device) != "hpu" or given.keys() >= set(KEYS):
+        return loaded
+    data = loaded.engine.data_parallel
+    if data.num_remote:
+        logger.info(
+            "No preset: %d of %d engines are on other hosts",
+            data.num_remote,
+            data.data_parallel_size,
+        )
         return loaded
     device, num_cards = cards or free_cards(this_machine(environment()))
     if device is None:
         return loaded
     try:
-        preset = _preset(loaded.engine, device, num_cards)
+        preset = _preset(loaded, device, num_cards)
     except (ConfigError, CheckpointError) as error:
         logger.info("No preset: %s", error)
         return loaded
-    flags = _flags(preset.settings)
+    flags = _flags({key: value for key, value in preset.settings.items() if key not in given})
+    kept = _flags({key: given[key] for key in KEYS if key in given})
     logger.info(
-        "Preset for %s, by `gaudiserve presets`: %s; any of these flags turns it off",
+        "Preset for %s, by `gaudiserve presets`: %s; given: %s",
         counted(num_cards, f"{device} card"),
         " ".join(flags),
+        " ".join(kept) or "none",
     )
     return load([*argv, *flags], default_model=loaded.engine.model)
 

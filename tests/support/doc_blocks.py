@@ -145,7 +145,7 @@ def command_of(text: str) -> Command:
     assignments = list(takewhile(lambda word: re.match(r"[A-Z]\w*=", word), words))
     variables = dict(word.split("=", 1) for word in assignments)
     words = words[len(assignments) :]
-    return Command(text, variables, list(takewhile(lambda word: word != "|", words)))
+    return Command(text, variables, list(takewhile(lambda word: word not in ("|", ">"), words)))
 
 
 def is_started(command: Command) -> bool:

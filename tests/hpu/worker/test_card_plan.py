@@ -16,6 +16,7 @@ from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
 from config.model.read_config import read_model_config
 from config.params.speculation import SpeculationConfig
+from config.startup_checks import facts_at_load
 from hpu.gaudi_devices import GIB
 from hpu.runner.kv_cache import block_bytes
 from hpu.worker.card_plan import CardDemand, changes, plan_card, with_companions
@@ -120,7 +121,10 @@ def test_weights_larger_than_a_card_suggest_more_cards() -> None:
     advice = changes(LARGE, plan)
 
     assert not plan.fits
-    assert advice == ["--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card"]
+    assert advice == [
+        "--quantization fp8: 67.70 GiB of weights and 543 blocks on each card",
+        "--tensor-parallel-size 2: 65.71 GiB of weights and 1177 blocks on each card",
+    ]
 
 
 def test_a_context_beyond_the_cache_suggests_a_shorter_context_or_more_memory() -> None:
@@ -150,6 +154,25 @@ def test_a_plan_that_does_not_fit_suggests_a_larger_generation() -> None:
 
     assert not plan.fits
     assert any(line.startswith("--device gaudi3: ") for line in advice)
+
+
+@pytest.mark.parametrize("max_model_len", [4096, 131072])
+def test_a_plan_that_does_not_fit_suggests_weights_in_fp8(max_model_len: int) -> None:
+    plan = plan_card(LARGE, demand(max_model_len=max_model_len))
+
+    advice = changes(LARGE, plan)
+
+    assert not plan.fits
+    (line,) = [line for line in advice if line.startswith("--quantization fp8")]
+    flags, _, told = line.partition(": ")
+    length = int(flags.split()[3]) if "--max-model-len" in flags else max_model_len
+    assert (length < max_model_len) == (max_model_len == 131072)
+    fp8 = facts_at_load("fp8", LARGE)
+    quantized = plan_card(fp8, replace(plan.demand, max_model_len=length))
+    assert quantized.fits
+    assert f"{quantized.num_blocks} blocks on each card" in told
+    # Weights that are already quantized cannot be quantized while loading.
+    assert not any("--quantization" in line for line in changes(fp8, plan_card(fp8, plan.demand)))
 
 
 def test_a_given_number_of_blocks_must_fit_into_free_memory() -> None:

@@ -102,6 +102,34 @@ def test_a_plan_that_does_not_fit_exits_with_status_1(
 
 
 @pytest.mark.parametrize(
+    ("method", "flags", "words"),
+    [
+        ("hqq", [], "unsupported quantization (hqq)"),
+        ("mxfp4", [], "unsupported quantization (mxfp4)"),
+        ("fp8", ["--model-impl", "transformers"], "runs on the transformers implementation"),
+    ],
+)
+def test_weights_that_are_not_served_are_planned_with_status_1(
+    method: str, flags: list[str], words: str, config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    quantized = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), **quantized}))
+
+    status = main(["plan", str(config_file), *flags])
+    text = capsys.readouterr().out
+    main(["plan", str(config_file), *flags, "--json"])
+    told = json.loads(capsys.readouterr().out)
+
+    assert status == 1
+    last = text.splitlines()[-1]
+    assert last.startswith("It is not served: ") and words in last
+    assert last.endswith(" (docs/quantization.md#not-served)")
+    assert "It fits." not in text
+    assert words in told["not_served"]
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--tensor-parallel-size", "8"], "4 query heads, and 8 (--tensor-parallel-size)"),

@@ -119,16 +119,176 @@ def test_serve_on_a_gaudi_applies_the_preset_and_logs_it(
     assert "--data-parallel-size=8" in line
 
 
+def test_serve_on_a_gaudi_keeps_given_settings_and_chooses_the_others(
+    model: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [model("8b", LLAMA_8B), "--device", "hpu", "--tensor-parallel-size", "2"]
+    monkeypatch.setenv("GAUDISERVE_MAX_MODEL_LEN", "16K")
+    loaded = load(argv)
+
+    with caplog.at_level(logging.INFO):
+        taken = with_preset(loaded, argv, ("gaudi3", 8)).engine
+
+    assert (taken.parallel.tensor_parallel_size, taken.max_model_len) == (2, 16384)
+    assert taken.data_parallel.data_parallel_size == 4
+    assert taken.scheduler.max_num_seqs == 256
+    (line,) = [record.getMessage() for record in caplog.records if "Preset" in record.getMessage()]
+    chosen, _, given = line.partition("; given: ")
+    assert given == "--tensor-parallel-size=2 --max-model-len=16384"
+    assert "--data-parallel-size=4" in chosen and "--max-num-seqs=256" in chosen
+    assert "max-model-len" not in chosen
+
+
 @pytest.mark.parametrize(
-    "more",
-    [["--device", "cpu"], ["--device", "hpu", "--max-num-seqs", "8"],
-     ["--device", "hpu", "--tensor-parallel-size", "2"]],
+    ("more", "words"),
+    [
+        (["--device", "cpu"], ""),
+        (["--device", "hpu", "--tensor-parallel-size", "16"], "takes 16 cards, and the host has 8"),
+        (
+            ["--device", "hpu", "--data-parallel-size", "2", "--data-parallel-size-local", "1",
+             "--data-parallel-address", "10.0.0.1"],
+            "1 of 2 engines are on other hosts",
+        ),
+    ],
 )  # fmt: skip
-def test_a_setting_or_another_device_turns_the_preset_off(model: Any, more: list[str]) -> None:
+def test_another_device_and_engines_that_span_hosts_get_no_preset(
+    model: Any, more: list[str], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     argv = [model("8b", LLAMA_8B), *more]
     loaded = load(argv, environ={})
 
-    assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
+    with caplog.at_level(logging.INFO):
+        assert with_preset(loaded, argv, ("gaudi3", 8)) is loaded
+
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "words"),
+    [
+        ("70b", 1, ["--quantization", "fp8"]),
+        ("8b", 1, ["--kv-cache-dtype", "fp8_inc"]),
+        ("8b", 2, ["--max-num-seqs", "16"]),
+        ("8b", 8, ["--tensor-parallel-size", "4"]),
+        ("8b", 8, ["--data-parallel-size", "2"]),
+        ("70b", 8, ["--pipeline-parallel-size", "2"]),
+        ("8b", 1, ["--max-num-batched-tokens", "4096", "--max-model-len", "8192"]),
+        ("8b", 1, ["--block-size", "256", "--gpu-memory-utilization", "0.8"]),
+        ("8b", 1, ["--graph-reserved-mem", "0.02"]),
+        ("8b", 1, ["--bucketing-strategy", "linear", "--max-model-len", "4096"]),
+        ("8b", 1, ["--enforce-eager"]),
+        ("8b", 1, ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "1100"]),
+        ("gpt-oss-20b", 1, ["--native-mxfp4"]),
+        ("gpt-oss-20b", 4, ["--enable-expert-parallel"]),
+    ],
+)
+def test_a_preset_has_the_given_settings_and_its_plan_is_repeated(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, cards: int,
+    words: list[str],
+) -> None:  # fmt: skip
+    published = {entry["name"]: entry["config"] for entry in map(json.loads, _published())}
+    known = {"8b": LLAMA_8B, "70b": LLAMA_70B, **published}
+    folder, file = model(name, known[name]), tmp_path / "preset.yaml"
+    given = load([folder, *words], environ={}).sources
+
+    argv = ["presets", folder, "--device", "gaudi2", "--cards", str(cards), *words]
+    assert main(argv) == 0
+    file.write_text(capsys.readouterr().out)
+    assert main([*argv, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plan"]
+    assert main(["plan", "--config", str(file), "--device", "gaudi2", "--json"]) == 0
+    repeated = json.loads(capsys.readouterr().out)
+
+    assert planned == repeated
+    written = load(["--config", str(file)], environ={})
+    for key, (value, source) in given.items():
+        if source != "default":
+            assert written.sources[key][0] == value, key
+    data, parallel = written.engine.data_parallel, written.engine.parallel
+    assert data.data_parallel_size * parallel.world_size <= cards
+
+
+def _published() -> list[str]:
+    return PUBLISHED.read_text().splitlines()
+
+
+def test_settings_of_variables_and_a_file_are_in_the_preset_except_secrets(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tmp_path / "before.yaml"
+    before.write_text("max-num-seqs: 24\nserved-model-name: [a, b]\n")
+    monkeypatch.setenv("GAUDISERVE_KV_CACHE_DTYPE", "fp8_inc")
+    monkeypatch.setenv("GAUDISERVE_API_KEY", "hidden")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+
+    assert main(["presets", model("8b", LLAMA_8B), "--config", str(before)]) == 0
+
+    text = capsys.readouterr().out
+    settings = yaml.safe_load(text)
+    assert (settings["max-num-seqs"], settings["kv-cache-dtype"]) == (24, "fp8_inc")
+    assert settings["served-model-name"] == ["a", "b"]
+    assert "hidden" not in text
+    # The variable is for the machine that computes the preset, not for the server's host.
+    assert "num-threads" not in settings
+    assert "# Not written, a secret: api-key\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--tensor-parallel-size", "4"], "takes 4 cards, and the host has 2"),
+        (["--data-parallel-size", "4"], "takes 4 cards, and the host has 2"),
+        (["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"], "takes 4 cards"),
+    ],
+)
+def test_given_engines_that_need_more_cards_are_refused(
+    model: Any, capsys: pytest.CaptureFixture[str], words: list[str], error: str
+) -> None:
+    assert main(["presets", model("8b", LLAMA_8B), "--cards", "2", *words]) == 2
+
+    captured = capsys.readouterr()
+    assert error in captured.err
+    assert not captured.out
+
+
+def test_cards_of_engines_on_other_hosts_are_not_counted(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
+    words += ["--data-parallel-address", "10.0.0.1", "--device", "gaudi2", "--cards", "4"]
+
+    assert main(["presets", model("70b", LLAMA_70B), *words]) == 0
+
+    text = capsys.readouterr().out
+    settings = yaml.safe_load(text)
+    assert (settings["tensor-parallel-size"], settings["data-parallel-size"]) == (2, 4)
+    assert "4 cards, 2 engines, each:" in text
+    assert "not used" not in text
+
+
+def test_unused_cards_are_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = model("70b", LLAMA_70B)
+
+    main(["presets", folder, "--device", "gaudi2", "--cards", "3"])
+    three = capsys.readouterr().out
+    main(["presets", folder, "--device", "gaudi2", "--cards", "4"])
+    four = capsys.readouterr().out
+
+    assert "# 1 card of 3 is not used: an engine takes 2 cards\n" in three
+    assert "not used" not in four
+
+
+def test_weights_that_are_not_served_get_no_settings(
+    model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model("hqq", {**LLAMA_8B, "quantization_config": {"quant_method": "hqq"}})
+
+    assert main(["presets", folder]) == 1
+
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "It is not served: " in captured.err and "(hqq)" in captured.err
+    assert captured.err.endswith("(docs/quantization.md#not-served)\n")
 
 
 def test_a_model_that_does_not_fit_gets_no_preset(
