@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from config.json_text import parse_json
 
@@ -53,7 +52,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write a JSON file, and flush it to disk, so that a later rename of its folder cannot reach
     the disk before the content. Raises OSError."""
     with path.open("w", encoding="utf-8") as file:

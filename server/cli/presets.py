@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def config_of(preset: Preset, loaded: Loaded) -> dict[str, Any]:
+def config_of(preset: Preset, loaded: Loaded) -> dict[str, object]:
     """Keys of a --config file: model, device, the preset, and all other settings that a source of
     `loaded` sets, except secrets."""
     return {
