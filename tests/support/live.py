@@ -67,8 +67,10 @@ def command_of(pid: int) -> str:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Living descendants without the processes that isolate third-party code."""
-    return [child for child in children_of(pid) if "gaudiserve: isolation" not in command_of(child)]
+    """Engines, workers and their test doubles (counting_worker.py) among the living descendants.
+    Helpers that isolate third-party code may start at any time."""
+    kinds = ("gaudiserve: engine", "gaudiserve: worker", "counting_worker")
+    return [child for child in children_of(pid) if any(kind in command_of(child) for kind in kinds)]
 
 
 def own_workers() -> list[int]:

@@ -188,9 +188,9 @@ def test_a_stopped_child_is_closed_at_once(tmp_path: Path) -> None:
     child.process.close(0)
 
     assert child.process.poll() == -signal.SIGKILL
-    wait_for(
-        lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate())
-    )
+    kill = child.process._kill_stopped
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    wait_for(lambda: not any(it.is_alive() for it in timers if it.function == kill))
 
 
 def test_a_message_to_a_child_that_has_ended_is_lost(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_grammar_without_allowed_tokens_fails_the_request_with_the_reason(
     )
     rig.run()
 
-    assert "allowed_token_ids or bad_words exclude" in rig.error(0)
+    assert "allowed_token_ids, bad_words or min_tokens exclude" in rig.error(0)
     assert len(rig.tokens(0)) == after
     finish = rig.ledger.requests[0].finish
     assert finish is not None and finish.param == "structured_outputs"

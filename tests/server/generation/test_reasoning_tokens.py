@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import text_folders
 
-from server.generation.answer_parser import MAX_CLOSING_TOKENS, ChoiceParsers
+from server.generation.answer_parser import MAX_CLOSING_TOKENS, ChoiceParsers, ReasoningParsing
 from server.generation.outputs import Delta
 from server.parsers.registry import REASONING_FORMATS
 from server.text.tokenizer import Tokenizer
@@ -31,14 +31,8 @@ def num_reasoning_tokens(name: str, texts: list[str]) -> tuple[int, int]:
     parsers = ChoiceParsers(
         tokenizer,
         None,
-        REASONING_FORMATS[name],
-        tools={},
-        is_inside=True,
-        keeps_whitespace=False,
-        is_named=False,
-        finds_stray_calls=False,
+        ReasoningParsing(format=REASONING_FORMATS[name], is_inside=True, keeps_whitespace=False),
         new_id=lambda: "ID",
-        max_calls=None,
     )
     for text in texts:
         parsers.parser(0).parse(Delta(0, text, TOKENIZER.encode_now(text, False)))

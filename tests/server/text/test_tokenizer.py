@@ -290,7 +290,7 @@ def test_an_abandoned_conversion_is_stopped_and_leaves_no_file(tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         tokenizer_folder(str(tmp_path), tmp_path / "cache", report)
 
-    assert stages == ["tokenizer"]
+    assert stages == ["converting the tokenizer"]
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == []
 
 
