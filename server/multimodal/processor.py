@@ -130,10 +130,11 @@ class ImagePreprocessor:
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.on_lookup: Callable[[bool], None] = lambda is_hit: None
-        """Called when an image of a request was looked up in the cache."""
-        self.on_processed: Callable[[float], None] = lambda seconds: None
-        """Called with the time, queue included, when an image that was not in the cache was
+        """Called for each image or video of a request, with whether it is cached or already being
         processed."""
+        self.on_processed: Callable[[float], None] = lambda seconds: None
+        """Called when the processing of an image or video has ended, with its time (queue
+        included)."""
 
     @property
     def marks(self) -> Mapping[bytes, str]:
@@ -281,13 +282,13 @@ class ImagePreprocessor:
 
 @dataclass(slots=True)
 class _Job:
-    """An image that is being processed."""
+    """An image or video that is being processed."""
 
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
-    """Number of callers that wait for the image."""
+    """Number of callers that wait for the image or video."""
 
 
 class _Refused(Exception):
-    """An image that was rejected. `process` converts it to a UserError that names the place in the
-    request."""
+    """An image or video that was rejected. `process` converts it to a UserError that names the
+    place in the request."""
