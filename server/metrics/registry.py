@@ -1,5 +1,5 @@
-"""Metrics of an API server, and the /metrics page. Names are the same as in vLLM, because gateways,
-routers and dashboards expect them."""
+"""Metrics of an API server, and the /metrics page. Metrics that vLLM also has keep vLLM's names,
+because gateways, routers and dashboards expect them."""
 
 import contextlib
 import os
