@@ -179,7 +179,7 @@ class Metrics:
         self._routed[engine, reason].inc()
 
     def image_looked_up(self, is_hit: bool) -> None:
-        """Count an image of a request."""
+        """Count an image or video of a request."""
         self._images[IMAGE_QUERIES].inc()
         if is_hit:
             self._images[IMAGE_HITS].inc()
