@@ -95,7 +95,8 @@ def _check_folder(path: Path) -> None:
 
 
 def _foreign_file(status: os.stat_result, path: Path) -> str:
-    """Reason why another user can write to the file with this status; empty if nobody else can."""
+    """Reason why a user other than this user and root can write to the file with this status; empty
+    if there is none. The group is trusted, as in `foreign_writer`."""
     if reason := _foreign_owner(status, path.parent):
         return reason
     is_open = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH

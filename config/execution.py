@@ -449,7 +449,8 @@ class WarmupConfig:
 
 @dataclass(frozen=True, slots=True)
 class EmulatorSettings:
-    """Properties of the card that --device hpu-emulator emulates."""
+    """Settings of --device hpu-emulator: the emulated card, its delays and faults, and the handling
+    of misuse."""
 
     card: str = setting(
         "gaudi2", "Emulated card", name="emulator-card", choices=("gaudi2", "gaudi3")

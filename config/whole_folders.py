@@ -18,8 +18,8 @@ _SIZES = ".sizes.json"
 
 def is_whole(folder: Path, unlisted: Sequence[str] = ()) -> bool:
     """Whether `folder` has all files with the sizes that they had in `place_folder`: a cleaner may
-    have removed files, or a full disk truncated them. `unlisted`: files that are enough in a folder
-    of an earlier version, which lists no sizes."""
+    have removed files, or a full disk truncated them. `unlisted`: files that a folder made by an
+    earlier version must have to count as complete: such folders list no file sizes."""
     try:
         sizes = parse_json((folder / _SIZES).read_bytes())
         return isinstance(sizes, dict) and sizes.items() <= _sizes(folder).items()

@@ -537,7 +537,8 @@ class WarmedBuckets(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fals
     """A bucket that a worker prepared on WARM_UP_NEXT, after it was ready."""
 
     buckets: list[Bucket]
-    """Prepared buckets, as in WorkerReady; empty if a bucket could not be prepared."""
+    """The prepared bucket; empty if it does not fit or cannot be compiled, or if the worker had
+    none to prepare."""
     num_deferred: int
     """Number of buckets still to prepare."""
     counters: dict[str, float] = {}

@@ -179,7 +179,8 @@ def poll_constants() -> int:
 
 
 def lists_kinds(source: Source) -> bool:
-    """Whether a file of config/kinds.py's registries lists a kind: such a file may be short."""
+    """Whether the file assigns a mapping of kinds for a registry of config/kinds.py: such a file
+    may be short."""
     return any(
         isinstance(target, ast.Name) and target.id in KIND_MAPPINGS
         for node in source.tree.body

@@ -31,7 +31,8 @@ _FORMAT = 3
 used."""
 _SAMPLE_BYTES = 2**20
 _UNLISTED = ("config.json", "model.safetensors")
-"""Files that are enough in a copy of an earlier version, which lists no sizes."""
+"""Files that a copy made by an earlier version must have to count as complete: such copies list no
+file sizes."""
 NO_SAMPLING: Mapping[str, float] = MappingProxyType({})
 
 

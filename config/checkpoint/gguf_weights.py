@@ -93,7 +93,8 @@ def write_stream(
 
 
 def _pieces(file: GgufFile, entry: Entry) -> Iterator[npt.NDArray[Any]]:
-    """Bytes of a tensor of the converted checkpoint, in chunks of rows."""
+    """Arrays of a tensor of the converted checkpoint, in order: chunks of rows, or a whole part if
+    the part has a `combine`."""
     for part in entry.parts:
         if entry.dtype == "uint8":
             assert part.combine is not None

@@ -171,8 +171,9 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 
 def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Hook of json.loads for headers. Raises ValueError for a duplicate key, which readers resolve
-    differently. Other threads may run between the calls."""
+    """`object_pairs_hook` of json.loads for headers. Raises ValueError for a duplicate key, which
+    readers resolve differently. Since the hook is Python code, other threads can run while a long
+    header is parsed."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]

@@ -1,4 +1,5 @@
-"""Generates the tables in docs/: `python -m config.loading.reference`."""
+"""Generates the tables of configuration.md, hpu-flags.md, coming-from-vllm.md and models.md in
+docs/: `python -m config.loading.reference`."""
 
 import re
 import sys

@@ -1,2 +1,2 @@
-"""LoRA adapters without tensors: the contents of PEFT folders and GGUF files, checked against the
-base model. Imports no torch."""
+"""Reads LoRA adapters (PEFT folders and GGUF files), and checks them against the base model.
+Imports no torch."""

@@ -353,7 +353,8 @@ def _ropes(
 
 
 def _rope(raw: Json, fields: Fields, max_position: int, head_dim: int) -> RopeConfig:
-    """RopeConfig from a rope object, which has all fields in transformers 5."""
+    """RopeConfig from `raw`, a rope object. rope_theta and partial_rotary_factor are read from it,
+    as transformers 5 writes them, otherwise from the top level of config.json."""
     rope = Fields(raw, fields.file)
     bounds: dict[str, float] = {"above": 1.0, "maximum": MAX_THETA}
     theta = rope.number(

@@ -32,9 +32,10 @@ class ThinkingSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Grammar of an output, before compilation. `kind` is in KINDS; `text` is JSON for json (a
-    schema), choice (a list of strings) and structural_tag, the pattern or grammar for regex and
-    grammar, and empty for json_object and FREE. Equal specs compile to the same grammar."""
+    """Grammar of an output, before compilation. `kind` is FREE or one of KINDS; `text` is JSON
+    for json (a schema), choice (a list of strings) and structural_tag, the pattern or grammar for
+    regex and grammar, and empty for json_object and FREE. Equal specs compile to the same
+    grammar."""
 
     kind: str
     text: str = ""

@@ -13,7 +13,7 @@ class RequestLimits:
     deadline_s: float | None = None
     """Deadline on the clock of time.perf_counter(); None: no limit."""
     tenant: int = 0
-    """Number derived from a digest of the API key; 0 without an API key."""
+    """60 bits of the API key's digest; 0 without an API key or without --fair-share."""
 
     def timeout_s(self) -> float:
         """Seconds until the deadline; 0: no limit. Raises DeadlineExceeded if the deadline has

@@ -167,8 +167,8 @@ class OutputProcessor:
     def _append_tokens(
         self, requests: list[Request], tokens: list[int], now: float
     ) -> list[Request]:
-        """Append one token to each request. Hot path: the only loop over all tokens of a step in
-        which each request gets a single token."""
+        """Append one token to each request. Hot path: in a step with one token per request, no
+        other loop visits every token."""
         finished = []
         front_end = -1
         for request, token in zip(requests, tokens, strict=True):

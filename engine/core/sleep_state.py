@@ -48,10 +48,10 @@ class SleepState:
         self._level, self._released, self._pending_level = self._pending_level, set(TAGS), 0
 
     def wake_up(self, tags: Sequence[str]) -> WorkerReady | None:
-        """Restore the memory named by `tags`; all memory if empty. Returns the worker's report once
-        everything is restored; None if memory is still released or nothing was restored. Raises
-        UserError for an unknown tag, and RequestFailed if the worker fails; then the level and the
-        released tags are unchanged."""
+        """Take `tags` (all tags if empty) from the released memory, and cancel a requested sleep.
+        Weights are restored at once; the KV cache is restored once no tag is left. Returns the
+        worker's report then, otherwise None. Raises UserError for an unknown tag, and RequestFailed
+        if the worker fails; then the level and the released tags are unchanged."""
         unknown = [tag for tag in tags if tag not in TAGS]
         if unknown:
             raise UserError(

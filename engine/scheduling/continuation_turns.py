@@ -5,8 +5,8 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 MIN_CONTINUED = 4
 TURN_SHARE = 4
-"""A new request is admitted after max_num_seqs / TURN_SHARE continuations, but at least after
-MIN_CONTINUED."""
+"""A waiting new request of the same or a higher priority gets a turn at the latest after
+max_num_seqs // TURN_SHARE continuations (MIN_CONTINUED, if larger)."""
 STEP_SHARE = 16
 """At most max_num_seqs / STEP_SHARE continuations (MIN_CONTINUED, if larger) start in a step that
 other requests share: a step of all beams of a wide search takes several times as long and delays

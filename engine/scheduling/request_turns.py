@@ -18,8 +18,8 @@ class RequestTurns:
         self._rounds: dict[tuple[int, int], _Rounds] = {}
         """Rounds with waiting texts, by (priority, tenant)."""
         self._last_round = 0
-        """The highest round of a request that has started. New rounds start after it, so that
-        LoRASlots can compare requests of different tenants."""
+        """The highest round of a request that has started. A tenant without waiting texts starts
+        after it, so that LoRASlots can compare requests of different tenants."""
 
     def add(self, request: Request) -> None:
         """Set the `priority_key` of a request that starts to wait: its priority and its round."""

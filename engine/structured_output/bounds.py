@@ -237,8 +237,7 @@ def _num_recursive_items(rules: _Rules) -> int:
 
 
 def _recursive_groups(rules: _Rules) -> dict[str, str]:
-    """First rule of the group of mutually recursive rules that each rule belongs to (Kosaraju's
-    algorithm)."""
+    """Rule -> first rule of its group of mutually recursive rules (Kosaraju's algorithm)."""
     uses = {
         name: [item for sequence in alternatives for item in sequence if item in rules]
         for name, alternatives in rules.items()

@@ -240,7 +240,7 @@ class GrammarState:
     """Position of an output in a grammar. Allows all tokens if there is no constrained part."""
 
     def __init__(self, matcher: LLMatcher | None, vocabulary: Vocabulary) -> None:
-        """`matcher`: at the start of the grammar; None without a constrained part."""
+        """`matcher`: a matcher that has consumed no token; None without a constrained part."""
         self._matcher = matcher
         self._is_shared = False
         """Whether other states use the matcher, which must be copied before it advances."""

@@ -35,7 +35,7 @@ Received = TypeVar("Received")
 HIGH_WATER = 8192
 """Maximum number of messages that each side queues for a peer that does not read. With a message
 per step, a full queue means that the peer has been hanging for minutes: `send` then returns False
-and drops no message."""
+and does not queue the message."""
 
 MAX_PATH_BYTES = 107
 """Maximum length of a Unix socket address on Linux."""

@@ -256,8 +256,8 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions), in the order of the key's tokens."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
-    """(key, positions) for prompt tokens from index 1, in chunks; sent before the key's first
-    token."""
+    """(key, positions) for prompt tokens from index 1: an entry for each chunk of the prompt that
+    has unsent positions; sent before the key's first token."""
     vectors: list[tuple[int, int, memoryview]] = []
     """(key, rows, float32 little-endian data): result of a pooling request, sent in the same
     message as its Finish."""

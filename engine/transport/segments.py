@@ -56,8 +56,8 @@ class SharedMemoryTransfers:
 
     @classmethod
     def beside(cls, endpoint: str, num_readers: int = 1) -> "SharedMemoryTransfers | None":
-        """Transfers of the socket at `endpoint`; None if its directory has no link to a files
-        directory, or for a TCP socket."""
+        """Transfers of the socket at `endpoint`; None for a TCP socket, or if the socket's
+        directory has no link to a directory of files (`link_directory`)."""
         if not endpoint.startswith("ipc://"):
             return None
         directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY

@@ -1,5 +1,5 @@
-"""Compares the vendor's kernels for experts with biases with plain operations, on the weights of
-the model. A public report describes wrong text of gpt-oss by `bias_fused_weights` of release 1.24.0
+"""Compares the vendor's kernels for experts that have biases to plain operations, on the model's
+weights. A public report describes wrong text of gpt-oss by `bias_fused_weights` of release 1.24.0
 (gpt-oss on Gaudi 3 with vllm-gaudi 0.19)."""
 
 import logging

@@ -59,7 +59,7 @@ class EmulatorConfig:
     multiplies_float32: bool = True
     """Whether the card multiplies float32 matrices: Gaudi 2B, 2C and 2D do not."""
     reads_kernel_path: bool = False
-    """Whether nothing compiles unless GC_KERNEL_PATH names the compiler's kernels."""
+    """Whether compilation fails if GC_KERNEL_PATH is empty or not set."""
     pins_memory: bool = False
     """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
     it."""

@@ -1,4 +1,5 @@
-"""Layers of the models: linear, embedding, mixture of experts, attention and its metadata.
+"""Layers of the models: linear, embedding, norms, MLP, mixture of experts, attention and its
+metadata, and layers with a state.
 
 Contains no back end and no kernel library.
 """

@@ -23,8 +23,8 @@ from hpu.ops.kernels import AttentionForm, ContextSlice
 
 
 class FeatureInputs(NamedTuple):
-    """Inputs that only some models read, and other launches leave out. Shapes are of a prefill or a
-    decode of `B` rows with `Q` tokens each."""
+    """Inputs that only some models read; None in the launches of other models. Shapes are of a
+    prefill or a decode of `B` rows with `Q` tokens each."""
 
     state_indices: Tensor | None = None
     """(B), or (S) for packed sequences: request index of each sequence, for layers with a state or

@@ -70,7 +70,8 @@ class NonFiniteGuard(nn.Module):
         self._block_size = block_size
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """`hidden` (B, Q, hidden) with every token of a non-finite prompt set to NaN."""
+        """`hidden` (B, Q, hidden) with every token of a non-finite prompt set to NaN; a decode is
+        returned unchanged. Writes the flags of the launch's tokens, if flags are bound."""
         is_bad = (~(hidden.abs() < math.inf)).any(-1)
         if isinstance(inputs, TextAttentionInputs):
             is_real = self._before(inputs.lengths, hidden)

@@ -1,4 +1,5 @@
-"""QuantizedWeight: an 8-bit or 4-bit weight with its scales."""
+"""QuantizedWeight: an 8-bit or 4-bit weight with its scales. Mxfp4Weight: an MXFP4 weight.
+StackedWeights: the quantized weights of a layer's experts."""
 
 from typing import NamedTuple
 

@@ -178,8 +178,8 @@ class KVCache:
             contents = cache.index_select(0, old)
             cache.index_copy_(0, new, contents)
             cache.index_copy_(0, old, torch.zeros_like(contents))
-            # One recipe per cache: all caches have equal shapes, so the recipes need equal
-            # workspaces.
+            # A recipe per cache: the workspace holds the moved blocks of one cache at a time, and
+            # caches of equal shapes share a recipe.
             self._backend.mark_step()
 
     def warm_scrub(self) -> None:

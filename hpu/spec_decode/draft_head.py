@@ -32,8 +32,8 @@ LAST_LAYER = LastLayer(1, 2)
 
 class DraftHead(LoadableModel):
     """Decoder with a single layer. It shares the embedding of the target and usually its output
-    head. A subclass takes the decoder of its last layer, the ModelConfig of the target,
-    and the weight map."""
+    head. The constructor of a subclass takes a Decoder that has only the last layer (LAST_LAYER),
+    the ModelConfig of the target, and the weight map."""
 
     def __init__(
         self, decoder: Decoder, weight_map: WeightMap, *, hidden_width: int, in_features: int

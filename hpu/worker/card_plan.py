@@ -379,8 +379,8 @@ def _smaller_demands(plan: CardPlan) -> Iterator[str]:
 
 
 def _quantized(model_config: ModelConfig, demand: CardDemand) -> Iterator[str]:
-    """Weights that are quantized while loading, if they would fit on these cards: with the same
-    context, otherwise with the context for which they leave memory."""
+    """Suggest to quantize the weights while loading, if they then fit on these cards: with the same
+    context, otherwise with the longest context that fits."""
     if model_config.is_quantized or model_config.architecture not in ARCHITECTURES:
         return
     flag, quantized = "--quantization fp8", facts_at_load("fp8", model_config)

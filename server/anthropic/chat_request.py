@@ -1,4 +1,4 @@
-"""Convert a Messages API body to the equivalent chat request."""
+"""Converts a Messages API body to the equivalent chat request."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

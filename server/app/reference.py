@@ -115,7 +115,7 @@ def _anchor(group: str) -> str:
 
 
 def _grouped(rows: Rows) -> str:
-    """A table with a heading for each group of fields."""
+    """A heading and a table for each group of fields."""
     return "\n".join(
         f"### {group}\n\n{_table({name: rows[name] for name in names})}"
         for group, names in _in(rows)

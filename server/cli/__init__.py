@@ -1,1 +1,2 @@
-"""The command `gaudiserve`: main.py, and one file for each subcommand."""
+"""The command `gaudiserve`: main.py, a file or folder for each subcommand, and files that several
+subcommands share."""

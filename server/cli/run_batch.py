@@ -41,8 +41,8 @@ RETRY_S = 1.0
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 BUSY = 503
 MAX_SENT_BYTES = MAX_LINE_BYTES
-"""Maximum bytes of lines in flight before the next line is read: decoded lines take many times
-their size."""
+"""No line is read while more than this many bytes of lines are in flight: decoded lines take many
+times their size."""
 
 
 def batch_parser() -> FlagParser:

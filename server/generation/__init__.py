@@ -1,1 +1,2 @@
-"""The text pipeline: prompt token ids in, text deltas out. Sequences, beam search, limits."""
+"""The text pipeline: prompt token ids in, text deltas out. Sequences, beam search,
+log-probabilities, answer parsers, limits."""

@@ -291,9 +291,9 @@ class ChoiceParser:
         return events
 
     def finish_reason(self, given: str | None) -> str | None:
-        """The finish reason of the choice: `tool_calls` for a choice with calls that stopped
-        (unless tool_choice names the function), otherwise `given`, the finish reason of its
-        text."""
+        """The finish reason of the choice. `given`: the finish reason of its text; it is returned
+        unless it is `stop` and the choice has calls. Then the reason is `tool_calls`, unless
+        tool_choice names the function."""
         chose = self._has_calls and not self._is_named
         return "tool_calls" if given == "stop" and chose else given
 

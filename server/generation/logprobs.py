@@ -42,7 +42,7 @@ class PositionLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 class PromptLogprobs:
     """Log-probabilities of a prompt, one entry per token. Entries are converted lazily during
-    iteration: a million entries take 2 s to convert and 300 MB."""
+    iteration: a million entries take 2 s and 300 MB."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

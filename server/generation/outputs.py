@@ -40,7 +40,7 @@ class Prompt:
     text: str | None = None
     """Text that `token_ids` was encoded from; None: the client sent token ids."""
     images: PromptImages | None = None
-    """Images of the prompt; None without images."""
+    """Images and videos of the prompt; None without them."""
 
 
 @dataclass(slots=True)

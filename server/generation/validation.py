@@ -29,7 +29,8 @@ from config.params.token_ids import (
 from server.generation.outputs import Prompt
 
 MAX_IMAGE_BYTES = 256 * 2**20
-"""Maximum image bytes of a request with several choices; each choice sends its own copy."""
+"""Maximum bytes of images and videos of a request with several choices; each choice sends its own
+copy."""
 
 ABOVE_EVERY_CONTEXT = 2**31 - 1
 
@@ -86,9 +87,9 @@ def _array_if_long(ids: TokenIds) -> TokenIds | TokenArray:
 
 
 def check_sizes(params: SamplingParams, num_sequences: int, num_image_bytes: int) -> None:
-    """Raise UserError for lists, grammars and images that are too large for `num_sequences`
+    """Raise UserError for lists, grammars, images and videos that are too large for `num_sequences`
     sequences, because each sequence sends its own copy to the engine. `num_image_bytes`: total size
-    of the images of all prompts."""
+    of the images and videos of all prompts."""
     tokens, words = params.num_listed_tokens, len(params.bad_words_token_ids)
     grammar = params.structured_outputs
     text = 0 if grammar is None else len(grammar.text)

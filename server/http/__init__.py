@@ -1,2 +1,2 @@
-"""HTTP: protocol limits, bodies, authentication, errors, SSE, the access log, the proxy to
-peers."""
+"""HTTP: protocol limits, TLS, pacing, bodies, JSON, authentication, trusted proxies, errors, SSE,
+static files, the access log, the proxy to peers."""

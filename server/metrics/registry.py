@@ -1,5 +1,5 @@
-"""Metrics of an API server, and the /metrics page. Names are the same as in vLLM, because gateways,
-routers and dashboards expect them."""
+"""Metrics of an API server, and the /metrics page. Metrics that vLLM also has keep vLLM's names,
+because gateways, routers and dashboards expect them."""
 
 import contextlib
 import os
@@ -179,7 +179,7 @@ class Metrics:
         self._routed[engine, reason].inc()
 
     def image_looked_up(self, is_hit: bool) -> None:
-        """Count an image of a request."""
+        """Count an image or video of a request."""
         self._images[IMAGE_QUERIES].inc()
         if is_hit:
             self._images[IMAGE_HITS].inc()

@@ -1,5 +1,6 @@
-"""OpenTelemetry traces of requests, exported over OTLP. Needs the extra `otel`. Attributes and span
-names are the same as in vLLM."""
+"""OpenTelemetry traces of requests, exported over OTLP. Needs the extra `otel`. The span
+llm_request and its gen_ai.request, usage and latency attributes have vLLM's names; the child spans
+queue, prefill and decode are additional."""
 
 import logging
 import threading

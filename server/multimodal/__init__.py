@@ -1,2 +1,2 @@
-"""Images in requests: fetching, decoding, preprocessing, and placement in the prompt. The vision
-tower is in hpu/multimodal."""
+"""Images and videos in requests: fetching, decoding, preprocessing, and placement in the prompt.
+The vision tower is in hpu/multimodal."""

@@ -160,8 +160,8 @@ class MediaFetcher:
         network: Network | None = None,
     ) -> None:
         """`allowed_domains`: hosts for https: URLs; "*": all hosts; empty: https: is not allowed.
-        `allowed_local_path`: folder for file: URLs; empty: file: is not allowed. `network`: None:
-        the default."""
+        `allowed_local_path`: folder for file: URLs; empty: file: is not allowed. `network`: None
+        uses `Network()`."""
         self._domains = frozenset(_host_name(domain) for domain in allowed_domains)
         self._local = Path(allowed_local_path).resolve() if allowed_local_path else None
         self._kinds = {

@@ -55,9 +55,9 @@ class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
 
     error: str = ""
     size: tuple[int, int] = (0, 0)
-    """Width and height of the decoded image."""
+    """Width and height of the decoded image, or of the first frame of a video."""
     text: str = ""
-    """Text that replaces the image placeholder in the prompt."""
+    """Text that replaces the placeholder of the image or video in the prompt."""
     grid: tuple[int, int, int] = (0, 0, 0)
     tensors: list[InputTensor] = []
     time_step: float = 1.0

@@ -60,8 +60,8 @@ class MediaSource:
     data: bytes | None = None
     """Bytes given by an offline caller; for a video, an encoded Video."""
     uuid: str = ""
-    """Name given by the client. Without url and data, it refers to an image that the client sent
-    before."""
+    """Name given by the client. Without url and data, it refers to an image or video that the
+    client sent before."""
     kind: bytes = IMAGE
 
 
@@ -165,8 +165,8 @@ def with_image_texts(
     param: str = "messages",
 ) -> str:
     """Replace each placeholder (`marks`) in `prompt` by the text of its image or video. Raises
-    UserError unless the placeholders match the images in number and order. Placeholders in the
-    caller's text have been split before, see server/text/control_tokens.py."""
+    UserError unless the placeholders match the images and videos in number and order. Placeholders
+    in the caller's text have been split before, see server/text/control_tokens.py."""
     kinds = {mark: kind for kind, mark in marks.items()}
     found = list(re.finditer("|".join(map(re.escape, kinds)), prompt))
     for kind, mark in marks.items():
@@ -194,8 +194,8 @@ def in_order_of_marks(
     prompt: str, marks: Mapping[bytes, str], images: Sequence[ProcessedImage]
 ) -> list[ProcessedImage]:
     """Merge images and videos into the order of their placeholders (`marks`) in `prompt`. The
-    images among themselves, and the videos, are already in order. Images without a placeholder
-    come last."""
+    images among themselves, and the videos, are already in order. Images and videos without
+    a placeholder come last."""
     left = {kind: [image for image in images if image.kind == kind] for kind in marks}
     kinds = {mark: kind for kind, mark in marks.items()}
     matches = re.finditer("|".join(map(re.escape, kinds)), prompt)
@@ -206,7 +206,7 @@ def in_order_of_marks(
 
 @dataclass(frozen=True, slots=True)
 class PromptImages:
-    """Images of a prompt, as messages for the engine."""
+    """Images and videos of a prompt, as messages for the engine."""
 
     placements: list[ImagePlacement]
     encoded: list[EncoderInput]
@@ -239,7 +239,7 @@ def place_images(
     param: str,
 ) -> PromptImages:
     """Find the placeholder tokens of images and videos in a tokenized prompt. Raises UserError if
-    their number does not match the images."""
+    their number does not match the images and videos."""
     positions = [index for index, token in enumerate(token_ids) if token in image_token_ids]
     expected = sum(image.num_tokens for image in images)
     if len(positions) != expected:

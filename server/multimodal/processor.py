@@ -36,7 +36,7 @@ MAX_PENDING_BYTES = 2**30
 """Maximum total size of images and videos that are waiting or being processed."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
-"""Maximum size of an image that is hashed on the event loop; larger images are hashed on a
+"""Maximum size of an image or video that is hashed on the event loop; larger files are hashed on a
 thread."""
 
 
@@ -51,7 +51,7 @@ class ProcessedImage:
     text: str
     """Text that replaces the template's placeholder in the prompt."""
     num_tokens: int
-    """Number of image tokens in `text`."""
+    """Number of image or video tokens in `text`."""
     grid: tuple[int, int, int]
     tensors: list[InputTensor]
     time_step: float = 1.0
@@ -130,10 +130,11 @@ class ImagePreprocessor:
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.on_lookup: Callable[[bool], None] = lambda is_hit: None
-        """Called when an image of a request was looked up in the cache."""
-        self.on_processed: Callable[[float], None] = lambda seconds: None
-        """Called with the time, queue included, when an image that was not in the cache was
+        """Called for each image or video of a request, with whether it is cached or already being
         processed."""
+        self.on_processed: Callable[[float], None] = lambda seconds: None
+        """Called when the processing of an image or video has ended, with its time (queue
+        included)."""
 
     @property
     def marks(self) -> Mapping[bytes, str]:
@@ -159,7 +160,7 @@ class ImagePreprocessor:
         self._processes.close()
 
     def cached(self, digest: bytes) -> ProcessedImage | None:
-        """The cached image with `digest`, if any."""
+        """The cached image or video with `digest`, if any."""
         found = self._cache.get(digest)
         if found is not None:
             self._cache.move_to_end(digest)
@@ -175,8 +176,9 @@ class ImagePreprocessor:
         client: str = "",
     ) -> ProcessedImage:
         """Preprocess the bytes of an image, or an encoded Video. Clients share the processing slots
-        fairly. If all callers of an image are cancelled, it leaves the queue or its process is
-        killed. Raises UserError, which names the place `where` in the request, and Overloaded."""
+        fairly. If all callers of an image or video are cancelled, it leaves the queue or its
+        process is killed. Raises UserError, which names the place `where` in the request, and
+        Overloaded."""
         data = kind + data
         if len(data) <= INLINE_BYTES:
             digest = sha256(data).digest()
@@ -265,14 +267,14 @@ class ImagePreprocessor:
     # Images referenced by uuid
 
     def remember(self, owner: str, uuid: str, digest: bytes, kind: bytes = IMAGE) -> None:
-        """Let `owner` send `uuid` in place of this image in later requests."""
+        """Let `owner` send `uuid` in place of this image or video in later requests."""
         self._uuids[owner, kind, uuid] = digest
         self._uuids.move_to_end((owner, kind, uuid))
         if len(self._uuids) > MAX_UUIDS:
             self._uuids.popitem(last=False)
 
     def named(self, owner: str, uuid: str, kind: bytes = IMAGE) -> ProcessedImage | None:
-        """The image that `owner` sent with `uuid`, if it is still cached."""
+        """The image or video that `owner` sent with `uuid`, if it is still cached."""
         digest = self._uuids.get((owner, kind, uuid))
         found = None if digest is None else self.cached(digest)
         self.on_lookup(found is not None)
@@ -281,13 +283,13 @@ class ImagePreprocessor:
 
 @dataclass(slots=True)
 class _Job:
-    """An image that is being processed."""
+    """An image or video that is being processed."""
 
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
-    """Number of callers that wait for the image."""
+    """Number of callers that wait for the image or video."""
 
 
 class _Refused(Exception):
-    """An image that was rejected. `process` converts it to a UserError that names the place in the
-    request."""
+    """An image or video that was rejected. `process` converts it to a UserError that names the
+    place in the request."""

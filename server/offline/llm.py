@@ -428,7 +428,7 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """Create a Prompt with the images of `sources`, or with `images`."""
+        """Create a Prompt with the images and videos of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)

@@ -1,1 +1,2 @@
-"""OpenAI API: routes of chat and completions, and their responses."""
+"""OpenAI API: routes of chat, completions, responses and models; and vLLM's routes for token ids,
+rendered prompts and adapters."""

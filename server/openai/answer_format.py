@@ -111,8 +111,9 @@ def _constrained(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """Format with a grammar for the text; if the model may choose to call tools, also with a
-    grammar for the calls."""
+    """Format of a constrained answer. `grammar`: of the text, or of the calls if tool_choice
+    requires a call. If the model may choose to call tools, the format also has a grammar for the
+    calls."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
     call_reader: ToolCallReader | None = None
     if body.requires_call:

@@ -38,7 +38,7 @@ class RenderedChat:
     """Images and videos whose texts are in the prompt."""
 
     def with_images(self, state: AppState, prompt: Prompt) -> Prompt:
-        """Add the images to the encoded prompt. Raises UserError."""
+        """Add the images and videos to the encoded prompt. Raises UserError."""
         if not self.images:
             return prompt
         assert state.images is not None, "a chat has images"
@@ -47,7 +47,8 @@ class RenderedChat:
         return replace(prompt, images=placed)
 
     def check_truncation(self, keep: int | None) -> None:
-        """Raise UserError for truncation of a prompt with images, which might cut an image."""
+        """Raise UserError for truncation of a prompt with images or videos, which it might
+        cut."""
         if self.images and keep is not None:
             raise UserError(
                 f"truncate_prompt_tokens is {keep}, and the prompt has {len(self.images)} images, "
@@ -57,8 +58,8 @@ class RenderedChat:
 
 
 async def render(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """Render the prompt text of a chat and load its images. A uuid refers only to images sent with
-    the same API key as `request`. Raises UserError and Overloaded."""
+    """Render the prompt text of a chat and load its images and videos. A uuid refers only to images
+    and videos sent with the same API key as `request`. Raises UserError and Overloaded."""
     record = record_of(request.scope)
     client = record.owner or record.client
     inputs = state.images
@@ -96,8 +97,8 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
 
 
 async def render_watched(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
-    """Call `render`, and cancel it when the client disconnects, since loading images takes seconds.
-    Raises UserError, Overloaded and ClientGone."""
+    """Call `render`, and cancel it when the client disconnects, since loading images and videos
+    takes seconds. Raises UserError, Overloaded and ClientGone."""
     with CancelOnDisconnect(request.receive):
         return await render(state, request, body)
 

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions/render and /v1/completions/render: token ids and sampling parameters of
 a request, without running it. Routers that are aware of prefix caches need the token ids. Each
-result without images is a body for /inference/v1/generate."""
+result without images or videos is a body for /inference/v1/generate."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""Processes of the server: supervisor, API servers, model download."""
+"""Processes of the server: supervisor, API servers, engine hosts, model download."""

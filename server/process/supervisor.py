@@ -312,7 +312,7 @@ class Supervisor:
         self._ends: list[EngineEnd] = []
         self._due: set[int] = set()
         """API servers that have exited and will be restarted."""
-        # Bounded: an event per signal, two events per child that exits, an event for the
+        # Few events: one per signal, at most two per child that exits, and one for the
         # checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 

@@ -74,7 +74,7 @@ class AppState:
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     images: ImageLoader | None = None
-    """Image loader; None if images are not served."""
+    """Loader of images and videos; None if the server accepts neither."""
     parser_config: ParserConfig = NO_PARSERS
     """The tool-call and reasoning parsers."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

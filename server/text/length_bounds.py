@@ -46,7 +46,7 @@ def token_length_bound(encoder: Encoder) -> TokenLengthBound | None:
         return None
     if model.byte_fallback:
         absent = _absent({f"<0x{byte:02X}>": byte for byte in range(256)}, tokens)
-        # The character that replaces a space is longer than a space.
+        # An upper limit: the character that replaces a space in tokens has more bytes than a space.
         longest = max(len(token.encode()) for token in tokens)
     else:
         absent = _absent(gpt2_alphabet(), tokens)

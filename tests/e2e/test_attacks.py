@@ -156,8 +156,8 @@ def test_a_long_list_of_a_single_sequence_is_accepted_without_delaying_other_cli
 
 
 def asked_without_delay(server: LiveServer, route: str, body: dict[str, Any]) -> httpx.Response:
-    """The answer, which delays no two tokens and no /health of another client in at least one
-    attempt."""
+    """The answer to the request. Asserts that in at least one attempt it delays neither /health nor
+    a request for two tokens from other clients."""
     two: Any = {"path": COMPLETIONS, "body": {"prompt": "b", "max_tokens": 2}, "interval_s": 0.03}
     slowest_s = []
     for _ in range(ATTEMPTS):

@@ -23,7 +23,8 @@ from gaudiserve import LLM, RequestOutput
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
-# The blocks hold less than two contexts: six requests of up to 130 tokens are preempted.
+# Fewer blocks than two contexts need, so that some of six requests of up to 130 tokens are
+# preempted.
 FEW_BLOCKS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

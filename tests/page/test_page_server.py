@@ -97,7 +97,7 @@ def test_bars_of_short_requests_stay_visible_beside_a_long_request(
 
         chart = page.locator("#bars").evaluate("bars => bars.offsetHeight")
         assert max(heights) > 0.9 * chart
-        # Bars of 0.8 s beside a bar of 600 s.
+        # The shortest request takes 0.8 s, the longest 600 s.
         assert min(heights) > 0.35 * chart
         expect(page.locator("#bars .failed")).to_have_count(2)
 

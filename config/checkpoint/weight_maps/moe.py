@@ -10,7 +10,7 @@ from config.model.model_config import ModelConfig
 
 
 def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterator[WeightSpec]:
-    """Tensors of the router, the routed experts and the shared expert."""
+    """Tensors of the router, the routed experts, and the shared expert with its gate."""
     moe, names = config.moe, spec.moe
     assert moe is not None and names is not None
     experts = Axis(moe.num_experts, moe.fields.num_experts)

@@ -113,7 +113,8 @@ _MOE = GLM_FIELDS._replace(
     layer_step="moe_layer_freq", first_of_step=True, expert_layers=EXPERT_LAYERS
 )
 _ROTATED = {"qk_rope_head_dim": ("head_dim",)}
-"""Published files lack head_dim; transformers saves qk_rope_head_dim as head_dim."""
+"""head_dim gets the value of qk_rope_head_dim: published files lack head_dim, and transformers
+saves qk_rope_head_dim as head_dim."""
 
 _SOFTMAX = {"scoring_func": "softmax", "topk_method": "greedy"}
 

@@ -1,5 +1,5 @@
 """Gemma: norm weights stored minus 1, and scaled embeddings; from Gemma 2 on also sliding windows
-in some layers, and norms before and after attention and MLP."""
+in some layers, and norms before and after attention and MLP (VaultGemma: only before)."""
 
 from collections.abc import Mapping
 from dataclasses import replace

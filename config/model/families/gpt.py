@@ -1,4 +1,4 @@
-"""GPT-2 and its successors: layer norms, plain MLPs and biases."""
+"""GPT-2 and other families with layer norms and plain MLPs, most of them with biases."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Llama 4: each token uses a routed expert and a shared expert."""
+"""Llama 4: chunked attention in layers with rope, full attention in layers without rope, and a
+shared expert in addition to the routed experts."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,5 @@
-"""Families with Llama's gated MLP and other norms or norm positions: on the outputs of attention
-and MLP, on both sides, or parallel."""
+"""Families with Llama's gated MLP and other norms, norm positions (on the outputs of attention and
+MLP, on both sides, or parallel) or another rope."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +35,7 @@ def _cohere(config: ModelConfig) -> DecoderSpec:
 
 
 def _glm(config: ModelConfig) -> DecoderSpec:
-    """GLM-4 9B of 2024."""
+    """GLM-4-9B (2024) and GLM-Edge."""
     return replace(llama(config), o_bias=False, interleaved_rope=True, fused_gate_up=True)
 
 

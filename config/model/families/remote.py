@@ -1,5 +1,5 @@
-"""Families with remote code in their checkpoints: Llama with other tensor names and layouts. The
-remote code is never run."""
+"""Families with remote code in their checkpoints: Llama with other tensor names and layouts;
+Baichuan 13B with ALiBi. The remote code is never run."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -21,8 +21,8 @@ WHOLE_MODELS = frozenset(
     *("DeepseekVLV2ForCausalLM", "InternVLChatModel", "Ovis", "Ovis2_5"),
     *("Phi4MultimodalForCausalLM", "Qwen2_5OmniModel"),
 }
-"""Multimodal architectures whose text model, without images, computes the same as the standalone
-text model."""
+"""Multimodal architectures whose text model, without images or audio, computes the same as the
+standalone text model."""
 TEXT_MODELS = {
     "aria_text": "AriaTextForCausalLM",
     "cohere": "CohereForCausalLM",

@@ -14,7 +14,8 @@ EXPRESSION = "re:"
 """Prefix of regular expressions in lists of module names."""
 
 NEVER_QUANTIZED = ("lm_head", r"re:.*\.(gate|router)$", r"re:.*shared_expert_gate$")
-"""Modules that this server does not quantize: the head, and routers of experts."""
+"""Modules that this server does not quantize: the head, routers of experts, and gates of shared
+experts."""
 
 OUTPUTS, INPUTS = 0, 1
 """Dimensions of a linear weight (out, in)."""

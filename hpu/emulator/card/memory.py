@@ -107,8 +107,9 @@ class Memory:
         self.peak = 0
 
     def reset_counts(self) -> None:
-        """Count from 0, also the active allocations, which may become negative (clear_stats in the
-        same file)."""
+        """Set the counts, but not the totals, to 0, and the peak to the memory in use. ActiveAllocs
+        starts at 0 too, so it becomes negative when earlier allocations are freed (clear_stats in
+        the bridge's CoalescedStringentPoolAllocator.cpp)."""
         self.num_allocs = self.num_frees = self.largest = 0
         self.peak = self.in_use
 

@@ -427,7 +427,8 @@ def add_by_index(
 def _last_extreme(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """Index of the last of equal values, ignoring NaN. Programs must not rely on this order."""
+    """Result of an op of EXTREMES, ignoring NaN, with the last index of equal extremes. Programs
+    must not rely on this order."""
     reduce, other = EXTREMES[name]
     values: Tensor = args[0]
     if not values.dim():

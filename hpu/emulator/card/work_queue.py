@@ -211,7 +211,8 @@ def copy_bytes(target: Tensor, source: Tensor) -> Tensor:
 
 
 def fill_with_garbage(tensor: Tensor) -> None:
-    """Fill with values that no program mistakes for data: NaN, or a large negative number."""
+    """Fill with values that reveal a read of invalid contents: NaN, a large negative number, or 1
+    in integer types of one byte and bool."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     elif tensor.dtype.itemsize > 1:

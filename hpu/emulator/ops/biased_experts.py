@@ -31,8 +31,8 @@ MOE_BIAS_MXFP4 = (
 
 class BiasedExperts:
     """mixture_of_experts with biases. `runs_eagerly`: see quantized.Int4Conversion; the bridge's
-    tests list the MXFP4 form as unsupported in eager mode. `has_fault`: whether the card has a
-    fault."""
+    tests list the MXFP4 form as unsupported in eager mode. `has_fault`: whether the card has the
+    named fault."""
 
     def __init__(self, runs_eagerly: Callable[[], bool], has_fault: Callable[[str], bool]) -> None:
         self._runs_eagerly = runs_eagerly

@@ -324,8 +324,8 @@ def expand_blocks(operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
 
 def can_stay(weight: StoredWeight) -> bool:
-    """Whether the weight can be dequantized with its own scales: this rank has whole groups of
-    inputs."""
+    """Whether the weight can be dequantized with its own scales: it is in floats, and its groups
+    divide this rank's inputs evenly."""
     return weight.scheme.is_float and weight.in_features % weight.num_groups == 0
 
 

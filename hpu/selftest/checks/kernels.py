@@ -1,4 +1,4 @@
-"""Checks of the vendor's fused kernels for prompts and decodes."""
+"""Checks of the vendor's fused kernels: attention, softmax of decodes, RMS norm, rotation."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""Checks of torch's own operators in lazy recipes: cache writes, the router, the sampler."""
+"""Checks of torch's own operators in lazy recipes: cache writes, the router, the sampler, matmuls,
+non-finite values, integers of 64 bits."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

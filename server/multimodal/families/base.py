@@ -1,5 +1,5 @@
-"""PromptForm: the prompt text of images for a model family. The processor classes of transformers
-generate the same text, but need a tokenizer, and some need torch."""
+"""PromptForm: the prompt text of images and videos for a model family. The processor classes of
+transformers generate the same text, but need a tokenizer, and some need torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -49,7 +49,7 @@ for until the request ends: 100 to 500 kB."""
 BIAS_BYTES = 240
 """Memory of an entry of `logit_bias` in its copies for sampling, here and in the engine."""
 MAX_STOP_CHARACTERS = 1_024
-"""Maximum length of a stop string. Text that may be the beginning of a stop string is not sent."""
+"""Maximum length of a stop string. Text that may be the beginning of a stop string is held back."""
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that a model's generation_config may set."""
 

@@ -478,8 +478,8 @@ def _any_word(end: str, function: str, name: str, words: list[Any], is_framed: b
 
 
 def check_name(function: str, name: str, ends: tuple[str, ...]) -> None:
-    """Raise UserError for an argument or function name that the parser would read as another
-    name."""
+    """Raise UserError for an argument or function name that the parser would reject or read as
+    another name."""
     is_read = name == name.strip(QUOTES_AND_BLANKS) and not any(end in name for end in ends)
     if not (is_read and name.isprintable() and 1 <= len(name) <= MAX_NAME_CHARACTERS):
         raise unenforceable(function, f"the name {name!r:.60}")

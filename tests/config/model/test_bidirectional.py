@@ -1,4 +1,4 @@
-"""Models with bidirectional attention in the prompt are refused."""
+"""PaliGemma is refused: its text model attends to the whole prompt bidirectionally."""
 
 import json
 from pathlib import Path

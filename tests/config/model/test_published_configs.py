@@ -1,6 +1,5 @@
-"""config.json in the form in which publishers release it, with the fields that matter: every
-architecture of docs/models.md is read, in the forms of its checkpoints (a wrapper with images,
-nested fields, older names, FP8)."""
+"""Every architecture of docs/models.md is read from config.json as published: wrappers with images,
+nested fields, older names, FP8. The table keeps only fields that affect the result."""
 
 import json
 from collections import Counter

@@ -1,5 +1,6 @@
 """Random schedules: the real core with a KV store that records the contents of every slot, compared
-with the slow model that runs each request alone. Invariants 1, 2, 3, 7, 8 and 10, at every step."""
+with the slow model that runs each request alone. The invariants of CoreRig are checked after every
+step."""
 
 from typing import Any
 

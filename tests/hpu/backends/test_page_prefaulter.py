@@ -20,7 +20,7 @@ HUGE = 2
 
 
 def can_populate() -> bool:
-    """Whether the kernel maps pages on demand: Linux 5.14 or newer."""
+    """Whether the kernel supports MADV_POPULATE_WRITE: Linux 5.14 or newer."""
     if platform.system() != "Linux":
         return False
     page = torch.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=torch.uint8)

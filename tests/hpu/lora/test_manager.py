@@ -27,7 +27,8 @@ def load_message(folder: Path, base: Path) -> LoadAdapter:
 
 
 def next_messages(worker: Worker, count: int) -> list[Any]:
-    """Poll for messages, because `on_message` is for a waiting thread."""
+    """Poll the worker for `count` messages: `on_message` only wakes a thread that waits for
+    them."""
     messages: list[Any] = []
     deadline = time.monotonic() + 60
     while len(messages) < count and time.monotonic() < deadline:

@@ -327,7 +327,8 @@ def test_every_architecture_is_compared_with_transformers() -> None:
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family, _ in VARIATIONS.values()}
 
     own = {*gemma.FAMILIES, *normed.FAMILIES, *gpt.FAMILIES, *mpt.FAMILIES}
-    # Names from before their support in transformers.
+    # The other names are from checkpoints that were published before transformers supported the
+    # model.
     assert names == own - {"MPTForCausalLM", *FIRST_NAMES}
 
 

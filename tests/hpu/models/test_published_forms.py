@@ -463,8 +463,8 @@ def stacked(tensors: dict[str, Tensor], block: str, num_experts: int) -> dict[st
 @pytest.mark.parametrize("family", ["qwen3_5_moe_text", "deepseek_v3"])
 @torch.inference_mode()
 def test_stacked_experts_are_served_as_by_transformers(family: str, tmp_path: Path) -> None:
-    """Qwen3.5 is published with stacked experts. Other families are stacked when transformers 5
-    saves its tensors in memory unchanged."""
+    """Qwen3.5 is published with stacked experts. Other families are stacked if transformers 5
+    saves the tensors as it holds them in memory."""
     make_tiny(family, tmp_path)
     reference = load_reference(tmp_path)
     num_experts = {"deepseek_v3": 8}.get(family, 4)

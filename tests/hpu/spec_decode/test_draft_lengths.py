@@ -24,8 +24,8 @@ def simulate(
     measured: LaunchCosts | None = None,
 ) -> float:
     """Tokens per second with drafts that are right with `probability`, divided by the rate without
-    drafts. `measured`: costs that replace the true costs; with them, each request ends after about
-    64 tokens and the next begins."""
+    drafts. `measured`: costs given to DraftLengths instead of the true `costs`; with them, each
+    request ends after about 64 tokens and the next begins."""
     rng = random.Random(1)
     lengths = DraftLengths(5, measured or costs)
     ages = [2 * index for index in range(num_requests)]

@@ -138,7 +138,7 @@ class ReadingTransport(asyncio.Transport):
         return 0
 
     def close(self) -> None:
-        """Called at the end of the test."""
+        """No effect."""
 
 
 class Busy:

@@ -264,7 +264,7 @@ async def test_a_hostile_adapter_delays_no_other_request(
     assert answer.status_code == (400 if message else 200), answer.text
     assert message in answer.text
     assert str(folders["root"]) not in answer.text
-    # On an idle machine: a tenth of a second above the requests' own time.
+    # On an idle machine, the longest request takes a tenth of a second more than without the load.
     assert longest < 30
 
 
