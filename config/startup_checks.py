@@ -47,7 +47,9 @@ length on the host, which takes hours for 8192 tokens."""
 def check_device(device: str) -> None:
     """Raise ConfigError for a device that is not available on this machine."""
     if not is_installed("torch"):
-        raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
+        if device == "auto" or DEVICES[device].uses_cores:
+            raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
+        raise ConfigError("torch is not installed here: install the device's torch")
     if device == "auto":
         return
     if problem := DEVICES[device].problem(Installed(is_installed, installed_version("torch"))):
@@ -214,8 +216,9 @@ def _check_compressor(
 ) -> None:
     if not is_built_in:
         raise ConfigError(
-            f"quantization is {INC}, and {model_config.path} is not a decoder with a native "
-            "implementation, which the compressor requires: leave --quantization out"
+            f"quantization is {INC}, and {model_config.path} is served for pooling or runs on the "
+            "transformers implementation, for which the compressor is not supported: leave "
+            "--quantization out"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
         raise SettingError(
