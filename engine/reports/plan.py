@@ -143,7 +143,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
     model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     not_served = unserved_weights(model_config, config.model_impl)
-    chosen_quantization(config.quantization, model_config)
+    chosen_quantization(config.quantization, model_config, target.device)
     check_format_at_load(config.quantization, model_config, target.device)
     model_config = facts_at_load(config.quantization, model_config)
     max_model_len = choose_max_model_len(
@@ -271,7 +271,7 @@ def as_text(plan: Plan) -> str:
         lines += [] if plan.not_served else ["It fits."]
     else:
         lines.append(f"It does not fit: {_shortage(plan)}. Changes that make it fit:")
-        lines += [f"  {change}" for change in _changes(plan)]
+        lines += [f"  {change}" for change in changes_of(plan)]
     lines += [f"note: {note}" for note in plan.notes]
     lines += [UNSERVED.format(plan.not_served)] if plan.not_served else []
     return "\n".join(lines)
@@ -399,7 +399,7 @@ def _counts(table: BucketTable) -> tuple[int, int]:
     return prompts, len(table.buckets) - prompts
 
 
-def _changes(plan: Plan) -> list[str]:
+def changes_of(plan: Plan) -> list[str]:
     """Changes that would make the plan fit."""
     if plan.fits:
         return []
@@ -476,7 +476,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "startup_seconds": math.ceil(plan.startup_seconds),
         "fits": plan.fits,
         "not_served": plan.not_served or None,
-        "changes": _changes(plan),
+        "changes": changes_of(plan),
         "notes": list(plan.notes),
     }
 

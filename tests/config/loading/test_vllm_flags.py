@@ -361,6 +361,7 @@ def test_the_command_line_of_the_page_is_accepted() -> None:
         ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
         ("--enable-prefix-cashing", "--enable-prefix-caching"),
         ("--tensor-paralel-size", "--tensor-parallel-size"),
+        ("--tp", "-tp (--tensor-parallel-size)"),
     ],
 )
 def test_the_nearest_flag_name_is_suggested(

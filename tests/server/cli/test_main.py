@@ -409,6 +409,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
         ("max_num_seqs", "--max-num-seqs", "--port"),
         ("http", "--port", "--max-num-seqs"),
         ("KV cache", "--block-size", "--port"),
+        ("pp", "--pipeline-parallel-size", "--port"),
     ],
 )
 def test_help_for_a_word_shows_a_group_or_flags(
