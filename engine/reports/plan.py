@@ -11,7 +11,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import PACKED_EXPERTS_FLAG
 from config.model.architectures import is_native
-from config.model.kv_cache_dtype import ON_GAUDI, kv_width
+from config.model.kv_cache_dtype import AUTO, ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
 from config.startup_checks import (
     check_format_at_load,
@@ -87,6 +87,7 @@ class Plan:
     strategy: str
     captures: bool
     notes: tuple[str, ...]
+    kv_cache_dtype: str
     not_served: str = ""
     """Why a server refuses the checkpoint's weights; empty if it does not."""
 
@@ -205,6 +206,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
         strategy,
         not config.enforce_eager,
         tuple(notes),
+        dtype if cache.kv_cache_dtype == AUTO else cache.kv_cache_dtype,
         not_served,
     )
     return replace(plan, notes=(*plan.notes, *_graph_notes(plan)))
@@ -300,10 +302,19 @@ def _head(plan: Plan) -> list[str]:
         cards += ", whole experts on each"
     return [
         f"{plan.model_config.path}: {plan.model_config.architecture}, {_in_words(parameters)} "
-        f"parameters{active}, {plan.dtype}",
+        f"parameters{active}, {_dtypes(plan)}",
         f"{title}, {cards}; context {demand.max_model_len} tokens, "
         f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",
     ]
+
+
+def _dtypes(plan: Plan) -> str:
+    """Formats of weights, KV cache and activations, as text."""
+    stored = plan.model_config.quantization
+    weights = plan.dtype if stored is None else stored.method
+    if {weights, plan.kv_cache_dtype} == {plan.dtype}:
+        return plan.dtype
+    return f"weights {weights}, KV cache {plan.kv_cache_dtype}, activations {plan.dtype}"
 
 
 def _active_parameters(model_config: ModelConfig) -> int | None:
