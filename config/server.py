@@ -391,7 +391,8 @@ class ServerConfig:
         for name in RESERVED_VARIABLES:
             if name in self.template_defaults:
                 raise ConfigError(
-                    f"default_chat_template_kwargs sets {name!r}, which is a field of a request"
+                    f"default_chat_template_kwargs sets {name!r}, which the server sets from the "
+                    "fields of a request: leave it out"
                 )
         for kind, count in (("images", self.max_images), ("videos", self.max_videos)):
             if count < 0:
@@ -407,7 +408,9 @@ class ServerConfig:
                 "server listens on a Unix socket"
             )
         if self.root_path and not self.root_path.startswith("/"):
-            raise ConfigError(f"root_path is {self.root_path!r}, it must begin with /: /gaudi")
+            raise ConfigError(
+                f"root_path is {self.root_path!r}, it must begin with /, such as /gaudi"
+            )
         self._check_tls()
 
     def _check_tls(self) -> None:
@@ -457,7 +460,7 @@ class ServerConfig:
             # vLLM's form, with the sizes for its profiling.
             count = count.get("count", default)
         if not isinstance(count, int) or isinstance(count, bool):
-            raise ConfigError(f"limit_mm_per_prompt has {kind} {count!r}, it must be a number")
+            raise ConfigError(f"limit_mm_per_prompt has {kind} {count!r}, it must be an integer")
         return count
 
     @property

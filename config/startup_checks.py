@@ -47,7 +47,9 @@ length on the host, which takes hours for 8192 tokens."""
 def check_device(device: str) -> None:
     """Raise ConfigError for a device that is not available on this machine."""
     if not is_installed("torch"):
-        raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
+        if device == "auto" or DEVICES[device].uses_cores:
+            raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")
+        raise ConfigError("torch is not installed here: install the device's torch")
     if device == "auto":
         return
     if problem := DEVICES[device].problem(Installed(is_installed, installed_version("torch"))):
@@ -104,7 +106,7 @@ def check_model_config(
         check_operations(model_config)
         _check_ranks(config, model_config, is_pooling=is_pooling)
     choose_context(config, model_config, pooler)
-    chosen_quantization(config.quantization, model_config)
+    chosen_quantization(config.quantization, model_config, config.device)
     if config.device != "auto":
         check_format_at_load(config.quantization, model_config, config.device)
     if config.quantization == INC:
@@ -157,10 +159,13 @@ def unserved_weights(model_config: ModelConfig, model_impl: str) -> str:
     return ""
 
 
-def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str | None:
+def chosen_quantization(
+    requested: str | None, model_config: ModelConfig, device: str = "auto"
+) -> str | None:
     """The method that has quantized the checkpoint, otherwise `requested`, the value of
     --quantization; None if it only names the method of weights that the model's family reads
-    itself. Raises ConfigError if it contradicts the checkpoint."""
+    itself. Raises ConfigError if it contradicts the checkpoint; the error names only formats that
+    `device` supports."""
     own = None if model_config.quantization is None else model_config.quantization.method
     declared = own or model_config.other_quantization
     if requested in (None, declared) or declared in KERNELS.get(str(requested), ()):
@@ -176,9 +181,18 @@ def chosen_quantization(requested: str | None, model_config: ModelConfig) -> str
         raise SettingError(
             f"quantization is {requested}, and {file} has no quantization_config: the weights are "
             "not quantized; leave --quantization out, or quantize them while loading "
-            f"(--quantization {' or '.join(SCHEMES_AT_LOAD)})"
+            f"(--quantization {' or '.join(_schemes_at_load(device))})"
         )
     return requested
+
+
+def _schemes_at_load(device: str) -> list[str]:
+    """Formats to which `device` can quantize weights while loading; all formats for auto."""
+    return [
+        name
+        for name, scheme in SCHEMES_AT_LOAD.items()
+        if device in ("auto", "cpu") or not scheme.is_flat
+    ]
 
 
 def quantizes_at_load(requested: str | None, model_config: ModelConfig) -> bool:
@@ -193,11 +207,10 @@ def check_format_at_load(requested: str | None, model_config: ModelConfig, devic
     if not quantizes_at_load(requested, model_config) or requested not in SCHEMES_AT_LOAD:
         return
     if SCHEMES_AT_LOAD[requested].is_flat and device != "cpu":
-        others = [name for name, scheme in SCHEMES_AT_LOAD.items() if not scheme.is_flat]
         raise SettingError(
             f"quantization is {requested} and the device is {device}: the weights of "
             f"{model_config.fields.file} are quantized to {requested} on cpu only; use "
-            f"{' or '.join(others)}"
+            f"{' or '.join(_schemes_at_load(device))}"
         )
 
 
@@ -214,8 +227,9 @@ def _check_compressor(
 ) -> None:
     if not is_built_in:
         raise ConfigError(
-            f"quantization is {INC}, and {model_config.path} is not a decoder with a native "
-            "implementation, which the compressor requires: leave --quantization out"
+            f"quantization is {INC}, and {model_config.path} is served for pooling or runs on the "
+            "transformers implementation, for which the compressor is not supported: leave "
+            "--quantization out"
         )
     if config.cache.kv_cache_dtype not in (AUTO, FP8_INC):
         raise SettingError(

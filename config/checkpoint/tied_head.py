@@ -32,9 +32,10 @@ def check_tied_head(model_config: ModelConfig) -> None:
     }
     if len(found) == 2 and not _may_be_equal(found[head], found[embedding]):
         raise ConfigError(
-            f"tie_word_embeddings in {Path(model_config.path, 'config.json')} is true, and {head} "
-            f"in {found[head][0]} differs from {embedding}: they must be equal, or "
-            "tie_word_embeddings must be false"
+            f"the model of {Path(model_config.path, 'config.json')} ties the head to the embedding "
+            f"(tie_word_embeddings, by default or in the file), and {head} in {found[head][0]} "
+            f"differs from {embedding}: they must be equal, or tie_word_embeddings must be set to "
+            "false"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from config.errors import ConfigError
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.values import Given, joined, nearest
-from config.loading.vllm_flags import ACCEPTED, absence
+from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
 from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_dashes
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
@@ -82,9 +82,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def format_help_about(self, word: str) -> str:
         """The text of `--help=WORD`: flags with `word` in their name or in the title of their
-        group. Raises ConfigError if nothing matches."""
+        group, and the flag whose short form is `word`. Raises ConfigError if nothing matches."""
         self._show_kinds()
         formatter, wanted = self._get_formatter(), word.lower().replace("_", "-").lstrip("-")
+        long_form = SHORT_FORMS.get(f"-{wanted}")
         num_found = 0
         for group in self._action_groups:
             is_whole = wanted in (group.title or "").lower()
@@ -92,7 +93,11 @@ class FlagParser(argparse.ArgumentParser):
                 action
                 for action in group._group_actions
                 if action.help != argparse.SUPPRESS
-                and (is_whole or any(wanted in name for name in action.option_strings))
+                and (
+                    is_whole
+                    or long_form in action.option_strings
+                    or any(wanted in name for name in action.option_strings)
+                )
             ]
             if found:
                 num_found += len(found)
@@ -160,6 +165,10 @@ class FlagParser(argparse.ArgumentParser):
         if reason := self.absence(name):
             return f"{name} is not supported: {reason}"
         known = [word for word in self._option_string_actions if word.startswith("--")]
+        short = name[1:]
+        if SHORT_FORMS.get(short) in known:
+            hint = f"; did you mean {short} ({SHORT_FORMS[short]})?"
+            return f"{name} is not a flag of {self.prog}{hint}"
         return (
             f"{name} is not a flag of {self.prog}{ambiguity(name, known) or nearest(name, known)}"
         )

@@ -91,6 +91,11 @@ VALUES = (
         "--quantization inc, quantized weights are read on the host",
     ),
     (
+        "model-loader-extra-config",
+        ("{}",),
+        "weights are read tensor by tensor and copied to the device at once",
+    ),
+    (
         "preemption-mode",
         ("recompute", "swap"),
         "--swap-space above 0 keeps blocks of preempted requests in host memory; they are copied "
@@ -250,7 +255,7 @@ ABSENT = (
         "each device has a single attention backend",
     ),
     (
-        "pt-load-map-location model-loader-extra-config ignore-patterns",
+        "pt-load-map-location ignore-patterns",
         "weights are read tensor by tensor and copied to the device at once",
     ),
     ("kv-cache-dtype-skip-layers", "all layers use --kv-cache-dtype"),

@@ -333,7 +333,8 @@ def _modules_of(
     module = base.find(name)
     if module is None:
         raise ConfigError(
-            f"{file} has weights for {shown(name)[1:-1]}, which is not a module of the base model"
+            f"{file} has weights for {shown(name)[1:-1]}, which is not a module that takes an "
+            "adapter in the text model of the base model"
         )
     if module.refusal:
         raise ConfigError(f"{file} has weights for {name}: {module.refusal}")

@@ -178,7 +178,8 @@ def _check(file: str, fields: Mapping[str, Any]) -> None:
 def _number(file: str, name: str, value: Any, kind: type[Value]) -> Value:
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise ConfigError(f"{file} has {name} {shown(value)}, it must be a number")
+        noun = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{file} has {name} {shown(value)}, it must be {noun}")
     try:
         number = float(value)
     except OverflowError:
@@ -199,7 +200,7 @@ def _targets(file: str, value: Any) -> frozenset[str] | Expressions | None:
             return Expressions((value,), f"target_modules of {file}", FULL)
         except Unsupported as error:
             # PEFT stores weights only for targeted modules.
-            logger.warning("%s; the modules are taken from its weights", error)
+            logger.warning("%s; the modules are taken from the adapter's weights", error)
             return None
     if isinstance(value, list) and value:
         return _names(file, "target_modules", value)

@@ -219,7 +219,7 @@ def _dimensions(model: ModelConfig, options: Fields) -> tuple[int, ...] | None:
             if not all(isinstance(size, int) and 0 < size <= MAX_COUNT for size in listed):
                 raise ConfigError(
                     f"matryoshka_dimensions in {fields.file} is {shown(listed)}, it must contain "
-                    f"numbers from 1 to {MAX_COUNT}"
+                    f"integers from 1 to {MAX_COUNT}"
                 )
             return tuple(sorted(listed))
         if (is_matryoshka := fields.get("is_matryoshka", bool, None)) is not None:

@@ -235,7 +235,7 @@ def _dtype(fields: Fields, default: str) -> str:
     name = str(value).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(
-            f"dtype in {fields.file} is {shown(name)[1:-1]}, it must be {', '.join(DTYPES)}"
+            f"dtype in {fields.file} is {shown(name)[1:-1]}, it must be one of {', '.join(DTYPES)}"
         )
     return name
 
@@ -451,13 +451,14 @@ def _token_ids(fields: Fields) -> list[int]:
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise ConfigError(
-            f"eos_token_id of {fields.file} is {shown(value)}, it must be a token id or a list"
+            f"eos_token_id of {fields.file} is {shown(value)}, it must be a token id or a list of "
+            "token ids"
         )
     for token in ids:
         if abs(token) > MAX_TOKEN_ID:
             raise ConfigError(
-                f"eos_token_id of {fields.file} is {shown(token)}, it must be at most "
-                f"{MAX_TOKEN_ID}"
+                f"eos_token_id of {fields.file} is {shown(token)}, its absolute value must "
+                f"be at most {MAX_TOKEN_ID}"
             )
     return ids
 

@@ -28,7 +28,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} is {value!r}, it must be at least 1", param=name)
+                raise UserError(
+                    f"{name} is {value!r}, it must be an integer of at least 1", param=name
+                )
         check_length_penalty(self.length_penalty)
 
 
@@ -37,7 +39,7 @@ def check_length_penalty(value: float) -> None:
     number = isinstance(value, (int, float)) and math.isfinite(value)
     if not (number and abs(value) <= MAX_LENGTH_PENALTY):
         raise UserError(
-            f"length_penalty is {value!r}, it must be between {-MAX_LENGTH_PENALTY:g} and "
+            f"length_penalty is {value!r}, it must be a number between {-MAX_LENGTH_PENALTY:g} and "
             f"{MAX_LENGTH_PENALTY:g}",
             param="length_penalty",
         )

@@ -142,7 +142,7 @@ def _default_adapters(text: str) -> tuple[NamedAdapter, ...]:
         raise ConfigError(f"default_mm_loras is {text!r}, which is not JSON: {error}") from None
     if not isinstance(paths, dict) or set(paths) != {IMAGE} or not isinstance(paths[IMAGE], str):
         raise ConfigError(
-            f"default_mm_loras is {text!r}, it must be an object whose only field is the string "
-            f"{IMAGE}"
+            f"default_mm_loras is {text!r}, it must be an object with the single field {IMAGE}, a "
+            f'string: {{"{IMAGE}": "folder or hub id"}}'
         )
     return (NamedAdapter(IMAGE, paths[IMAGE], kind=IMAGE),)

@@ -83,4 +83,7 @@ class PoolingFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 def _at_least(name: str, value: int, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise UserError(f"{name} is {value_text(value)}, it must be at least {minimum}", param=name)
+        raise UserError(
+            f"{name} is {value_text(value)}, it must be an integer of at least {minimum}",
+            param=name,
+        )

@@ -27,7 +27,7 @@ class MlpSpeculator(HiddenHeadFacts):
         inner_size = fields.raw.get("inner_dim") or hidden_size
         if type(inner_size) is not int or inner_size < 1:
             raise ConfigError(
-                f"inner_dim in {fields.file} is {inner_size!r}, it must be at least 0"
+                f"inner_dim in {fields.file} is {inner_size!r}, it must be an integer of at least 0"
             )
         return MlpSpeculatorSizes(
             fields.count("n_predict", maximum=MAX_HEADS),

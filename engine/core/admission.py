@@ -5,6 +5,7 @@ from itertools import chain
 
 import numpy as np
 
+from config.errors import counted
 from config.params.sampling import SamplingParams, invalid_token
 from config.params.token_ids import TokenIds
 from engine.request import ModelLimits
@@ -13,6 +14,12 @@ from engine.scheduling.resource import Refusal, RequestResource
 from engine.scheduling.scheduler import Scheduler
 from engine.transport.messages import AddRequest
 from hpu.protocol import TOKEN_BYTES
+
+
+def queue_is_full(num_waiting: int, max_waiting: int) -> str:
+    """The error for a request that finds `num_waiting` waiting requests."""
+    verb = "is" if num_waiting == 1 else "are"
+    return f"{counted(num_waiting, 'request')} {verb} waiting, at most {max_waiting} may wait"
 
 
 class Admission:
@@ -39,9 +46,7 @@ class Admission:
             return Refusal(error)
         num_waiting = len(self._scheduler.waiting)
         if message.resumption is None and num_waiting >= self._max_queue_len:
-            return Refusal(
-                f"{num_waiting} requests are waiting, at most {self._max_queue_len} may wait"
-            )
+            return Refusal(queue_is_full(num_waiting, self._max_queue_len))
         for resource in self._resources:
             refusal = resource.refusal(message)
             if refusal is not None:

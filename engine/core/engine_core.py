@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from config.engine import EngineConfig
-from config.errors import UserError
+from config.errors import UserError, counted
 from config.lora.info import LoRAInfo
 from engine.core.admission import Admission
 from engine.core.coupled_steps import StepSync
@@ -377,7 +377,7 @@ class EngineCore:
         requests = [
             request for request in self._requests.values() if request.adapter == loaded.content
         ]
-        logger.error("%d requests end: %s", len(requests), loaded.error)
+        logger.error("%s failed: %s", counted(len(requests), "request"), loaded.error)
         self._scheduler.finish_requests(requests)
         now = self._clock()
         for request in requests:

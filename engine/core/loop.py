@@ -26,6 +26,7 @@ from config.malloc import trim_memory
 from config.params.lora import NamedAdapter
 from config.params.structured_output import GrammarSpec
 from engine.core.adapter_reader import AdapterReader
+from engine.core.admission import queue_is_full
 from engine.core.build import build_core
 from engine.core.coupled_steps import DPSync, HubClient, StepSync, StopSignal
 from engine.core.engine_core import EngineCore
@@ -155,8 +156,7 @@ class EngineLoop:
         max_waiting = self._config.scheduler.max_queue_len
         num_waiting = self._inbox.qsize() + len(self._compiling)
         if num_waiting >= max_waiting and message.resumption is None:
-            error = f"{num_waiting} requests are waiting, at most {max_waiting} may wait"
-            self._reject(message, Overloaded(error))
+            self._reject(message, Overloaded(queue_is_full(num_waiting, max_waiting)))
             return
         hashes: list[bytes] = []
         if self._block_size is not None:

@@ -11,7 +11,7 @@ from config.engine import EngineConfig
 from config.errors import ConfigError, bytes_text
 from config.execution import PACKED_EXPERTS_FLAG
 from config.model.architectures import is_native
-from config.model.kv_cache_dtype import ON_GAUDI, kv_width
+from config.model.kv_cache_dtype import AUTO, ON_GAUDI, kv_width
 from config.model.model_config import ModelConfig
 from config.startup_checks import (
     check_format_at_load,
@@ -87,6 +87,7 @@ class Plan:
     strategy: str
     captures: bool
     notes: tuple[str, ...]
+    kv_cache_dtype: str
     not_served: str = ""
     """Why a server refuses the checkpoint's weights; empty if it does not."""
 
@@ -143,7 +144,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
     model cannot be sharded."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     not_served = unserved_weights(model_config, config.model_impl)
-    chosen_quantization(config.quantization, model_config)
+    chosen_quantization(config.quantization, model_config, target.device)
     check_format_at_load(config.quantization, model_config, target.device)
     model_config = facts_at_load(config.quantization, model_config)
     max_model_len = choose_max_model_len(
@@ -205,6 +206,7 @@ def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -
         strategy,
         not config.enforce_eager,
         tuple(notes),
+        dtype if cache.kv_cache_dtype == AUTO else cache.kv_cache_dtype,
         not_served,
     )
     return replace(plan, notes=(*plan.notes, *_graph_notes(plan)))
@@ -271,7 +273,7 @@ def as_text(plan: Plan) -> str:
         lines += [] if plan.not_served else ["It fits."]
     else:
         lines.append(f"It does not fit: {_shortage(plan)}. Changes that make it fit:")
-        lines += [f"  {change}" for change in _changes(plan)]
+        lines += [f"  {change}" for change in changes_of(plan)]
     lines += [f"note: {note}" for note in plan.notes]
     lines += [UNSERVED.format(plan.not_served)] if plan.not_served else []
     return "\n".join(lines)
@@ -300,10 +302,19 @@ def _head(plan: Plan) -> list[str]:
         cards += ", whole experts on each"
     return [
         f"{plan.model_config.path}: {plan.model_config.architecture}, {_in_words(parameters)} "
-        f"parameters{active}, {plan.dtype}",
+        f"parameters{active}, {_dtypes(plan)}",
         f"{title}, {cards}; context {demand.max_model_len} tokens, "
         f"{demand.max_num_seqs} sequences, {demand.max_num_batched_tokens} tokens a step",
     ]
+
+
+def _dtypes(plan: Plan) -> str:
+    """Formats of weights, KV cache and activations, as text."""
+    stored = plan.model_config.quantization
+    weights = plan.dtype if stored is None else stored.method
+    if {weights, plan.kv_cache_dtype} == {plan.dtype}:
+        return plan.dtype
+    return f"weights {weights}, KV cache {plan.kv_cache_dtype}, activations {plan.dtype}"
 
 
 def _active_parameters(model_config: ModelConfig) -> int | None:
@@ -399,7 +410,7 @@ def _counts(table: BucketTable) -> tuple[int, int]:
     return prompts, len(table.buckets) - prompts
 
 
-def _changes(plan: Plan) -> list[str]:
+def changes_of(plan: Plan) -> list[str]:
     """Changes that would make the plan fit."""
     if plan.fits:
         return []
@@ -476,7 +487,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "startup_seconds": math.ceil(plan.startup_seconds),
         "fits": plan.fits,
         "not_served": plan.not_served or None,
-        "changes": _changes(plan),
+        "changes": changes_of(plan),
         "notes": list(plan.notes),
     }
 

@@ -9,7 +9,7 @@ from config.engine import EngineConfig
 from config.errors import CheckpointError, ConfigError, counted
 from config.model.model_config import ModelConfig
 from config.startup_checks import choose_max_model_len, unserved_weights
-from engine.reports.plan import UNSERVED, Plan, Target, make_plan
+from engine.reports.plan import UNSERVED, Plan, Target, changes_of, make_plan
 from hpu.doctor.cards import find_cards
 from hpu.doctor.machine import Machine
 
@@ -96,10 +96,14 @@ def make_preset(
             break
         length //= 2
     if not plans:
+        cards, engines = sizes[-1]
+        smallest = (cards, engines, length, _max_num_seqs(config, given)[-1])
+        tried = [plan for _, plan in _plans(model_config, quick, target, given, smallest)]
+        changes = changes_of(tried[-1]) if tried else []
         raise ConfigError(
             f"{model_config.path} does not fit into "
             f"{counted(num_cards, f'{target.device} card')}, even with a context of {length} "
-            "tokens: see `gaudiserve plan`"
+            f"tokens: {'; or '.join(changes) or 'see `gaudiserve plan`'}"
         )
     typical = min(TYPICAL_TOKENS, length)
     enough = min(ENOUGH_SEQS, *_max_num_seqs(config, given)[:1])

@@ -50,7 +50,8 @@ def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: st
         nested = parts["nested_blocks"].flatten().repeat_interleave(NESTED_BLOCK)
         codes = parts["nested_codes"].flatten()[scales.flatten().long()]
         offset = state.get("nested_offset")
-        if not isinstance(offset, float):
+        # JSON writers may write a whole float without a fraction.
+        if isinstance(offset, bool) or not isinstance(offset, int | float):
             raise CheckpointError(
                 f"quant_state of {module} has nested_offset {offset}, it must be a number"
             )

@@ -30,7 +30,7 @@ def host_layers(config: OffloadConfig, layer_bytes: Sequence[int]) -> tuple[int,
             f"--cpu-offload-gb is {config.cpu_offload_gb:g} and a layer of the model takes "
             f"{bytes_text(largest)}, of {num_layers} layers: it must be enough for "
             f"{MIN_HOST_LAYERS} layers, since the weights of {NUM_SLOTS} are on the device at a "
-            "time"
+            "time; 0 keeps all layers on the device"
         )
     return tuple(index * num_layers // count for index in range(count))
 

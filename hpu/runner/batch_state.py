@@ -151,7 +151,8 @@ class BatchState:
         computed = self._num_computed_tokens[indices]
         if counts.min() < 1 or (computed + counts > self._num_tokens[indices]).any():
             raise RuntimeError(
-                f"counts {launch.query_lens} exceed the tokens of requests {launch.req_indices}"
+                f"counts {launch.query_lens} of requests {launch.req_indices} must be at least 1 "
+                "and must not exceed their remaining tokens"
             )
         context_blocks = -(-computed // self.block_size)
         if join(context_blocks) > blocks:

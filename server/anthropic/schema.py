@@ -155,7 +155,7 @@ class CountBody(Body):
         choice, thinking = self.tool_choice, self.thinking
         if choice is not None and choice.type == "tool" and choice.name is None:
             raise UserError(
-                "tool_choice.name is missing, it must be a string with type tool",
+                "tool_choice.name is missing, it must be set if tool_choice.type is tool",
                 param="tool_choice",
             )
         if thinking is not None and thinking.type == "enabled":

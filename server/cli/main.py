@@ -220,6 +220,10 @@ def _config(argv: list[str]) -> int:
     if loaded.arguments.changed:
         shown = {key: row for key, row in shown.items() if row[1] != DEFAULT}
     print((_as_json if loaded.arguments.json else _as_table)(shown))
+    if without_effect := {**loaded.without_effect, **ignored_variables(environment())}:
+        # JSON on stdout is for programs.
+        file = sys.stderr if loaded.arguments.json else sys.stdout
+        print(f"\nwithout effect here: {_with_reasons(without_effect)}", file=file)
     return 0
 
 

@@ -48,6 +48,11 @@ class ApiKeys:
             return ""
         candidates = _candidates(scope)
         if not candidates:
+            if any(name == b"authorization" for name, _ in scope["headers"]):
+                raise InvalidApiKey(
+                    "The Authorization header does not begin with 'Bearer ': send 'Authorization: "
+                    "Bearer KEY'."
+                )
             raise InvalidApiKey(
                 "No API key was given; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             )

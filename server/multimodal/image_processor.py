@@ -55,7 +55,7 @@ def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
         if type(size[edge]) is not int or size[edge] < 1:
             raise ConfigError(
                 f"{name} or size.{edge} of the image processor is {size[edge]!r}, it must be a "
-                "positive number"
+                "positive integer"
             )
     return Qwen2VLImageProcessorPil(size=size, **own)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import structs
 
-from config.errors import UserError
+from config.errors import UserError, counted
 from config.loading.values import nearest
 from engine.transport.messages import EncoderInput, ImagePlacement
 from server.multimodal.messages import IMAGE, VIDEO
@@ -174,8 +174,9 @@ def with_image_texts(
         given = sum(image.kind == kind for image in images)
         if shown != given:
             raise UserError(
-                f"the prompt has {shown} of {given} {_NOUNS[kind]}: the chat template renders "
-                "them in other messages only, or not at all"
+                f"the chat template renders {counted(shown, 'placeholder')} for "
+                f"{counted(given, _NOUNS[kind][:-1])}, it must render 1 for each; a template may "
+                "omit them in messages of some roles"
                 if param == "messages"
                 else f"the prompt has {mark} {shown} times, and the request has {given} "
                 f"{_NOUNS[kind]}",

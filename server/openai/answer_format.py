@@ -197,7 +197,7 @@ def _or_calls(
     if part is None:
         raise UserError(
             f"{param} cannot be combined with tools for this model, whose calls start without a "
-            "marker; set tool_choice, or leave out one of the two",
+            "marker; set tool_choice to none, or leave out one of the two",
             param=param,
         )
     return spec_of_tags(param, part)

@@ -1,6 +1,7 @@
 """URLs for a server's listening address, and the machines that can reach it."""
 
 import ipaddress
+import shlex
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,8 +45,12 @@ def base_urls(
 
 def endpoints_text(urls: list[str], *, has_page: bool, has_docs: bool) -> str:
     """Log text for `urls`: `API http://localhost:8000/v1, page http://localhost:8000/`, then the
-    URLs for other machines."""
+    URLs for other machines. For a Unix socket, a command that sends a request to it."""
     first, *others = urls
+    if first.startswith("unix:"):
+        path, _, prefix = first.removeprefix("unix:").rpartition(":")
+        # curl requires a host name, which has no effect.
+        return f"API: curl --unix-socket {shlex.quote(path)} http://localhost{prefix}/v1/models"
     shown = [f"API {first}/v1"]
     if has_page:
         shown.append(f"page {first}/")

@@ -158,8 +158,8 @@ class ChatTemplate:
         for name in kwargs or {}:
             if name in RESERVED_VARIABLES:
                 raise UserError(
-                    f"chat_template_kwargs sets {name!r}, which is a field of the request: set "
-                    "the field",
+                    f"chat_template_kwargs sets {name!r}, which the server sets from the fields of "
+                    "the request: leave it out",
                     param="chat_template_kwargs",
                 )
         source = self._source(template, tools)

@@ -139,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """`value` as JSON without Jinja's HTML escapes."""
         if indent is not None and (not isinstance(indent, int) or indent > MAX_JSON_INDENT):
             raise TemplateError(
-                f"tojson: indent is {indent!r}, it must be at most {MAX_JSON_INDENT}"
+                f"tojson: indent is {indent!r}, it must be an integer of at most {MAX_JSON_INDENT}"
             )
         return json.dumps(
             self._sized(value),

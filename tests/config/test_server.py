@@ -46,7 +46,7 @@ def test_unknown_sampling_parameters_are_ignored() -> None:
     [
         ("{x", "default_chat_template_kwargs is '{x', it must be JSON"),
         ("[1]", "it must be a JSON object"),
-        ('{"tools": []}', "default_chat_template_kwargs sets 'tools', which is a field of a req"),
+        ('{"tools": []}', "default_chat_template_kwargs sets 'tools', which the server sets"),
     ],
 )
 def test_invalid_template_variables_are_refused(value: str, message: str) -> None:
@@ -70,7 +70,7 @@ def test_limits_of_images_and_videos_are_read_in_both_forms() -> None:
     ("name", "value", "message"),
     [
         ("limit_mm_per_prompt", '{"image": -1}', "has -1 images, it must be at least 0"),
-        ("limit_mm_per_prompt", '{"image": "many"}', "has image 'many', it must be a number"),
+        ("limit_mm_per_prompt", '{"image": "many"}', "has image 'many', it must be an integer"),
         ("limit_mm_per_prompt", '{"images": 4}', "has images, it may have image, video, audio"),
         ("limit_mm_per_prompt", "4", "limit_mm_per_prompt"),
         ("mm_processor_kwargs", "[1]", "mm_processor_kwargs"),

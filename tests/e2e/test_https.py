@@ -136,7 +136,7 @@ def test_on_a_unix_socket_clients_are_answered_and_the_socket_is_removed(
             assert b"[DONE]" in reply.read()
         with socket.socket() as sock:
             assert sock.connect_ex(("127.0.0.1", live.port)) == errno.ECONNREFUSED
-        assert f"API unix:{path}:/v1" in live.text()
+        assert f"API: curl --unix-socket {path} http://localhost/v1/models" in live.text()
     finally:
         live.close()
     assert not path.exists()

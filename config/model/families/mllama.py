@@ -22,8 +22,8 @@ def _mllama(config: ModelConfig) -> DecoderSpec:
         isinstance(number, int) and 0 <= number < config.num_layers for number in numbers
     ):
         raise ConfigError(
-            f"cross_attention_layers in {fields.file} is {shown(numbers)}, each must be a number "
-            f"below num_hidden_layers, {config.num_layers}"
+            f"cross_attention_layers in {fields.file} is {shown(numbers)}, each must be an "
+            f"integer from 0 to {config.num_layers - 1}, below num_hidden_layers"
         )
     spec = llama(config)
     layers = [

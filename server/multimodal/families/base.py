@@ -48,7 +48,10 @@ class ProcessorFiles:
         for value in (self.processor.get(name), *fallbacks):
             if value is not None:
                 return value
-        raise ConfigError(f"the checkpoint's processor_config.json has no {name}")
+        raise ConfigError(
+            "neither processor_config.json nor preprocessor_config.json of the checkpoint has "
+            f"{name}"
+        )
 
     def count(self, name: str, *fallbacks: object, maximum: int = MAX_IMAGE_TOKENS) -> int:
         """`value(name, *fallbacks)` as an integer from 1 to `maximum`. Raises ConfigError."""

@@ -238,7 +238,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
         if self.requires_call and (constraint := super().constraint) is not None:
             raise UserError(
                 f"{constraint[0]} cannot be combined with a tool_choice that requires a call: its "
-                f"arguments are the answer; leave out {constraint[0]}, or set tool_choice to auto",
+                f"arguments are the answer; leave out {constraint[0]}, or set tool_choice to none",
                 param=constraint[0],
             )
         check_at_least(self, "thinking_token_budget", 0)

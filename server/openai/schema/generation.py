@@ -227,7 +227,7 @@ class GenerationBody(Body):
         """Check fields against each other. Raises UserError."""
         if self.stream_options is not None and not self.stream:
             raise UserError(
-                "stream_options is set and stream is not true, it must be true",
+                "stream must be true if stream_options is set",
                 param="stream_options",
             )
         check_between(self, "prompt_logprobs", 0, MAX_LOGPROBS)

@@ -242,7 +242,7 @@ ATTACKS: dict[str, tuple[Spoil, str]] = {
         partial(
             _write, name="generation_config.json", data=b'{"eos_token_id": [1%s]}' % (b"0" * 30)
         ),
-        "it must be at most 4294967295",
+        "its absolute value must be at most 4294967295",
     ),
     "added tokens": (
         partial(_set, name="tokenizer_config.json", added_tokens_decoder={"x": 5}),

@@ -97,7 +97,8 @@ BAD: dict[str, tuple[Spoil, str]] = {
     ),
     "head": (
         partial(_set, tie_word_embeddings=True),
-        "tie_word_embeddings in {config} is true, and lm_head.weight in {folder}/model-",
+        "the model of {config} ties the head to the embedding (tie_word_embeddings, by default or "
+        "in the file), and lm_head.weight in {folder}/model-",
     ),
     "missing shard": (_remove_shard, "{folder}/model.safetensors.index.json names model-00002-of-"),
     "truncated file": (_truncate, "safetensors is not a complete safetensors file: "),

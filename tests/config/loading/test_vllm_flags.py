@@ -247,6 +247,7 @@ def test_the_log_has_a_warning_for_each_note(
         ("-q hqq", "quantization is 'hqq', it must be one of auto-round, awq, bitsandbytes"),
         ("--generation-config ./folder", "is './folder', it must be one of auto, vllm"),
         ("--weights-load-device xpu", "weights-load-device is 'xpu', it must be cpu or hpu"),
+        ('--model-loader-extra-config {"a":1}', "is '{\"a\":1}', it must be {}"),
         ("--speculative-model x", "--speculative-config has no --num-speculative-tokens"),
         ("--num-speculative-tokens 5", "--speculative-config names no method: it must be one of"),
         ("--speculative-max-model-len 5", "--speculative-max-model-len is not supported"),
@@ -361,6 +362,7 @@ def test_the_command_line_of_the_page_is_accepted() -> None:
         ("--gpu-memory-utilisation", "--gpu-memory-utilization"),
         ("--enable-prefix-cashing", "--enable-prefix-caching"),
         ("--tensor-paralel-size", "--tensor-parallel-size"),
+        ("--tp", "-tp (--tensor-parallel-size)"),
     ],
 )
 def test_the_nearest_flag_name_is_suggested(

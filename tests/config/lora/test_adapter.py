@@ -147,7 +147,7 @@ def test_target_modules_may_be_a_list_a_regex_or_all(
         ),
         (fields(some_new_field=3), "has some_new_field 3, which is not supported"),
         (fields(r=0), "has r 0, it must be at least 1"),
-        (fields(r="8"), "has r '8', it must be a number"),
+        (fields(r="8"), "has r '8', it must be an integer"),
         (fields(lora_alpha=None), "has lora_alpha None, it must be a number"),
         (fields(target_modules=[]), r"has target_modules \[\]"),
         (fields(target_modules="("), "is not a valid regular expression"),
@@ -202,7 +202,7 @@ def test_target_modules_may_be_a_list_a_regex_or_all(
         (tensors(**{f"{QUERY}.lora_magnitude_vector": torch.ones(4)}), "is not a LoRA tensor"),
         (
             tensors(**{"model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}),
-            "which is not a module of the base model",
+            "which is not a module that takes an adapter in the text model of the base model",
         ),
         (
             tensors(**{f"{QUERY}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int8)}),
@@ -523,11 +523,11 @@ def test_a_load_keeps_the_checked_bytes_on_request(base: BaseModules, folder: Pa
         ({"enable_lora": True, "default_mm_loras": "{"}, "default_mm_loras is .* is not JSON"),
         (
             {"enable_lora": True, "default_mm_loras": '{"audio": "a"}'},
-            "whose only field is the string image",
+            "with the single field image, a string",
         ),
         (
             {"enable_lora": True, "default_mm_loras": '{"image": 1}'},
-            "whose only field is the string image",
+            "with the single field image, a string",
         ),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2, .* max_loras, which is 4"),
         ({"max_lora_rank": 0}, "max_lora_rank is 0"),
@@ -581,7 +581,7 @@ def test_modules_are_read_from_the_weights_if_the_target_expression_is_unsupport
     assert len(adapter.modules) == 2 * 7
     (warning,) = caplog.messages
     assert "which has a lookahead" in warning
-    assert "the modules are taken from its weights" in warning
+    assert "the modules are taken from the adapter's weights" in warning
 
 
 def test_ranks_come_from_shapes_if_a_pattern_is_not_supported(

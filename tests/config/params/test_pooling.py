@@ -10,10 +10,18 @@ from config.params.pooling import PoolingParams
     ("asked", "param", "words"),
     [
         ({"task": "rank"}, "task", "'rank'"),
-        ({"task": "embed", "dimensions": 0}, "dimensions", "0, it must be at least 1"),
+        (
+            {"task": "embed", "dimensions": 0},
+            "dimensions",
+            "0, it must be an integer of at least 1",
+        ),
         ({"task": "embed", "dimensions": True}, "dimensions", "true"),
         ({"task": "classify", "dimensions": 4}, "dimensions", "classify returns no vector"),
-        ({"task": "score", "num_first": -1}, "num_first", "-1, it must be at least 0"),
+        (
+            {"task": "score", "num_first": -1},
+            "num_first",
+            "-1, it must be an integer of at least 0",
+        ),
     ],
 )
 def test_unsupported_pooling_parameters_are_refused_by_name(asked, param, words):  # type: ignore[no-untyped-def]

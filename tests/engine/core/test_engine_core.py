@@ -220,15 +220,18 @@ def test_a_prompt_of_broken_bytes_is_refused() -> None:
     assert rig.error(1) == "the prompt has 5 bytes, which is not a multiple of 4"
 
 
-def test_a_full_queue_refuses_requests_without_leaks() -> None:
-    rig = CoreRig(max_queue_len=2)
-    for key in range(3):
+@pytest.mark.parametrize(
+    ("room", "told"), [(1, "1 request is waiting"), (2, "2 requests are waiting")]
+)
+def test_a_full_queue_refuses_requests_without_leaks(room: int, told: str) -> None:
+    rig = CoreRig(max_queue_len=room)
+    for key in range(room + 1):
         rig.add(key, [1, 2], max_tokens=2, ignore_eos=True)
 
     rig.run()
 
-    assert rig.error(2) == "2 requests are waiting, at most 2 may wait"
-    assert rig.reason(0) == rig.reason(1) == "length"
+    assert rig.error(room) == f"{told}, at most {room} may wait"
+    assert {rig.reason(key) for key in range(room)} == {"length"}
     assert rig.core.num_requests == 0
 
 

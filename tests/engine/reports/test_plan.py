@@ -528,12 +528,25 @@ def test_weights_quantized_at_load_are_counted_at_their_quantized_size() -> None
     assert narrow < 0.6 * plain
 
 
+def test_the_head_of_a_plan_has_the_formats_of_weights_and_kv_cache() -> None:
+    heads = [
+        as_text(make_plan(FACTS, settings, Target(device="gaudi3"))).partition("\n")[0]
+        for settings in (
+            config(quantization="fp8"),
+            config(cache=CacheConfig(kv_cache_dtype="fp8")),
+        )
+    ]
+
+    assert heads[0].endswith("weights fp8, KV cache bfloat16, activations bfloat16")
+    assert heads[1].endswith("weights bfloat16, KV cache fp8, activations bfloat16")
+
+
 def test_a_plan_refuses_load_time_quantization_that_gaudi_lacks() -> None:
     target = Target(device="gaudi3")
 
     with pytest.raises(ConfigError, match=r"bitsandbytes .* gaudi3: .* on cpu only; use fp8"):
         make_plan(FACTS, config(quantization="bitsandbytes"), target)
     with pytest.raises(
-        ConfigError, match=r"quantization is gptq, and .* has no quantization_config"
+        ConfigError, match=r"quantization is gptq, and .* loading \(--quantization fp8\)$"
     ):
         make_plan(FACTS, config(quantization="gptq"), target)

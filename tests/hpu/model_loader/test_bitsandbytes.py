@@ -75,6 +75,27 @@ def test_a_different_state_is_refused_with_both_states(
         decode_flat(parts, (8, 192), "nf4")
 
 
+def nested_with_offset(offset: object) -> dict[Role, Tensor]:
+    parts, _ = parts_of("nested")
+    state = {**json.loads(bytes(parts["state"].tolist())), "nested_offset": offset}
+    parts["state"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts
+
+
+def test_a_nested_offset_may_be_an_integer_of_json() -> None:
+    whole, fraction = (
+        decode_flat(nested_with_offset(offset), (128, 192), "nested") for offset in (1, 1.0)
+    )
+
+    assert torch.equal(whole, fraction)
+
+
+@pytest.mark.parametrize("offset", [True, "1", None])
+def test_a_nested_offset_that_is_no_number_is_an_error(offset: object) -> None:
+    with pytest.raises(CheckpointError, match=f"has nested_offset {offset}, it must be a number"):
+        decode_flat(nested_with_offset(offset), (128, 192), "nested")
+
+
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000])
 def test_a_state_that_is_not_json_is_an_error(text: bytes) -> None:
     parts, _ = parts_of("nf4")

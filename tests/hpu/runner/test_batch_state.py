@@ -194,7 +194,10 @@ def test_prompt_targets_end_with_the_prompt() -> None:
     ("launch", "words"),
     [
         (Launch(PREFILL, (1, 4, 0), [0], query_lens=[5], samples=[False]), r"of \[5\] tokens"),
-        (Launch(PREFILL, (1, 9, 0), [0], query_lens=[9], samples=[False]), "exceed the tokens"),
+        (
+            Launch(PREFILL, (1, 9, 0), [0], query_lens=[9], samples=[False]),
+            "exceed their remaining",
+        ),
         (Launch(PREFILL, (1, 4, 0), [3], query_lens=[1], samples=[False]), "not all are live"),
         (Launch(PREFILL, (1, 4, 0), [0], query_lens=[4], samples=[True]), "before their last"),
         (Launch(PREFILL, (1, 8, 0), [0], query_lens=[8], samples=[True]), "its blocks hold 4"),

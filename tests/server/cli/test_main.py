@@ -258,6 +258,21 @@ def test_config_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["model"]["value"] == "demo"
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_config_lists_what_has_no_effect(
+    form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FOO", "1")
+    flags = ["--weights-load-device", "cpu", "--model-loader-extra-config", "{}"]
+
+    assert main(["config", "m", *flags, *form]) == 0
+
+    printed = capsys.readouterr()
+    last = (printed.err if form else printed.out).splitlines()[-1]
+    assert last.startswith("without effect here: --weights-load-device cpu (weights are read ")
+    assert "--model-loader-extra-config {} (" in last and "VLLM_FOO (" in last
+
+
 def test_config_changed_prints_only_what_a_source_sets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,6 +424,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
         ("max_num_seqs", "--max-num-seqs", "--port"),
         ("http", "--port", "--max-num-seqs"),
         ("KV cache", "--block-size", "--port"),
+        ("pp", "--pipeline-parallel-size", "--port"),
     ],
 )
 def test_help_for_a_word_shows_a_group_or_flags(

@@ -301,6 +301,7 @@ def test_a_model_that_does_not_fit_gets_no_preset(
         assert with_preset(loaded, argv, ("gaudi2", 1)) is loaded
 
     assert "does not fit into 1 gaudi2 card" in caplog.text
+    assert "--tensor-parallel-size 2" in caplog.text
     assert with_preset(loaded, argv, (None, 1)) is loaded
 
 

@@ -70,6 +70,21 @@ def test_a_duplicate_key_has_a_single_owner() -> None:
     assert len(owners) == 1
 
 
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ([(b"authorization", b"one")], "The Authorization header does not begin with 'Bearer '"),
+        ([], "No API key was given"),
+        ([(b"authorization", b"one"), x_api_key("two")], "The API key is wrong"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong_with_the_headers(
+    headers: list[Header], message: str
+) -> None:
+    with pytest.raises(InvalidApiKey, match=message):
+        ApiKeys(["one"]).check(scope(*headers))
+
+
 def test_requests_that_need_no_key_have_no_owner() -> None:
     keys = ApiKeys(["one"])
 

@@ -71,5 +71,5 @@ def test_patches_and_text_equal_transformers(
 
 @pytest.mark.parametrize("fields", [{"max_pixels": "many"}, {"size": {"shortest_edge": -4}}])
 def test_a_wrong_size_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must be a positive number"):
+    with pytest.raises(ConfigError, match="must be a positive integer"):
         minimax_m3_processor(fields)

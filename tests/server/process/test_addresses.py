@@ -56,6 +56,18 @@ def test_only_loopback_addresses_are_closed_to_other_machines(address: str, expe
     assert is_loopback(address) is expected
 
 
+def test_for_a_unix_socket_a_command_is_shown() -> None:
+    shown = [
+        endpoints_text([url], has_page=True, has_docs=True)
+        for url in ("unix:/tmp/x:", "unix:/tmp/my socket:/gaudi")
+    ]
+
+    assert shown == [
+        "API: curl --unix-socket /tmp/x http://localhost/v1/models",
+        "API: curl --unix-socket '/tmp/my socket' http://localhost/gaudi/v1/models",
+    ]
+
+
 def test_only_enabled_features_have_a_url() -> None:
     urls = ["http://localhost:80", "http://10.0.0.7:80"]
 

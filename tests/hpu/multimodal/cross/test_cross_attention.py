@@ -247,7 +247,7 @@ def test_an_invalid_cross_attention_layer_is_refused(
     fields["text_config"]["cross_attention_layers"] = [1, 9]
     (tmp_path / "config.json").write_text(json.dumps(fields))
 
-    with pytest.raises(ConfigError, match="each must be a number below num_hidden_layers, 4"):
+    with pytest.raises(ConfigError, match="each must be an integer from 0 to 3"):
         decoder_spec(read_model_config(str(tmp_path)))
 
 
