@@ -256,7 +256,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     others |= {"--group-add", "--entrypoint", "--ulimit"}
     others |= {"--extra-index-url", "--wheel-dir", "--previous", "--profile"}
     others |= {"--abort-on-container-exit", "--crd-schemas", "--follow", "--log-opt"}
-    others |= {"--from-file", "--tail", "--current", "--namespace"}
+    others |= {"--from-file", "--dry-run", "--tail", "--current", "--namespace"}
     others |= {"--name", "--restart", "--stop-timeout", "--build", "--no-build"}
     others |= {"--for", "--type", "--patch-file"}
     # Flags of systemctl and useradd.

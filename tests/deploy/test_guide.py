@@ -29,7 +29,11 @@ LINES = [
 ]
 BUILDS = re.findall(r"`(docker build [^`]*)`", GUIDE)
 DOCUMENTS: list[Document] = [
-    document for kind, text in BLOCKS if kind == "yaml" for document in documents(text)
+    document
+    for kind, text in BLOCKS
+    if kind == "yaml"
+    for document in documents(text)
+    if "kind" in document
 ]
 PATCH_KINDS = ("Kustomization", "Deployment")
 """Kinds of the documents that are no manifests: overlays, and the patch of an overlay."""
@@ -37,10 +41,12 @@ MANIFESTS = [document for document in DOCUMENTS if document["kind"] not in PATCH
 UNIT = configparser.ConfigParser(strict=False, interpolation=None)
 UNIT.optionxform = str  # type: ignore[assignment, method-assign]
 UNIT.read_string((ROOT / "deploy" / "gaudiserve.service").read_text(encoding="utf-8"))
-OVERLAY, TWO_NODES = (
+OVERLAY, TWO_NODES, SUFFIXED = (
     text for kind, text in BLOCKS if kind == "yaml" and "kind: Kustomization" in text
 )
-"""Overlays of a user, `deploy/kubernetes/mine`, for one node and for two nodes."""
+"""Overlays of a user, `deploy/kubernetes/mine`: one node, two nodes, one of several models."""
+(PATCHES,) = (text for kind, text in BLOCKS if kind == "yaml" and text.startswith("patches:"))
+"""Patches of an overlay, for resources of the base."""
 (KEYS,) = (
     text for kind, text in BLOCKS if kind == "yaml" and re.search("^kind: Deployment", text, re.M)
 )
@@ -96,7 +102,7 @@ def test_a_command_names_existing_files_and_objects(line: str) -> None:
     elif words[:2] == ["create", "configmap"]:
         assert (ROOT / words[3].removeprefix("--from-file=")).is_file()
     elif words[:3] == ["create", "secret", "generic"]:
-        name, key = words[3], words[4].removeprefix("--from-literal=").partition("=")[0]
+        name, key = words[3], re.sub("^--from-(literal|file)=", "", words[4]).partition("=")[0]
         used = [path.read_text(encoding="utf-8") for path in KUBERNETES.rglob("*.yaml")]
         assert any(f"secretKeyRef: {{name: {name}, key: {key}" in text for text in used)
     else:
@@ -129,8 +135,8 @@ def test_the_guide_names_every_overlay_and_image() -> None:
 def test_the_manifests_of_the_guide_are_complete() -> None:
     kinds = [manifest["kind"] for manifest in MANIFESTS]
 
-    assert kinds == ["RuntimeClass", "Ingress", "PersistentVolumeClaim", "Pod"]
-    assert len(DOCUMENTS) == len(MANIFESTS) + 3
+    assert kinds == ["RuntimeClass", "HTTPRoute", "Ingress", "PersistentVolumeClaim", "Pod"]
+    assert len(DOCUMENTS) == len(MANIFESTS) + 4
 
 
 @pytest.mark.deploy
@@ -209,6 +215,66 @@ def test_the_overlay_of_the_guide_for_two_nodes_is_rendered(tmp_path: Path) -> N
         assert [name for name, _, _ in settings(given) if name == "max-model-len"]
 
 
+@pytest.mark.deploy
+def test_the_patches_of_the_guide_change_the_base(tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    folder = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"), "mine")
+    folder.mkdir()
+    text = OVERLAY.replace("../one-card", "../autoscale-keda") + PATCHES.removeprefix("patches:\n")
+    (folder / "kustomization.yaml").write_text(text)
+
+    found = {document["kind"]: document for document in rendered(str(folder))}
+
+    policy = found["NetworkPolicy"]["spec"]
+    triggers = found["ScaledObject"]["spec"]["triggers"]
+    assert found["ServiceAccount"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert policy["egress"][-1] == {"ports": [{"protocol": "TCP", "port": 3128}]}
+    assert policy["ingress"][0]["from"][-1] == {"ipBlock": {"cidr": "10.0.0.0/8"}}
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert found[kind]["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+    addresses = {trigger["metadata"]["serverAddress"] for trigger in triggers}
+    assert addresses == {"http://prometheus.example:9090"}
+    for kind in ("ServiceAccount", "NetworkPolicy"):
+        kubernetes_validate.validate(found[kind], "1.32", strict=True)
+
+
+@pytest.mark.deploy
+def test_the_pods_of_a_suffixed_overlay_have_a_service_of_their_own(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(KUBERNETES, tmp_path / "kubernetes"), "mine")
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(SUFFIXED)
+
+    found = rendered(str(folder))
+
+    (service,) = (entry for entry in found if entry["kind"] == "Service")
+    (deployment,) = (entry for entry in found if entry["kind"] == "Deployment")
+    template = deployment["spec"]["template"]
+    claims = {
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in template["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    labels = {"app": "gaudiserve", "model": "chat"}
+    assert all(entry["metadata"]["name"].endswith("-chat") for entry in found)
+    assert service["spec"]["selector"] == labels
+    assert template["metadata"]["labels"].items() >= labels.items()
+    assert deployment["spec"]["selector"]["matchLabels"] == labels
+    assert template["spec"]["serviceAccountName"] == "gaudiserve-chat"
+    assert claims == {"gaudiserve-hub-chat", "gaudiserve-recipes-chat"}
+
+
+def test_the_route_of_the_guide_leads_to_the_api_only() -> None:
+    (route,) = (manifest for manifest in MANIFESTS if manifest["kind"] == "HTTPRoute")
+    (service,) = documents((KUBERNETES / "base" / "service.yaml").read_text("utf-8"))
+    (rule,) = route["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+
+    assert [match["path"]["value"] for match in rule["matches"]] == ["/v1"]
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"] == service["spec"]["ports"][0]["port"]
+
+
 def test_the_patch_for_a_sleeping_pod_removes_probes_and_arguments() -> None:
     (line,) = (line for line in LINES if line.startswith("kubectl patch"))
     patch = (ROOT / line.split()[-1]).read_text(encoding="utf-8")
@@ -285,7 +351,11 @@ def test_docker_waits_for_streams(line: str) -> None:
 
 
 @pytest.mark.deploy
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda entry: entry["kind"])
+@pytest.mark.parametrize(
+    "manifest",
+    [manifest for manifest in MANIFESTS if manifest["kind"] != "HTTPRoute"],
+    ids=lambda entry: entry["kind"],
+)
 def test_a_manifest_of_the_guide_fits_the_schema(manifest: Document) -> None:
     import kubernetes_validate
 
