@@ -231,7 +231,7 @@ def test_limits_of_the_page_equal_the_code(row: str) -> None:
         f"{fetch.MAX_VIDEO_BYTES // MIB} MiB |",
         f"`--image-fetch-timeout` ({DEFAULTS.image_fetch_timeout_s:g}) or `--video-fetch-timeout` "
         f"({DEFAULTS.video_fetch_timeout_s:g}) seconds",
-        f"| pieces of a fetched body | {fetch.FREE_PIECES}, and one more for each "
+        f"| pieces of a fetched body | {fetch.FREE_PIECES}, plus 1 for each "
         f"{fetch.MIN_PIECE_BYTES} bytes",
     ],
 )
