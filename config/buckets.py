@@ -1,4 +1,4 @@
-"""BucketConfig: settings of the bucket table; hpu/bucketing computes the buckets."""
+"""BucketConfig: settings of the bucket table. hpu/bucketing/ computes the buckets."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -32,7 +32,8 @@ class Range:
     pad_percent: int | None = None
 
     def check(self, dimension: str) -> None:
-        """Raise ConfigError for limits that are out of range. `dimension`: the field's name."""
+        """Raise ConfigError for a limit out of range, or a minimum above the maximum. `dimension`:
+        the field's name, for errors."""
         for limit, value in asdict(self).items():
             lowest, highest = _LIMITS[limit]
             if value is not None and not lowest <= value <= highest:
@@ -47,8 +48,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class BucketConfig:
-    """Settings of the bucket table. The strategy `exact` does not pad (for devices that do not
-    compile)."""
+    """Settings of the bucket table. The strategy `exact` does not pad; it is the default on CPU."""
 
     strategy: str = setting(
         "auto",

@@ -1,5 +1,4 @@
-"""Cache folders: reads and writes of cached files, checks of their ownership and of free space, and
-errors for folders that cannot be written."""
+"""Files in cache folders: reading, writing, and checks of ownership and free space."""
 
 import contextlib
 import errno

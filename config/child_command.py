@@ -1,5 +1,5 @@
-"""Runs external programs: compilers, pip, hardware queries. A program and its descendants end with
-this process, even if this process is killed with SIGKILL."""
+"""Runs external programs: compilers, pip, hardware queries. A program and its process group end
+with this process, even if this process is killed with SIGKILL."""
 
 import os
 import signal
@@ -45,8 +45,9 @@ def running(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Run `command` with empty stdin. The process in the block exits with the status of `command`.
-    At the end of the block, and when this process ends, `command` and its descendants are killed.
-    `environment`: all variables of `command`; None: a copy of this process's variables."""
+    At the end of the block, and when this process ends, `command` and the rest of its process group
+    are killed. `environment`: all variables of `command`; None: a copy of this process's
+    variables."""
     theirs, ours = os.pipe()
     try:
         process = subprocess.Popen(

@@ -25,8 +25,8 @@ LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed
 OF_CHECKPOINTS = tuple(QUANTIZATION_FORMATS.all)
 """Values of EngineConfig.quantization for checkpoints that are already quantized."""
 AT_LOAD = ("int8", "int4", "gguf")
-"""Values of EngineConfig.quantization that quantize weights while loading, or keep the blocks of a
-GGUF file. They are not for checkpoints that are already quantized."""
+"""Values of EngineConfig.quantization only for CPU: they quantize weights while loading, or keep
+the blocks of a GGUF file. SCHEMES_AT_LOAD has further values."""
 RAY = "ray"
 EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
@@ -117,7 +117,7 @@ class SchedulerConfig:
     max_prefill_batch: int | None = setting(
         None,
         "Maximum prompts in a prefill launch; auto: --prompt-bs-bucket-max if set, else 1 (4 with "
-        "--use-merged-prefill, 16 for a pooling model); on CPU as many as a step's tokens allow",
+        "--use-merged-prefill, 16 for a pooling model); on CPU --max-num-seqs",
         aliases=("max-num-prefill-seqs",),
         minimum=1,
     )
@@ -137,7 +137,7 @@ class SchedulerConfig:
     fair_share: bool = setting(
         False,
         "Share the engine among API keys: of the waiting requests with the same priority, the next "
-        "request is from the key that was served the fewest tokens",
+        "request is from the key that was served the fewest tokens, without credit for idle time",
     )
     max_ttft_s: float = setting(
         0.0,

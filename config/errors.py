@@ -1,11 +1,11 @@
-"""Exception tree of server, engine, hpu and config.
+"""Exception tree of server, engine, hpu and config, without the subclasses in other modules.
 
     GaudiserveError
     |-- UserError          the request is wrong; 4xx over HTTP
     |   |-- PromptTooLong  prompt and output do not fit the context
     |   `-- NotFound       a model, adapter or response that does not exist; 404
-    |-- Overloaded         a queue is full, or the server is starting or draining; 503
-    |-- EngineDied         the engine process is gone; 503, and the server exits
+    |-- Overloaded         the server cannot take the request now; 503
+    |-- EngineDied         an engine is gone and not restarted; 503
     |-- DeadlineExceeded   the timeout of the request has passed; 504
     |-- RequestFailed      this request failed in the engine; 500, other requests continue
     |-- CommandFailed      a command failed; exit status 1
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 
 class GaudiserveError(Exception):
-    """Base class of all exceptions that this project raises deliberately."""
+    """Base class of the exceptions in the tree above."""
 
 
 class UserError(GaudiserveError):
@@ -39,7 +39,7 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """The prompt (`num_prompt_tokens`, or more with `at_least`) plus `max_tokens` exceeds
+    """The prompt (`num_prompt_tokens`, or more with `at_least`), plus `max_tokens` if set, exceeds
     `max_model_len`."""
 
     def __init__(
@@ -111,7 +111,8 @@ class DeadlineExceeded(GaudiserveError):
 
 
 class EngineDied(GaudiserveError):
-    """The engine process died; this process does not restart it."""
+    """An engine, worker or private server died, or the engine client is closed; this process does
+    not restart it."""
 
     is_logged = False
     """Whether the failed process has already logged the cause."""
@@ -188,7 +189,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def capitalized(text: str) -> str:
-    """`text` with a capital at its start, as a log line has."""
+    """`text` with an upper-case first letter, for log lines."""
     return text[:1].upper() + text[1:]
 
 
@@ -197,8 +198,8 @@ _MAX_SHOWN_BITS = 128
 
 
 def value_text(value: object) -> str:
-    """A request value for an error message, as in JSON: 3, true, 'text'; `a list` or `an object`
-    for containers. Long values are truncated."""
+    """A request value for an error message: 3, true, null, 'text'; containers without their
+    contents (`a list`, `an empty object`). Long values are shortened."""
     if isinstance(value, (bool, type(None))):
         return json.dumps(value)
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:

@@ -32,7 +32,7 @@ PACKED_EXPERTS_FLAG = "native-mxfp4"
 """Name of the flag that keeps MXFP4 experts packed on the card."""
 
 READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
-"""Settings of execution that every device reads, beside the settings of diagnostics."""
+"""Fields of ExecutionConfig that every device reads, besides the group Diagnostics."""
 
 
 def _flag_of(name: str, facts: Setting) -> str:
@@ -41,7 +41,7 @@ def _flag_of(name: str, facts: Setting) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionConfig:
-    """How launches are executed on the device, and what is logged about them."""
+    """Settings of the execution of launches, and of their diagnostics."""
 
     mode: str = setting(
         "auto",
@@ -316,7 +316,7 @@ class ExecutionConfig:
 
     @property
     def packs_experts(self) -> bool:
-        """Whether MXFP4 experts stay packed on the card."""
+        """Whether MXFP4 experts stay packed on a card whose release has the operator."""
         return self.native_mxfp4
 
     @property
@@ -370,7 +370,7 @@ def _numbers(name: str, text: str, *forms: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class WarmupConfig:
-    """What is compiled and captured before the first request."""
+    """Settings of the warm-up: which buckets are compiled and captured, and when."""
 
     mode: str = setting(
         "full",

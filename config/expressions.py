@@ -58,7 +58,7 @@ _WITHOUT = {
 
 
 class Unsupported(ConfigError):
-    """A Python regular expression that RE2 does not support."""
+    """A Python regular expression with syntax that is not supported, such as a lookahead."""
 
 
 class Expressions:
@@ -66,7 +66,7 @@ class Expressions:
 
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`:
-        expression added in front of each. Raises Unsupported for syntax that RE2 lacks, and
+        expression added in front of each. Raises Unsupported for unsupported syntax, and
         ConfigError for invalid or too large expressions."""
         _check_sizes(texts, where)
         self._where = where
@@ -85,8 +85,8 @@ class Expressions:
 
     def first(self, name: str) -> int | None:
         """The index of the first expression that matches `name`; None if none matches. Raises
-        ConfigError for a name that cannot be a module name, and for expressions that take too much
-        time or memory."""
+        ConfigError for a name that is too long or not printable ASCII, and for expressions that
+        take too much time or memory."""
         if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"{self._where} cannot be matched to a module: its name {shown(name)} has "
@@ -165,7 +165,7 @@ def _program(
 
 def _translated(text: str, where: str, counts: list[int]) -> str:
     """`text` in RE2's syntax; repetition counts are appended to `counts`. Raises Unsupported, and
-    ConfigError for unclosed groups."""
+    ConfigError for an invalid expression."""
     depth = 0
     pieces = []
     for piece in _pieces(text, where, counts):

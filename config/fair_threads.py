@@ -51,8 +51,8 @@ class FairThreads(ThreadPoolExecutor):
         max_calls: float = math.inf,
         nouns: str = "calls",
     ) -> None:
-        """`max_calls`: maximum number of calls that wait or run. `nouns`: word for the calls in
-        error messages."""
+        """`max_calls`: maximum number of clients' calls that wait or run, except calls within a
+        client's share. `nouns`: word for the calls in error messages."""
         super().__init__(threads, thread_name_prefix=thread_name_prefix)
         self._per_client = per_client
         self._max_calls = max_calls
@@ -62,7 +62,8 @@ class FairThreads(ThreadPoolExecutor):
         self._clients_lock = Lock()
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
-        """Submit a call like ThreadPoolExecutor. Raises Overloaded beyond `max_calls`."""
+        """Submit a call like ThreadPoolExecutor. Raises Overloaded if the client may not submit
+        another call."""
         name = current_client.get()
         call = _Call(partial(fn, *args, **kwargs))
         future = cast("Future[R]", call.future)

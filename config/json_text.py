@@ -18,7 +18,8 @@ _PROBLEMS = {
 
 
 def json_problem(error: ValueError) -> str:
-    """Error message, with the column, for the error that `parse_json` raised for a line."""
+    """Message for the error that `parse_json` raised for a line of text; for invalid JSON, with the
+    column."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is not UTF-8"
     if not isinstance(error, json.JSONDecodeError):

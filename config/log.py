@@ -25,7 +25,7 @@ CHATTY = (
     "transformers",
     "urllib3",
 )
-"""Libraries whose INFO lines are dropped."""
+"""Libraries whose lines below WARNING are dropped."""
 UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access")
 PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/load", "/page/state")
 """Paths that are polled every few seconds. They are not in the access log, and wait in a queue of
@@ -59,7 +59,7 @@ def escaped(text: str) -> str:
 
 
 class RoleFormatter(logging.Formatter):
-    """Prefixes each line with the process role: `server`, `engine 0`, `worker 3`. Each message is a
+    """Formats a line with the process role: `server`, `engine 0`, `worker 3`. Each message is a
     single line, and traceback lines are indented, so that text of a client cannot forge log
     lines."""
 
@@ -82,8 +82,8 @@ class RoleFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time, level, process, rank, logger, message, the entries of
-    `fields` in `extra`, and the traceback, if any."""
+    """One JSON object per line: time, level, process, rank (if any), logger, message, the entries
+    of `fields` in `extra`, and the traceback and stack, if any."""
 
     def __init__(self, role: str, rank: int | None) -> None:
         super().__init__()
@@ -155,8 +155,9 @@ class RoleHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic i
         return True
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop INFO lines of libraries even if a library resets the level of its loggers: torch
-        does so while it is imported, and logs statistics at exit if the import was interrupted."""
+        """Drop lines of CHATTY libraries below WARNING even if a library resets the level of its
+        loggers: torch does so while it is imported, and logs statistics at exit if the import was
+        interrupted."""
         is_chatty = record.levelno < logging.WARNING and record.name.partition(".")[0] in CHATTY
         return not is_chatty and bool(super().filter(record))
 

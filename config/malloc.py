@@ -39,7 +39,7 @@ def trim_memory() -> None:
 
 def retain_freed_memory(num_bytes: int) -> None:
     """Return freed memory to the OS now, and from now on retain up to `num_bytes` of it for reuse,
-    in blocks of up to MAX_MMAP_THRESHOLD_BYTES; 0 restores glibc's defaults.
+    in blocks of up to MAX_MMAP_THRESHOLD_BYTES; 0 sets glibc's default thresholds.
 
     glibc retains little by default: a step that allocates and frees some MiB has all of these pages
     mapped and cleared again, which took three quarters of the time to sample 32 tokens.

@@ -80,7 +80,7 @@ class Stage(NamedTuple):
         return self.rank == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Indices of this stage's layers among `num_layers`. Raises ConfigError if a stage would
+        """Indices of this stage's layers among `num_layers`. Raises SettingError if a stage would
         have no layers."""
         if self.size > num_layers:
             raise SettingError(

@@ -16,8 +16,9 @@ NUM_LINES = 10
 """Number of log lines for a download or conversion without a progress bar."""
 
 DOWNLOADING = "downloading the model"
+"""Stage of a Report."""
 CONVERTING = "converting the model"
-"""Stages of a Report."""
+"""Stage of a Report."""
 
 Report = Callable[[str, int, int], None]
 """Called with a stage, such as CONVERTING, the bytes done and the total (0: unknown). May
@@ -29,8 +30,8 @@ def unreported(stage: str, done_bytes: int, total_bytes: int) -> None:
 
 
 OnStep = Callable[[str], None]
-"""Called about once a second with the current work, for example `compiling kernels, 12 s`. An
-exception aborts the work."""
+"""Called with the current work, for example `compiling kernels, 12 s`. An exception aborts the
+work."""
 
 
 def unreported_step(step: str) -> None:
@@ -38,7 +39,7 @@ def unreported_step(step: str) -> None:
 
 
 class TenthLines:
-    """Logs byte progress at each tenth of the total, if there is no terminal for a progress bar."""
+    """Logs byte progress at each tenth of the total, in place of a progress bar."""
 
     def __init__(self, words: str) -> None:
         self._words = words
@@ -72,8 +73,8 @@ class CountBar(tqdm):  # type: ignore[type-arg] # a class only to the type check
 
 
 class Bar(CountBar):
-    """A byte progress bar on a terminal, log lines elsewhere. Each update also calls `report`, even
-    with `disable`."""
+    """A byte progress bar on a terminal, log lines elsewhere; with `disable`, neither. Each update
+    also calls `report`, even with `disable`."""
 
     def __init__(self, stage: str, report: Report, *, desc: str, **look: Any) -> None:
         self._stage = stage

@@ -1,4 +1,4 @@
-"""ServerConfig: settings of the API servers: HTTP, text handling and logs."""
+"""ServerConfig: settings of the supervisor and the API servers."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ AUTO_OR_NONE = ("auto", "none")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Settings of the API servers."""
+    """Settings of the supervisor and the API servers: HTTP, restarts, text, images and logs."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)

@@ -10,7 +10,7 @@ from config.errors import ConfigError
 T = TypeVar("T")
 _KEY = "setting"
 MAX_DIGITS = 18
-"""Maximum digits of an integer; longer integers do not fit 64 bits."""
+"""Maximum digits of an integer: every integer of this length fits 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Setting:
     group: str = ""
     """Help group; empty: the group of the dataclass (config/loading/flags.py)."""
     name: str = ""
-    """Flag name without dashes; empty: the field's name."""
+    """Flag name without the leading dashes; empty: the field's name with dashes for underscores."""
     aliases: tuple[str, ...] = ()
     switches: Mapping[str, tuple[object, object]] = field(default_factory=dict)
     """Switch name -> (value that the switch sets, value that its `no-` form sets)."""

@@ -1,5 +1,5 @@
-"""Checks before any process starts: installed packages for the device, and the settings against
-the checkpoint. Imports no torch and opens no device."""
+"""Checks of installed packages for the device, and of the settings against the checkpoint and its
+drafter. Imports no torch and opens no device."""
 
 import importlib
 from dataclasses import replace
@@ -83,8 +83,8 @@ def check_model_config(
     config: EngineConfig, folder: str
 ) -> tuple[ModelConfig, PoolerConfig | None]:
     """ModelConfig of the model, and PoolerConfig if it is served for pooling. Raises ConfigError
-    like check_checkpoint, but checks neither drafts nor weights, which may not be downloaded
-    yet."""
+    like check_checkpoint, but checks neither the block size nor drafts nor weights, which may not
+    be downloaded yet."""
     model_config = read_model_config(folder)
     pooler = choose_pooler(config, model_config)
     is_pooling = pooler is not None
@@ -215,8 +215,8 @@ def check_format_at_load(requested: str | None, model_config: ModelConfig, devic
 
 
 def facts_at_load(requested: str | None, model_config: ModelConfig) -> ModelConfig:
-    """`model_config` with the quantization that the weights have after loading, for estimates of
-    sizes."""
+    """`model_config` with the quantization that SCHEMES_AT_LOAD gives the weights while loading, if
+    any; for estimates of sizes."""
     if not quantizes_at_load(requested, model_config) or requested not in SCHEMES_AT_LOAD:
         return model_config
     return replace(model_config, quantization=config_at_load(requested))
@@ -256,7 +256,8 @@ def _check_compressor(
 
 
 def _check_block_size(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise ConfigError if the block size differs from the block size of the model's indexer."""
+    """Raise SettingError if the configured block size differs from the block size of the model's
+    indexer."""
     size = config.cache.block_size
     if not size or not is_native(model_config, config.model_impl):
         return
@@ -302,9 +303,10 @@ def _is_in_transformers(model_config: ModelConfig) -> bool:
 def choose_context(
     config: EngineConfig, model_config: ModelConfig, pooler: PoolerConfig | None
 ) -> int:
-    """The maximum number of tokens of a sequence: max_model_len, or the checkpoint's limit. A
-    pooling model computes a text in one step, so its limit is at most max_num_batched_tokens, if
-    set; the default is also at most the limit of sentence-transformers. Raises ConfigError."""
+    """The maximum number of tokens of a sequence: max_model_len, or the default of
+    choose_max_model_len. A pooling model computes a text in one step, so its limit is at most
+    max_num_batched_tokens, if set; its default is also at most the limit of sentence-transformers.
+    Raises SettingError."""
     is_emulated = config.device == "hpu-emulator"
     longest = choose_max_model_len(
         config.max_model_len,
@@ -336,7 +338,7 @@ def choose_max_model_len(
     allows_longer: bool = False,
 ) -> int:
     """The requested length, or the checkpoint's default, which is at most EMULATOR_MAX_MODEL_LEN on
-    the emulated card. Raises ConfigError for a length above the checkpoint's maximum, unless
+    the emulated card. Raises SettingError for a length above the checkpoint's maximum, unless
     `allows_longer` is set and the model is a decoder; even then, at most MAX_POSITION. The model
     builder checks the learned positions of decoders."""
     longest = max_context_length(model_config)

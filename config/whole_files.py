@@ -19,8 +19,9 @@ _PIECE_BYTES = 2**16
 def read_limited(
     path: str | Path, max_bytes: int, *, takes_pipes: bool = True, timeout_s: float = PIPE_TIMEOUT_S
 ) -> bytes:
-    """All bytes of a file, or of a pipe that is closed within `timeout_s`. Raises OSError for a
-    file larger than `max_bytes`; without `takes_pipes`, also for anything except a regular file."""
+    """All bytes of a file, or of a pipe that is closed within `timeout_s`. Raises OSError, also for
+    a folder, for a file larger than `max_bytes`, for a pipe that is not closed in time and, without
+    `takes_pipes`, for anything except a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint: architecture, sizes, rope, pooling.
+"""The configuration of a checkpoint: architecture, sizes, rope, quantization, vision and pooling.
 
 Read from config.json and the files next to it, without weights.
 """

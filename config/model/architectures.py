@@ -26,7 +26,7 @@ def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
 
 def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
     """Spec of the decoder. Without `has_head`, architecture names without an output head are
-    accepted too. Raises ConfigError for an unsupported architecture."""
+    accepted too. Raises ConfigError for an unsupported architecture or setting."""
     name = config.architecture
     if not has_head:
         name = causal_name(name)
@@ -38,8 +38,8 @@ def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
 
 
 def nearest(architecture: str) -> str:
-    """Supported architectures with similar names, for error messages; without a similar name, the
-    page that lists all architectures."""
+    """Hint for an error about an unsupported architecture: supported architectures with similar
+    names, or the page that lists all architectures."""
     if _SPEECH.search(architecture):
         return "speech models are not supported"
     near = get_close_matches(

@@ -26,7 +26,7 @@ def max_context_length(model_config: ModelConfig) -> int:
     the scaling.
 
     If layer types have different ropes, the rope with a factor applies. For an encoder, the length
-    is the size of its position table.
+    is `max_position`. The result is at most MAX_POSITION.
     """
     _, length, scaling = _parts(model_config)
     factor = 1.0 if scaling is None else scaling.factor

@@ -36,7 +36,7 @@ NORMS: Mapping[Arrangement, tuple[str, ...]] = {
     "parallel_two_norms": ("input_layernorm", "post_attention_layernorm"),
 }
 """The norms of a layer, in vLLM's names. `post_attention_layernorm` is the norm before the MLP in
-the arrangement `before`, and the norm after the attention in the arrangement `after`."""
+`before` and `parallel_two_norms`, and the norm after the attention in `after` and `around`."""
 
 
 class LayerSpec(NamedTuple):
@@ -93,7 +93,8 @@ class IndexerSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """Differences between MoE families: the router, and checkpoint names."""
+    """Differences between MoE families: router, activation, biases, and names and layout in the
+    checkpoint."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     float32_router: bool = False
@@ -134,7 +135,8 @@ class MoESpec:
     for all experts, (experts, in, out). MXFP4: blocks and scales of gate_up_proj and of down_proj,
     (experts, out, in / 32, ...)."""
     stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
-    """Names of the stacked expert tensors in layouts other than merged."""
+    """Names of the stacked expert tensors in the layouts transposed and MXFP4, and of experts that
+    transformers 5 stacks."""
 
 
 class TemperatureTuning(NamedTuple):
@@ -280,7 +282,7 @@ class DecoderSpec:
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
     def state_of(self, layer: LayerSpec) -> StateSpec | None:
-        """Spec of the layer's recurrent state; None if the layer caches keys and values."""
+        """Spec of the layer's recurrent state; None for a layer with attention."""
         specs: dict[str, StateSpec | None] = {
             "mamba2": self.mamba2,
             "gated_delta": self.gated_delta,

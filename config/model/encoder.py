@@ -66,8 +66,8 @@ class EncoderConfig:
 
 
 def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
-    """`fields` with transformers' names. Raises ConfigError for a NomicBert with unsupported
-    layers."""
+    """`fields`, for a NomicBert with transformers' names and defaults. Raises ConfigError for a
+    NomicBert with unsupported layers."""
     if not architecture.startswith(NOMIC_BERT):
         return fields
     raw = dict(fields.raw)

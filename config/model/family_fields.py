@@ -41,8 +41,8 @@ def causal_name(architecture: str) -> str:
 
 
 def with_usual_names(fields: Fields) -> Fields:
-    """`fields`, with every field also under its common name. Raises ConfigError if two names of the
-    number of layers disagree, because transformers may read the other name."""
+    """`fields`, with the fields of OTHER_NAMES also under their common names. Raises ConfigError if
+    two names of the number of layers disagree, because transformers may read the other name."""
     raw = dict(fields.raw)
     for usual, others in OTHER_NAMES.items():
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]

@@ -35,14 +35,16 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. Raises ConfigError if it cannot be read or is not an object."""
+    """The JSON object in `file`. Raises ConfigError if the file cannot be read, is not a JSON
+    object in UTF-8, exceeds MAX_JSON_BYTES, or has a number that does not fit in float32."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. Raises ConfigError like read_json."""
+    """The JSON object in `data`, which is read from `file`. Raises ConfigError if it is not a JSON
+    object in UTF-8."""
     return _object(_parse(data, file), file)
 
 

@@ -40,10 +40,11 @@ MAX_THETA = 1e30
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """The fields of a checkpoint's rope_scaling."""
+    """The scaling fields of a checkpoint's rope_scaling or rope_parameters."""
 
     kind: str
-    """default, linear, dynamic, llama3, yarn or longrope."""
+    """rope_type, other than default. Built-in models support ROPE_TYPES of
+    config/checkpoint/operations.py."""
     factor: float = 1.0
     original_max_position: int | None = None
     low_freq_factor: float = 1.0

@@ -29,7 +29,7 @@ _PROBLEM_ACTIVATIONS = {
     "multi_label_classification": SIGMOID,
 }
 MAX_LABELS = 2**20
-"""Maximum number of labels. Every label gets a name, even if the checkpoint names no labels."""
+"""Maximum of num_labels: every label gets a name, even if the checkpoint names no labels."""
 CLASSIFIER = "ForSequenceClassification"
 
 _NORMALIZE = ("normalize", "use_activation", "activation", "softmax")
@@ -159,8 +159,8 @@ def _labels(fields: Fields) -> tuple[str, ...]:
 
 
 def _activation(fields: Fields, default: str) -> str:
-    """Activation of the head, from the name that sentence-transformers writes or from
-    problem_type."""
+    """Activation of the head: the name that sentence-transformers writes, otherwise the activation
+    of problem_type, otherwise `default`."""
     sentence = Fields(fields.get("sentence_transformers", dict, {}), fields.file)
     name = sentence.get("activation_fn", str, None)
     name = name or fields.get("sbert_ce_default_activation_function", str, None)

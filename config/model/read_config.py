@@ -43,11 +43,11 @@ _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfig:
     """Read config.json and generation_config.json in folder `path`. Accepts the field names of
     transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). For a
-    multimodal model, returns the config of the text model.
+    multimodal model, returns the config of the text model, with the vision settings.
 
-    Raises ConfigError for a missing file or field, a value of the wrong type, an unsupported
-    quantization method (unless `allow_quantized`), and a model that is neither a plain decoder nor
-    an encoder of the BERT family.
+    Raises ConfigError for a missing config.json, a missing or invalid field, an unsupported
+    quantization (with `allow_quantized`, only for invalid settings of a supported method), and a
+    model that is neither a plain decoder nor an encoder of the BERT family.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -73,9 +73,10 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
 def model_config_of(
     path: str, fields: Fields, generation: Fields, absent: Mapping[str, Any] = MappingProxyType({})
 ) -> ModelConfig:
-    """Like read_model_config, from the contents of the two files. `absent`: values for fields that
-    `fields` may lack. Sizes are not limited here: config/checkpoint/shapes.py compares them with
-    the tensors before a model is built."""
+    """ModelConfig from the contents of config.json and generation_config.json, without quantization
+    and vision settings. `path`: the model folder, whose tokenizer files name the EOS token.
+    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited here:
+    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
@@ -308,7 +309,8 @@ def _checked_types(
 
 
 def _rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer uses rope, from no_rope_layers (1: it does); empty if all layers do."""
+    """Whether each layer uses rope, from no_rope_layers (1: it does) or no_rope_layer_interval;
+    empty without these fields: all layers do."""
     flags = fields.get("no_rope_layers", list, [])
     interval = fields.count_or_none("no_rope_layer_interval", maximum=MAX_LAYERS)
     if not flags and interval is None:

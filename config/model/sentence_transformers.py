@@ -10,7 +10,7 @@ from config.model.json_fields import Fields, Json, read_any_json, read_json, sho
 CLS, MEAN, MAX, LAST = "cls", "mean", "max", "lasttoken"
 WEIGHTED_MEAN, MEAN_SQRT_LEN = "weightedmean", "mean_sqrt_len_tokens"
 MODES = (CLS, MEAN, MAX, LAST, WEIGHTED_MEAN, MEAN_SQRT_LEN)
-"""Pooling modes, in the order in which older files concatenate several modes."""
+"""Pooling modes."""
 
 _OLDER = {
     CLS: "pooling_mode_cls_token",
@@ -20,6 +20,7 @@ _OLDER = {
     WEIGHTED_MEAN: "pooling_mode_weightedmean_tokens",
     LAST: "pooling_mode_lasttoken",
 }
+"""Mode -> its field in older files, in the order in which several modes are concatenated."""
 _MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 """sentence_<model>_config.json: the first releases used several names, later releases always
 bert."""

@@ -21,9 +21,9 @@ def check_split(
     distributes_experts: bool = False,
     num_engines: int = 1,
 ) -> None:
-    """Raise ConfigError, with both numbers and the numbers that work, if the model cannot be
-    divided among `num_cards` cards. `distributes_experts`: each card has whole experts instead of a
-    shard of each expert; the cards of all `num_engines` engines share the experts."""
+    """Raise ConfigError, with the numbers that disagree, if the model cannot be divided among
+    `num_cards` cards. `distributes_experts`: each card has whole experts instead of a shard of each
+    expert; the cards of all `num_engines` engines share the experts."""
     if distributes_experts and config.moe is None:
         raise ConfigError(f"{config.path} has no experts to distribute over ranks")
     counts = [*_divided(config, distributes_experts)]
@@ -99,22 +99,23 @@ def _mlp_size(config: ModelConfig) -> int:
 
 
 def latents_of(config: ModelConfig) -> MLASpec | None:
-    """MLA spec of a built-in model; None without MLA."""
+    """MLA spec of a built-in model; None without MLA and for other models."""
     return decoder_spec(config).mla if config.architecture in ARCHITECTURES else None
 
 
 def indexer_of(config: ModelConfig) -> IndexerSpec | None:
-    """Indexer spec of a built-in model; None without an indexer."""
+    """Indexer spec of a built-in model; None without an indexer and for other models."""
     return decoder_spec(config).indexer if config.architecture in ARCHITECTURES else None
 
 
 def states_of(config: ModelConfig) -> tuple[StateSpec, ...]:
-    """State specs of the layers with a recurrent state of a built-in model."""
+    """State specs of the layers with a recurrent state of a built-in model; empty for other
+    models."""
     if config.architecture not in ARCHITECTURES:
         return ()
     return decoder_spec(config).states
 
 
 def cross_layers_of(config: ModelConfig) -> int:
-    """Number of cross-attention layers of a built-in model."""
+    """Number of cross-attention layers of a built-in model; 0 for other models."""
     return decoder_spec(config).num_cross_layers if config.architecture in ARCHITECTURES else 0

@@ -47,7 +47,7 @@ def _deepseek_moe(config: ModelConfig) -> DecoderSpec:
 
 
 def _deepseek_v3(config: ModelConfig) -> DecoderSpec:
-    """DeepSeek V3 and R1, and Kimi K2, which has a single expert group."""
+    """DeepSeek V3 and R1, Kimi K2 and Moonlight."""
     return replace(_deepseek_v2(config), mlp_bias=False)
 
 

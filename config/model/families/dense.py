@@ -63,7 +63,7 @@ def granite(config: ModelConfig) -> DecoderSpec:
 
 
 def _phi3(config: ModelConfig) -> DecoderSpec:
-    """Phi-3, Phi-4 and Phi-4-mini."""
+    """The Phi-3 and Phi-4 models without experts."""
     return DecoderSpec(layers=uniform_layers(config), qkv_layout="fused", fused_gate_up=True)
 
 

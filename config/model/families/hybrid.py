@@ -82,7 +82,7 @@ def _qwen3_next(config: ModelConfig) -> DecoderSpec:
 
 
 def _qwen3_5(config: ModelConfig) -> DecoderSpec:
-    """The text model of Qwen3.5."""
+    """The text model of Qwen3.5 and 3.6."""
     return _qwen_hybrid(config, fused_weights=False)
 
 

@@ -23,7 +23,7 @@ def _olmo2(config: ModelConfig) -> DecoderSpec:
 
 
 def _cohere(config: ModelConfig) -> DecoderSpec:
-    """Command R and Aya."""
+    """Command R, Command R+ and Aya."""
     return replace(
         llama(config),
         norm="layer",

@@ -1,1 +1,1 @@
-"""Models with images: their text model, and the settings of their vision tower."""
+"""Multimodal models: their text model, and the settings of their vision tower."""

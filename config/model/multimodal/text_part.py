@@ -100,8 +100,8 @@ _WITHOUT_TEXT_CONFIG = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "PaddleOCRVLForConditionalGeneration": "paddleocr_vl_text",
 }
-"""Architectures whose checkpoints have the text model's fields at the top level -> model_type of
-the text model."""
+"""Architectures whose config.json may have the text model's fields at the top level -> model_type
+of the text model."""
 
 _OWN_TEXT = {"MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text"}
 """Architectures with a single kind of text model, whose files may have another model_type -> the
@@ -183,7 +183,8 @@ def is_unknown_whole(fields: Fields) -> bool:
 
 def text_part(fields: Fields) -> Fields | None:
     """Fields of the text model in a multimodal config; None if `fields` do not describe a
-    multimodal model. Raises ConfigError for an unsupported text model."""
+    multimodal model with a text model. Raises ConfigError for an unsupported text model, and for a
+    prompt with bidirectional attention."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None

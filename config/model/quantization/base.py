@@ -1,5 +1,5 @@
 """QuantizationFormat: registry entry of a format. QuantizationConfig: a checkpoint's validated
-quantization_config, and the list of tensors that store a quantized weight."""
+quantization_config, which has the tensors that store a quantized weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -55,7 +55,7 @@ class QuantConfig:
         return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
 
     def check_files(self, num_ranks: int) -> None:
-        """Raise ConfigError if a rank's measurements are missing."""
+        """Raise ConfigError if measurements that quantization needs are missing for a rank."""
         if self.measures or not self.needs_measures:
             return
         for rank in range(num_ranks):
