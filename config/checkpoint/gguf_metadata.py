@@ -81,7 +81,7 @@ class GgufFile:
 
     def value(self, key: str, kind: type[T]) -> T | None:
         """The value of `key`; None if absent. Raises ConfigError if it is not a `kind`, is not
-        finite, or is above MAX_COUNT."""
+        finite, or has a magnitude above MAX_COUNT."""
         found = self.metadata.get(key)
         if found is None:
             return None

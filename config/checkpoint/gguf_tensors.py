@@ -134,7 +134,7 @@ class Entry:
 
 
 def num_blocks(file: GgufFile) -> int:
-    """Number of layers that have tensors in `file`."""
+    """Number of layers in `file`: the highest layer index of a tensor, plus 1."""
     matches = (_BLOCK.match(name) for name in file.tensors)
     return max((int(match[1]) + 1 for match in matches if match), default=0)
 
@@ -198,7 +198,7 @@ class WeightSources:
 
     def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
         """The parts of the weight in order. Raises MissingTensor for a tensor that the file lacks,
-        and ConfigError for other errors."""
+        and ConfigError for a wrong shape or type."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))

@@ -16,8 +16,8 @@ LLAMA3_SPLIT = (
 """Pre-tokenization pattern of Llama 3, GLM-4 and other families."""
 
 MAX_PAIR_CHARACTERS = 2**28
-"""Limit on the total characters of all ways to split the vocabulary's tokens in two, if merges are
-computed from scores. A vocabulary of 262,144 tokens has about 30 million."""
+"""Limit on the sum of squared token lengths, if merges are computed from scores: every way to split
+a token in two is tried. For a vocabulary of 262,144 tokens the sum is about 30 million."""
 MAX_TOKEN_CHARACTERS = 1024
 """Maximum token length if merges are computed from scores."""
 
@@ -329,7 +329,7 @@ def _named(file: GgufFile) -> dict[str, tuple[str, int]]:
 
 
 def _adds(file: GgufFile, name: str) -> bool:
-    """Whether bos or eos is added to texts."""
+    """Whether the token `name`, bos or eos, is added to texts."""
     adds = file.value(f"tokenizer.ggml.add_{name}_token", bool)
     if adds is not None:
         return adds

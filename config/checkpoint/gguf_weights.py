@@ -1,4 +1,4 @@
-"""Streams the weights of a GGUF file into a safetensors file."""
+"""Streams the weights of a GGUF file into safetensors files."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def write_safetensors(
     report: Report = unreported,
 ) -> None:
     """Write `entries`, built from the tensors of `file`, to `target`, and sync it to disk. Raises
-    ConfigError for an unsupported tensor type."""
+    ConfigError for an unsupported tensor type, and for NaN or infinite weights."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"
@@ -141,8 +141,9 @@ def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
 
 
 def write_blocks(entries: Iterable[Entry], target: Path) -> None:
-    """Write the blocks of all matrices of BLOCK_TYPES to `target`: uint8 (rows, bytes per row),
-    under keys such as `lm_head.weight Q8_0`. Synced to disk on return."""
+    """Write the blocks of the matrices that are a single unchanged tensor of BLOCK_TYPES to
+    `target`: uint8 (rows, bytes per row), under keys such as `lm_head.weight Q8_0`. Synced to disk
+    on return."""
     matrices = [
         (entry, source)
         for entry in entries

@@ -1,5 +1,5 @@
-"""Model names: paths, Hugging Face ids, and the demo model. Imports no library, so that a command
-can reject a wrong name before it imports its other modules."""
+"""Model names: paths, Hugging Face ids, and the demo model. Imports neither torch, transformers nor
+the hub library, so that a command can reject a wrong name before its slow imports."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def check_model_name(model: str) -> None:
 
 
 def no_such_model(model: str) -> ConfigError:
-    """The error for a name that is neither a local path nor a hub id."""
+    """The error for a name that is neither the demo model, a local path nor a hub id."""
     if model.startswith((".", "/", "~")) or model.lower().endswith(".gguf"):
         is_mount = model.startswith("/") and in_container()
         mount = "; mount it into this container, with docker by -v" if is_mount else ""

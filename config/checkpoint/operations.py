@@ -21,9 +21,9 @@ HIDDEN_ACTS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Values of hidden_act -> the name of the activation function."""
+"""Supported values of hidden_act -> the name of the activation function."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-"""Values of rope_type."""
+"""Supported values of rope_type."""
 
 
 def check_operations(model_config: ModelConfig) -> None:

@@ -51,7 +51,7 @@ class StoredTensor(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError if
-    there are no files."""
+    there are no files, or if the index is invalid or names a missing file."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)

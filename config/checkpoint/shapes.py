@@ -37,7 +37,7 @@ def check_weights(model_config: ModelConfig, pooler: PoolerConfig | None) -> Non
 
 def check_shapes(model_config: ModelConfig, stored: Shapes, source: Path) -> None:
     """Raise ConfigError unless the sizes in `model_config`, which come from `source`, match the
-    tensors `stored`. An unsupported architecture passes: the worker rejects it by name."""
+    tensors `stored`. A model that is not built in passes: the worker checks it."""
     # A config.json may claim 10^9 layers: check their number with a map without layers before a map
     # with layers is built.
     outer = weight_map_of(replace(model_config, num_layers=0, layer_types=(), rope_layers=()))

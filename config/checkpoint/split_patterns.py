@@ -161,8 +161,8 @@ class _Parser:
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 
     def _group(self, depth: int) -> tuple[int, int]:
-        """(minimum characters, number of alternatives) of a group. A group may have no unbounded
-        items."""
+        """(minimum characters, number of alternatives) of a group. Raises _Unknown for a group with
+        an unbounded item."""
         is_zero_width = False
         if self._pattern[self._place] == "?":
             for opening in ("?i:", "?:", "?=", "?!", "?<=", "?<!"):
@@ -194,7 +194,7 @@ class _Parser:
                 level -= 1
 
     def _escape(self) -> int:
-        """The characters that an escape matches."""
+        """The number of characters that an escape matches."""
         letter = self._next()
         if letter in "pP":
             end = self._pattern.index("}", self._place) if "}" in self._rest() else -1

@@ -16,8 +16,8 @@ _SAMPLE_BYTES = 4096
 def check_tied_head(model_config: ModelConfig) -> None:
     """Raise ConfigError if config.json of the folder `model_config.path` has `tie_word_embeddings`,
     but the files have a head that differs from the embedding in shape or in sampled bytes: the
-    checkpoint was trained with an untied head. Reads the headers of all files and about 512 KiB of
-    tensor data at most."""
+    checkpoint probably was trained with an untied head. Reads the headers of all files and about
+    512 KiB of tensor data at most."""
     weight_map = None if model_config.is_encoder else weight_map_of(model_config)
     if weight_map is None or not model_config.tie_word_embeddings:
         return

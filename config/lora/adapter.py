@@ -101,7 +101,7 @@ class Adapter:
 
     @property
     def num_bytes(self) -> int:
-        """Total size of the LoRA matrices in the file."""
+        """Total size of the LoRA matrices; of a GGUF file, in float32."""
         tensors = {tensor for module in self.modules for tensor in (module.a, module.b)}
         return sum(tensor.num_bytes for tensor in tensors)
 
@@ -117,7 +117,7 @@ class LoadedAdapter(NamedTuple):
 
     adapter: Adapter
     content: str
-    """SHA-256 of the adapter's files, in hexadecimal."""
+    """SHA-256 of the adapter's settings and weights, in hexadecimal."""
     data: NDArray[np.uint8]
     """Bytes of the weights as a safetensors file; empty without `keeps_bytes`."""
 
@@ -138,9 +138,9 @@ class LoadedAdapter(NamedTuple):
 
 
 def read_adapter(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Adapter:
-    """Read the adapter in `folder` from its config and the header of its weights. A GGUF file with
-    far more weights than an adapter of `max_rank` is not read. Raises ConfigError if the adapter
-    does not fit the model or is not supported."""
+    """Read the adapter in `folder`: of a PEFT folder, the config and the header of the weights; of
+    a GGUF file, also the weights. Raises ConfigError if the adapter does not fit the model or is
+    not supported, and for a GGUF file with far more weights than an adapter of `max_rank`."""
     with _opened(folder, base, max_rank) as (adapter, _, _):
         return adapter
 
@@ -160,8 +160,8 @@ def load_adapter(
     *,
     keeps_bytes: bool = False,
 ) -> LoadedAdapter:
-    """Load an adapter like read_adapter, and check it against the server's limits, including all
-    values. Opens each file once."""
+    """Load an adapter like read_adapter, and check it against the server's limits, and all its
+    values. Opens each file of the adapter once."""
     with _opened(folder, base, max_rank) as (adapter, config, weights):
         _check_limits(adapter, max_rank, extra_targets)
         for base_tensor in adapter.base_tensors:
@@ -395,7 +395,8 @@ def _experts(
 def _matrices(
     name: str, pair: Mapping[str, StoredTensor], names: tuple[str, str], file: str
 ) -> tuple[StoredTensor, StoredTensor]:
-    """The two LoRA matrices of a module, whose tensors must have `names`. Raises ConfigError."""
+    """The two LoRA matrices of a module, whose tensors have the suffixes `names`. Raises
+    ConfigError."""
     missing = [end for end in names if end not in pair]
     if missing:
         raise ConfigError(f"{file} has {next(iter(pair.values())).name} and no {name}.{missing[0]}")

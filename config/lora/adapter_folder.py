@@ -55,11 +55,11 @@ class AdapterFolder:
     """Resolved folder that must contain all files of the adapter; `path` then has no symlinks.
     Empty: no restriction, because the operator gave the path."""
     label: str = ""
-    """Folder name for errors, as the user wrote it; empty: `path`."""
+    """Path or hub id as the user wrote it; empty: `path`."""
 
     @property
     def name(self) -> str:
-        """Name of the folder, for errors."""
+        """Name of the adapter for errors and clients."""
         return self.label or self.path
 
     def file(self, name: str) -> str:
@@ -76,8 +76,8 @@ class AdapterFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """Open a file of the folder; without a name, the adapter's own file. Raises ConfigError if
-        it does not exist or is outside `root`."""
+        """Open a file of the folder; with an empty name, the adapter's own file. Raises ConfigError
+        if the file cannot be read, is not a regular file or is outside `root`."""
         try:
             descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ class BaseModule:
     kind: str = ""
     """One of EXTRA_TARGETS; empty: a linear layer."""
     refusal: str = ""
-    """Reason why adapters for this module are not supported; empty: they are."""
+    """Reason why adapters for this module are not supported; empty: adapters are supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
 
 
 def module_of(spec: WeightSpec) -> BaseModule | None:
-    """The module with this weight; None for biases and norms."""
+    """The module with this weight; None for a tensor without a LoRA module, such as a bias, a norm
+    or quantization scales."""
     name = spec.name
     if spec.part is not None:
         if spec.part.role != "values":

@@ -19,7 +19,8 @@ IMAGE_ADAPTER = "vision-lora"
 
 
 def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
-    """Folder of the checkpoint's image adapter, if image requests do not use it by default."""
+    """Folder of the checkpoint's image adapter; None if there is no such adapter, or if
+    --default-mm-loras is set."""
     folder = Path(checkpoint, IMAGE_ADAPTER)
     if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
         return None
@@ -27,8 +28,8 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 
 
 def check_adapter_paths(config: LoRAConfig) -> None:
-    """Raise ConfigError for an adapter that neither exists on this machine nor has a valid hub id.
-    Called before any process starts."""
+    """Raise SettingError for an adapter that neither exists on this machine nor has a valid hub
+    id."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):
             raise SettingError(
@@ -39,7 +40,7 @@ def check_adapter_paths(config: LoRAConfig) -> None:
 
 def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None = None) -> None:
     """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads the
-    adapters' settings and headers. `download_dir`: as in configured_adapters."""
+    adapters like read_adapter. `download_dir`: as in configured_adapters."""
     adapters = configured_adapters(config, download_dir)
     if not adapters:
         return
@@ -53,7 +54,8 @@ def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None
 
 @contextmanager
 def naming(adapter: NamedAdapter) -> Iterator[None]:
-    """Prefix a ConfigError with the flag, the name and the path of an adapter."""
+    """Turn a ConfigError into a SettingError with the flag, the name and the path of an adapter in
+    front."""
     try:
         yield
     except ConfigError as error:

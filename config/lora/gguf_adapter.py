@@ -50,7 +50,7 @@ _ENDS = (".lora_a", ".lora_b")
 
 
 class GgufPair(NamedTuple):
-    """The LoRA matrices of a module."""
+    """The LoRA matrices of a module, in float32."""
 
     base: BaseModule
     name: str
@@ -95,7 +95,8 @@ def read_gguf_adapter(
 
 
 def _read_tensors(stored: PartialFile, head: Array, opened: GgufFile) -> bytes:
-    """Read the tensors after `head`, the start of the file; returns the hash."""
+    """Read the rest of the tensors after `head`, the start of the file; returns the SHA-256 of
+    metadata and tensors."""
     tensors = sorted(opened.tensors.values(), key=lambda tensor: tensor.offset)
     digest = sha256(len(stored.data).to_bytes(8, "little"))
     digest.update(head[: tensors[0].offset].data)
@@ -165,8 +166,8 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 
 
 def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
-    """Raise ConfigError for tensors that are not LoRA matrices, or for more tensors than an adapter
-    of the base model can have."""
+    """Raise ConfigError for tensors that are not pairs of LoRA matrices, or that have more elements
+    than allowed."""
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
     features = sum(module.in_features + module.out_features for module in base.modules.values())

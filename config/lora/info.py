@@ -1,4 +1,4 @@
-"""LoRAInfo: description of a served adapter, for processes without its weights."""
+"""LoRAInfo: description of a served adapter, without its weights."""
 
 from typing import NamedTuple
 

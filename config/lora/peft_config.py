@@ -122,7 +122,7 @@ class PeftConfig:
         return stored if self.ranks is None else self.ranks.value_of(module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
-        """LoRA scale: alpha / r, or alpha / sqrt(r) (arXiv 2312.03732)."""
+        """LoRA scale: alpha / r, or with use_rslora alpha / sqrt(r) (arXiv 2312.03732)."""
         alpha = self.alphas.value_of(module, self.alpha)
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 

@@ -15,9 +15,9 @@ Options = Mapping[str, object]
 
 
 class MethodFacts:
-    """Facts of a draft method. The mapping METHODS of each file in this folder lists methods by
-    their names in --speculative-config. This base class: a method without keys of its own, which
-    needs no checkpoint."""
+    """Facts of a draft method. The mapping METHODS of a file in this folder lists methods by their
+    names in --speculative-config. This base class: a method without keys of its own, which needs no
+    checkpoint."""
 
     keys: Mapping[str, type] = {}
     """Keys of --speculative-config that the method accepts besides the common keys, and the types
@@ -65,7 +65,8 @@ class SpeculationMethod:
     adaptive: bool = True
     """Whether to draft fewer tokens when drafts cost more time than they save."""
     model: str = ""
-    """Draft checkpoint, in the same forms as --model; empty: the method needs no checkpoint."""
+    """Draft checkpoint, in the same forms as --model; empty: the method has no checkpoint of its
+    own."""
     revision: str | None = None
     """Revision of a hub id."""
     max_model_len: int | None = None

@@ -44,13 +44,13 @@ class DrafterFacts(MethodFacts):
     def weights(
         self, method: SpeculationMethod, folder: str, model_config: ModelConfig, target: ModelConfig
     ) -> WeightMap:
-        """Weights of a head with the ModelConfig `model_config`, which has only the last layer of
-        the map."""
+        """Weights of a draft head with the ModelConfig `model_config`. The head loads only the last
+        layer of the map."""
         raise NotImplementedError
 
     def kept_layers(self, model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
-        """The `num_kept_layers` layers of a target of `num_layers`. Raises ConfigError if the
-        checkpoint names other layers."""
+        """Indices of the `num_kept_layers` layers of a target of `num_layers` layers. Raises
+        ConfigError if the checkpoint names layers that the target does not have."""
         return ()
 
 
@@ -90,11 +90,11 @@ class DraftHeadFacts(DrafterFacts):
     reads_embedding = True
 
     def read(self, folder: str, target: ModelConfig) -> ModelConfig:
-        """ModelConfig of the head, before the checks of `model_config`."""
+        """ModelConfig of the head, before the checks of `model_config`. Raises ConfigError."""
         return read_model_config(folder)
 
     def check_num_layers(self, method: SpeculationMethod, model_config: ModelConfig) -> None:
-        """Raise ConfigError for a head that does not have a single layer."""
+        """Raise ConfigError for a head with more than a single layer."""
         if model_config.num_layers != 1:
             raise ConfigError(
                 f"the draft head {method.model} has {model_config.num_layers} layers, the method "

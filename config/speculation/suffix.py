@@ -38,7 +38,7 @@ class Suffix(MethodFacts):
     }
 
     def default_drafts(self, options: Options) -> int:
-        """Only the depth limits the drafts, as in vLLM."""
+        """max_tree_depth, as in vLLM, but at most MAX_DRAFTS."""
         depth = number(options, f"{_PREFIX}max_tree_depth") or USUAL_LIMITS.max_depth
         return min(depth, MAX_DRAFTS)
 

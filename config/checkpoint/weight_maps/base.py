@@ -65,8 +65,7 @@ class WeightSpec(NamedTuple):
     leading_rows: int | None = None
     """Number of leading rows of the tensor that are loaded; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
-    """Half of an MXFP4 weight that this tensor stores. The other fields are equal in both
-    halves."""
+    """Half of an MXFP4 weight that this tensor stores; empty: no MXFP4 weight."""
     mxfp4_columns: tuple[int, int] | None = None
     """(begin, end) of the parameter's columns within the columns of the loaded blocks; None: all
     columns."""
@@ -159,7 +158,7 @@ class WeightSpec(NamedTuple):
 
     def packed_bytes(self) -> int | None:
         """Bytes of an MXFP4 weight that stays packed, including its scales; 0 for the half with the
-        scales. None for a shard that ends inside a block."""
+        scales. None for a shard that begins or ends inside a block."""
         begin, end = self.mxfp4_columns or (0, 0)
         if begin % MXFP4_BLOCK or end % MXFP4_BLOCK:
             return None

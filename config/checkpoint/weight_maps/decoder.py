@@ -1,4 +1,4 @@
-"""The tensors of decoders: embedding, attention, MLP, head."""
+"""The tensors of decoders."""
 
 from collections.abc import Iterator
 

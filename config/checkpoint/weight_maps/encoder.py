@@ -131,7 +131,8 @@ def _encoder_layer(
 
 
 def head_weights(config: ModelConfig, num_labels: int) -> Iterator[WeightSpec]:
-    """The tensors of the classification head of an encoder or a decoder: `dense` and `out`."""
+    """The tensors of the classification head of an encoder (`dense` and `out`) or a decoder
+    (`out`)."""
     family = None if config.encoder is None else config.encoder.family
     # A decoder's head is a single matrix without a bias; an encoder's head has two matrices.
     dense, out = {

@@ -6,11 +6,11 @@ from dataclasses import replace
 from config.checkpoint.weight_maps.base import WeightMap, WeightSpec
 
 _PROJECTION = "self_attn.qkv_proj.weight"
-"""The parameter of the query, key and value projections of each attention layer."""
+"""The parameter of the query, key and value projections of an attention layer."""
 
 
 def with_kv_scales(weight_map: WeightMap) -> WeightMap:
-    """`weight_map` with optional KV-cache scales for all attention layers."""
+    """`weight_map` with optional KV-cache scales for each layer with a qkv_proj."""
     return replace(weight_map, optional=tuple(_scales(weight_map)))
 
 

@@ -49,7 +49,7 @@ class Shard(NamedTuple):
     """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
     refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
-    """Size of dimension `dim`, if there are intervals."""
+    """Size of dimension `dim`, for a tensor sharded along a single dimension; otherwise 0."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
@@ -64,7 +64,7 @@ class Shard(NamedTuple):
         return 0, None
 
     def each_expert(self) -> Iterator["Shard"]:
-        """One shard per expert for a stacked quantized weight; otherwise this shard itself."""
+        """A shard for each expert of a stacked quantized weight; otherwise this shard itself."""
         spec, count = self.spec, self.spec.num_experts
         if count is None or spec.part is None:
             yield self
@@ -82,7 +82,7 @@ class Shard(NamedTuple):
 
 def shard_of(spec: WeightSpec, at: ShardRank) -> Shard | None:
     """The part of a tensor that rank `at` loads; None: the rank loads nothing. Sizes must be
-    divisible (see config.model.split.check_split)."""
+    divisible (see config.model.split.check_split), except for tensors with `rounds_up`."""
     if at.expert_size > 1:
         if spec.expert is not None:
             return _own_expert(spec, spec.expert, at)
