@@ -165,7 +165,7 @@ class SchedulerConfig:
     )
     max_queue_len: int = setting(
         100_000,
-        "Maximum number of waiting requests in an engine, over all API servers",
+        "Maximum number of waiting requests in an engine, from all API servers",
         name="max-waiting",
         minimum=1,
     )

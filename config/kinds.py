@@ -1,5 +1,5 @@
-"""Registries of parsers, formats, families and devices. They are collected from the modules of a
-folder, so a new kind needs only a new file."""
+"""Registries of kinds, such as tool parsers, model families and devices. They are collected from
+the modules of a folder, so a new kind needs only a new file."""
 
 import pkgutil
 from collections.abc import Iterator, Mapping

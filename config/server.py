@@ -141,7 +141,7 @@ class ServerConfig:
     max_api_server_restarts: int = setting(
         5,
         "Maximum consecutive restarts of an API server that dies within a minute of being ready; "
-        "then the server stops; needs --resume",
+        "then the server stops; needs --resume, and all engines on this host",
         minimum=0,
     )
     engine_timeout_s: float = setting(

@@ -1,5 +1,5 @@
-"""The only module that reads environment variables: settings from variables, and the variables of a
-worker."""
+"""The only module that reads and sets environment variables: settings from variables, and the
+variables of a worker."""
 
 import importlib.util
 import os
@@ -72,7 +72,7 @@ def variable_table() -> dict[str, str]:
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(flag, value, variable) of each setting in `environ`, in increasing precedence. An empty
     variable counts as unset. An empty secret is an error: an empty API key would open the server.
-    Raises ConfigError, with similar names, for unknown GAUDISERVE_ variables."""
+    Raises ConfigError, with a similar name or a reason, for unknown GAUDISERVE_ variables."""
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
     unknown = [
@@ -279,8 +279,8 @@ def _with_modules(config: EngineConfig, variables: dict[str, str]) -> dict[str, 
 
 def module_id(device_index: int, world_size: int) -> int | None:
     """The module id that the vendor's runtime chooses for this worker's card. `device_index`: index
-    of the card among the cards used on this host. None if the runtime takes any free card. Raises
-    ConfigError if too few cards are visible."""
+    of the card among the cards used on this host. None if the runtime takes any free card, or if
+    the id is not a number. Raises ConfigError if too few cards are visible."""
     own = os.environ.get(HLS_MODULE_ID, "")
     if is_count(own):
         return int(own)
@@ -407,8 +407,9 @@ def disable_autoload() -> None:
 
 
 def set_missing(variables: Mapping[str, str]) -> None:
-    """Set variables of this process that are not set yet, for a worker that runs inside this
-    process. Call it before importing torch, which loads the vendor's runtime."""
+    """Set variables of this process that are not set yet, and empty paths of the compiler's files,
+    for a worker that runs inside this process. Call it before importing torch, which loads the
+    vendor's runtime."""
     for name, value in variables.items():
         # An empty path of the compiler's files is as bad as a missing path.
         if name not in os.environ or (name in COMPILER_FILES and not os.environ[name]):

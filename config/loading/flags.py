@@ -59,9 +59,9 @@ class Flag:
     kind: type
     """Type of the value: bool, int, float, str or tuple (of str)."""
     is_optional: bool
-    """Whether None is allowed: the default of the device or of the checkpoint."""
+    """Whether None is allowed (auto or none in the help)."""
     default: object
-    """Default value; None if the field has no default."""
+    """Default value; also None if the field has no default."""
 
     @property
     def key(self) -> str:
@@ -98,7 +98,8 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default for the help: large sizes have a unit (64M), and "" is an empty string."""
+        """The default for the help: large sizes have a unit (64M). Empty if the default is an empty
+        string."""
         if self.field == "model":
             return "the demo model"
         if self.kind is int and isinstance(self.default, int):

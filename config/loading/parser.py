@@ -34,8 +34,7 @@ METAVARS = {bool: "", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Argument parser that raises a single ConfigError with all invalid flags instead of
-    exiting."""
+    """Argument parser that raises a ConfigError for invalid flags instead of exiting."""
 
     def __init__(self, *, is_raw: bool = False, **facts: Any) -> None:
         """`is_raw`: keep the line breaks of description and epilog. `facts`: arguments of
@@ -133,15 +132,16 @@ class FlagParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"is {value!r}, it must be one of {allowed}")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like parse_args, but a single error reports every invalid flag, with similar flags."""
+        """Like parse_args, but a single ConfigError reports all unknown flags, with similar
+        flags."""
         arguments, problems = self.parse_known(argv)
         if problems:
             raise ConfigError(joined(problems))
         return arguments
 
     def parse_known(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """(arguments, problems with the remaining words). `arguments.notes` lists how vLLM's
-        spellings were interpreted."""
+        """(arguments, problems with unknown words and with values of switches). `arguments.notes`:
+        the notes of Spelled. Raises ConfigError for other invalid flags; --help exits."""
         for word in argv:
             if word.startswith("--help="):
                 sys.stdout.write(self.format_help_about(word.partition("=")[2]))

@@ -52,7 +52,7 @@ def _setting(flag: Flag) -> tuple[str, ...]:
 
 
 def _ranges() -> list[tuple[str, ...]]:
-    """A row for each limit of bucket ranges, since all ranges have the same limits."""
+    """A row for each bucket range, with the flags of its limits."""
     limits: dict[str, list[Flag]] = {}
     for flag in FLAGS:
         if found := _LIMIT.fullmatch(flag.key):

@@ -119,7 +119,7 @@ def load(
 
 def from_keywords(**keywords: Any) -> Loaded:
     """Like `load`, from Python keyword arguments: flag names with underscores. Keywords take
-    precedence over variables of this process. Raises ConfigError for an unknown keyword."""
+    precedence over variables of this process. Raises ConfigError."""
     problems: list[str] = []
     given = [
         Given(name, value, f"keyword {word}")
@@ -143,7 +143,8 @@ def _merge(
     kinds: KindNames = NO_KINDS,
 ) -> Loaded:
     """Merge the file, the variables and `explicit`, the flags or keyword arguments, in increasing
-    precedence. A single error reports `problems` and all problems found here."""
+    precedence. Raises ConfigError; unknown settings and values of a wrong type are reported
+    together, with `problems`."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     notes = [*getattr(arguments, "notes", ())]
     layers = [_read_file(files["config"], problems, notes) if "config" in files else []]

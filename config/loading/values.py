@@ -1,4 +1,5 @@
-"""Converts given values (words, YAML values, keywords) to the type of a setting."""
+"""Converts given values (words, YAML values, keywords) to the type of a setting, and makes the
+errors about them."""
 
 import difflib
 import json
@@ -45,7 +46,7 @@ class Given:
 
 
 def shown(value: object) -> str:
-    """The shortened repr of a value, for errors."""
+    """The shortened repr of a value, for error messages."""
     try:
         return _SHORT.repr(value)
     except ValueError:

@@ -22,7 +22,7 @@ REASONS = ("not supported", "not needed", "instead", RUNTIME)
 
 @dataclass(frozen=True, slots=True)
 class VendorVariable:
-    """An environment variable of vLLM."""
+    """An environment variable of vLLM or of its Gaudi plug-in."""
 
     group: str
     name: str
@@ -31,7 +31,7 @@ class VendorVariable:
     """vLLM's default, in vLLM's notation."""
     meaning: str
     reason: str = ""
-    """A key of REASONS, followed by text; empty if one of our flags reads the variable."""
+    """A word of REASONS, followed by text; empty if a flag reads the variable."""
 
     @property
     def flag(self) -> tuple[Flag, str] | None:
@@ -45,7 +45,7 @@ class VendorVariable:
 
 @functools.cache
 def vendor_variables() -> tuple[VendorVariable, ...]:
-    """All variables, in the order of docs/hpu-flags.md."""
+    """All variables, in the order of vendor_variables.yaml."""
     groups = yaml.load(DATA.read_text(encoding="utf-8"), Loader=SafeLoader)
     return tuple(
         VendorVariable(
@@ -61,7 +61,7 @@ def vendor_variables() -> tuple[VendorVariable, ...]:
 
 
 def ignored_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """vLLM variables that are set but have no effect here -> reason."""
+    """Variables of vLLM and its Gaudi plug-in that are set but have no effect here -> reason."""
     read = variable_table()
     unread = [
         name

@@ -1,5 +1,5 @@
-"""Converts vLLM's spellings of flags: short forms, dotted flags, abbreviations, values of
-switches."""
+"""Converts vLLM's spellings of flags: short forms, dotted flags, older flags, abbreviations, values
+of switches."""
 
 import json
 import re
@@ -66,7 +66,8 @@ def with_dashes(word: str) -> str:
 
 
 def abbreviated(name: str, known: Collection[str]) -> list[str]:
-    """Flags that `name` may abbreviate, a single name for each setting; empty for a full name."""
+    """Flags that `name` may abbreviate, a single name for each setting; empty for a full name, and
+    for a vLLM flag that is not in this version."""
     if not re.match(r"--[a-z]", name) or name in known or absence(name):
         return []
     meant: dict[object, str] = {}

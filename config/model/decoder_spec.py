@@ -348,7 +348,7 @@ class Family(NamedTuple):
     models: str
     """Published models, for the documentation."""
     limits: str = ""
-    """Unsupported features of these models, for the documentation."""
+    """Limits of these models, for the documentation."""
     renamed: Mapping[str, tuple[str, ...]] = {}
     """Field of config.json -> common names that get its value."""
     defaults: Mapping[str, Any] = {}

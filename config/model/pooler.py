@@ -57,9 +57,9 @@ class PoolerConfig:
 def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | None:
     """The pooler of `model`; None for a generative model.
 
-    A model is served for pooling if --runner or --convert says so, if its architecture has no
-    language-model head, or if it has sentence-transformers files. Raises ConfigError if settings
-    and files contradict each other.
+    With --runner auto, a model is served for pooling if --convert is embed, if its architecture has
+    no language-model head, or if it has sentence-transformers files. Raises ConfigError if settings
+    and files contradict each other, and for an unsupported pooling model.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)

@@ -20,7 +20,7 @@ class NamedAdapter(NamedTuple):
     name: str
     path: str
     base_model_name: str | None = None
-    """Parent in the list of models; None: the served model."""
+    """Parent of the adapter in /v1/models; None: the served model."""
     kind: str = ""
     """IMAGE: default adapter of image requests that name no adapter."""
     root: str = ""
@@ -50,7 +50,8 @@ class LoRAConfig:
     )
     max_cpu_loras: int | None = setting(
         None,
-        "Maximum adapters in host memory; auto: --max-loras, at least the number of --lora-modules",
+        "Maximum adapters in host memory; auto: --max-loras, at least the number of --lora-modules "
+        "and --default-mm-loras",
         minimum=1,
     )
     max_lora_rank: int = setting(
@@ -64,7 +65,8 @@ class LoRAConfig:
     lora_extra_targets: tuple[str, ...] = setting(
         (AUTO,),
         "What adapters may change besides linear layers: some of embedding, head and experts, or "
-        "none; each costs memory and time on a card; auto: what --lora-modules change",
+        "none; each costs memory and time on a card; auto: what --lora-modules and "
+        "--default-mm-loras change",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""OffloadConfig: KV blocks and weights that are offloaded from the device."""
+"""OffloadConfig: settings of KV blocks and weights that are offloaded from the device."""
 
 from dataclasses import dataclass
 

@@ -28,8 +28,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     dimensions: int | None = None
     """Number of leading elements of the vector to keep, before normalization; None: all."""
     normalize: bool | None = None
-    """Whether to normalize vectors to length 1; for score and classify, whether to map logits to
-    0..1. None: the model's default."""
+    """Whether to normalize vectors to length 1; for score and classify, whether to apply the
+    activation of the head to its logits. None: the model's default."""
     num_first: int = 0
     """Number of tokens of the first text of a pair; the other tokens have token type 1, if the
     model has token types. 0: a single text."""

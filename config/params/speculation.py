@@ -31,7 +31,7 @@ _REFUSED_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Settings of speculative decoding. It is off unless a method or a model is given."""
+    """Settings of speculative decoding. It is off if no setting is given."""
 
     speculative_config: str | None = setting(
         None,
@@ -159,7 +159,8 @@ def _speculation(options: Options) -> SpeculationMethod:
 
 
 def _method(options: Options) -> str:
-    """The method; if only a model is given, the method that vLLM infers from the model's name."""
+    """The method; without `method`, the method that vLLM infers from the name of the model. Raises
+    ConfigError."""
     methods = DRAFT_METHODS.all
     spellings = {word: name for name, facts in methods.items() for word in facts.spellings}
     method = options.get("method")
