@@ -150,16 +150,11 @@ def _is_of_experts(spec: WeightSpec) -> bool:
 
 def _of_stack(spec: WeightSpec, expert: int, count: int) -> BaseModule:
     """The module of an expert in a stacked tensor."""
-    rows, columns = spec.shape[1], spec.shape[2]
-    if spec.transposed:
-        rows, columns = columns, rows
+    outputs, inputs = spec.features
     own = spec.plain()._replace(
-        shape=(rows, columns * spec.inputs_per_column),
-        num_experts=None,
-        expert=expert,
-        total_experts=count,
+        shape=spec.features, num_experts=None, expert=expert, total_experts=count
     )
-    return BaseModule(f"{spec.name}.{expert}", columns, rows, own, EXPERTS)
+    return BaseModule(f"{spec.name}.{expert}", inputs, outputs, own, EXPERTS)
 
 
 def module_of(spec: WeightSpec) -> BaseModule | None:

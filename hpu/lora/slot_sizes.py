@@ -61,8 +61,7 @@ def _numbers(
         return rank * (spec.shape[0] + spec.shape[1])
     own = shard.spec
     count = own.num_experts or 1
-    outputs, inputs = (own.shape[-1], own.shape[-2]) if own.transposed else own.shape[-2:]
-    inputs *= own.inputs_per_column
+    outputs, inputs = own.features
     if module.kind == EXPERTS or spec.shard_dim is None or module.kind == HEAD:
         return count * rank * (len(own.outputs or (0,)) * inputs + outputs)
     is_row_parallel = spec.shard_dim == 1

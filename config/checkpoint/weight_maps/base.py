@@ -131,9 +131,16 @@ class WeightSpec(NamedTuple):
         return self.mxfp4 == "scales"
 
     @property
-    def inputs_per_column(self) -> int:
-        """Inputs per entry of the input dimension of `shape`: the block size for MXFP4."""
-        return MXFP4_BLOCK if self.mxfp4 else 1
+    def features(self) -> tuple[int, int]:
+        """(outputs, inputs) of the weight, or of each expert that it stacks, without transposition
+        and packing."""
+        if self.mxfp4:
+            # (experts, outputs, blocks) or (experts, outputs, blocks, bytes)
+            outputs, num_blocks = self.shape[1:3]
+            begin, end = self.mxfp4_columns or (0, num_blocks * MXFP4_BLOCK)
+            return outputs, end - begin
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
 
     def plain(self) -> "WeightSpec":
         """The spec of an unquantized, untransposed tensor."""

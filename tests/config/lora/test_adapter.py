@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import LINEAR, PREFIX, write_adapter
+from random_checkpoint import write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 
@@ -392,6 +393,28 @@ def test_stacked_experts_have_a_module_for_each_expert(
         module.a.num_bytes + module.b.num_bytes for module in adapter.modules if module.part is None
     )
     assert adapter.num_bytes == stored + queries
+
+
+def test_adapters_of_experts_in_mxfp4_have_the_sizes_of_the_unpacked_weights(
+    tmp_path: Path,
+) -> None:
+    base = write_mxfp4(tmp_path / "base")
+    folder = write_stack(
+        tmp_path / "adapter",
+        base,
+        BOTH,
+        **{
+            f"{EXPERTS}.base_layer.lora_B.weight": torch.ones(2 * 128, 4 * 3),
+            f"{EXPERTS}.lora_A.weight": torch.ones(4 * 3, 128),
+        },
+    )
+
+    experts = [module.base for module in load_stack(folder, base).modules if module.part]
+
+    assert {(module.out_features, module.in_features) for module in experts} == {
+        (2 * 128, 64),
+        (64, 128),
+    }
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_checkpoint import write_mxfp4
 from tiny_models import make_tiny
 
 from config.checkpoint.weight_maps.shard import ShardRank
@@ -23,7 +24,15 @@ FAMILIES = ("llama", "gemma2", "deepseek_v3", "mixtral", "gpt_oss", "qwen3_next"
 def test_slots_take_the_estimated_memory(
     tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
-    base = make_tiny(family, tmp_path)
+    check_slots(make_tiny(family, tmp_path), targets)
+
+
+def test_slots_of_experts_in_mxfp4_take_the_estimated_memory(tmp_path: Path) -> None:
+    check_slots(write_mxfp4(tmp_path / "base"), EXTRA_TARGETS)
+
+
+def check_slots(base: Path, targets: tuple[str, ...]) -> None:
+    """Check that the estimate of the slots equals their memory on the emulated card."""
     facts = read_model_config(str(base))
     lora = LoRAConfig(enable_lora=True, max_loras=3, max_lora_rank=8, lora_extra_targets=targets)
     config = EngineConfig(model=str(base), device="hpu-emulator", dtype="bfloat16", lora=lora)
