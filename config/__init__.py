@@ -1,2 +1,2 @@
-"""Settings, request parameters and checkpoint metadata as frozen, validated dataclasses. Imports
-none of the other three packages."""
+"""Settings, request parameters and facts of checkpoints, and code that the other packages share.
+Imports none of the other three packages."""

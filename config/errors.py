@@ -10,7 +10,7 @@
     |-- RequestFailed      this request failed in the engine; 500, other requests continue
     |-- CommandFailed      a command failed; exit status 1
     |-- ReasonPrinted      a child process of the command has printed the reason; its exit status
-    `-- ConfigError        a flag, variable, file or checkpoint that cannot be used; at start
+    `-- ConfigError        a flag, variable, file or checkpoint that cannot be used; exit status 2
         |-- SettingError       a flag that this model or its files do not allow; exit status 2
         |-- ProfileWritten     a finished run of --profile-prompt or --profile-decode; status 0
         `-- CheckpointError    a model that cannot be served; exit status 1 instead of 2

@@ -1,4 +1,4 @@
-"""Logging setup of every process: one line format, with the process's role and rank."""
+"""Logging setup of every process: text or JSON lines with the process's role and rank."""
 
 import json
 import logging

@@ -296,7 +296,8 @@ def _longrope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The rope_scaling of Llama 3 from the stored factors, one per frequency.
+    """The rope_scaling of Llama 3 from the stored factors, a factor per frequency; None if all
+    factors are 1. Raises ConfigError for other factors.
 
     All published models share every parameter except the largest factor, so the others are assumed
     and then checked against the file.

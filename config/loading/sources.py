@@ -230,8 +230,8 @@ def _check_kinds(
 
 
 def _layer(layer: Iterable[Given], problems: list[str]) -> dict[str, tuple[object, str]]:
-    """The settings of a single source. The last value wins, except for list flags, whose values
-    accumulate."""
+    """The settings of a single source. The last value wins, except for list flags of the command
+    line, whose values accumulate."""
     values: dict[str, tuple[object, str]] = {}
     for given in layer:
         with _collected(problems):
