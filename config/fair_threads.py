@@ -51,8 +51,8 @@ class FairThreads(ThreadPoolExecutor):
         max_calls: float = math.inf,
         nouns: str = "calls",
     ) -> None:
-        """`max_calls`: maximum number of clients' calls that wait or run, except calls within a
-        client's share. `nouns`: word for the calls in error messages."""
+        """`max_calls`: maximum number of calls that wait or run; a client below its share may
+        exceed it. `nouns`: word for the calls in error messages."""
         super().__init__(threads, thread_name_prefix=thread_name_prefix)
         self._per_client = per_client
         self._max_calls = max_calls

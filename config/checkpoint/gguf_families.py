@@ -443,7 +443,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 
 def architecture_of(model_config: ModelConfig) -> str:
-    """Architecture of `model_config` as FAMILIES names it, whatever its head."""
+    """Architecture of `model_config`, with the ending that FAMILIES uses."""
     if model_config.encoder is not None:
         return f"{model_config.encoder.family}Model"
     return causal_name(model_config.architecture)

@@ -47,9 +47,9 @@ def merged(config: Json, overrides: Mapping[str, Any]) -> Json:
 
 def with_overrides(folder: str, text: str, cache_dir: str | None) -> str:
     """A cache folder with links to the files of `folder` and a merged config.json, which all
-    processes and transformers read; `folder` itself if `text` has no overrides. Raises ConfigError.
-    A folder whose merged config.json cannot be read is removed, and a damaged folder is made
-    again."""
+    processes and transformers read; `folder` itself if `text` has no overrides. Raises ConfigError,
+    and leaves no folder, for a merged config.json that is not supported. A damaged folder is
+    replaced."""
     overrides = parse_overrides(text)
     if not overrides:
         return folder

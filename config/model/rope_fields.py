@@ -16,7 +16,8 @@ def rope_fields(fields: Fields) -> Json:
     1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
     rope_theta but except mrope_ fields, have no effect.
 
-    2. rope_parameters of several layer types stay, and rope_scaling extends full_attention.
+    2. If rope_parameters has an object per layer type, rope_scaling is merged into the object of
+    full_attention.
 
     An absent, null or empty object is ignored.
     """
