@@ -111,8 +111,8 @@ class DeadlineExceeded(GaudiserveError):
 
 
 class EngineDied(GaudiserveError):
-    """An engine, worker or private server died, or the engine client is closed; this process does
-    not restart it."""
+    """An engine, a worker or a private server is gone or was closed; this process does not restart
+    it."""
 
     is_logged = False
     """Whether the failed process has already logged the cause."""

@@ -71,7 +71,7 @@ class Stage(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage has the embedding."""
+        """Whether the stage embeds the tokens."""
         return self.rank == 0
 
     @property

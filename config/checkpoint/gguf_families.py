@@ -341,7 +341,8 @@ def _phimoe(file: GgufFile, config: Json) -> Json:
 
 
 def _baichuan(file: GgufFile, config: Json) -> Json:
-    """The 13B model, which llama.cpp recognizes by its number of layers, uses ALiBi."""
+    """Fields of the 13B model, which uses ALiBi; llama.cpp recognizes it by its number of
+    layers."""
     if config["num_hidden_layers"] != _LAYERS_OF_BAICHUAN_13B:
         return {}
     return {"max_position_embeddings": None, "model_max_length": config["max_position_embeddings"]}

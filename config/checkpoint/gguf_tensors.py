@@ -144,7 +144,8 @@ def model_entries(
 ) -> list[Entry]:
     """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
     few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError if a
-    tensor is missing in `file`, or if `file` has a tensor that the model lacks."""
+    tensor is missing in `file`, or has another shape, or if `file` has a tensor that the model
+    lacks (see check_all_used)."""
     tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()

@@ -139,7 +139,7 @@ class _Checker:
         return longest
 
     def _check_tokens(self, file: _File) -> int:
-        """The length of the longest token."""
+        """The length of the longest token. Raises ConfigError if a limit is exceeded."""
         longest_added = self.check_added([token.content for token in file.added_tokens or ()])
         model = file.model or _Model()
         vocab = model.vocab

@@ -22,7 +22,7 @@ def _no_problem(installed: Installed) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device. The mapping KINDS of each file in this folder lists devices."""
+    """A device. The mapping KINDS of a file in this folder lists devices by name."""
 
     cards_variable: str = ""
     """Environment variable that lists the cards visible to a process; empty: the device has no

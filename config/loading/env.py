@@ -108,8 +108,8 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
 
 
 def is_service_link(variable: str, word: str) -> bool:
-    """Whether Kubernetes sets this variable in every pod for a service with the name of the
-    prefix."""
+    """Whether the variable looks like a variable that Kubernetes sets in every pod for a service,
+    such as GAUDISERVE_PORT for a service named gaudiserve."""
     if _SERVICE_LINK.search(variable):
         return True
     return variable.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(word))

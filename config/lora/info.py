@@ -27,5 +27,5 @@ class LoRAInfo(NamedTuple):
 
     @property
     def named(self) -> NamedAdapter:
-        """The NamedAdapter to load the adapter again."""
+        """NamedAdapter from which the adapter can be loaded again."""
         return NamedAdapter(self.name, self.path, self.parent, self.kind, self.root, self.source)

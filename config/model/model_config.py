@@ -190,8 +190,8 @@ class ModelConfig:
 
 
 def check_limits(model_config: ModelConfig) -> None:
-    """Raise ConfigError for sizes above the limits. Used if the sizes cannot be compared with
-    tensors: without files of weights, or with packed weights."""
+    """Raise ConfigError for sizes above the limits. Used where the sizes are not compared with
+    tensors, for example with random or packed weights."""
     moe = model_config.moe
     for name, value, maximum in (
         ("layers", model_config.num_layers, MAX_LAYERS),

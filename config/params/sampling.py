@@ -66,8 +66,8 @@ def _finite(value: float) -> bool:
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Sampling parameters of a request. Neutral values leave the logits bit-identical.
 
-    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. They are applied in
-    this order: `structured_outputs`; bad words; `logit_bias`, `allowed_token_ids`, `min_tokens`;
+    Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. The logits are changed
+    in this order: `structured_outputs`; bad words; `logit_bias`, `allowed_token_ids`, `min_tokens`;
     penalties; temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of
     range.
     """

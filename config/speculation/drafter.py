@@ -84,7 +84,7 @@ def check_decoder(method: SpeculationMethod, model_config: ModelConfig) -> None:
 
 
 class DraftHeadFacts(DrafterFacts):
-    """Facts of a head with decoder layers. It shares the embedding of the target."""
+    """Facts of a head with a single decoder layer. It shares the embedding of the target."""
 
     keys = DRAFTER_KEYS
     reads_embedding = True
@@ -136,12 +136,12 @@ class DraftHeadFacts(DrafterFacts):
 
 
 def projection(name: str, rows: Axis, columns: Axis) -> WeightSpec:
-    """Weight of a linear layer outside of the head's decoder layers."""
+    """Weight of a linear layer outside the head's decoder layer."""
     return matrix(f"model.{name}.weight", rows, columns)._replace(parameter=f"{name}.weight")
 
 
 def with_outer_tensors(layers: WeightMap, outer: Iterable[WeightSpec]) -> WeightMap:
-    """`layers` with the outer tensors `outer`, for a checkpoint that may repeat the target's
+    """`layers` with the outer tensors `outer`, for a checkpoint that may also contain the target's
     embedding."""
     ignored = (*layers.ignored_prefixes, "model.embed_tokens.weight")
     return replace(layers, outer=tuple(outer), ignored_prefixes=ignored)

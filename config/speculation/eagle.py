@@ -14,8 +14,8 @@ class Eagle(DraftHeadFacts):
         return "eagle-" in model
 
     def weight_map(self, config: ModelConfig, spec: DecoderSpec, target: ModelConfig) -> WeightMap:
-        """A projection and decoder layers. The first layer has no input norm, and there is no final
-        norm. The embedding and the output head are the target's."""
+        """A projection, and a decoder layer without an input norm. There is no final norm. The
+        embedding and the output head are the target's."""
         hidden = Axis(config.hidden_size, "hidden_size")
         both = Axis(2 * hidden.size, "2 * hidden_size")
         layers = decoder_weight_map(config, spec, has_head=False)

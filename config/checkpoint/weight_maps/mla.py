@@ -22,7 +22,8 @@ def mla_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
     value = Axis(heads * mla.v_head_dim, f"{name} * {_VALUE}")
 
     def rotated(weight: WeightSpec, start: int) -> WeightSpec:
-        """`weight`, with the rows of each head after the first `start` marked as rotated."""
+        """`weight`; with an interleaved rope, the rows of each head after the first `start` rows
+        are marked as interleaved."""
         if not spec.interleaved_rope:
             return weight
         size = mla.qk_rope_head_dim
