@@ -94,8 +94,8 @@ class ServerConfig:
     )
     request_body_timeout_s: float = setting(
         30.0,
-        "Seconds without a byte of the body before the request is answered with 408; also the time "
-        "limit of a body that arrives at under 1 KiB per second",
+        "Seconds without a byte of the body before the request is answered with 408; also the "
+        "maximum delay of a body compared with a body at 1 KiB per second",
         name="request-body-timeout",
     )
     forwarded_allow_ips: str = setting(
