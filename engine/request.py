@@ -256,6 +256,17 @@ class Request:
         return len(self.output_token_ids)
 
     @property
+    def is_guided(self) -> bool:
+        """Whether a grammar constrains or watches the output."""
+        return self.guide is not None
+
+    @property
+    def needs_no_step(self) -> bool:
+        """Whether the request asks for neither tokens, vectors nor prompt log-probabilities."""
+        has_no_tokens = self.max_num_tokens == self.num_prompt_tokens
+        return has_no_tokens and self.pooling is None and self.sampling.num_prompt_logprobs < 0
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt log-probabilities remain to be sent."""
         return self.num_prompt_logprobs < self.num_prompt_tokens - 1

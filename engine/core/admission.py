@@ -1,17 +1,20 @@
-"""Admission: checks whether a request can run."""
+"""Admission: checks whether a request can run, and builds its state."""
 
+import random
 from collections.abc import Collection, Sequence
 from itertools import chain
 
 import numpy as np
 
+from config.engine import EngineConfig
 from config.errors import counted
 from config.params.sampling import SamplingParams, invalid_token
 from config.params.token_ids import TokenIds
-from engine.request import ModelLimits
+from engine.request import NO_ALLOWED_TOKEN, ModelLimits, Request
 from engine.scheduling.pooling_scheduler import PoolingScheduler
 from engine.scheduling.resource import Refusal, RequestResource
 from engine.scheduling.scheduler import Scheduler
+from engine.structured_output.grammar import Grammar
 from engine.transport.messages import AddRequest
 from hpu.protocol import TOKEN_BYTES
 
@@ -23,24 +26,55 @@ def queue_is_full(num_waiting: int, max_waiting: int) -> str:
 
 
 class Admission:
-    """Decides which requests an engine accepts."""
+    """Decides which requests an engine accepts, and builds their state."""
 
     def __init__(
         self,
+        config: EngineConfig,
+        engine: int,
         limits: ModelLimits,
-        max_queue_len: int,
         scheduler: Scheduler | PoolingScheduler,
         resources: Sequence[RequestResource],
     ) -> None:
-        """`max_queue_len`: maximum number of waiting requests."""
+        """`engine`: rank of this engine among the data-parallel engines."""
         self._limits = limits
-        self._max_queue_len = max_queue_len
+        self._max_queue_len = config.scheduler.max_queue_len
+        self._by_priority = config.scheduler.policy == "priority"
         self._scheduler = scheduler
         self._resources = resources
+        # Engines draw different seeds, since samples of the same prompt may run on several engines.
+        self._seeds = random.Random(config.seed + (engine << 64))
+        self._num_arrivals = 0
 
-    def refusal(self, message: AddRequest) -> Refusal | None:
-        """Why the engine rejects a request, with the numbers that disagree; None if it accepts the
-        request."""
+    def admit(
+        self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None, now: float
+    ) -> Request | Refusal:
+        """Request for a message that arrives at `now`, or why the engine rejects the message, with
+        the numbers that disagree. `hashes`, `grammar`: see EngineCore.add_request."""
+        assert (grammar is None) == (message.sampling.structured_outputs is None)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return refusal
+        seed = message.sampling.seed
+        request = Request(
+            message,
+            hashes,
+            seed=self._seeds.getrandbits(63) if seed is None else seed & (2**63 - 1),
+            priority_key=(
+                message.priority if self._by_priority else 0,
+                -1 if message.is_continuation else self._num_arrivals,
+            ),
+            limits=self._limits,
+            arrived_at=now,
+            grammar=grammar,
+        )
+        self._num_arrivals += 1
+        if request.is_guided and not request.num_unmatched and request.has_no_allowed_token:
+            return Refusal(NO_ALLOWED_TOKEN, "structured_outputs")
+        return request
+
+    def _refusal(self, message: AddRequest) -> Refusal | None:
+        """Why the engine rejects a request; None if it accepts the request."""
         error = _model_error(message, self._limits)
         if error is not None:
             return Refusal(error)

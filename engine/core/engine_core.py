@@ -2,7 +2,6 @@
 
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from engine.core.prefill_rate import PrefillRate
 from engine.core.sleep_state import SleepState
 from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
-from engine.request import MATCHING, NO_ALLOWED_TOKEN, ModelLimits, Request
+from engine.request import MATCHING, ModelLimits, Request
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.encoder_cache import EncoderCacheManager
 from engine.scheduling.grammar_masks import deferred_masks
@@ -25,6 +24,7 @@ from engine.scheduling.grammar_matching import GrammarMatching
 from engine.scheduling.launch_packer import LaunchPacker
 from engine.scheduling.lora_slots import LoRASlots
 from engine.scheduling.pooling_scheduler import PoolingScheduler
+from engine.scheduling.resource import Refusal
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from engine.stats import PHASES, StepStats
 from engine.structured_output.grammar import Grammar
@@ -75,6 +75,13 @@ OnStart = Callable[[list[tuple[int, StepOutput]]], None]
 ends know which requests had started if the plan crashes the process."""
 
 
+class InflightStep(NamedTuple):
+    """A submitted step whose result is not collected yet."""
+
+    plan: StepPlan
+    output: SchedulerOutput
+
+
 class CoreParts(NamedTuple):
     """Collaborators of an EngineCore."""
 
@@ -108,22 +115,16 @@ class EngineCore:
         self._on_start = on_start
         self._clock = clock
         self._max_inflight = config.max_inflight_steps
-        self._by_priority = config.scheduler.policy == "priority"
         self._reports_rate = config.scheduler.max_ttft_s > 0
-        self._limits = ModelLimits(
+        limits = ModelLimits(
             ready.max_model_len,
             ready.vocab_size,
             frozenset(ready.eos_token_ids),
             ready.prompt_vocab_size,
         )
         self._admission = Admission(
-            self._limits,
-            config.scheduler.max_queue_len,
-            parts.scheduler,
-            (parts.encoder, parts.lora),
+            config, parts.sync.engine, limits, parts.scheduler, (parts.encoder, parts.lora)
         )
-        # Engines draw different seeds, since samples of the same prompt may run on several engines.
-        self._seeds = random.Random(config.seed + (parts.sync.engine << 64))
         self._table, self._packer, self._stats = parts.table, parts.packer, parts.stats
         self._kv, self._offload = parts.kv, parts.kv.offload
         self._lora, self._encoder = parts.lora, parts.encoder
@@ -156,9 +157,8 @@ class EngineCore:
         self._guided: set[int] = set()
         """Keys of possibly unfinished requests with a grammar; filled for coupled engines only."""
         self._front_ends: set[int] = set()
-        self._inflight: deque[SchedulerOutput] = deque()
+        self._inflight: deque[InflightStep] = deque()
         self._step = 0
-        self._num_arrivals = 0
         self._has_output = False
 
     @property
@@ -241,36 +241,16 @@ class EngineCore:
                 key, f"a request with the key {key} already exists: both requests are aborted"
             )
             return
-        assert (grammar is None) == (message.sampling.structured_outputs is None)
         is_accepted = message.is_continuation and not self._sleep_state.is_sleeping
         if self._sleep_state.state != AWAKE and not is_accepted:
             self._outputs.reject(key, SLEEPING, is_retryable=True)
             return
-        refusal = self._admission.refusal(message)
-        if refusal is not None:
-            self._outputs.reject(key, *refusal)
-            return
-        params = message.sampling
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed & (2**63 - 1)
         now = self._clock()
-        request = Request(
-            message,
-            hashes,
-            seed=seed,
-            priority_key=(
-                message.priority if self._by_priority else 0,
-                -1 if message.is_continuation else self._num_arrivals,
-            ),
-            limits=self._limits,
-            arrived_at=now,
-            grammar=grammar,
-        )
-        self._num_arrivals += 1
-        if request.guide is not None and not request.num_unmatched and request.has_no_allowed_token:
-            self._outputs.reject(key, NO_ALLOWED_TOKEN, "structured_outputs")
+        request = self._admission.admit(message, hashes, grammar, now)
+        if isinstance(request, Refusal):
+            self._outputs.reject(key, *request)
             return
-        is_empty = params.max_tokens == 0 and params.prompt_logprobs is None
-        if is_empty and message.pooling is None:
+        if request.needs_no_step:
             self._outputs.start(request, 0, now)
             self._outputs.finish(request, "length", now)
             return
@@ -278,7 +258,7 @@ class EngineCore:
         if message.timeout_s:
             deadline_s = now + message.timeout_s
             self._deadlines.add(key, deadline_s, self._requests, len(self._requests))
-        if self._sync.is_coupled and request.guide is not None:
+        if self._sync.is_coupled and request.is_guided:
             self._guided.add(key)
         self._scheduler.add_request(request)
         if request.state == MATCHING:
@@ -487,7 +467,7 @@ class EngineCore:
                 if not self._inflight:
                     self._prefill_rate.begin(self._clock())
                 self._executor.send(output.plan)
-                self._inflight.append(output)
+                self._inflight.append(InflightStep(output.plan, output))
                 self._step += 1
                 if self._senders:
                     self._send_messages()
@@ -543,8 +523,7 @@ class EngineCore:
             del self._requests[request.key]
 
     def _process(self, result: StepResult) -> None:
-        output = self._inflight.popleft()
-        assert output.plan is not None, f"step {output.step} was never submitted"
+        plan, output = self._inflight.popleft()
         now = self._clock()
         if self._offload.is_enabled:
             self._drop_corrupt(self._offload.on_loaded(output.step, result.corrupt_loads))
@@ -558,9 +537,9 @@ class EngineCore:
                 self._matching.add(request)
         self._submit_deferred_masks()
         self._scheduler.update_from_output(output.step)
-        phases = [launch.phase for launch in output.plan.launches]
+        phases = [launch.phase for launch in plan.launches]
         if self._offload.is_enabled:
-            for launch, seconds in zip(output.plan.launches, result.seconds, strict=False):
+            for launch, seconds in zip(plan.launches, result.seconds, strict=False):
                 if launch.phase == PREFILL:
                     self._offload.rates.add_prefill(sum(launch.query_lens), seconds)
         # Skip steps that only padded for other engines.
@@ -575,7 +554,7 @@ class EngineCore:
         if result.counters:
             compiled = self._stats.num_compiled
             self._stats.update_counters(result.counters)
-            self._log_compilations(output, self._stats.num_compiled - compiled)
+            self._log_compilations(plan, output, self._stats.num_compiled - compiled)
             self._has_output = True
         if not self._requests and not self._inflight:
             self._check_idle()
@@ -603,19 +582,16 @@ class EngineCore:
     def _submit_deferred_masks(self) -> None:
         """Send the deferred grammar masks of the oldest plan in flight, which depend on the result
         just processed. Sent early, since the worker cannot sample without them."""
-        running = self._inflight[0] if self._inflight else None
-        if running is not None and running.deferred:
-            assert running.plan is not None, "only a plan has deferred requests"
-            self._executor.send(deferred_masks(running.plan, running.deferred))
+        if self._inflight:
+            plan, output = self._inflight[0]
+            if output.deferred:
+                self._executor.send(deferred_masks(plan, output.deferred))
 
-    def _log_compilations(self, output: SchedulerOutput, count: int) -> None:
+    def _log_compilations(self, plan: StepPlan, output: SchedulerOutput, count: int) -> None:
         """Log the compilations of a step and the requests that waited for them."""
         if not count:
             return
-        assert output.plan is not None, "a step without a plan compiles nothing"
-        shapes = ", ".join(
-            f"{PHASES[launch.phase]} {launch.bucket}" for launch in output.plan.launches
-        )
+        shapes = ", ".join(f"{PHASES[launch.phase]} {launch.bucket}" for launch in plan.launches)
         requests = [*output.decodes, *(chunk.request for chunk in output.prefills)]
         names = ", ".join(request.name for request in requests)
         logger.warning(

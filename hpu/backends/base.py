@@ -160,10 +160,9 @@ class Backend(Protocol):
         written."""
         ...
 
-    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter | None:
-        """Pre-faulting of `caches` (made by `zeros`, `num_blocks` blocks each); None if their
-        memory is already allocated, or if the system cannot pre-fault it."""
-        return None
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter:
+        """Pre-faulting of `caches` (made by `zeros`, `num_blocks` blocks each)."""
+        return PagePrefaulter()
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat host tensor for fast uploads (pinned if that helps)."""

@@ -23,7 +23,7 @@ from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
 from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
-from hpu.backends.page_prefaulter import PagePrefaulter
+from hpu.backends.page_prefaulter import PagePrefaulter, ThreadedPrefaulter
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE_RANK, Ranks, join, leave
 from hpu.host import has_fast_bfloat16, usable_cores, usable_memory
@@ -193,10 +193,10 @@ class CpuBackend(Backend):
         start = -raw.ctypes.data % ALIGNMENT
         return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
 
-    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter | None:
-        return (
-            PagePrefaulter(caches, num_blocks) if platform.system() == "Linux" and caches else None
-        )
+    def pages_ahead(self, caches: Sequence[Tensor], num_blocks: int) -> PagePrefaulter:
+        if platform.system() != "Linux" or not caches:
+            return PagePrefaulter()
+        return ThreadedPrefaulter(caches, num_blocks)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)

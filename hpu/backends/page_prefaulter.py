@@ -1,12 +1,12 @@
-"""PagePrefaulter: pre-faults host memory of the next KV cache blocks before a step writes them."""
+"""Pre-faulting of the host memory of the next KV cache blocks, before a step writes them."""
 
 import ctypes
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -30,6 +30,22 @@ Python's mmap module lacks the constant."""
 
 
 class PagePrefaulter:
+    """Pre-faulting of caches whose memory is already allocated, or which the system cannot
+    pre-fault: does nothing."""
+
+    def start(self) -> None:
+        """Start to pre-fault the first blocks. `close` must follow at the end."""
+
+    def step(self, new_blocks: Iterable[int]) -> AbstractContextManager[None]:
+        """Context of a running step. `new_blocks`: indices of the blocks that the step
+        allocates."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Stop pre-faulting; the caches may be freed afterwards. Safe to call twice."""
+
+
+class ThreadedPrefaulter(PagePrefaulter):
     """Pre-faults pages of zeroed caches on a thread, while no step runs.
 
     A cache gets its memory page by page, when a block is first written. The kernel clears each
@@ -57,28 +73,24 @@ class PagePrefaulter:
         self._thread = threading.Thread(target=self._run, name="pages-ahead", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which pre-faults the first blocks. `close` must follow at the end."""
         self._quiet_from = time.monotonic() + START_S
         self._thread.start()
 
     @contextmanager
-    def step(self, highest: int) -> Iterator[None]:
-        """Context of a running step. `highest`: highest index of the step's new blocks; -1: no new
-        blocks."""
+    def step(self, new_blocks: Iterable[int]) -> Iterator[None]:
         self._is_running = True
         try:
             yield
         finally:
             self._quiet_from = time.monotonic() + QUIET_S
             self._is_running = False
-            wanted = min(highest + 1 + self._ahead, self._num_blocks)
+            wanted = min(max(new_blocks, default=-1) + 1 + self._ahead, self._num_blocks)
             if wanted > self._wanted:
                 with self._change:
                     self._wanted = wanted
                     self._change.notify()
 
     def close(self) -> None:
-        """Stop the thread; the caches may be freed afterwards. Safe to call twice."""
         with self._change:
             self._is_closed = True
             self._change.notify()

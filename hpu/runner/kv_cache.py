@@ -126,8 +126,7 @@ class KVCache:
 
     def close(self) -> None:
         """Free the memory. The model must not run until another cache is bound."""
-        if self.pages_ahead is not None:
-            self.pages_ahead.close()
+        self.pages_ahead.close()
         none = torch.empty(0)
         self._model.bind_caches(
             [tuple(none for _ in caches) for caches in self._layers], self.block_size

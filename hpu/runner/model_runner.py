@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from config.errors import ConfigError
@@ -36,7 +35,6 @@ from hpu.protocol import (
 )
 from hpu.runner.async_output import (
     AsyncLaunchOutput,
-    AsyncPromptLogprobs,
     AsyncStepOutput,
     ForwardOutput,
     PromptTargets,
@@ -45,14 +43,12 @@ from hpu.runner.batch_state import BatchState
 from hpu.runner.graph_cache import GraphCache
 from hpu.runner.input_buffers import InputBufferPool, LaunchInputs
 from hpu.runner.kv_cache import KVCache
+from hpu.runner.launch_results import LaunchResults, PromptLogits, launch_results
 from hpu.runner.sampler_graphs import SamplerGraphs
 from hpu.runner.step_runner import StepRunner
-from hpu.sampling.logprobs import MAX_PACKED, TopLogprobs, pack, top_logprobs
+from hpu.sampling.logprobs import MAX_PACKED
 from hpu.sampling.ops import SamplerOutput
 from hpu.sampling.sampler import Sampler
-
-PROMPT_LOGITS = 1 << 24
-"""Maximum number of logits in memory for prompt log-probabilities: 64 MiB in float32."""
 
 Words = npt.NDArray[np.int32]
 
@@ -119,22 +115,8 @@ class ModelRunner(StepRunner):
             raise ConfigError(
                 f"{vocab_size} tokens in the vocabulary, at most {MAX_PACKED} are supported"
             )
-        # A device with its own memory returns log-probabilities packed into one tensor, since every
-        # copy to the host has a fixed cost.
-        self._num_logprobs = num_logprobs = min(MAX_LOGPROBS, vocab_size)
-
-        def prompt_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-            return pack(targets, top_logprobs(logits, targets, num_logprobs), num_logprobs)
-
-        def sampled(tokens: Tensor, logprobs: TopLogprobs) -> Tensor:
-            return pack(tokens, logprobs, num_logprobs)
-
-        def sampled_tokens(tokens: Tensor) -> Tensor:
-            return pack(tokens, None, num_logprobs)
-
-        self._pack_prompt = backend.compiled(prompt_logprobs)
-        self._pack_sampled = backend.compiled(sampled)
-        self._pack_tokens = backend.compiled(sampled_tokens)
+        prompts = PromptLogits(backend, self._logits, vocab_size, pads=parts.pads)
+        self._results_of = launch_results(backend, prompts, vocab_size)
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
         """Run the plan's launches. Launches with deferred requests are left for `sample_deferred`,
@@ -251,11 +233,8 @@ class ModelRunner(StepRunner):
             self._unproven.update(req_index for req_index, token in tokens if token < 0)
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
-        pages = self._cache.pages_ahead
-        if pages is None:
-            return super().submit(plan)
         new_blocks = itertools.chain(plan.grown_blocks, *(new.blocks for new in plan.new_requests))
-        with pages.step(max(new_blocks, default=-1)):
+        with self._cache.pages_ahead.step(new_blocks):
             return super().submit(plan)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -393,24 +372,14 @@ class ModelRunner(StepRunner):
         if not self._samples:
             done.end = self._backend.event()
             return done
-        results = None
-        if forward.prompt_targets and not self._backend.shares_host_memory:
-            results = self._results(forward.inputs)
+        results = self._results_of(forward)
         if done.req_indices:
             self._sample(forward, results)
         for targets in forward.prompt_targets:
-            done.prompt_logprobs.append(self._prompt_logprobs(forward, targets, results, output))
-        if results is not None:
-            done.packed = self._backend.to_host(results)
+            done.prompt_logprobs.append(results.add_prompt(forward, targets, output))
+        results.finish(done)
         done.end = self._backend.event()
         return done
-
-    def _results(self, inputs: LaunchInputs) -> Tensor:
-        """New (B + B * Q + 1, N) tensor for a prefill's packed results: rows of the sampling
-        requests, rows of all positions, and a row for padding."""
-        _, batch, query, _ = inputs.bucket
-        num_rows = len(inputs.req_indices) + batch * query + 1
-        return self._backend.zeros((num_rows, 2 * self._num_logprobs + 4), torch.float32)
 
     def _forward(
         self,
@@ -479,9 +448,9 @@ class ModelRunner(StepRunner):
             return hidden if width == len(hidden) else hidden[:width]
         return hidden.index_select(0, inputs.uploaded["last_token_indices"][:width])
 
-    def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
-        """Sample, store the tokens on the device for the next decode, and start the copy to the
-        host; if `results` is given, write to its first rows instead of copying."""
+    def _sample(self, forward: ForwardOutput, results: LaunchResults) -> None:
+        """Sample, store the tokens on the device for the next decode, and add them to
+        `results`."""
         done, req_indices = forward.launch, forward.inputs.req_indices
         graph = forward.sampler_graph
         if graph is not None:
@@ -508,38 +477,10 @@ class ModelRunner(StepRunner):
         if self._compared_ranks.size > 1:
             found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)
             done.all_tokens = self._backend.to_host(found)
-        self._send(sampled, done, results)
+        results.add_sampled(sampled, done)
 
     def _keep_tokens(self, req_indices: Tensor, tokens: Tensor) -> None:
         """Hook for the sampled `tokens` of `req_indices`; both (B,) on the device."""
-
-    def _send(
-        self, sampled: SamplerOutput, done: AsyncLaunchOutput, results: Tensor | None
-    ) -> None:
-        """Start the copy of a launch's tokens and log-probabilities to the host as a single tensor;
-        if `results` is given, write them to its first rows instead. A device that shares the host's
-        memory needs no packing."""
-        tokens, logprobs = sampled.tokens, sampled.logprobs
-        if self._backend.shares_host_memory:
-            done.tokens = self._backend.to_host(tokens)
-            if logprobs is not None:
-                done.logprobs = TopLogprobs(*map(self._backend.to_host, logprobs))
-            return
-        if results is None and logprobs is None:
-            done.tokens = self._backend.to_host(tokens)
-            return
-        # On a lazy device, the sampling recipe ends here.
-        self._backend.mark_step()
-        if logprobs is None:
-            packed = self._pack_tokens(tokens)
-        else:
-            packed = self._pack_sampled(tokens, logprobs)
-        if results is None:
-            done.packed = self._backend.to_host(packed)
-        else:
-            rows = torch.arange(len(packed), dtype=self._backend.index_dtype, device=packed.device)
-            results.index_copy_(0, rows, packed)
-            self._backend.mark_step()
 
     def _prompt_targets(self, launch: Launch) -> list[PromptTargets]:
         """Targets of the requests with prompt log-probabilities. Call it before the requests
@@ -562,56 +503,6 @@ class ModelRunner(StepRunner):
                     k = int(num_logprobs[req_index])
                     all_targets.append(PromptTargets(first, req_index, k, targets))
         return all_targets
-
-    def _prompt_logprobs(
-        self,
-        forward: ForwardOutput,
-        requested: PromptTargets,
-        results: Tensor | None,
-        output: AsyncStepOutput,
-    ) -> AsyncPromptLogprobs:
-        """Compute prompt log-probabilities in slices, to limit the memory of the logits. They are
-        written to `results` if given, else returned."""
-        first, req_index, k, targets = requested
-        query = forward.inputs.tokens.shape[1]
-        # Index of the first row in `results`, after the rows of the sampling requests.
-        first_row = len(forward.inputs.req_indices) + first
-        rows = None
-        if results is not None:
-            rows = slice(first_row, first_row + len(targets))
-        done = AsyncPromptLogprobs(req_index, k, rows=rows)
-        most = max(1, min(query, PROMPT_LOGITS // self._vocab_size))
-        for start in range(0, len(targets), most):
-            part = targets[start : start + most]
-            # Padded with the last position if other shapes would have to be compiled.
-            width = most if self._pads else len(part)
-            columns = np.minimum(np.arange(width), len(part) - 1)
-            positions = first + start + columns
-            # On a lazy device, end the previous recipe before this slice.
-            self._backend.mark_step()
-            if results is None:
-                at, targets_at = self._upload([positions, part[columns]], output)
-                logits = self._logits(forward.hidden.index_select(0, at))
-                done.slices.append((len(part), top_logprobs(logits, targets_at, k)))
-            else:
-                is_real = np.arange(width) < len(part)
-                to = np.where(is_real, first_row - first + positions, len(results) - 1)
-                numbers = [positions, part[columns], to]
-                at, targets_at, to_at = self._upload(numbers, output)
-                logits = self._logits(forward.hidden.index_select(0, at))
-                results.index_copy_(0, to_at, self._pack_prompt(logits, targets_at))
-                self._backend.mark_step()
-        return done
-
-    def _upload(self, numbers: list[np.ndarray], output: AsyncStepOutput) -> tuple[Tensor, ...]:
-        """Upload arrays of equal length in one copy; returns the device tensors."""
-        width = len(numbers[0])
-        host = self._backend.host_tensor(len(numbers) * width, self._backend.index_dtype)
-        np.stack(numbers, out=host.numpy().reshape(len(numbers), width), casting="unsafe")
-        device = self._backend.zeros((len(host),), self._backend.index_dtype)
-        self._backend.upload(device, host)
-        output.pinned.append(host)
-        return torch.split(device, width)
 
 
 def _compare_ranks(launch: AsyncLaunchOutput, step: int) -> None:

@@ -111,13 +111,13 @@ class Components:
 
     def start_prefaulting(self) -> None:
         """Start to pre-fault memory of the cache."""
-        if self.cache is not None and self.cache.pages_ahead is not None:
+        if self.cache is not None:
             self.cache.pages_ahead.start()
 
     def end_threads(self) -> None:
         """End the threads of the offload and of the cache."""
         self.offload.close()
-        if self.cache is not None and self.cache.pages_ahead is not None:
+        if self.cache is not None:
             self.cache.pages_ahead.close()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from hpu.runner.async_output import AsyncLaunchOutput, AsyncStepOutput, ForwardO
 from hpu.runner.draft_buffers import DraftBuffers, PlannedDraftInputs
 from hpu.runner.drafting.device_drafter import DeviceModelDrafter
 from hpu.runner.input_buffers import LaunchInputs
+from hpu.runner.launch_results import LaunchResults
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.sampling.draft_rows import SamplingRows
 from hpu.sampling.ops import SamplerOutput
@@ -200,9 +201,9 @@ class DeviceSpeculationRunner(ModelRunner):
             self._drafter.prefill(inputs)
         return hidden
 
-    def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
+    def _sample(self, forward: ForwardOutput, results: LaunchResults) -> None:
         if isinstance(forward, VerifyForward):
-            self._accept(forward)
+            self._accept(forward, results)
         else:
             super()._sample(forward, results)
 
@@ -210,7 +211,7 @@ class DeviceSpeculationRunner(ModelRunner):
         self._backend.mark_step()
         self._speculation.append(req_indices, tokens)
 
-    def _accept(self, forward: VerifyForward) -> None:
+    def _accept(self, forward: VerifyForward, results: LaunchResults) -> None:
         """Sample a decode's rows on the device, and start copying the accepted tokens to the
         host."""
         assert forward.logits is not None
@@ -242,4 +243,4 @@ class DeviceSpeculationRunner(ModelRunner):
             done.all_tokens = self._backend.to_host(found)
         done.accepted = self._backend.to_host(accepted)
         if sampled.logprobs is not None:
-            self._send(sampled, done, None)
+            results.add_sampled(sampled, done)

@@ -15,6 +15,7 @@ from hpu.runner.async_output import AsyncStepOutput, ForwardOutput
 from hpu.runner.drafting.draft_runner import MEASURED_CONTEXT
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import LaunchInputs
+from hpu.runner.launch_results import LaunchResults
 from hpu.runner.model_runner import ModelRunner, RunnerParts, Words
 from hpu.spec_decode.base import Drafts
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
@@ -134,7 +135,7 @@ class HostSpeculationRunner(PlannedDraftRunner):
             self._hidden_cache.write(inputs.context, hidden if kept is None else kept)
         return hidden
 
-    def _sample(self, forward: ForwardOutput, results: Tensor | None) -> None:
+    def _sample(self, forward: ForwardOutput, results: LaunchResults) -> None:
         done = forward.launch
         if forward.drafts is not None:
             self._verify(forward, forward.drafts)

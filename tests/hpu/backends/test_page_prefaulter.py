@@ -1,4 +1,4 @@
-"""PagePrefaulter: which pages are resident, according to mincore."""
+"""ThreadedPrefaulter: which pages are resident, according to mincore."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ from torch import Tensor
 from waits import WAIT_S
 
 from hpu.backends import page_prefaulter
-from hpu.backends.page_prefaulter import PAGE_BYTES, PagePrefaulter
+from hpu.backends.page_prefaulter import PAGE_BYTES, ThreadedPrefaulter
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 1 << 20
 AHEAD = 4
@@ -62,19 +62,19 @@ def wait_for(caches: list[Tensor], block: int) -> None:
 
 def test_blocks_are_prefaulted_ahead_of_their_use(caches: list[Tensor]) -> None:
     caches[0][1] = 7
-    pages = PagePrefaulter(caches, NUM_BLOCKS)
+    pages = ThreadedPrefaulter(caches, NUM_BLOCKS)
     assert not has_memory(caches[1], 0)
     pages.start()
     try:
         wait_for(caches, AHEAD - 1)
         assert not has_memory(caches[1], AHEAD + HUGE)
-        with pages.step(9):
+        with pages.step([9]):
             pass
         wait_for(caches, 9 + AHEAD)
         assert not has_memory(caches[1], 10 + AHEAD + HUGE)
-        with pages.step(-1):
+        with pages.step([]):
             pass
-        with pages.step(NUM_BLOCKS - 1):
+        with pages.step([NUM_BLOCKS - 1]):
             pass
         wait_for(caches, NUM_BLOCKS - 1)
     finally:
@@ -83,8 +83,8 @@ def test_blocks_are_prefaulted_ahead_of_their_use(caches: list[Tensor]) -> None:
 
 
 def test_no_page_is_prefaulted_while_a_step_runs(caches: list[Tensor]) -> None:
-    pages = PagePrefaulter(caches, NUM_BLOCKS)
-    with pages.step(0):
+    pages = ThreadedPrefaulter(caches, NUM_BLOCKS)
+    with pages.step([0]):
         pages.start()
         time.sleep(3 * page_prefaulter.QUIET_S)
         assert not any(has_memory(cache, block) for cache in caches for block in range(NUM_BLOCKS))
@@ -93,7 +93,7 @@ def test_no_page_is_prefaulted_while_a_step_runs(caches: list[Tensor]) -> None:
 
 
 def test_close_works_before_start_and_twice(caches: list[Tensor]) -> None:
-    pages = PagePrefaulter(caches, NUM_BLOCKS)
+    pages = ThreadedPrefaulter(caches, NUM_BLOCKS)
     pages.close()
     pages.close()
     assert not has_memory(caches[0], 0)

@@ -15,7 +15,7 @@ from worker_rig import BLOCK_SIZE, WorkerRig
 
 from config.buckets import BucketConfig
 from hpu.protocol import Logprobs, RequestSampling, StepResult
-from hpu.runner.model_runner import PROMPT_LOGITS
+from hpu.runner.launch_results import PROMPT_LOGITS
 
 COUNT = 12
 VOCAB = 320
@@ -165,7 +165,7 @@ def test_prompt_logprobs_in_slices_equal_unsliced_logprobs(
 ) -> None:
     found = []
     for most in (PROMPT_LOGITS, 5 * VOCAB):
-        monkeypatch.setattr("hpu.runner.model_runner.PROMPT_LOGITS", most)
+        monkeypatch.setattr("hpu.runner.launch_results.PROMPT_LOGITS", most)
         rig = WorkerRig(folder, steps=COARSE)
         rig.admit(0, PROMPTS[3], sampling=RequestSampling(temperature=0.0, num_prompt_logprobs=1))
         rig.prefill({0: None})

@@ -17,7 +17,7 @@ from config.buckets import BucketConfig, Range
 from config.execution import EmulatorSettings
 from hpu.backends.gaudi import GaudiBackend
 from hpu.protocol import DECODE, Logprobs, RequestSampling
-from hpu.runner.model_runner import ModelRunner
+from hpu.runner.launch_results import ResultRows
 from hpu.sampling.sampler import FUSED_SETTINGS
 
 TABLE = BucketConfig(
@@ -164,7 +164,7 @@ def _columns(logprobs: Logprobs) -> tuple[Any, ...]:
 def test_a_launch_copies_a_single_tensor_to_the_host(
     folder: Path, num_logprobs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpu.runner.model_runner.PROMPT_LOGITS", NUM_LOGITS)
+    monkeypatch.setattr("hpu.runner.launch_results.PROMPT_LOGITS", NUM_LOGITS)
     asked = [
         RequestSampling(temperature=0.0, num_prompt_logprobs=2, num_logprobs=num_logprobs),
         RequestSampling(temperature=0.0, num_prompt_logprobs=0),
@@ -209,7 +209,7 @@ def test_a_launch_copies_a_single_tensor_to_the_host(
 
 def test_results_of_a_cpu_are_not_packed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
-    monkeypatch.setattr(ModelRunner, "_results", lambda *given: packed.append(given))
+    monkeypatch.setattr(ResultRows, "__init__", lambda *given: packed.append(given))
     asked = RequestSampling(temperature=0.0, num_prompt_logprobs=2, num_logprobs=2)
 
     with working(folder, "cpu") as rig:
