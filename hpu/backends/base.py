@@ -106,8 +106,8 @@ class Backend(Protocol):
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE
-    """The ranks that run a model together. A backend joins them before it touches its device and
-    leaves them in `close`."""
+    """The ranks that run a model together. A backend joins them in its constructor and leaves them
+    in `close`."""
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
@@ -210,7 +210,8 @@ class Backend(Protocol):
         return function
 
     def begin_load(self, patcher: IncCompressor | None = None) -> None:
-        """Called before the creation of a model that `patcher` will patch."""
+        """Called before a decoder is created. `patcher`: the compressor that will patch it, if
+        any."""
         return
 
     def adapt(self, model: nn.Module) -> None:
@@ -276,8 +277,8 @@ class Backend(Protocol):
         return
 
     def begin_warmup(self) -> None:
-        """Free all captured graphs, which must not be replayed again. Called before another
-        warm-up."""
+        """Called before another warm-up: no graph that was captured before this call is replayed
+        again."""
         return
 
     def close(self) -> None:

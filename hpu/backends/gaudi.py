@@ -2,8 +2,7 @@
 modes. The fused kernels are in hpu/ops/gaudi.py.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
-Segments end at events, around a captured graph, and within a launch where a smaller recipe is
-wanted (`_end_recipe`, `_mark_layers`).
+`_end_recipe` and `_mark_layers` end segments within a launch, for smaller recipes.
 """
 
 import contextlib
