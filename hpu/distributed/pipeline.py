@@ -33,8 +33,7 @@ class PipelineLink:
         self.stage = Stage(group.rank, group.size)
         self._group = group
         self._num_steps = 0
-        """Number of exchanges of tokens so far; equal on the first and the last stage, which take
-        part in them."""
+        """Number of steps so far, on the first and the last stage, which exchange tokens."""
         self._num_left = 0
         """First and last stage: launches of the step that have not yet sent or received hidden
         states."""
