@@ -1,5 +1,6 @@
-"""The emulated `hccl` backend over gloo: ranks from the environment, initialization before the
-first use of the card, and detection of ranks that run different collectives."""
+"""The emulated `hccl` backend over gloo: ranks from arguments or from the environment,
+initialization before the first use of the card, and detection of ranks that run different
+collectives."""
 
 import functools
 import zlib
@@ -103,7 +104,7 @@ TYPED = {
     **dict.fromkeys(("_allgather_base", "all_gather_single"), _check_gathered),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _check_scattered),
 }
-"""Checks of the arguments of methods of torch's ProcessGroup."""
+"""Check of the arguments of a method of torch's ProcessGroup, by the method's name."""
 
 
 def refused(

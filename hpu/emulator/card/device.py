@@ -187,7 +187,8 @@ class EmulatedDevice:
         """Whether a step is running: host syncs are then misuses."""
         self.world_size = 1
         self.before_collective: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Called with the operator's arguments before every collective over several ranks."""
+        """Called with the operator's name and arguments before every collective; None: no group of
+        several ranks exists."""
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
@@ -760,8 +761,9 @@ class EmulatedDevice:
                 self.counters.misuse(lifetime.kind, lifetime.text, op.name)
 
     def _check_view_write(self, name: str, args: Any, kwargs: Any) -> None:
-        """Report an in-place write to a view during a capture, which the runtime rejects. In lazy
-        mode the write allocates a copy of the view's base until the segment is launched."""
+        """Report a write to a view in lazy mode: during a capture, while serving, or by `out`.
+        Outside of a capture, the write allocates a copy of the view's base until the segment is
+        launched."""
         target = kwargs.get("out", args[0] if args else None)
         if not (isinstance(target, HpuTensor) and target.is_view and self.is_lazy()):
             return

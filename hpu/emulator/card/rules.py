@@ -1,5 +1,5 @@
-"""Rules of single ops: for which ops the host waits, and how the device handles -1 indices and wide
-dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
+"""Rules of single ops, for example for which ops the host waits, and how the device handles -1
+indices and wide dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -109,7 +109,8 @@ def may_wait_for_data(name: str) -> bool:
 
 
 def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op's shape depends on data: ops in DATA_SHAPED, and indexing by a mask."""
+    """Whether the op's shape depends on data: ops in DATA_SHAPED without an `output_size`, and
+    indexing by a mask."""
     if name in DATA_SHAPED:
         return kwargs.get("output_size") is None
     if not may_wait_for_data(name):
@@ -274,8 +275,9 @@ def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    """Indexing that returns zeros for -1, because the card implements it with `gather`: "TPC guids
-    like 'gather' doesn't support negative indexing" (the bridge's index_kernels.cpp)."""
+    """Indexing that returns zeros for -1 and for other indices out of range, because the card
+    implements it with `gather`: "TPC guids like 'gather' doesn't support negative indexing" (the
+    bridge's index_kernels.cpp)."""
     args = _with_int64(args, 1)
     target, given = args[0], args[1]
     if any(isinstance(index, Tensor) and index.dtype in MASKS for index in given):
@@ -375,7 +377,8 @@ def _write_valid(
 def _run_put(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """index_put along leading dimensions; an element with a -1 index is dropped."""
+    """index_put. Along leading dimensions, elements with an index out of range are dropped, for
+    example -1."""
     args = _with_int64(args, 1)
     target, indices, values = args[0], args[1], args[2]
     given = [index for index in indices if index is not None]
@@ -450,7 +453,8 @@ def _last_extreme(
 
 
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
-    """One-hot encoding with zeros for index -1; the number of classes must be given."""
+    """One-hot encoding, with zeros for an index out of range. Raises RuntimeError without the
+    number of classes."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes < 0:
