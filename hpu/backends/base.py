@@ -80,14 +80,14 @@ class Backend(Protocol):
     fast_dtypes: tuple[torch.dtype, ...]
     """Dtypes that run at full speed. A checkpoint with a fast dtype keeps its dtype."""
     card: str
-    """Name of the card, as its driver reports it; empty if there is no card."""
+    """Name of the Gaudi card, as its runtime reports it; empty for other devices."""
     driver: str
     """Version of the device driver; empty if there is no driver or its version is unknown."""
     software: str
     """Version of the vendor's runtime; empty if there is no runtime or its version is unknown."""
     default_block_size: int
     default_strategy: str
-    """Bucket strategy that `auto` selects."""
+    """Default bucket strategy. Pooling models and configured ranges may need another strategy."""
     captures: bool
     """Whether `capture` is faster than eager launches; if False, launches call the function itself.
     """

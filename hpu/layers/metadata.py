@@ -218,8 +218,8 @@ class PrefillMetadata(NamedTuple):
     masks: Masks
     """Masks over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality. For
     fused kernels: masks over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's
-    dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal over
-    the tokens of a slice. The heads dimension is used for ALiBi."""
+    prompt_dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal
+    over the tokens of a slice. The heads dimension is used for ALiBi."""
     context_masks: Masks
     """Masks over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); None for fused
     kernels."""
@@ -248,13 +248,15 @@ class DecodeBlocks(NamedTuple):
     """(N) int64: batch index of each block. For padding 0 or, in the entries of windows and rings,
     the sequence for which the entry is listed."""
     block_mapping: Tensor
-    """(N, B) in the form's dtype: 1 where the block belongs to the sequence."""
+    """(N, B) in the form's mapping_dtype, by default float32: 1 where the block belongs to the
+    sequence."""
     mapping: Tensor
     """(B, N): transpose of `block_mapping`."""
     sum_mapping: Tensor
     """(B, N): `mapping` in float32."""
     mask: Tensor
-    """Additive mask (N, 1 or heads, 1, block_size) in the form's dtype."""
+    """Additive mask (N, 1 or heads, 1, block_size) in the form's score_dtype, by default
+    float32."""
 
 
 class DecodeMetadata(NamedTuple):
