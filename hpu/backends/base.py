@@ -106,8 +106,8 @@ class Backend(Protocol):
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE
-    """The ranks that run a model together. A backend joins them in its constructor and leaves them
-    in `close`."""
+    """The ranks of this engine, and of the engines that share experts with it. A backend joins them
+    in its constructor and leaves them in `close`."""
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.

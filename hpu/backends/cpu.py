@@ -1,7 +1,8 @@
 """CpuBackend: the host as a device. Work runs synchronously, so an event is done when it is
 created.
 
-It replaces the layers of a loaded model with packed kernels and compiles decoders.
+`prepare` installs packed kernels in the layers of a loaded model, and compiles decoders that the
+native library supports.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Tower: computes embeddings of images."""
+"""Tower: computes embeddings of images; Tiles, Patches and WholeImages: its implementations in
+fixed shapes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
