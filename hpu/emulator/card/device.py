@@ -173,8 +173,9 @@ class EmulatedDevice:
         """`are_running` in a thread: the card runs an op of the vendor's namespace."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
-        """Whether ops are recorded without being executed: during a capture without tensor cache,
-        and after such a capture has failed until a capture succeeds."""
+        """Whether the real card executes no ops: during a capture without tensor cache, and after
+        such a capture has failed until a capture succeeds. The emulator executes the ops of the
+        capture, in place of the replay that follows the capture."""
         self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""

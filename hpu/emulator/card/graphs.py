@@ -138,7 +138,8 @@ class HPUGraph:
         self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
-        """Whether nothing runs during capture, so that intermediates allocate no memory."""
+        """Whether the capture is a dry run, whose intermediates the graph does not keep
+        allocated."""
         self._follows_failure = False
         """Whether the process was still in the dry run of a capture that failed."""
         self._first_results: dict[int, list[Tensor]] = {}
