@@ -34,8 +34,8 @@ class FeatureInputs(NamedTuple):
     image_rows: Tensor | None = None
     """(B, Q): encoder cache row that replaces the embedding of each token, -1 for text."""
     image_ids: Tensor | None = None
-    """(B, Q): image id of each token, -1 for text and padding. Tokens of the same image attend to
-    each other in both directions."""
+    """(B, Q): id of the run of consecutive image tokens that each token is in, -1 for text and
+    padding. Tokens of a run attend to each other in both directions."""
     rope_positions: Tensor | None = None
     """Positions for rotations with M-RoPE, in place of `positions`: (3, B, Q) time, height and
     width for a prefill; (B, 1) for a decode, since the axes of a generated token are equal."""
@@ -295,9 +295,9 @@ def build_metadata(
     `kinds`: distinct visibilities of the model's layers. `form`: mask form of the fused kernels;
     None: plain operations. `contiguous`: whether entry i of a decode describes block i of the
     cache. `causal`: whether tokens of TextAttentionInputs see only earlier tokens (tokens of the
-    other inputs always do, apart from tokens of the same image). `alibi_slopes` (heads) float32:
-    masks get a heads dimension, and add slope * (key - query) to the scores; not applied to
-    TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
+    other inputs always do, apart from tokens of a run of image tokens). `alibi_slopes` (heads)
+    float32: masks get a heads dimension, and add slope * (key - query) to the scores; not applied
+    to TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
@@ -429,7 +429,7 @@ def _new_mask(
 
 
 def _of_one_image(image_ids: Tensor) -> Tensor:
-    """(B, 1, Q, Q): whether two tokens belong to the same image."""
+    """(B, 1, Q, Q): whether two tokens belong to the same run of image tokens."""
     ids = image_ids.unsqueeze(1)
     return (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & (ids >= 0).unsqueeze(-1)
 
