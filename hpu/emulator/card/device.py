@@ -74,7 +74,7 @@ class OpFacts:
     name: str
     is_composite: bool
     writes: bool
-    """Whether the op writes to an argument; False for views."""
+    """Whether the schema declares a write to an argument; False for views."""
     overwrites: bool
     is_view: bool
     is_alias: bool
@@ -423,7 +423,7 @@ class EmulatedDevice:
         return faults.run(self.config.faults, f"{name}.{overload}", mode, run, args)
 
     def has_fault(self, name: str) -> bool:
-        """Whether this card breaks the assumption `name`."""
+        """Whether this card has the fault `name`."""
         return name in self.config.faults
 
     def skips_launch(self, op: str) -> bool:
@@ -688,8 +688,9 @@ class EmulatedDevice:
 
     def _converts(self, target: Tensor, source: HpuTensor) -> bool:
         """Whether a copy to the host changes the dtype there, for which the host waits: int64 that
-        the card holds as int32, and in lazy mode another dtype, unless the target is pinned
-        (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in its copy_from.cpp)."""
+        the card holds as int32, and in lazy mode another dtype; in lazy mode not for a pinned
+        target (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in its
+        copy_from.cpp)."""
         if source.dtype == torch.int64 and not self.variables.int64():
             return not (self.is_lazy() and target.data_ptr() in self.pinned)
         is_pinned = target.data_ptr() in self.pinned
@@ -697,9 +698,9 @@ class EmulatedDevice:
 
     def _arrival(self, target: Tensor, source: HpuTensor) -> Tensor:
         """Host tensor into which a copy to a non-contiguous `target` writes: in lazy mode a
-        contiguous copy, so that `target` does not change; in eager mode the memory from its first
-        address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp, _copy_from_d2h in its
-        copy_from.cpp)."""
+        contiguous copy, so that `target` does not change; in eager mode, unless it is dense, the
+        memory from its first address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp,
+        _copy_from_d2h in its copy_from.cpp)."""
         self._repeats(target, source)
         is_dense = torch.empty_like(target, device="meta").stride() == target.stride()
         if target.is_contiguous() or (is_dense and not self.is_lazy()):
@@ -733,7 +734,7 @@ class EmulatedDevice:
         self.counters.counts["launch_joins"] += self.launches.join()
 
     def _wait_for_large_copy(self, target: Tensor) -> None:
-        """Wait forever on a card with this fault."""
+        """Apply the fault LARGE_COPIES."""
         if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
             return
         if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":

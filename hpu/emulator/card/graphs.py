@@ -332,7 +332,7 @@ class HPUGraph:
         return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
-        """Free everything except inputs, outputs and `keep`, and overwrite it (no tensor cache)."""
+        """Free and overwrite the intermediates except `keep`, for a graph without tensor cache."""
         self._is_static = False
         self._allocations.clear()
         self._keep(keep)

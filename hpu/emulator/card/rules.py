@@ -1,5 +1,6 @@
 """Rules of single ops, for example for which ops the host waits, and how the device handles -1
-indices and wide dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
+indices and wide dtypes. Functions of CPU tensors, without state. registry.py lists the ops of the
+device."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -89,9 +90,9 @@ EXTREMES = {
     "aten::argmax": (torch.amax, float("-inf")),
     "aten::argmin": (torch.amin, float("inf")),
 }
-"""Ops that return the index of an extreme value: the reduction, and a value that is never the
-extreme. No test of the bridge specifies which of several equal floats they find, or how they treat
-NaN (tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
+"""Ops that return the index of an extreme value: the reduction, and the value that replaces NaN. No
+test of the bridge specifies which of several equal floats they find, or how they treat NaN
+(tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
 COPIED_TARGETS = _names("index_put_ _index_put_impl_ index_add_ scatter_add_")
 """Ops that in lazy mode compute a new version of their target, and copy the version back (the
 bridge's lazy_kernels.cpp)."""
@@ -483,7 +484,8 @@ def check_dtype(tensor: Tensor, name: str) -> None:
 
 
 def wrap_to_int32(tensor: Tensor, name: str, report: Report) -> None:
-    """Wrap int64 values to 32 bits in place, as the device does in lazy mode; report a change."""
+    """Wrap int64 values to 32 bits in place, as a card without 64-bit integers does; report a
+    change."""
     wrapped = tensor.to(torch.int32)
     if torch.equal(wrapped.to(torch.int64), tensor):
         return

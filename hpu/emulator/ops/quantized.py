@@ -393,7 +393,7 @@ class Int4Conversion:
         g_idx: Tensor | None = None,
     ) -> Tensor:
         """(..., n) int32 to (..., 8 * n): (value - zero point) * scale. Raises RuntimeError for
-        other types and shapes.
+        other types and shapes, and in eager mode.
 
         `scale` has the shape of the output, or is (groups, columns) for an `input` of two
         dimensions, whose rows are divided evenly among the groups, or assigned to groups by `g_idx`
