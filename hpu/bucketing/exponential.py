@@ -47,7 +47,7 @@ def exponential_points(
 
 
 def num_points(high: int) -> int:
-    """Number of points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
+    """Usual number of points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
