@@ -280,8 +280,8 @@ def _tighten(
     required: tuple[Bucket, ...],
     limits: BucketLimits,
 ) -> Ints:
-    """Shrink each bucket to its largest launch, except the required buckets. Never increases the
-    padded cost."""
+    """Shrink each bucket to the largest sizes of its launches, except the required buckets. Never
+    increases the padded cost."""
     costs = _costs(shapes, buckets, limits)
     bucket_of = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
     tight: Ints = buckets.copy()

@@ -107,7 +107,7 @@ def fp8_fused_sdpa(
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FusedSDPA with FP8 operands, or with measurement of unquantized operands: (out, largest
-    softmax weight, largest output). Scales may be numbers, as the FP8 compressor passes them."""
+    softmax weight, largest |output|). Scales may be numbers, as the FP8 compressor passes them."""
     shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
     scales = (
         torch.tensor(scale).to(q.device) if isinstance(scale, float) else scale
