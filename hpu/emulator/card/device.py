@@ -688,9 +688,9 @@ class EmulatedDevice:
 
     def _converts(self, target: Tensor, source: HpuTensor) -> bool:
         """Whether a copy to the host changes the dtype there, for which the host waits: int64 that
-        the card holds as int32, and in lazy mode another dtype; in lazy mode not for a pinned
-        target (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in its
-        copy_from.cpp)."""
+        the card holds as int32, and in lazy mode every other change of dtype. In lazy mode it is
+        False for a pinned target (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in
+        its copy_from.cpp)."""
         if source.dtype == torch.int64 and not self.variables.int64():
             return not (self.is_lazy() and target.data_ptr() in self.pinned)
         is_pinned = target.data_ptr() in self.pinned
@@ -698,8 +698,8 @@ class EmulatedDevice:
 
     def _arrival(self, target: Tensor, source: HpuTensor) -> Tensor:
         """Host tensor into which a copy to a non-contiguous `target` writes: in lazy mode a
-        contiguous copy, so that `target` does not change; in eager mode, unless it is dense, the
-        memory from its first address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp,
+        contiguous copy, so that `target` does not change; in eager mode, unless `target` is dense,
+        the memory from its first address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp,
         _copy_from_d2h in its copy_from.cpp)."""
         self._repeats(target, source)
         is_dense = torch.empty_like(target, device="meta").stride() == target.stride()
