@@ -82,8 +82,8 @@ class Kernel(NamedTuple):
 
     generations: tuple[str, ...]
     since: Release | None
-    """First release with the op. None: old releases lack the op, and its first release is not
-    documented."""
+    """First release with the op; (): all releases. None: old releases lack the op, and its first
+    release is not documented."""
     undocumented: tuple[str, ...] = ()
     """Further generations with the op, whose first release is not documented."""
 

@@ -1,2 +1,2 @@
-"""The device backends, which implement the Backend protocol (base.py). Their files have the same
-names as the files in config/devices/. select.py imports only the selected backend."""
+"""The device backends, which implement the Backend protocol (base.py). select.py imports only the
+selected backend, from the file with the name of the device's file in config/devices/."""

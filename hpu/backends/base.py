@@ -80,14 +80,14 @@ class Backend(Protocol):
     fast_dtypes: tuple[torch.dtype, ...]
     """Dtypes that run at full speed. A checkpoint with a fast dtype keeps its dtype."""
     card: str
-    """Name of the card, as its driver reports it; empty if there is no card."""
+    """Name of the Gaudi card, as its runtime reports it; empty for other devices."""
     driver: str
     """Version of the device driver; empty if there is no driver or its version is unknown."""
     software: str
     """Version of the vendor's runtime; empty if there is no runtime or its version is unknown."""
     default_block_size: int
     default_strategy: str
-    """Bucket strategy that `auto` selects."""
+    """Default bucket strategy. Pooling models and configured ranges may need another strategy."""
     captures: bool
     """Whether `capture` is faster than eager launches; if False, launches call the function itself.
     """
@@ -106,8 +106,8 @@ class Backend(Protocol):
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE
-    """The ranks that run a model together. A backend joins them before it touches its device and
-    leaves them in `close`."""
+    """The ranks of this engine, and of the engines that share experts with it. A backend joins them
+    in its constructor and leaves them in `close`."""
 
     def dtype_for(self, model_config: ModelConfig, *, is_plain: bool = True) -> torch.dtype:
         """Default dtype for a model: the checkpoint's dtype if it is fast, else `default_dtype`.
@@ -209,7 +209,8 @@ class Backend(Protocol):
         return function
 
     def begin_load(self, patcher: IncCompressor | None = None) -> None:
-        """Called before the creation of a model that `patcher` will patch."""
+        """Called before a decoder is created. `patcher`: the compressor that will patch it, if
+        any."""
         return
 
     def adapt(self, model: nn.Module) -> None:
@@ -275,8 +276,8 @@ class Backend(Protocol):
         return
 
     def begin_warmup(self) -> None:
-        """Free all captured graphs, which must not be replayed again. Called before another
-        warm-up."""
+        """Called before another warm-up: no graph that was captured before this call is replayed
+        again."""
         return
 
     def close(self) -> None:

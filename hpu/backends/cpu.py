@@ -1,7 +1,8 @@
 """CpuBackend: the host as a device. Work runs synchronously, so an event is done when it is
 created.
 
-It replaces the layers of a loaded model with packed kernels and compiles decoders.
+`prepare` installs packed kernels in the layers of a loaded model, and compiles decoders that the
+native library supports.
 """
 
 import logging
@@ -304,10 +305,10 @@ class CpuBackend(Backend):
 
 
 def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
-    """Install packed kernels for linear layers and experts, and norm kernels, in the layers of a
-    loaded bfloat16 model: kernels of `library`, or torch's packed linear operators where `library`
-    has no kernel and the CPU has bfloat16 instructions. Returns the model to run, which is a
-    CompiledDecoder if `model` is a decoder that can be compiled."""
+    """Install faster kernels in the layers of a loaded bfloat16 model: kernels of `library` for
+    linear layers and experts, and torch's operators for norms and for linear layers without a
+    kernel of `library`. Returns the model to run: a CompiledDecoder, if `model` is a decoder that
+    can be compiled and there is a `library`, or `model` itself."""
     # Routers are not packed: they are small, have any number of outputs, and may be in float32.
     routers = {
         gate for module in model.modules() if isinstance(module, MoE) for gate in module.gates
@@ -335,7 +336,7 @@ def use_cpu_kernels(model: nn.Module, library: Library | None) -> nn.Module:
 
 
 def _compiled_shard(model: Decoder, library: Library | None) -> nn.Module:
-    """The compiled decoder, if all ranks have the library and share memory."""
+    """The compiled decoder, if all ranks have the library and share memory; else `model`."""
     has_library = Agreement(model.group).all_true(library is not None)
     if not has_library or library is None:
         return model

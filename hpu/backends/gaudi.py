@@ -2,8 +2,7 @@
 modes. The fused kernels are in hpu/ops/gaudi.py.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
-Segments end at events, around a captured graph, and within a launch where a smaller recipe is
-wanted (`_end_recipe`, `_mark_layers`).
+`_end_recipe` and `_mark_layers` end segments within a launch, for smaller recipes.
 """
 
 import contextlib
@@ -564,8 +563,8 @@ class GaudiBackend(Backend):
 
         A capture without tensor cache is a dry run, and aborting the capture does not end the dry
         run: launches do nothing until a capture succeeds (HabanaAI/gaudi-pytorch-bridge,
-        backend/habana_device/HPUGraph.cpp). Raises ConfigError if launches still do nothing
-        afterwards.
+        backend/habana_device/HPUGraph.cpp). Raises ConfigError if another capture fails, or if
+        launches still do nothing after it.
         """
         # Free what the failed capture left: on a full card not even a small graph fits beside it.
         # The runtime has no call that empties its caches; freed memory returns to the runtime.

@@ -45,7 +45,8 @@ class CopyTrials:
 
     def choose(self) -> str:
         """Try each kind, the safest first. Returns the first kind of PREFERRED that copies correct
-        values in time and is not slow. Raises ConfigError if no kind works."""
+        values in time and is not slow. Raises ConfigError if no kind works, or if the selected kind
+        fails when it is tried again."""
         seconds: dict[str, float] = {}
         failures: dict[str, str] = {}
         for kind in reversed(PREFERRED):

@@ -13,7 +13,7 @@ from hpu.layers.moe import Experts
 logger = logging.getLogger(__name__)
 
 NUM_CHOSEN = 4
-"""Experts of each token."""
+"""Experts per token in the comparison."""
 MIN_TOKENS = 16
 MAX_DIFFERENCE = 0.1
 """Largest accepted root mean square of the difference, as a fraction of the plain result's.
@@ -28,7 +28,8 @@ def check_experts(
     layers: Iterable[nn.Module], compiled: Compiled, refuses: Callable[[Exception], bool]
 ) -> None:
     """Compare the kernel with plain operations in the first layer whose experts have biases and run
-    on a kernel. If the results differ, experts with biases run on plain operations.
+    on a kernel. If the results differ or the kernel cannot be compiled, experts with biases run on
+    plain operations.
 
     `compiled` is Backend.compiled; `refuses`: whether an error means that the kernel cannot be
     compiled.

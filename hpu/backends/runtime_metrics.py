@@ -1,4 +1,5 @@
-"""Counts of compilations, host fallbacks and cached recipes that the runtime of a device keeps."""
+"""Counts of compilations, host fallbacks and recipe cache hits that the runtime of a device
+keeps."""
 
 import logging
 from collections.abc import Mapping, Sequence

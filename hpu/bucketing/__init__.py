@@ -1,2 +1,2 @@
-"""Bucket table: selects the padded shapes to prepare (a file per strategy) and looks up the bucket
-of a launch. Uses no tensors and no device."""
+"""Bucket table: the strategies that select the padded shapes to prepare, and the lookup of a
+launch's bucket. Uses no tensors and no device."""

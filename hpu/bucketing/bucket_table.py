@@ -44,8 +44,8 @@ class BucketTable:
         self.is_exact = exact
         self.limits = limits
         self.added: list[Bucket] = []
-        """Buckets added to the strategy's buckets, because the largest launches need them. Empty
-        for pooling models."""
+        """Buckets that `make` added to the strategy's buckets, so that every single prompt and
+        every decode fits. Empty for pooling models."""
         self.prefer_prepared = False
         """Whether `find` prefers a prepared bucket to a cheaper bucket that a fallback created."""
         self._shapes = {PREFILL: sorted(set(prompts)), DECODE: sorted(set(decodes))}
@@ -160,8 +160,8 @@ class BucketTable:
         )
 
     def find(self, phase: int, batch: int, query: int, blocks: int) -> Lookup:
-        """Bucket with the lowest modelled cost that holds the shape; the shape itself for an exact
-        table. Creates a fallback bucket if there is none."""
+        """Bucket with the lowest modelled cost that holds the shape (see also `prefer_prepared`);
+        the shape itself for an exact table. Creates a fallback bucket if there is none."""
         if self.is_exact:
             return Lookup((batch, query, blocks), HIT)
         key = (phase, batch, query, blocks)

@@ -47,7 +47,7 @@ def exponential_points(
 
 
 def num_points(high: int) -> int:
-    """Number of points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
+    """Usual number of points on an exponential axis that ends at `high`: ceil(log2(high)) + 1."""
     return math.ceil(math.log2(high)) + 1 if high > 1 else 1
 
 
@@ -113,8 +113,8 @@ def v3_prompt_axes(
 
 
 def v3_decode_axes(limits: BucketLimits) -> tuple[Axis, Axis, Axis]:
-    """(batch, query, blocks) axes of decodes. If the blocks axis exceeds the usual limit of block
-    references, it gets more points, so that their spacing does not grow."""
+    """(batch, query, blocks) axes of decodes. With prefix caching, a blocks axis above the usual
+    limit of block references gets more points, so that their spacing does not grow."""
     max_batch, blocks = limits.max_num_seqs, limits.max_decode_blocks
     points, bound = num_points(blocks), MAX_REFERENCES * limits.num_blocks
     if limits.prefix_caching and blocks > bound:

@@ -14,7 +14,8 @@ MAX_FILE_BYTES = 2**20
 
 
 def read_bucket_file(path: str) -> Shapes:
-    """(prompt, decode) shapes of a bucket file. Raises ConfigError with the line number."""
+    """(prompt, decode) shapes of a bucket file. Raises ConfigError if the file cannot be read, or
+    for an invalid line."""
     try:
         text = read_limited(path, MAX_FILE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -26,9 +27,10 @@ def read_bucket_file(path: str) -> Shapes:
 def parse_buckets(text: str, name: str = "bucket file") -> Shapes:
     """(prompt, decode) shapes of a text with lines of `(batch, query, blocks)`.
 
-    Each element is a number, a list, or range(start, end[, step]). A range includes its end if the
-    end is a multiple of the step away, like in the example of the plug-in's documentation. A line
-    yields all combinations of its elements. A query of 1 is a decode bucket. `#` starts a comment.
+    Each element is a number, a list, or range([start, ]end[, step]). A range with a start includes
+    its end if the end is a multiple of the step away, like in the example of the plug-in's
+    documentation. A line yields all combinations of its elements. A query of 1 is a decode bucket.
+    `#` starts a comment.
     """
     prompts: dict[Shape, None] = {}
     decodes: dict[Shape, None] = {}

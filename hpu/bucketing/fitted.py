@@ -102,9 +102,9 @@ _PHASES = (PREFILL, DECODE)
 
 
 def padding_of(launches: Launches, buckets: list[Bucket], limits: BucketLimits) -> list[Padding]:
-    """Use of each of `buckets` by `launches`; unused buckets are included. A batch of prompts
-    larger than every bucket is split into several launches; a launch that fits no bucket counts
-    without padding, for the first bucket."""
+    """Use of each of `buckets` by `launches`; unused buckets are included. A batch of prompts that
+    exceeds a bucket's batch counts as several launches of the bucket; a launch that fits no bucket
+    counts without padding, for the first bucket."""
     shapes, weights = _arrays(launches)
     table = np.array(buckets, np.int64)
     costs = _costs(shapes, table, limits)
@@ -134,7 +134,8 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def _grid(shapes: Ints, weights: Floats, limits: BucketLimits) -> list[Bucket]:
-    """Every combination of the axes' best boundaries that fits the token budget."""
+    """Every combination of the axes' best boundaries; batches of several prompts only within the
+    token budget."""
     grid = []
     budget = _round_up(limits.max_num_batched_tokens, limits.block_size)
     for phase in _PHASES:
@@ -279,8 +280,8 @@ def _tighten(
     required: tuple[Bucket, ...],
     limits: BucketLimits,
 ) -> Ints:
-    """Shrink each bucket to its largest launch, except the required buckets. Never increases the
-    padded cost."""
+    """Shrink each bucket to the largest sizes of its launches, except the required buckets. Never
+    increases the padded cost."""
     costs = _costs(shapes, buckets, limits)
     bucket_of = np.where(np.isinf(costs.min(axis=1)), -1, costs.argmin(axis=1))
     tight: Ints = buckets.copy()

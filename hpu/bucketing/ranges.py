@@ -17,8 +17,7 @@ MAX_BATCH_STEP = 32
 """Largest default step of batches."""
 
 Axes = dict[str, tuple[int, ...]]
-"""Parameters by dimension name: (min, step, max), for `padding-aware` also pad_max and
-pad_percent."""
+"""Parameters by dimension name. PARAMETERS in select.py lists the parameters of each strategy."""
 
 
 def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:
@@ -71,8 +70,8 @@ def linear_points(low: int, step: int, high: int) -> list[int]:
 
 
 def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: int) -> list[int]:
-    """`low` doubled up to `step`, then the fewest multiples of `step` whose padding is at most
-    `pad_max` and at most `pad_percent` of the bucket.
+    """`low`, doubled until it is at least `step`, then the fewest multiples of `step` whose padding
+    is at most `pad_max` and at most `pad_percent` of the bucket.
 
     Multiples of `pad_max` among them are always included. The last point is `high`.
     """

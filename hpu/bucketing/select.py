@@ -24,7 +24,8 @@ from hpu.bucketing.traffic import general_launches, launches_of, with_rare
 from hpu.protocol import BucketLimits
 
 GAUDI_STRATEGY, POOLING_STRATEGY = "fitted", "exponential-v3"
-"""Strategies that `auto` selects on a Gaudi, for models that generate and for pooling models."""
+"""Strategies that `auto` selects on a Gaudi, for models that generate and for pooling models,
+unless configured ranges need another strategy."""
 
 GRAPHS_PER_DOUBLING = 13
 """Fitted buckets per doubling of the blocks of a full context: 78 buckets for 8192 tokens, 130 for

@@ -15,8 +15,8 @@ Launches = dict[Bucket, float]
 """Frequency of each (phase, batch, query, blocks) before padding."""
 
 SAMPLE = 512
-"""Number of requests drawn from the traffic, unless the highest load needs more. More requests
-hardly change the boundaries."""
+"""Number of requests drawn from the traffic, unless the highest load needs more or the traffic has
+fewer. More requests hardly change the boundaries."""
 
 LOADS = 12
 """Maximum number of simulated loads, from 1 sequence to max_num_seqs, in a constant ratio."""
@@ -66,7 +66,7 @@ def launches_of(traffic: list[Lengths], limits: BucketLimits) -> Launches:
 # Cached: it takes a second, and the bucket table, the warm-up order and `plan` call it.
 @lru_cache(maxsize=4)
 def general_launches(limits: BucketLimits) -> Launches:
-    """Launches of servers for chats, code or summaries, as a default for unknown traffic. With
+    """Launches of servers for the requests of GENERAL, as a default for unknown traffic. With
     prefix caching, a quarter of the prompts start with a cached prefix. Callers must not change the
     result."""
     rng = random.Random(0)

@@ -33,9 +33,10 @@ class PipelineLink:
         self.stage = Stage(group.rank, group.size)
         self._group = group
         self._num_steps = 0
-        """Steps since the process started; equal on all stages."""
+        """Number of steps so far, on the first and the last stage, which exchange tokens."""
         self._num_left = 0
-        """Launches of the step that have not yet sent or received hidden states."""
+        """First and last stage: launches of the step that have not yet sent or received hidden
+        states."""
         self._last_tokens: Tensor | None = None
         """First stage: the tensor to receive tokens into. Last stage: the tensor to send."""
         self._sent: deque[tuple[Any, Tensor]] = deque()

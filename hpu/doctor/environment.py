@@ -1,4 +1,5 @@
-"""Checks the runtime's environment variables and the host's memory. Sets nothing."""
+"""Checks the runtime's environment variables, the graph compiler's files and the host's memory.
+Sets nothing."""
 
 from config.errors import bytes_text
 from config.loading.compiler_files import COMPILER_FILES

@@ -38,8 +38,8 @@ def _generations(cards: tuple[DetectedCard, ...]) -> list[Finding]:
 
 
 def _links(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
-    """Findings about the ports between cards that are down. External ports, to other hosts, may be
-    unused."""
+    """Finding about the links between cards. External ports, which lead to other hosts, are
+    ignored: they may be unused."""
     down, num_up = [], 0
     for card in cards:
         states = _ports(machine, card, "link")

@@ -151,8 +151,8 @@ def _visible(machine: Machine, cards: tuple[DetectedCard, ...]) -> tuple[Detecte
 
 
 def _kernels(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
-    """Finding that lists which fused kernels are known for the first card and the installed
-    release."""
+    """Finding about the fused kernels of the first card and the installed release: how many are
+    known to be available, and the names of the others."""
     generation, release = cards[0].generation, runtime_release(machine)
     if generation is None or release is None:
         return []

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CRASH, HANG = "crash", "hang"
 
 WEDGED_COPIES = "wedged-copies"
-"""A copy on a side stream into unpinned memory waits forever for the thread that submits launches.
-"""
+"""In lazy mode, a copy on a side stream waits forever for the thread that submits launches, unless
+it is an asynchronous copy into pinned memory."""
 LARGE_COPIES = "large-copies"
 """In lazy mode, a copy of LARGE_BYTES or more to the host waits forever unless
 PT_HPU_ENABLE_D2H_ASYNC_THREAD is 0."""

@@ -34,8 +34,8 @@ class FeatureInputs(NamedTuple):
     image_rows: Tensor | None = None
     """(B, Q): encoder cache row that replaces the embedding of each token, -1 for text."""
     image_ids: Tensor | None = None
-    """(B, Q): image id of each token, -1 for text and padding. Tokens of the same image attend to
-    each other in both directions."""
+    """(B, Q): id of the run of consecutive image tokens that each token is in, -1 for text and
+    padding. Tokens of a run attend to each other in both directions."""
     rope_positions: Tensor | None = None
     """Positions for rotations with M-RoPE, in place of `positions`: (3, B, Q) time, height and
     width for a prefill; (B, 1) for a decode, since the axes of a generated token are equal."""
@@ -218,8 +218,8 @@ class PrefillMetadata(NamedTuple):
     masks: Masks
     """Masks over the new tokens, (B or 1, 1 or heads, Q, Q), or (B, 1, 1, Q) without causality. For
     fused kernels: masks over cached and new tokens, (B or 1, 1 or heads, Q, S), in the form's
-    dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal over
-    the tokens of a slice. The heads dimension is used for ALiBi."""
+    prompt_dtype. None: causal. With `slices` the mask of full layers is (1, 1, size, size), causal
+    over the tokens of a slice. The heads dimension is used for ALiBi."""
     context_masks: Masks
     """Masks over the cached tokens, (B, 1 or heads, 1 or Q, C * block_size); None for fused
     kernels."""
@@ -248,13 +248,15 @@ class DecodeBlocks(NamedTuple):
     """(N) int64: batch index of each block. For padding 0 or, in the entries of windows and rings,
     the sequence for which the entry is listed."""
     block_mapping: Tensor
-    """(N, B) in the form's dtype: 1 where the block belongs to the sequence."""
+    """(N, B) in the form's mapping_dtype, by default float32: 1 where the block belongs to the
+    sequence."""
     mapping: Tensor
     """(B, N): transpose of `block_mapping`."""
     sum_mapping: Tensor
     """(B, N): `mapping` in float32."""
     mask: Tensor
-    """Additive mask (N, 1 or heads, 1, block_size) in the form's dtype."""
+    """Additive mask (N, 1 or heads, 1, block_size) in the form's score_dtype, by default
+    float32."""
 
 
 class DecodeMetadata(NamedTuple):
@@ -293,9 +295,9 @@ def build_metadata(
     `kinds`: distinct visibilities of the model's layers. `form`: mask form of the fused kernels;
     None: plain operations. `contiguous`: whether entry i of a decode describes block i of the
     cache. `causal`: whether tokens of TextAttentionInputs see only earlier tokens (tokens of the
-    other inputs always do, apart from tokens of the same image). `alibi_slopes` (heads) float32:
-    masks get a heads dimension, and add slope * (key - query) to the scores; not applied to
-    TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
+    other inputs always do, apart from tokens of a run of image tokens). `alibi_slopes` (heads)
+    float32: masks get a heads dimension, and add slope * (key - query) to the scores; not applied
+    to TextAttentionInputs without causality. `rings`: ring of each kind; None: no rings.
     """
     rings = (None,) * len(kinds) if rings is None else rings
     if form is not None and alibi_slopes is not None:
@@ -427,7 +429,7 @@ def _new_mask(
 
 
 def _of_one_image(image_ids: Tensor) -> Tensor:
-    """(B, 1, Q, Q): whether two tokens belong to the same image."""
+    """(B, 1, Q, Q): whether two tokens belong to the same run of image tokens."""
     ids = image_ids.unsqueeze(1)
     return (ids.unsqueeze(-1) == ids.unsqueeze(-2)) & (ids >= 0).unsqueeze(-1)
 

@@ -92,7 +92,7 @@ class LoRAContext:
         self.mask = (by_row == self._numbers.to(slots.dtype)).unsqueeze(-1)
 
     def end(self) -> None:
-        """End the forward pass: later layer calls use no adapters."""
+        """End the forward pass: afterwards the embedding adds no adapters."""
         self.slots = None
 
     def token_slots(self, num_tokens: int) -> Tensor:

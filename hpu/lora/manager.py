@@ -63,14 +63,14 @@ NOTHING = StagedAdapter({}, {})
 
 
 class Adapters:
-    """The adapters of a worker. This base class is of a worker that serves no adapters."""
+    """The adapters of a worker. This base class is for a worker that serves no adapters."""
 
     is_on = False
     """Whether launches have the slot of each sequence."""
 
     def __init__(self) -> None:
         self.on_loaded: Callable[[], None] = lambda: None
-        """Called on another thread when `take_loaded` has a new result."""
+        """Called when `take_loaded` has a new result, on the reading thread or within `load`."""
 
     def forward_of(self, forward: Forward) -> Forward:
         """`forward`, with the adapters of each launch set in the context first."""

@@ -13,7 +13,8 @@ LIMIT = 1e-3
 """Weights are uniform between -LIMIT and LIMIT, like vLLM's dummy weights: small enough that no
 activation overflows float16."""
 NUM_VALUES = 1_048_573
-"""Distinct values per parameter. A prime, so that no matrix row repeats an earlier row."""
+"""Number of random values, which each parameter repeats. A prime, so that the rows of a matrix
+differ."""
 
 
 def fill_dummy(modules: Iterable[nn.Module], *, on_progress: Progress) -> None:

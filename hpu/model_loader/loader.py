@@ -58,7 +58,7 @@ MAX_NAMES_IN_ERROR = 5
 MIN_MAPPED_BYTES = 2**20
 
 Progress = Callable[[int, int], None]
-"""Called once per tensor with the loaded bytes and the total bytes."""
+"""Called after each tensor with the bytes loaded so far and the total bytes."""
 
 
 class Loadable(Protocol):
@@ -91,8 +91,8 @@ def load_weights(
     Tensors that match a parameter in host memory are read directly into it. Other tensors are freed
     once they are copied; tensors that are combined (parts of a quantized weight, halves of an MXFP4
     weight, parts of a device parameter) stay in memory until the last of them is read. Raises
-    CheckpointError with the names of missing, unexpected and misshapen tensors before anything is
-    read.
+    CheckpointError before anything is read if tensors are missing, unexpected, duplicate, or of a
+    wrong shape or dtype; while reading, for invalid values.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
@@ -290,8 +290,8 @@ def _own_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _match(
     weight_map: WeightMap, folder: Path
 ) -> dict[Path, list[tuple[StoredTensor, WeightSpec]]]:
-    """Needed tensors of each file. Raises CheckpointError that lists all missing, unexpected and
-    misshapen tensors."""
+    """Needed tensors of each file. Raises CheckpointError with the first names of each kind of
+    fault: missing and unexpected tensors, duplicates, wrong shapes and dtypes."""
     headers = {file: read_header(file) for file in weight_files(folder)}
     shapes = {
         weight_map.map_name(stored.name): stored.shape

@@ -10,7 +10,8 @@ OffloadedWeights = list[dict[str, Tensor]]
 
 
 def offload_weights(modules: Iterable[nn.Module]) -> OffloadedWeights:
-    """Copy all parameters to the host. The modules may be dropped afterwards."""
+    """Copy all parameters to the host, unless they are there already. The modules may be dropped
+    afterwards."""
     return [
         {name: parameter.detach().to("cpu") for name, parameter in module.named_parameters()}
         for module in modules

@@ -20,7 +20,8 @@ from config.model.window_cache import CacheSizes, ring_blocks
 from config.parallel import WHOLE, Stage
 
 EXPANDED_BYTES = 2 << 30
-"""Bytes of quantized experts that a Gaudi dequantizes at once, in each layer of a launch."""
+"""Maximum bytes of the quantized experts that a layer dequantizes at once, unless a single expert
+is larger."""
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -377,9 +378,9 @@ def activation_bytes(
     num_logit_rows: int,
     num_engines: int = 1,
 ) -> int:
-    """Estimated bytes of the largest launch: activations of a layer, its dequantized integer
-    experts, the scan of a layer with a state, and `num_logit_rows` rows of float32 logits with the
-    copies made by sampling. `num_engines`: engines that share experts."""
+    """Estimated bytes of the largest launch: activations of a layer, its dequantized experts, the
+    scan of a layer with a state, and `num_logit_rows` rows of float32 logits with the copies made
+    by sampling. `num_engines`: engines that share experts."""
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:

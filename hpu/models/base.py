@@ -37,7 +37,7 @@ class ModelBuild:
     expert."""
     stage: Stage = WHOLE
     """Pipeline stage: a decoder has only its layers, plus the embedding on the first stage, and
-    norm and head on the last stage."""
+    norm, head and an embedding tied to the head on the last stage."""
 
     def length(self, config: ModelConfig) -> int:
         """Maximum sequence length of a model of `config`."""

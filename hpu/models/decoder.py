@@ -297,7 +297,7 @@ class Decoder(LoadableModel):
 
     def argmax(self, hidden: Tensor) -> Tensor | None:
         """Greedy tokens over a sharded vocabulary; see CausalLM.argmax. None on a single rank,
-        which has all logits."""
+        which has all logits, and if the head is replaced."""
         # The FP8 compressor may replace the head module.
         if self.group.size == 1 or not isinstance(self.lm_head, ParallelLMHead):
             return None

@@ -1,4 +1,4 @@
-"""Bidirectional encoders of the BERT family; EncoderConfig.family selects the variant.
+"""Bidirectional encoders of the BERT family; EncoderConfig describes the variant.
 
 The sum of word, position (unless heads are rotated) and type embeddings is normed; each layer
 computes x = norm(x + attention(x)) and x = norm(x + mlp(x)).

@@ -506,8 +506,8 @@ def _freeze_rotary(causal: Any, length: int) -> dict[nn.Module, Tensor]:
 
 
 def _linear_plan(causal: Any, group: ProcessGroup) -> dict[str, type[LinearBase]]:
-    """Path of each linear layer -> its replacement class. Raises UnsupportedModelCode for a
-    tensor-parallel style that is not supported here."""
+    """Path of each linear layer -> its replacement class. Raises UnsupportedModelCode if the layers
+    cannot be divided among the ranks of `group`."""
     styles = getattr(causal.config, "base_model_tp_plan", None) or {}
     if group.size > 1 and not styles:
         raise UnsupportedModelCode("has no plan for several cards")

@@ -132,8 +132,8 @@ class _ExpertMerge(NamedTuple):
 
 
 def _conversions(model: Any) -> tuple[list[Any], list[_ExpertMerge]]:
-    """Conversions of the installed transformers on load: renamings, and stacking of experts.
-    Raises UnsupportedModelCode for any other conversion."""
+    """Conversions of the installed transformers on load: renamings, and stacking of experts. Raises
+    UnsupportedModelCode for any other conversion of the model's tensors."""
     renamings: list[Any] = []
     merges = []
     names = [name for name, _ in model.named_parameters()]

@@ -1,4 +1,5 @@
-"""Tower: computes embeddings of images."""
+"""Tower: computes embeddings of images; Tiles, Patches and WholeImages: its implementations in
+fixed shapes."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -22,8 +23,8 @@ class Tiles(Protocol):
     shapes: Shapes
     """Inputs of `features` for a single tile."""
     is_for_all_devices: bool
-    """Whether this implementation also runs on a CPU, which otherwise runs the forward pass of
-    transformers."""
+    """Whether this implementation also runs on devices that do not compile, which otherwise run the
+    forward pass of transformers."""
 
     @property
     def separators(self) -> Tensor | None:

@@ -141,8 +141,8 @@ class ImageInputs(LaunchFeature):
 
 
 def _read(images: list[ImagePlacement], tokens: Tokens, facts: VisionFacts) -> _Request:
-    """Locate the image tokens of a request. Raises RuntimeError for placements that overlap or are
-    outside the tokens."""
+    """Locate the image tokens of a request. Raises RuntimeError for placements that overlap, are
+    outside the tokens, or do not fit their image tokens."""
     last = 0
     found: list[Integers] = []
     for image in images:

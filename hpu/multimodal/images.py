@@ -58,7 +58,8 @@ class ImageFeature(LaunchFeature):
         graph."""
 
     def close(self) -> None:
-        """Free the cache. No launch may run until new Images are created for the model."""
+        """Drop the references of the model to the cache. No launch may run until new Images are
+        created for the model."""
 
 
 TEXT_ONLY = ImageFeature()

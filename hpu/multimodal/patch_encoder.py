@@ -15,17 +15,18 @@ from hpu.multimodal.tile_encoder import check_count
 logger = logging.getLogger(__name__)
 
 _Sized = tuple[int, Mapping[str, Tensor], Integers]
-"""Patches in the launch of an image, its tensors and its rows."""
+"""Launch size in patches, tensors and rows of an image."""
 
 DEFAULT_SIZES = (256, 576, 1024, 1600, 3136, 6400, 12544)
 """Patches per launch."""
 
 
 class PatchEncoder:
-    """Runs each image in the smallest of `sizes` that holds it. Parts of an image that do not
-    attend to each other run like separate images, if the tower separates them (`Patches.parts`):
-    frames of a video, tiles of an image. An image that exceeds all sizes runs in a multiple of the
-    largest size, which compiles at its first use."""
+    """Runs each image in the smallest of `sizes` that holds it, or that holds the largest image of
+    the launch if several ranks encode an image each. Parts of an image that do not attend to each
+    other run like separate images, if the tower separates them (`Patches.parts`): frames of a
+    video, tiles of an image. An image that exceeds all sizes runs in a multiple of the largest
+    size, which compiles at its first use."""
 
     def __init__(self, patches: Patches, sizes: tuple[int, ...], options: LaunchOptions) -> None:
         """`sizes`: empty for DEFAULT_SIZES."""

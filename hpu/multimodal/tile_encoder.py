@@ -51,7 +51,8 @@ class TileEncoder:
 
     def encode(self, images: list[Prepared]) -> None:
         """Write the embeddings of the images to their rows, without waiting for the results. Raises
-        RuntimeError if an image's embeddings and rows differ in number."""
+        RuntimeError for an image that the tower does not support, or whose embeddings and rows
+        differ in number."""
         inputs, targets = [], []
         ends: list[list[Integers]] = [[] for _ in self._separators]
         for tensors, rows in images:

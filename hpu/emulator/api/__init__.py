@@ -1,1 +1,1 @@
-"""Emulated modules of `habana_frameworks`, which run on the emulated card."""
+"""Emulated modules of `habana_frameworks`, and `pyhlml`, which run on the emulated card."""

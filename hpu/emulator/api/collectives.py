@@ -1,5 +1,6 @@
-"""The emulated `hccl` backend over gloo: ranks from the environment, initialization before the
-first use of the card, and detection of ranks that run different collectives."""
+"""The emulated `hccl` backend over gloo: ranks from arguments or from the environment,
+initialization before the first use of the card, and detection of ranks that run different
+collectives."""
 
 import functools
 import zlib
@@ -103,7 +104,7 @@ TYPED = {
     **dict.fromkeys(("_allgather_base", "all_gather_single"), _check_gathered),
     **dict.fromkeys(("_reduce_scatter_base", "reduce_scatter_single"), _check_scattered),
 }
-"""Checks of the arguments of methods of torch's ProcessGroup."""
+"""Check of the arguments of a method of torch's ProcessGroup, by the method's name."""
 
 
 def refused(
@@ -229,9 +230,9 @@ def make_module(device: EmulatedDevice) -> ModuleType:
     def initialize_distributed_hpu(
         world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
     ) -> tuple[int, int, int]:
-        """(world size, rank, local rank); sets this process's module id if there are several ranks.
-        The arguments apply only if all three are given; otherwise the environment variables apply.
-        Without a local rank, the process acquires the first free card."""
+        """(world size, rank, local rank). With several ranks and a local rank, sets this process's
+        module id if it is not set. The arguments apply only if all three are given; otherwise the
+        environment variables apply."""
         if device.acquisition.is_acquired:
             raise RuntimeError("hccl must be initialised before the first use of the device")
         given = (world_size, rank, local_rank)

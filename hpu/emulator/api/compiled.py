@@ -117,8 +117,8 @@ def _region(
     """Make a function that runs the lowered graph in its own region. Different graphs with the same
     operations do not share recipes: the card's compiler sees the whole graph. Operators that the
     partitioner would leave out are counted as misuses and stay in the graph. Raises AssertionError
-    for such an operator, except a collective, unless the configuration `falls_back`
-    (use_eager_fallback in the bridge's shared_layer.py)."""
+    for such an operator, except a collective, unless `falls_back`, the option use_eager_fallback
+    (the bridge's shared_layer.py)."""
     for name, reason in left_out(graph, is_dynamic=is_dynamic):
         if not falls_back and reason != COLLECTIVE:
             raise AssertionError(f"Node: {name} requires fallback: True ({reason})")
@@ -166,7 +166,7 @@ def _write_in_place(graph: GraphModule) -> None:
 
 
 def _may_write(target: Any, written: Any, copy: Node) -> bool:
-    """Whether nothing reads `target` after `written`, an index_copy on it."""
+    """Whether `written` is an index_copy on `target`, and only `copy` uses `target` after it."""
     if not (isinstance(written, Node) and written.target is INDEX_COPY):
         return False
     readers = [user for user in target.users if user is not copy and user is not written]

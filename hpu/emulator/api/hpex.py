@@ -106,8 +106,8 @@ def fp8_fused_sdpa(
     seq_padding_type: str = "left",
     recompute: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FusedSDPA with FP8 operands, or with measurement of bfloat16 operands: (out, largest softmax
-    weight, largest output). Scales may be numbers, as the FP8 compressor passes them."""
+    """FusedSDPA with FP8 operands, or with measurement of unquantized operands: (out, largest
+    softmax weight, largest |output|). Scales may be numbers, as the FP8 compressor passes them."""
     shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
     scales = (
         torch.tensor(scale).to(q.device) if isinstance(scale, float) else scale

@@ -34,7 +34,8 @@ class Totals:
 
 
 class Metric:
-    """Counts while this metric is started: from its creation or reset to its stop."""
+    """A metric of the runtime. It counts from its creation on or, with `since_start`, from the
+    start of the runtime on; `stop` pauses it."""
 
     def __init__(self, name: str, device: EmulatedDevice, since_start: bool) -> None:
         self._name = name

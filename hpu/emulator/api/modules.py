@@ -135,8 +135,8 @@ def _core(device: EmulatedDevice) -> ModuleType:
         optimizer: object = None,
         args: object = None,
     ) -> None:
-        """The vendor's function marks constants too; no effect here. Signature of 2025
-        (core/quantization.py)."""
+        """Switch the inference mode on. The vendor's function also marks constants. Signature of
+        2025 (core/quantization.py)."""
         set_env()
 
     module = ModuleType(f"{ROOT}.core")

@@ -40,8 +40,9 @@ class Overwrites:
         return save
 
     def load(self, original: Function) -> Function:
-        """torch.load, which reads tensors to the host and then moves them to `map_location`. In
-        lazy mode `weights_only` is False by default."""
+        """torch.load. With a `map_location` on the card, and in lazy mode with any other too, it
+        reads tensors to the host and then moves them. In lazy mode `weights_only` is False by
+        default."""
 
         def load(
             f: object,

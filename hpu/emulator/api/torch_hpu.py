@@ -415,8 +415,7 @@ SWITCHES = {
     "dynamic_shape": "get_dynamic_shape_status",
 }
 """Switch of the runtime without an effect in the emulator -> function that returns its state, if
-any.
-`enable_<name>` and `disable_<name>` set it."""
+any. `enable_<name>` and `disable_<name>` set it."""
 
 
 def add_switches(module: ModuleType, device: EmulatedDevice) -> None:

@@ -144,7 +144,7 @@ class GraphedFunction:
         inputs = list(visible_tensors((args, kwargs)))
         # The vendor's wrapper behaves like this: it does not synchronize, and an error in the
         # function does not end the capture. Without the tensor cache a capture is a dry run,
-        # followed by a replay.
+        # followed by a replay, which the ops of the capture replace here.
         graph.capture_begin(self._dry_run or not self._caches_tensors)
         if not self._caches_tensors:
             graph.mark_user_inputs(inputs)

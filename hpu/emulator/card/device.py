@@ -74,7 +74,7 @@ class OpFacts:
     name: str
     is_composite: bool
     writes: bool
-    """Whether the op writes to an argument; False for views."""
+    """Whether the schema declares a write to an argument; False for views."""
     overwrites: bool
     is_view: bool
     is_alias: bool
@@ -173,8 +173,9 @@ class EmulatedDevice:
         """`are_running` in a thread: the card runs an op of the vendor's namespace."""
         self._recording: Callable[[], Recording | None] = lambda: None
         self.is_dry_run = False
-        """Whether ops are recorded without being executed: during a capture without tensor cache,
-        and after such a capture has failed until a capture succeeds."""
+        """Whether the real card executes no ops: during a capture without tensor cache, and after
+        such a capture has failed until a capture succeeds. The emulator executes the ops of the
+        capture, in place of the replay that follows the capture."""
         self.only_compiled = CompileOnly()
         self.in_region = False
         """Whether execution is inside a region compiled with hpu_backend."""
@@ -187,7 +188,8 @@ class EmulatedDevice:
         """Whether a step is running: host syncs are then misuses."""
         self.world_size = 1
         self.before_collective: Callable[[str, tuple[Any, ...], dict[str, Any]], None] | None = None
-        """Called with the operator's arguments before every collective over several ranks."""
+        """Called with the operator's name and arguments before every collective; None: no group of
+        several ranks exists."""
         self._base_versions: list[Allocation] = []
         """Base versions of the current segment."""
         self.uids = count()
@@ -421,7 +423,7 @@ class EmulatedDevice:
         return faults.run(self.config.faults, f"{name}.{overload}", mode, run, args)
 
     def has_fault(self, name: str) -> bool:
-        """Whether this card breaks the assumption `name`."""
+        """Whether this card has the fault `name`."""
         return name in self.config.faults
 
     def skips_launch(self, op: str) -> bool:
@@ -686,8 +688,9 @@ class EmulatedDevice:
 
     def _converts(self, target: Tensor, source: HpuTensor) -> bool:
         """Whether a copy to the host changes the dtype there, for which the host waits: int64 that
-        the card holds as int32, and in lazy mode another dtype, unless the target is pinned
-        (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in its copy_from.cpp)."""
+        the card holds as int32, and in lazy mode every other change of dtype. In lazy mode it is
+        False for a pinned target (copy_hpu_ in the bridge's basic_kernels.cpp, _copy_from_d2h in
+        its copy_from.cpp)."""
         if source.dtype == torch.int64 and not self.variables.int64():
             return not (self.is_lazy() and target.data_ptr() in self.pinned)
         is_pinned = target.data_ptr() in self.pinned
@@ -695,9 +698,9 @@ class EmulatedDevice:
 
     def _arrival(self, target: Tensor, source: HpuTensor) -> Tensor:
         """Host tensor into which a copy to a non-contiguous `target` writes: in lazy mode a
-        contiguous copy, so that `target` does not change; in eager mode the memory from its first
-        address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp, _copy_from_d2h in its
-        copy_from.cpp)."""
+        contiguous copy, so that `target` does not change; in eager mode, unless `target` is dense,
+        the memory from its first address on (copy_hpu_lazy_D2H in the bridge's lazy_kernels.cpp,
+        _copy_from_d2h in its copy_from.cpp)."""
         self._repeats(target, source)
         is_dense = torch.empty_like(target, device="meta").stride() == target.stride()
         if target.is_contiguous() or (is_dense and not self.is_lazy()):
@@ -731,7 +734,7 @@ class EmulatedDevice:
         self.counters.counts["launch_joins"] += self.launches.join()
 
     def _wait_for_large_copy(self, target: Tensor) -> None:
-        """Wait forever on a card with this fault."""
+        """Apply the fault LARGE_COPIES."""
         if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
             return
         if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":
@@ -760,8 +763,9 @@ class EmulatedDevice:
                 self.counters.misuse(lifetime.kind, lifetime.text, op.name)
 
     def _check_view_write(self, name: str, args: Any, kwargs: Any) -> None:
-        """Report an in-place write to a view during a capture, which the runtime rejects. In lazy
-        mode the write allocates a copy of the view's base until the segment is launched."""
+        """Report a write to a view in lazy mode: during a capture, while serving, or by `out`.
+        Outside of a capture, the write allocates a copy of the view's base until the segment is
+        launched."""
         target = kwargs.get("out", args[0] if args else None)
         if not (isinstance(target, HpuTensor) and target.is_view and self.is_lazy()):
             return

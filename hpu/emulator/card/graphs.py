@@ -138,7 +138,8 @@ class HPUGraph:
         self._has_user_outputs = False
         self._is_static = True
         self._is_dry = False
-        """Whether nothing runs during capture, so that intermediates allocate no memory."""
+        """Whether the capture is a dry run, whose intermediates the graph does not keep
+        allocated."""
         self._follows_failure = False
         """Whether the process was still in the dry run of a capture that failed."""
         self._first_results: dict[int, list[Tensor]] = {}
@@ -331,7 +332,7 @@ class HPUGraph:
         return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:
-        """Free everything except inputs, outputs and `keep`, and overwrite it (no tensor cache)."""
+        """Free and overwrite the intermediates except `keep`, for a graph without tensor cache."""
         self._is_static = False
         self._allocations.clear()
         self._keep(keep)

@@ -1,5 +1,5 @@
-"""Recipes: compiled op sequences, in memory and on disk, and the lazy segment that a mark or a host
-sync closes."""
+"""Recipes: compiled op sequences, in memory and on disk, and the segment that collects their
+ops."""
 
 import hashlib
 import time
@@ -71,7 +71,8 @@ class Recipes:
 
 
 class Segment:
-    """Ops since the last mark, in order: names, shapes, dtypes, scalars and data flow."""
+    """Ops collected since the last launch, in order: names, shapes, dtypes, scalars and data
+    flow."""
 
     def __init__(self, recipes: Recipes) -> None:
         self._recipes = recipes

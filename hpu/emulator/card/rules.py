@@ -1,5 +1,6 @@
-"""Rules of single ops: for which ops the host waits, and how the device handles -1 indices and wide
-dtypes. Pure functions of CPU tensors. registry.py lists the ops of the device."""
+"""Rules of single ops, for example for which ops the host waits, and how the device handles -1
+indices and wide dtypes. Functions of CPU tensors, without state. registry.py lists the ops of the
+device."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -89,9 +90,9 @@ EXTREMES = {
     "aten::argmax": (torch.amax, float("-inf")),
     "aten::argmin": (torch.amin, float("inf")),
 }
-"""Ops that return the index of an extreme value: the reduction, and a value that is never the
-extreme. No test of the bridge specifies which of several equal floats they find, or how they treat
-NaN (tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
+"""Ops that return the index of an extreme value: the reduction, and the value that replaces NaN. No
+test of the bridge specifies which of several equal floats they find, or how they treat NaN
+(tests/pytest_working/any_mode/test_hpu_min_max.py, test_hpu_argmin_max.py)."""
 COPIED_TARGETS = _names("index_put_ _index_put_impl_ index_add_ scatter_add_")
 """Ops that in lazy mode compute a new version of their target, and copy the version back (the
 bridge's lazy_kernels.cpp)."""
@@ -109,7 +110,8 @@ def may_wait_for_data(name: str) -> bool:
 
 
 def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op's shape depends on data: ops in DATA_SHAPED, and indexing by a mask."""
+    """Whether the op's shape depends on data: ops in DATA_SHAPED without an `output_size`, and
+    indexing by a mask."""
     if name in DATA_SHAPED:
         return kwargs.get("output_size") is None
     if not may_wait_for_data(name):
@@ -274,8 +276,9 @@ def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-    """Indexing that returns zeros for -1, because the card implements it with `gather`: "TPC guids
-    like 'gather' doesn't support negative indexing" (the bridge's index_kernels.cpp)."""
+    """Indexing that returns zeros for -1 and for other indices out of range, because the card
+    implements it with `gather`: "TPC guids like 'gather' doesn't support negative indexing" (the
+    bridge's index_kernels.cpp)."""
     args = _with_int64(args, 1)
     target, given = args[0], args[1]
     if any(isinstance(index, Tensor) and index.dtype in MASKS for index in given):
@@ -375,7 +378,8 @@ def _write_valid(
 def _run_put(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
 ) -> Any:
-    """index_put along leading dimensions; an element with a -1 index is dropped."""
+    """index_put. Along leading dimensions, elements with an index out of range are dropped, for
+    example -1."""
     args = _with_int64(args, 1)
     target, indices, values = args[0], args[1], args[2]
     given = [index for index in indices if index is not None]
@@ -450,7 +454,8 @@ def _last_extreme(
 
 
 def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
-    """One-hot encoding with zeros for index -1; the number of classes must be given."""
+    """One-hot encoding, with zeros for an index out of range. Raises RuntimeError without the
+    number of classes."""
     index = args[0]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
     if classes < 0:
@@ -479,7 +484,8 @@ def check_dtype(tensor: Tensor, name: str) -> None:
 
 
 def wrap_to_int32(tensor: Tensor, name: str, report: Report) -> None:
-    """Wrap int64 values to 32 bits in place, as the device does in lazy mode; report a change."""
+    """Wrap int64 values to 32 bits in place, as a card without 64-bit integers does; report a
+    change."""
     wrapped = tensor.to(torch.int32)
     if torch.equal(wrapped.to(torch.int64), tensor):
         return

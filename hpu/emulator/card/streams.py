@@ -1,8 +1,8 @@
 """Streams and events of the emulated card, and checks of the order between streams.
 
 The default stream runs its work immediately. Copies to the host on another stream read their source
-only when the host waits for them, which is the latest time on a real card, so a missing wait
-becomes visible in the data.
+only when the host or another stream waits for them, which is the latest time on a real card, so a
+missing wait becomes visible in the data.
 """
 
 import threading
@@ -55,7 +55,7 @@ def merge(times: Times, other: Times) -> None:
 
 
 class LaunchClock:
-    """Counts the launches of the default stream, and the launches that the host has waited for.
+    """Counts the launches, and the launches that the host has waited for.
 
     A launch is registered with the storages that it reads and writes, and a copy from the host to
     such a storage waits for it (HabanaAI/gaudi-pytorch-bridge, backend/kernel/hpu_habana_cache.cpp,

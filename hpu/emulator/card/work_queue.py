@@ -50,7 +50,7 @@ class WorkQueue:
     staging buffer, and neither events nor a synchronize wait for it. A large asynchronous upload
     reads its source up to `late_copy_s` later. An asynchronous upload from pinned memory reads its
     source when the host waits (copy_data_to_device_ in the bridge's device.cpp). A kernel's error
-    is raised by the next `synchronize`, not by the call that caused it.
+    is raised when the host next waits for all work, not by the call that caused it.
     """
 
     def __init__(

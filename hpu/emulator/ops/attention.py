@@ -43,7 +43,7 @@ def sdpa(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, row maxima, inverse sums, seed) of attention over (batch, ..., seq, head_dim); the
     dimensions before the last two broadcast. `valid_seq_len` (batch) masks padded keys; the output
-    of a padded query is unspecified, here zeros.
+    of a padded query is unspecified.
 
     Like in the bridge's sdpa_gen.cpp, statistics (batch, ..., seq, 1) exist only for a backward
     pass; the maxima have the dtype of `q`, or float32 in mode fp32 (2025); the inverse sums are

@@ -1,5 +1,5 @@
-"""torch.ops.hpu: reference implementations on CPU tensors of RMS norm, rotary embedding and block
-softmax, which raise the documented errors; and the registration of all ops."""
+"""torch.ops.hpu: reference implementations on CPU tensors of RMS norm, rotary embedding and
+softmaxes, which raise the documented errors; and the registration of all ops."""
 
 from collections.abc import Callable
 
@@ -99,7 +99,8 @@ def block_softmax_adjustment(
     """Factor for the partial output of each block, so that the scaled partial outputs of a row sum
     to its attention output.
 
-    Raises RuntimeError for maxima whose number of dimensions is not 2 or 5.
+    Raises RuntimeError for maxima whose number of dimensions is not 2 or 5, or whose first
+    dimension differs from the groups' length.
     """
     if block_max.dim() not in (2, 5) or block_groups.shape != block_max.shape[:1]:
         raise RuntimeError(

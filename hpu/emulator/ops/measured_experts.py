@@ -36,8 +36,8 @@ def measured_experts(
     experts_max: int,
     measurement_mode: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(result of `mixture_of_experts_fused`, the largest input of each expert's second matmul over
-    the tokens that are routed to it, float32)."""
+    """(result of `mixture_of_experts_fused`, the largest |input| of each expert's second matmul
+    over the tokens that are routed to it, float32)."""
     out = mixture_of_experts_fused(
         hidden_states,
         expert_routing_table,

@@ -71,8 +71,9 @@ declarations (mixture_of_experts_fp8_fused_weights) and the calls of vllm-gaudi.
 
 
 def _spread(scale: Scale, shape: list[int] | None) -> Tensor | float:
-    """RuntimeError for a shape of another number of elements (ValidateScaleShape in the bridge's
-    fp8_ops.cpp)."""
+    """`scale` as a number or a float32 tensor, in `shape` if it has several elements; 1 if it is
+    missing. Raises RuntimeError for a shape with another number of elements (ValidateScaleShape in
+    the bridge's fp8_ops.cpp)."""
     if scale is None:
         return 1.0
     if isinstance(scale, float):
@@ -137,9 +138,8 @@ class Fp8:
         scale_shape: list[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(x times the multiplier `scale`, saturated, in FP8; largest |x|, or (0) without
-        `is_amax`). RuntimeError without a dtype, whose type in the bridge's schema is not optional,
-        and for an input that is neither in WIDE nor of the target's dtype, or that is measured in
-        FP8."""
+        `is_amax`). Raises RuntimeError without a dtype, which the bridge requires, for an input
+        that is neither in WIDE nor of the target's dtype, and for FP8 inputs with `is_amax`."""
         if not dtype:
             raise RuntimeError("cast_to_fp8_v2 needs a dtype: expected a scalar type, got None")
         target = dtype
@@ -393,7 +393,7 @@ class Int4Conversion:
         g_idx: Tensor | None = None,
     ) -> Tensor:
         """(..., n) int32 to (..., 8 * n): (value - zero point) * scale. Raises RuntimeError for
-        other types and shapes.
+        other types and shapes, and in eager mode.
 
         `scale` has the shape of the output, or is (groups, columns) for an `input` of two
         dimensions, whose rows are divided evenly among the groups, or assigned to groups by `g_idx`

@@ -57,7 +57,7 @@ class CrossInputs(LaunchFeature):
         self._cache = cache
         self._images: dict[int, list[ImagePlacement]] = {}
         self._tiles: dict[int, _Tiles] = {}
-        """Tiles of requests whose images are encoded."""
+        """Tiles of requests that a launch has read."""
 
     def fields(self, phase: int) -> tuple[Field, ...]:
         return self._fields

@@ -1,2 +1,2 @@
-"""Vision towers of transformers models: how towers are built and filled, and the implementation of
-each family in fixed shapes."""
+"""Vision towers of transformers models: how towers are built and filled, and implementations of
+model families in fixed shapes."""

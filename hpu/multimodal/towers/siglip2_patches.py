@@ -21,8 +21,8 @@ from hpu.multimodal.base import (
 
 
 class Siglip2Patches(Patches):
-    """Patches of the tiles of an image. Each launch encodes one tile, because tiles do not attend
-    to each other. Patches that the projector merges are adjacent."""
+    """Patches of the tiles of an image. A launch encodes one tile per rank, because tiles do not
+    attend to each other. Patches that the projector merges are adjacent."""
 
     def __init__(self, whole: Any, dtype: torch.dtype) -> None:
         self._tower = tower = whole.model.vision_tower
