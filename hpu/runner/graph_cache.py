@@ -55,7 +55,7 @@ class GraphCache:
 
         Args:
             agreement: of the ranks, whose graphs contain the same collectives.
-            runs_once: disables capture while serving, because a capture runs `forward` once more.
+            runs_once: disables capture on demand, because a capture runs `forward` once more.
                 Set if `forward` advances states or overwrites ring entries, or for a pipeline
                 stage, whose capture would wait for a stage that waits for this launch.
         """
@@ -77,7 +77,8 @@ class GraphCache:
         self.uncompilable: set[Bucket] = set()
         """Buckets whose graph the device's compiler rejected; they run without a graph."""
         self._seen: set[Bucket] = set()
-        """Buckets that have run; limited by the shapes of the engine's bucket table."""
+        """Buckets that have run or have a graph; limited by the shapes of the engine's bucket
+        table."""
 
     def has_graph(self, bucket: Bucket) -> bool:
         """Whether the bucket has a graph."""
@@ -98,7 +99,7 @@ class GraphCache:
 
     def capture(self, inputs: InputBuffers[Any]) -> int | None:
         """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
-        bucket is `uncompilable`; then no rank keeps a graph."""
+        compiler rejects the graph, on any rank; then no rank keeps a graph."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)

@@ -18,7 +18,8 @@ from hpu.runner.async_output import AsyncStepOutput
 
 
 class Offload:
-    """KV block offloading: copies blocks to the host and back. This base class does nothing."""
+    """KV block offloading: copies blocks to the host and back. This base class offloads no
+    blocks."""
 
     def __init__(self) -> None:
         self.on_fetched: Callable[[], None] = lambda: None
@@ -61,7 +62,7 @@ class StepRunner:
         self.lora = Adapters()
         self.offload = Offload()
         self.decode_width = 1
-        """Maximum number of tokens that a decode samples per request."""
+        """Rows per request that the sampler gets in a decode of a warm-up."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it. Does not wait for the results."""
