@@ -19,7 +19,7 @@ from hpu.sampling.ops import SamplingLaunch, SamplingState
 from hpu.sampling.params import Params, TableRows
 
 NO_TOKEN = -2
-"""Padding after the accepted tokens of a request."""
+"""Padding after the accepted tokens, or after the drafts, of a request."""
 
 
 class SamplingRows(NamedTuple):

@@ -139,7 +139,7 @@ class Warmup:
     def _compile_alone(self, buckets: list[Bucket], on_progress: Progress) -> bool:
         """Compile every bucket, and run only what is compiled or captured separately: the largest
         launch of each phase, the sampling of each width, and graphs. Returns False if the device
-        cannot compile without running."""
+        cannot compile without running, or after an error."""
         order = largest_first(buckets, self._block_size)
         samplings = self._samplings_by_width(order)
         num_samplings = sum(len(kinds) for _, kinds in samplings)
@@ -431,7 +431,7 @@ class Warmup:
     def _run_graph(self, bucket: Bucket) -> bool:
         """Replay a new graph once, since the first replay is slower. The first decode of a batch
         size also captures the sampler, within the same budget, and is replayed with each of the
-        sampler's settings. Returns False when memory is full."""
+        sampler's settings. Returns False when a run fails (see `_run_once`)."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
