@@ -1,4 +1,4 @@
-"""Checks of the runtime's reports: memory, metrics, and the cache of compiled recipes."""
+"""Checks of the runtime's names, memory, metrics, and cache of compiled recipes."""
 
 import os
 from collections.abc import Iterator
