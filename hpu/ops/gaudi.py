@@ -65,8 +65,8 @@ class GaudiKernels:
 
     * `fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
 
-    * `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32, which they
-      always are in float16.
+    * `softmax_mode`: FusedSDPA's argument, fast or fp32. With fp32, and for float16 models, all
+      scores are float32.
 
     * `block_softmax`: computes the weights of the blocks of a decode: the kernel
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
@@ -186,7 +186,7 @@ class GaudiAttention(nn.Module):
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype, or float32 (written by the matmul) if the softmax runs in float32.
+    dtype; float32 if that is float16, or if the softmax runs in float32.
     """
 
     def __init__(
