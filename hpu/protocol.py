@@ -494,7 +494,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     contiguous: bool = False
     """Whether a decode reads all blocks up to the highest block of its requests."""
     max_tokens_per_step: int = 1
-    """Maximum number of tokens of a request in a StepResult: 1 + draft tokens."""
+    """Maximum number of tokens that a decode yields per request: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
     """Set for a pooling model, which has no KV blocks and no decodes."""
     prefill_launch_tokens: int = 0
@@ -563,7 +563,7 @@ class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     (reload the weights), WAKE_UP (reload and rebuild everything) or WARM_UP_NEXT (prepare the next
     remaining bucket, on all workers of a group together)."""
     level: int = 0
-    """Level of SLEEP: 1 keeps the weights in host memory, 2 drops them."""
+    """Level of SLEEP: 1 keeps the weights in host memory if possible, 2 drops them."""
 
 
 class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):

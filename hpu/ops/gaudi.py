@@ -75,8 +75,7 @@ class GaudiKernels:
     * `fused_experts`: routed experts use the vendor's operator if it supports them, with at most
       `max_experts` in a call.
 
-    * `end_slice`: called after each slice of attention, and of experts that are computed in several
-      slices.
+    * `end_slice`: called after each slice of attention.
 
     * `splits_products`: products of float32 are computed by products of bfloat16.
     """

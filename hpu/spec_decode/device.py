@@ -88,7 +88,7 @@ class VerifyBatch(NamedTuple):
     last_positions: Tensor
     """(B,): position of the last known token."""
     ahead: Tensor
-    """(B,): number of known tokens that were not on the host when the launch was planned."""
+    """(B,): distance of `last_positions` from the lower bound `DraftInputs.lows`."""
 
 
 class DeviceDrafter(Protocol):
