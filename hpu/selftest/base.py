@@ -137,7 +137,7 @@ Report = Began | Ended
 @cache
 def all_checks() -> Mapping[str, Check]:
     """All checks by name, each after the checks that it needs. A file in the folder of checks lists
-    its checks in CHECKS."""
+    its checks in CHECKS. Raises ValueError if two checks have the same name."""
     found: dict[str, Check] = {}
     for module in iter_modules([str(CHECKS_FOLDER)], f"{__package__}.checks."):
         for check in import_module(module.name).CHECKS:
