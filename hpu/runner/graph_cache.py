@@ -75,7 +75,7 @@ class GraphCache:
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self.uncompilable: set[Bucket] = set()
-        """Buckets whose graph the device's compiler rejected; they run without a graph."""
+        """Buckets whose graph the compiler of any rank rejected; they run without a graph."""
         self._seen: set[Bucket] = set()
         """Buckets that have run or have a graph; limited by the shapes of the engine's bucket
         table."""
@@ -109,6 +109,9 @@ class GraphCache:
             # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
+            # All ranks must go on with the same captures.
+            if not self.agreement.all_true(inputs.bucket not in self.uncompilable):
+                self.uncompilable.add(inputs.bucket)
             return None
         taken = self.agreement.largest(max(0, free - self._backend.memory()[0]))
         self._graphs[inputs.bucket] = graph
