@@ -72,8 +72,8 @@ class GaudiKernels:
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
       REFERENCES in hpu/ops/block_softmax.py.
 
-    * `fused_experts`: routed experts use the vendor's operator if it supports them, with at most
-      `max_experts` in a call.
+    * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
+      without biases are limited to `max_experts` in a call.
 
     * `end_slice`: called after each slice of attention.
 
