@@ -102,7 +102,7 @@ class StepRunner:
         return self.warmup_settings[:1]
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """Run a bucket once on dummy inputs and sample with each of `samplings` (a subset of
+        """Run a bucket on dummy inputs and sample with each of `samplings` (a subset of
         `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt log-probabilities
         after the first sampling. Waits for the device."""
         raise NotImplementedError
@@ -115,4 +115,4 @@ class StepRunner:
         raise NotImplementedError
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
-        """Hook that is called with each complete result."""
+        """Hook that is called with each collected result."""

@@ -455,8 +455,8 @@ class Warmup:
         return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
-        """Run `bucket` once for each of `samplings`. Returns False when memory is full or the
-        device's compiler rejects the bucket, on any rank; the failing rank logs the reason."""
+        """Run `bucket` and sample with each of `samplings`. Returns False when memory is full or
+        the device's compiler rejects the bucket, on any rank; the failing rank logs the reason."""
         if not self._agreement.is_alone:
             # Log the bucket: a rank may block forever if another rank prepares a different bucket.
             self._announce(bucket)

@@ -266,8 +266,9 @@ def load(
     groups: ProcessGroups = SINGLE_GROUPS,
     link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
-    """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
-    ConfigError if the checkpoint, the device and the settings do not match."""
+    """Load this rank's part of the model, with `offloaded` weights, random weights (--load-format
+    dummy) or the checkpoint's. Raises ConfigError if the checkpoint, the device and the settings do
+    not match."""
     is_pooling = pooler is not None
     is_built_in = is_pooling or is_native(model_config, config.model_impl)
     if not is_pooling:
