@@ -96,16 +96,16 @@ class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_default
     """-1: no logprobs; k: logprobs of the sampled token and of the k most likely tokens."""
     num_prompt_logprobs: int = -1
     masked: bool = False
-    """Whether every plan that samples the request contains a grammar bitmask for it."""
+    """Whether the request has a grammar: each of its samples needs a bitmask."""
 
 
 class InputTensor(msgspec.Struct, array_like=True, gc=False):
     """Input tensor of the vision tower."""
 
     name: str
-    """Argument of the tower: pixel_values, image_sizes, image_grid_thw."""
+    """Output of the image processor, such as pixel_values."""
     dtype: str
-    """Name of the torch dtype: float32, int64."""
+    """Name of the torch dtype: float32, int64 or bool."""
     shape: tuple[int, ...]
     data: memoryview
     """Row-major, little-endian."""
@@ -138,11 +138,11 @@ class EncoderInput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """A request that starts at `req_index`: new, or resumed after a preemption."""
+    """A request that starts at `req_index`: new, or resumed, such as after a preemption."""
 
     req_index: int
     tokens: memoryview
-    """uint32, little-endian: the prompt and, after a preemption, the generated tokens."""
+    """uint32, little-endian: the prompt, then the tokens generated so far."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Tokens whose keys and values are already in `blocks` (prefix cache hit)."""
@@ -232,8 +232,8 @@ class StepPlan(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, ta
     next. With `mask_counts`: (sum of mask_counts, words)."""
     deferred_requests: list[int] = []
     """The other requests with a grammar that sample in this plan. A launch that contains such a
-    request runs its forward pass immediately and samples when `GrammarMasks` arrives, before the
-    next plan."""
+    request samples when `GrammarMasks` arrives, before the next plan. The first such launch runs
+    its forward pass immediately, after all launches that are not deferred."""
     texts: list[Text] = []
     """Whole inputs of the launches of a pooling model; requests and blocks are then empty."""
     lora_slots: list[int] = []
@@ -283,7 +283,8 @@ class GrammarMasks(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities of `len(ranks) / 4` positions: the sampled token, then the `k` most likely.
+    """Log-probabilities of `len(ranks) / 4` positions: the sampled token or the prompt token, then
+    the `k` most likely.
 
     `ids` is int32 and `values` float32, both (positions, k + 1) and little-endian; `ranks` is int32
     (positions,): 1 for the most likely token. Values are the log-softmax of the raw logits, for
@@ -324,8 +325,9 @@ class StepResult(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     has exactly one token. Near the end, so that an empty column takes no bytes on the wire."""
     drafts: list[tuple[int, list[int]]] = []
     """(index of a sampling request, draft tokens that its next decode may verify). Sent for
-    requests with a grammar, so that the engine can send bitmasks. With pipeline stages sent for all
-    requests: the plan of that decode returns the drafts to the stages."""
+    requests with a grammar, so that the engine can send bitmasks. If only the last of several
+    pipeline stages can draft, sent for all requests: the plan of that decode returns the drafts to
+    the stages."""
     corrupt_loads: list[int] = []
     """Indices into the plan's `loaded_blocks` whose host memory had a wrong checksum."""
 
@@ -375,7 +377,7 @@ class BucketLimits:
     is_pooling: bool = False
     """Pooling models compute whole texts without a KV cache: no decodes, no context blocks."""
     chunked_prefill: bool = True
-    """Whether prompts are split across steps."""
+    """Whether prompts may be split across steps."""
     merged_prefill: bool = False
     """Whether every prefill has a single row, with up to `max_prefill_batch` concatenated
     sequences."""
@@ -470,12 +472,12 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     buckets: list[Bucket]
-    """Prepared buckets; empty with exact shapes."""
+    """Buckets that launches may use; empty with exact shapes."""
     device: str
     dtype: str
     weight_bytes: int
     kv_bytes: int
-    """Bytes of the KV cache and of states."""
+    """Bytes of all KV caches and states, the drafter's caches included."""
     graph_bytes: int
     total_bytes: int
     load_s: float
@@ -492,7 +494,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     contiguous: bool = False
     """Whether a decode reads all blocks up to the highest block of its requests."""
     max_tokens_per_step: int = 1
-    """Maximum number of tokens of a request in a StepResult: 1 + draft tokens."""
+    """Maximum number of tokens that a decode yields per request: 1 + draft tokens."""
     pooling: PoolingFacts | None = None
     """Set for a pooling model, which has no KV blocks and no decodes."""
     prefill_launch_tokens: int = 0
@@ -561,7 +563,7 @@ class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     (reload the weights), WAKE_UP (reload and rebuild everything) or WARM_UP_NEXT (prepare the next
     remaining bucket, on all workers of a group together)."""
     level: int = 0
-    """Level of SLEEP: 1 keeps the weights in host memory, 2 drops them."""
+    """Level of SLEEP: 1 keeps the weights in host memory if possible, 2 drops them."""
 
 
 class WorkerAnswer(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=7):

@@ -12,7 +12,8 @@ from hpu.native.pages import LINE_BYTES, HugePages
 from hpu.native.panels import PANEL, TILE_INPUTS
 
 CHUNK_ROWS, CHUNK_ROWS_OF_TILES = 4, 16
-"""Rows with the same adapter that are multiplied together, without and with tiles."""
+"""Maximum number of rows with the same adapter that are multiplied together, without and with
+tiles."""
 BLOCK_ROWS, TILE_ROWS = 32, 16
 """Rows of a block of a tiled matmul; rows of a tile."""
 OVERREAD = 1024

@@ -49,8 +49,8 @@ COUNT_S = 1.0
 AFTER_COMPILATION = "preparing the device"
 """Progress text that follows the compilation."""
 MOST_LOST = 2.0**-11
-"""Maximum relative change of a weight (root of the sum of squares) by 16-bit integers: half of the
-change by rounding from float32 to bfloat16."""
+"""Maximum relative change of a weight (root of the sum of squares) by 16-bit integers: less than
+half of the change by rounding from float32 to bfloat16."""
 
 
 class Product(ctypes.Structure):

@@ -1,5 +1,5 @@
-"""Allocator of huge pages for weights. Each token reads all weights, and a TLB entry of a 2 MiB
-page covers as much as 512 entries of 4 KiB pages."""
+"""Allocator of huge pages for weights, which each launch reads: a TLB entry of a 2 MiB page covers
+as much as 512 entries of 4 KiB pages."""
 
 import contextlib
 import math

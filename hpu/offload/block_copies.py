@@ -35,7 +35,7 @@ def layout_of(caches: Sequence[Tensor], block_size: int) -> Layout:
 
 
 class BlockCopies(Protocol):
-    """Copies to and from host memory, in order with the device's work. Each copied slot gets a
+    """Copies to and from host memory, in order with the device's work. Each stored slot gets a
     checksum."""
 
     def store(self, step: int, blocks: list[int], slots: list[int], hashes: list[bytes]) -> None:

@@ -254,7 +254,7 @@ class BlockFiles(NoFiles):
 
     def _read(self, block_hash: bytes, slot: int) -> bool:
         """Read a block's file into `slot`. Returns whether the file belongs to the block and is
-        intact. Raises OSError if the file is missing."""
+        intact. Raises OSError if the file is missing or cannot be read."""
         path, row = self._path(block_hash), self._memory.rows[slot]
         with open(path, "rb", buffering=0, opener=open_cached) as file:
             head = file.read(HEADER_BYTES)

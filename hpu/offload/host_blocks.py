@@ -45,7 +45,7 @@ class HostBlocks:
 def checksum(row: Row) -> int:
     """Checksum of bytes (n,) uint8: CRC-32 of the sums of NUM_COLUMNS columns of 64-bit words, and
     of the remaining bytes. Runs at memory speed, many times faster than a CRC-32 of all bytes.
-    Detects any change that alters the sum of a column."""
+    Changes that leave the sum of every column equal are not detected."""
     end = len(row) // STRIDE * STRIDE
     sums = np.add.reduce(row[:end].view(np.uint64).reshape(-1, NUM_COLUMNS), axis=0)
     return zlib.crc32(row[end:].data, zlib.crc32(sums.data))

@@ -17,7 +17,8 @@ from hpu.ops.kernels import PLAIN_SCORES, DecodeOperands, PromptOperands, ScoreO
 
 MASKED = -1e30
 CAPPED_ROWS = 256
-"""Queries per step on a CPU without a fused kernel; limits the memory of float32 scores."""
+"""Queries per step on a CPU with a soft cap, for which torch has no fused kernel; limits the memory
+of float32 scores."""
 
 
 def attend(

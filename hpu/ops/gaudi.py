@@ -65,18 +65,17 @@ class GaudiKernels:
 
     * `fused_sdpa`: prefills use FusedSDPA, and read cached context in slices of `slices`.
 
-    * `softmax_mode`: FusedSDPA's argument, fast or fp32; fp32 makes all scores float32, which they
-      always are in float16.
+    * `softmax_mode`: FusedSDPA's argument, fast or fp32. With fp32, and for float16 models, all
+      scores are float32.
 
     * `block_softmax`: computes the weights of the blocks of a decode: the kernel
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
       REFERENCES in hpu/ops/block_softmax.py.
 
-    * `fused_experts`: routed experts use the vendor's operator if it supports them, with at most
-      `max_experts` in a call.
+    * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
+      without biases are limited to `max_experts` in a call.
 
-    * `end_slice`: called after each slice of attention, and of experts that are computed in several
-      slices.
+    * `end_slice`: called after each slice of attention.
 
     * `splits_products`: products of float32 are computed by products of bfloat16.
     """
@@ -186,7 +185,7 @@ class GaudiAttention(nn.Module):
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype, or float32 (written by the matmul) if the softmax runs in float32.
+    dtype; float32 if that is float16, or if the softmax runs in float32.
     """
 
     def __init__(

@@ -131,8 +131,8 @@ class VllmMixtureOfExpertsOp(nn.Module):
 
     def __init__(self, weights: ExpertWeights, max_experts: int | None = None) -> None:
         """`weights` are on the card, with both biases or no biases. The module holds views: moving
-        the parameters later has no effect here. `max_experts`: maximum experts per call; None: no
-        limit."""
+        the parameters later has no effect here. `max_experts`: maximum experts per call, for
+        experts without biases; None: no limit."""
         super().__init__()
         self.num_experts = len(weights.w13)
         self.experts_min = weights.first

@@ -202,8 +202,8 @@ class Kernels(Protocol):
     def attention_form(
         self, dtype: torch.dtype, *, has_score_options: bool = False
     ) -> AttentionForm:
-        """Mask form for a model of `dtype`; `has_score_options`: whether layers have
-        ScoreOptions."""
+        """Form of the shared attention inputs for a model of `dtype`; `has_score_options`: whether
+        layers have ScoreOptions."""
         ...
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

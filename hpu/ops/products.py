@@ -30,8 +30,8 @@ def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
     """`wide_matmul` of finite float32 or bfloat16 operands by products of bfloat16.
 
     The error is about that of float32: products of parts below its precision are left out. A
-    compiled matmul may round the result to bfloat16. A single row or column needs no matmul: its
-    products by element are summed, which is exact in both cases.
+    compiled matmul may round the result to bfloat16. For a single row or column, the products by
+    element are summed in float32 instead of a matmul.
     """
     if left.shape[-2] == 1:
         return (left.float().transpose(-1, -2) * right.float()).sum(-2, keepdim=True)

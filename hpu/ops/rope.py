@@ -21,8 +21,8 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    """The first half is negated: the rotation is x * cos + (x2, x1) * sin. Not for
-    `Kernels.rotate`, which computes x * cos + (-x2, x1) * sin."""
+    """The first half is negated, for x * cos + (x2, x1) * sin. With fused kernels it is not negated
+    (RotaryEmbedding.restore_sin_sign): `Kernels.rotate` computes x * cos + (-x2, x1) * sin."""
 
 
 def _default(theta: float, size: int) -> Tensor:
@@ -112,7 +112,7 @@ def inverse_frequencies(
 ) -> tuple[Tensor, float]:
     """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at
     most `length` tokens of a model trained for `max_position`. Raises ConfigError for an unknown
-    scaling."""
+    scaling, and for a wrong number of longrope factors."""
     theta, size, scaling = rope.theta, rope.rotated_size(head_dim), rope.scaling
     kind = "default" if scaling is None else scaling.kind
     if scaling is None or kind == "default":

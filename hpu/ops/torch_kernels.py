@@ -1,6 +1,5 @@
 """TorchKernels: torch's fused attention for prefills, where plain attention needs memory quadratic
-in the prompt length (plain attention remains for soft caps and sinks). All operations are public
-and run on any device."""
+in the prompt length (plain attention remains for soft caps and sinks). Runs on any device."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""Counters, runtime diagnostics and Chrome traces of a worker."""
+"""Runtime diagnostics, warnings about slow steps, and Chrome traces of a worker."""

@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class Diagnostics:
-    """Counts the work of a runtime. This base class is of a runtime without counts."""
+    """Counts the work of a runtime. This base class counts nothing, for a device without
+    metrics."""
 
     def reset(self) -> None:
         """Exclude earlier compilations and fallbacks from the next counts."""
@@ -22,7 +23,8 @@ class Diagnostics:
         """Count the compilations of a warmed-up bucket of `phase`."""
 
     def collected(self, output: AsyncStepOutput) -> None:
-        """Count compilations and fallbacks since the last step, and log them if configured."""
+        """Count compilations, fallbacks and recipe cache lookups since the last step; log
+        compilations and fallbacks if configured."""
 
 
 class RuntimeDiagnostics(Diagnostics):

@@ -32,7 +32,7 @@ OPERATION_RUNS = 3
 
 STEPS, DEVICE, HOST = 1, 2, 3
 TRACKS = {STEPS: "steps", DEVICE: "device", HOST: "host"}
-"""Thread names in the trace. The spans of steps and of launches have device times."""
+"""Thread names in the trace. The spans of STEPS and DEVICE have device times."""
 
 _encode = msgspec.json.Encoder().encode
 

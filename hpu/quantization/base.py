@@ -146,5 +146,5 @@ class QuantizationScheme(Protocol):
     def linear_method(self, weight: LinearShards) -> LinearMethod: ...
 
     def moe_method(self, experts: ExpertsShards) -> MoEMethod | None:
-        """None: this scheme does not quantize experts."""
+        """None: this scheme does not support models with experts."""
         ...

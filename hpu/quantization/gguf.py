@@ -25,7 +25,7 @@ class GgufBlocks:
 
     def weight(self, shards: list[Shard]) -> QuantizedWeight | None:
         """The `shards` of tensors, concatenated along the outputs; None if the file lacks a tensor,
-        if their types differ, or if a shard begins or ends within a block."""
+        if their types cannot be concatenated, or if a shard begins or ends within a block."""
         if not all(shard.spec.name in self._kinds and _has_whole_blocks(shard) for shard in shards):
             return None
         with safe_open(self._path, framework="pt") as file:

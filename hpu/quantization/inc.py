@@ -91,8 +91,7 @@ class IncCompressor:
 
     def patch(self, model: nn.Module) -> None:
         """Patch the model. Called once, after the model is loaded and uses the device's kernels,
-        and before anything is compiled or captured. Modules that are not replaced keep their place.
-        """
+        and before anything is compiled or captured."""
         originals = _prepare_linears(model)
         for module in model.modules():
             if isinstance(module, Experts) and module.moe_op is not None:

@@ -22,7 +22,7 @@ MIN_AMAX = 1e-30
 """Vectors with a smaller maximum magnitude are stored as zeros: the inverse of their scale may be
 infinite."""
 WIDENED = {torch.float8_e4m3fn: torch.bfloat16, torch.float16: torch.float32}
-"""Dtypes in which nan_to_num runs for other dtypes: torch defines few operations besides casts for
+"""Dtype -> wider dtype in which nan_to_num runs: torch defines few operations besides casts for
 FP8, and the bridge's list for nan_to_num has no float16."""
 
 
@@ -264,7 +264,8 @@ def cast_format(kv_cache_dtype: str, dtype: torch.dtype) -> CastFormat | None:
 
 
 def plain_format(kv_cache_dtype: str, dtype: torch.dtype) -> KVCacheFormat | None:
-    """Format that uses plain torch operations, for a model of `dtype`; None: the model's dtype."""
+    """Format that uses plain torch operations, for a model of `dtype`; None: the model's dtype.
+    Raises KeyError for an unknown name."""
     if kv_cache_dtype == INT8:
         return Int8Format()
     if kv_cache_dtype in (FP8, FP8_INC):

@@ -23,7 +23,7 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
     """(out, groups): float16 for int4 and GGUF weights, else float32."""
     mins: Tensor | None = None
-    """(out, groups), in the dtype of `scales`; float16 with 4 bits only. None: no minimums."""
+    """(out, groups), in the dtype of `scales`. None: no minimums."""
     order: Tensor | None = None
     """(in) int32: the layer's input for each input of the weight, -1 for padding. None: same
     order."""

@@ -47,8 +47,8 @@ def quantize_int8(weight: Tensor) -> QuantizedWeight:
 
 def quantize_int4(weight: Tensor) -> QuantizedWeight:
     """Quantize `weight` (out, in) to the nearest of 16 steps between the minimum and the maximum of
-    each group, with a float16 scale and minimum per group; `in` must be a multiple of
-    GROUP_SIZE."""
+    each group, with a float16 scale and minimum per group. Raises ValueError if `in` is not a
+    multiple of GROUP_SIZE."""
     out, size = weight.shape
     if size % GROUP_SIZE:
         raise ValueError(f"in_features is {size}, it must be a multiple of {GROUP_SIZE}")

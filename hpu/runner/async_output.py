@@ -98,7 +98,8 @@ class AsyncLaunchOutput:
     launch: Launch | None = None
     """Launch of the plan; None in a warm-up."""
     token_counts: list[int] = field(default_factory=list)
-    """Tokens per request, with speculation; empty if each request has one token."""
+    """Tokens per request of a decode that verified drafts; empty for other launches, which sample
+    one token per request."""
     next_drafts: list[tuple[int, list[int]]] = field(default_factory=list)
     """Drafts for the next decode: (index into `req_indices`, tokens). See StepResult.drafts."""
     accepted: Tensor | None = None
@@ -124,8 +125,8 @@ class AsyncLaunchOutput:
     """Start of the deferred sampling."""
 
     def device_spans(self) -> list[tuple[Event, Event]]:
-        """(start, end) events of a finished launch on the device: two spans if sampling was
-        deferred, none in a warm-up."""
+        """(start, end) events of the launch on the device: two spans if sampling was deferred, none
+        before `end` is set."""
         if self.end is None:
             return []
         if self.forward_end is None or self.sampling_start is None:
@@ -151,13 +152,14 @@ class ForwardOutput:
 
     inputs: LaunchInputs
     hidden: Tensor
-    """(B * Q, hidden), or (B, 1, hidden) for `sampler_graph`; may be overwritten by the next
-    launch."""
+    """(B * Q, hidden); (B, Q, hidden) for `sampler_graph`, and on a pipeline stage before the last.
+    May be overwritten by the next launch."""
     argmax: Tensor | None
-    """(B,) greedy tokens (fewer without padding), if all requests are greedy."""
+    """(B,) greedy tokens (fewer without padding), if all requests are greedy and the model has
+    computed them."""
     logits: Tensor | None
-    """(B, V) (fewer rows without padding); None if no request samples, or if `argmax` or
-    `sampler_graph` is set."""
+    """(B, V) (fewer rows without padding; more rows with drafts). None if no request samples, or if
+    `argmax` or `sampler_graph` is set."""
     sampler_graph: SamplerGraph | None
     launch: AsyncLaunchOutput
     drafts: Drafts | None = None

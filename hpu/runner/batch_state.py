@@ -37,8 +37,8 @@ class BatchState:
         *,
         contiguous: bool = False,
     ) -> None:
-        """`contiguous`: a decode reads the cache as a single slice, so entry i of its block list is
-        block i; requests of a decode must not share a block."""
+        """`contiguous`: a decode reads the cache as a single slice, so entry i of its block inputs
+        describes block i; requests of a decode must not share a block."""
         self.max_num_reqs = max_num_reqs
         self.block_size = block_size
         self.pad_block = pad_block
@@ -330,8 +330,8 @@ class BatchState:
         return room - int(self._num_computed_tokens[req_index]) - 2
 
     def tokens(self, req_index: int) -> Tokens:
-        """Tokens of a request (uint32), as a view. Sampled tokens are valid only if the caller uses
-        `set_last_token` and `append_tokens`."""
+        """Tokens of a request (uint32), as a view. The value of a sampled token is arbitrary until
+        it is set: `set_last_token`, `append_tokens`, `set_sampled`."""
         return self._tokens[req_index, : self._num_tokens[req_index]]
 
     def set_last_token(self, req_index: int, token: int) -> None:
@@ -400,7 +400,7 @@ class BatchState:
         out.block_usage[lasts] = positions % self.block_size + 1
 
     def fill_dummy(self, out: LaunchArrays) -> None:
-        """Write the inputs of a full batch that uses only the pad block, for a warm-up."""
+        """Write inputs that use only the pad block, for a warm-up or a launch without requests."""
         if isinstance(out, DraftArrays):
             self.fill_no_drafts(out)
             return
@@ -427,8 +427,8 @@ class BatchState:
         out.req_indices[:] = self.max_num_reqs
 
     def prompt_targets(self, req_index: int, start: int, count: int) -> Tokens:
-        """Prompt tokens (uint32) that follow positions start .. start + count - 1. The last prompt
-        token has no successor, so the result may have `count` - 1 tokens."""
+        """Prompt tokens (uint32) that follow positions start .. start + count - 1. Positions from
+        the last prompt token on have no such token, so the result may be shorter than `count`."""
         end = min(start + count + 1, int(self._num_prompt_tokens[req_index]))
         return self._tokens[req_index, start + 1 : max(end, start + 1)]
 

@@ -28,9 +28,9 @@ class CapturedFunctions:
         self._graphs = graphs
         self._what = what
         self._captured: dict[Hashable, Graph | None] = {}
-        """Graph by key; None if the device's compiler rejected the function, or if the capture
-        failed on another rank."""
+        """Graph by key; None if the capture failed on any rank."""
         self._is_full = False
+        """Whether a capture ran out of device memory on any rank."""
 
     def find(
         self,
@@ -63,27 +63,29 @@ class CapturedFunctions:
         frees_intermediates: bool,
     ) -> None:
         free, _ = self._backend.memory()
+        graph: Graph | None = None
+        is_full = False
         try:
             graph = self._backend.capture(function, inputs, frees_intermediates=frees_intermediates)
             self._backend.synchronize()
         except (RuntimeError, MemoryError) as error:
             if self._backend.is_compile_failure(error):
-                self._captured[key] = None
                 logger.warning("%s runs without a graph for %s: %s", self._what, key, error)
             elif self._backend.is_out_of_memory(error):
-                self._is_full = True
+                is_full = True
                 logger.warning(
                     "No memory is left for graphs of %s: no more graphs are captured", self._what
                 )
             else:
                 raise
+            graph = None
             # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
-            self._agreement.all_true(False)
-            return
-        if not self._agreement.all_true(True):
+        if not self._agreement.all_true(graph is not None):
             self._captured[key] = None
+            # All ranks must go on with the same captures.
+            self._is_full = not self._agreement.all_true(not is_full)
             return
         self._captured[key] = graph
         taken = max(0, free - self._backend.memory()[0])

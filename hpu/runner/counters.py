@@ -1,9 +1,10 @@
 """Counters: a worker's metrics by name. The engine counts bucket lookups and padding.
 
-compilations.{prefill,decode}.{warmup,serving}  captured graphs; without captures, compilations of
-                                                the device's runtime
+compilations.{prefill,decode}.{warmup,serving}  captured buckets, and buckets that run first while
+                                                serving; without captures, compilations of the
+                                                device's runtime
 compile_seconds.{warmup,serving}                time of these compilations
-graphs, graph_bytes                             captured graphs and their memory (gauges)
+graphs, graph_bytes                             captured buckets, memory of all graphs (gauges)
 recompilations, cpu_fallbacks                   after warm-up, counted by the device's runtime
 recipe_hits, recipe_misses                      the runtime's recipe cache, since the start
 images_encoded, image_embeddings                encoded images and the rows of their embeddings

@@ -55,7 +55,7 @@ class GraphCache:
 
         Args:
             agreement: of the ranks, whose graphs contain the same collectives.
-            runs_once: disables capture while serving, because a capture runs `forward` once more.
+            runs_once: disables capture on demand, because a capture runs `forward` once more.
                 Set if `forward` advances states or overwrites ring entries, or for a pipeline
                 stage, whose capture would wait for a stage that waits for this launch.
         """
@@ -75,9 +75,10 @@ class GraphCache:
         self._tracks_first_runs = captures or backend.compiles
         self._graphs: dict[Bucket, Graph] = {}
         self.uncompilable: set[Bucket] = set()
-        """Buckets whose graph the device's compiler rejected; they run without a graph."""
+        """Buckets whose graph the compiler of any rank rejected; they run without a graph."""
         self._seen: set[Bucket] = set()
-        """Buckets that have run; limited by the shapes of the engine's bucket table."""
+        """Buckets that have run or have a graph; limited by the shapes of the engine's bucket
+        table."""
 
     def has_graph(self, bucket: Bucket) -> bool:
         """Whether the bucket has a graph."""
@@ -98,7 +99,7 @@ class GraphCache:
 
     def capture(self, inputs: InputBuffers[Any]) -> int | None:
         """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
-        bucket is `uncompilable`; then no rank keeps a graph."""
+        compiler rejects the graph, on any rank; then no rank keeps a graph."""
         free, _ = self._backend.memory()
         start = time.perf_counter()
         graph = self._capture(inputs)
@@ -108,6 +109,9 @@ class GraphCache:
             # Free the memory of the failed capture.
             gc.collect()
             self._backend.synchronize()
+            # All ranks must go on with the same captures.
+            if not self.agreement.all_true(inputs.bucket not in self.uncompilable):
+                self.uncompilable.add(inputs.bucket)
             return None
         taken = self.agreement.largest(max(0, free - self._backend.memory()[0]))
         self._graphs[inputs.bucket] = graph

@@ -55,7 +55,8 @@ class HiddenBuffers:
 
 
 class LaunchTensors(NamedTuple):
-    """Device tensors that the model reads, as views of a launch's flat inputs."""
+    """Device tensors that the model reads: views of a launch's flat inputs, and tensors that are
+    written on the device."""
 
     tokens: Tensor
     """(B, Q); on pipeline stages after the first, the hidden states (B, Q, hidden)."""
@@ -235,9 +236,10 @@ class InputBuffers(Generic[A_co]):
     """Inputs of a bucket. Call order: `host_arrays()`, write the arrays, `upload()`, launch. Its
     tensors come from the last upload.
 
-    Prepared inputs have alternating sets of host memory. If `rebinds_inputs` is true, they have as
-    many sets of device memory: a copy into memory that a launch reads waits for the launch, so with
-    a single set a bucket that runs in every step could upload only between launches.
+    On a device with its own memory, prepared inputs have alternating sets of host memory. If
+    `rebinds_inputs` is true, they have as many sets of device memory: a copy into memory that a
+    launch reads waits for the launch, so with a single set a bucket that runs in every step could
+    upload only between launches.
 
     A graph's inputs are the flat tensors, not views. The Gaudi bridge matches graph inputs by
     tensor identity, and the base of a view is not the view, so a replay would read the base of the
@@ -282,7 +284,8 @@ class InputBuffers(Generic[A_co]):
 
     @property
     def req_indices(self) -> Tensor:
-        """(B,): indices of the sampling requests."""
+        """Indices of the sampling requests, in the shape of `req_indices` in PrefillArrays,
+        DecodeArrays or DraftArrays."""
         return self._current.uploaded["req_indices"]
 
     @property
@@ -307,8 +310,8 @@ class InputBuffers(Generic[A_co]):
         return self._layout.tensors(self._views(flat), *own)
 
     def host_arrays(self) -> A_co:
-        """The next host set to write to. Waits only if the device has not yet read the inputs of
-        the bucket's launch as many launches ago as there are sets."""
+        """Arrays of the next host set. Waits only if the device has not yet read the set's previous
+        contents."""
         if self._next_set == len(self._sets):
             self._sets.append(self._make_set())
         chosen = self._sets[self._next_set]

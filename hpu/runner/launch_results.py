@@ -174,8 +174,8 @@ class CopiedResults(LaunchResults):
 
 class TableResults(LaunchResults):
     """Results of a prefill with prompt log-probabilities, on a device with its own memory: a table
-    of (B + B * Q + 1, width) float32 with rows of the sampling requests, rows of all positions, and
-    a row for padding."""
+    of (S + B * Q + 1, width) float32 with rows of the sampling requests, rows of all positions, and
+    a row for padding. S: see PrefillArrays."""
 
     def __init__(
         self, backend: Backend, rows: ResultRows, prompts: PromptLogits, forward: ForwardOutput

@@ -1,7 +1,7 @@
 """ModelRunner: fills a bucket's inputs, runs the model, samples, and starts the copies to the host.
 
-Everything in `_begin` and `_finish` runs for every launch of every step. Nothing there may wait for
-the device or depend on the value of a device tensor.
+`_begin` and `_finish` run for every launch of every step. On a device with its own memory, they
+must not wait for results or depend on the value of a device tensor.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class RunnerParts:
     agreement: Agreement = ALONE
     """Agreement among the ranks of this stage."""
     features: tuple[LaunchFeature, ...] = ()
-    """Inputs that only some models read."""
+    """Inputs that only some launches have."""
 
 
 class ModelRunner(StepRunner):
@@ -119,8 +119,8 @@ class ModelRunner(StepRunner):
         self._results_of = launch_results(backend, prompts, vocab_size)
 
     def _launch_all(self, plan: StepPlan, output: AsyncStepOutput) -> None:
-        """Run the plan's launches. Launches with deferred requests are left for `sample_deferred`,
-        which must run before the next plan."""
+        """Run the plan's launches. `sample_deferred` finishes launches with deferred requests; it
+        must run before the next plan."""
         self._begin_step(len(plan.launches))
         deferred = set(plan.deferred_requests)
         for index, launch in enumerate(plan.launches):
@@ -141,7 +141,7 @@ class ModelRunner(StepRunner):
             output.end = launches[-1].end if launches else self._backend.event()
 
     def _begin_step(self, num_launches: int) -> None:
-        """Announce the `num_launches` launches of this step to the other pipeline stages."""
+        """Begin a step of `num_launches` launches on the link to the other pipeline stages."""
         if self._link.stage.size > 1:
             # The link's work is a separate recipe.
             self._backend.mark_step()
@@ -150,7 +150,7 @@ class ModelRunner(StepRunner):
 
     def sample_deferred(self, output: AsyncStepOutput, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and run their launches. Does not
-        wait for the results."""
+        wait for the results. Raises RuntimeError if `masks` are for another plan."""
         start = time.perf_counter()
         forward = output.deferred_forward
         if forward is None or masks.step != output.step:
@@ -176,7 +176,7 @@ class ModelRunner(StepRunner):
 
     @property
     def warmup_settings(self) -> tuple[RequestSampling, ...]:
-        """Sampling settings that together run every stage of the sampler."""
+        """See Sampler.warmup_settings."""
         return self._sampler.warmup_settings
 
     @property
@@ -290,7 +290,8 @@ class ModelRunner(StepRunner):
             self._cache.scrub(sorted(dirty))
 
     def _apply_sampled(self, launches: list[Launch], known: SampledTokens) -> None:
-        """Store the tokens that the last pipeline stage has sampled."""
+        """Store the tokens that the last pipeline stage has sampled, and pass on the drafts of the
+        plan."""
         decodes = [i for launch in launches if launch.phase == DECODE for i in launch.req_indices]
         if not self._samples:
             tokens = np.frombuffer(known.last_tokens, "<u4").reshape(len(decodes), -1)
@@ -343,7 +344,7 @@ class ModelRunner(StepRunner):
         return forward
 
     def _fill_dummy(self, arrays: LaunchArrays) -> None:
-        """Write the inputs of a full batch that uses only the pad block."""
+        """Write inputs that use only the pad block."""
         self._batch_state.fill_dummy(arrays)
         for feature in self._features:
             feature.fill_dummy(arrays)

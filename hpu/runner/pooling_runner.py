@@ -1,5 +1,5 @@
 """PoolingRunner: runs pooling models on whole texts. Fills the bucket's inputs, runs the model,
-pools on the device, and starts the copies to the host; nothing waits for the device."""
+pools on the device, and starts the copies to the host; a step does not wait for its results."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -58,8 +58,8 @@ def num_tokens(text: Text) -> int:
 
 
 def fill_texts(launch: Launch, texts: Sequence[Text], width: int, out: PoolingArrays) -> None:
-    """Write the inputs of a launch; `width` is the size of a vector. Raises RuntimeError if the
-    texts do not fit the bucket."""
+    """Write the inputs of a launch; `width` is the maximum size of a vector. Raises RuntimeError if
+    there are no texts or the texts do not fit the bucket."""
     batch, query = out.tokens.shape
     longest = max((num_tokens(text) for text in texts), default=0)
     if not 0 < len(texts) <= batch or not 0 < longest <= query:

@@ -57,8 +57,8 @@ class SamplerGraphs:
         self._captured = CapturedFunctions(backend, graphs, agreement, "sampling")
 
     def find(self, bucket: Bucket, hidden: Tensor, req_indices: list[int]) -> SamplerGraph | None:
-        """Graph that samples these requests of a launch whose output is `hidden`; None if there is
-        none."""
+        """Graph that samples these requests of a launch whose output is `hidden`; None: sample
+        without a graph."""
         if bucket[0] != DECODE or not self._backend.rebinds_inputs:
             return None
         stages = self._sampler.fusable_stages(req_indices)

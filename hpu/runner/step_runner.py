@@ -18,7 +18,8 @@ from hpu.runner.async_output import AsyncStepOutput
 
 
 class Offload:
-    """KV block offloading: copies blocks to the host and back. This base class does nothing."""
+    """KV block offloading: copies blocks to the host and back. This base class offloads no
+    blocks."""
 
     def __init__(self) -> None:
         self.on_fetched: Callable[[], None] = lambda: None
@@ -61,7 +62,7 @@ class StepRunner:
         self.lora = Adapters()
         self.offload = Offload()
         self.decode_width = 1
-        """Maximum number of tokens that a decode samples per request."""
+        """Rows per request that the sampler gets in a decode of a warm-up."""
 
     def submit(self, plan: StepPlan) -> AsyncStepOutput:
         """Apply a plan's changes and launch it. Does not wait for the results."""
@@ -101,7 +102,7 @@ class StepRunner:
         return self.warmup_settings[:1]
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """Run a bucket once on dummy inputs and sample with each of `samplings` (a subset of
+        """Run a bucket on dummy inputs and sample with each of `samplings` (a subset of
         `warmup_settings`) in turn. If `prompts`, a prefill also computes prompt log-probabilities
         after the first sampling. Waits for the device."""
         raise NotImplementedError
@@ -114,4 +115,4 @@ class StepRunner:
         raise NotImplementedError
 
     def _on_result(self, output: AsyncStepOutput, result: StepResult) -> None:
-        """Hook that is called with each complete result."""
+        """Hook that is called with each collected result."""

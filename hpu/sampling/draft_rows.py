@@ -1,8 +1,8 @@
 """Sampler inputs of a decode with drafts, with static shapes.
 
 Row j * B + i has the logits after the first j drafts of request i. It is sampled as if these drafts
-were accepted, with the matching random number and token counts. The number of tokens that are not
-yet on the host is a device tensor: the uploaded values are valid for any such number.
+were accepted, with the matching random number and token counts. The host knows only a lower bound
+of the number of generated tokens: the difference is a device tensor.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from hpu.sampling.ops import SamplingLaunch, SamplingState
 from hpu.sampling.params import Params, TableRows
 
 NO_TOKEN = -2
-"""Padding after the accepted tokens of a request."""
+"""Padding after the accepted tokens, or after the drafts, of a request."""
 
 
 class SamplingRows(NamedTuple):
@@ -29,9 +29,9 @@ class SamplingRows(NamedTuple):
     drafts: Tensor
     """(B, K)"""
     ahead: Tensor
-    """(B,): generated tokens of each request beyond `num_generated`."""
+    """(B,): number of generated tokens of each request beyond `num_generated`."""
     num_generated: npt.NDArray[np.int64]
-    """(len(req_indices),)"""
+    """(len(req_indices),): lower bound of the number of generated tokens."""
 
 
 class DraftRows:
@@ -54,10 +54,9 @@ class DraftRows:
 
         compiled = backend.compiled
         self.expanded: Callable[..., tuple[Tensor, TableRows]] = compiled(expanded)
-        """Expands the uploaded columns of B requests to R rows. `ahead` (B,): number of each
-        request's tokens that are not yet on the host. Returns params (len(Params) * R,) and table
-        rows of (R,) each; `counts` and `last_tokens` index the outputs of `counts_before` and
-        `last_before`."""
+        """Expands the uploaded columns of B requests to R rows. `ahead` (B,): see SamplingRows.
+        Returns params (len(Params) * R,) and table rows of (R,) each; `counts` and `last_tokens`
+        index the outputs of `counts_before` and `last_before`."""
         self.counts_before: Callable[..., Tensor] = compiled(_counts_before)
         """Maps the counts table, its rows (B,) and drafts (B, width - 1) to counts (R, V)."""
         self.last_before: Callable[..., Tensor] = compiled(_last_before)
@@ -78,7 +77,8 @@ class DraftRows:
     def upload(
         self, launch: SamplingLaunch, num_generated: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
-        """Upload random numbers, and the number of tokens that remain until min_tokens."""
+        """Upload random numbers, and the number of tokens that remain until min_tokens, both after
+        `num_generated` tokens."""
         randoms, num_banned = self._randoms[launch.width], self._num_banned[launch.width]
         self._columns.write_randoms(launch.indices, num_generated, randoms.host())
         randoms.upload(launch.pinned)

@@ -166,8 +166,8 @@ def _count_below(sums: Tensor, target: Tensor) -> Tensor:
 
 
 def nucleus_by_sort(weights: Tensor, mass: Tensor) -> Tensor:
-    """Same result as `nucleus` for unsorted `weights`; for the CPU, where a host sync is free.
-    Sorts only the largest weights of each row, and the whole row if these do not reach the mass."""
+    """`nucleus` of unsorted `weights`, for the CPU, where a host sync is free. Sorts only the
+    largest weights of each row, and the whole row if these do not reach the mass."""
     rows, vocab_size = weights.shape
     threshold = torch.empty((rows, 1), dtype=weights.dtype, device=weights.device)
     unfinished = torch.arange(rows, device=weights.device)

@@ -21,7 +21,7 @@ TokensOf = Callable[..., Tensor]
 
 
 def _append_nothing(accepted: Tensor) -> None:
-    """The sampled tokens are already appended."""
+    """No-op: the sampled tokens are already appended."""
 
 
 class SamplerOutput(NamedTuple):

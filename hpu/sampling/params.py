@@ -37,7 +37,7 @@ class Stages(NamedTuple):
     """Any request has a row in the bias table, for allowed_token_ids or, with static shapes,
     logit_bias."""
     banned: bool = False
-    """Any request has fewer than min_tokens tokens."""
+    """Any request has generated fewer than min_tokens tokens."""
     logit_bias: bool = False
     """Any request has logit_bias without a row in the bias table (exact shapes only)."""
     counts: bool = False

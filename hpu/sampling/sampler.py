@@ -43,7 +43,7 @@ ALL_STAGES = RequestSampling(
     num_logprobs=MAX_LOGPROBS,
     masked=True,
 )
-"""Setting that needs every stage except the larger table of bad words."""
+"""Setting that needs every stage except the sort and the larger table of bad words."""
 MANY_WORDS = RequestSampling(temperature=0.0, bad_words=((0,) * (FEW_PREFIX + 2),))
 
 
@@ -56,8 +56,8 @@ class Sampler:
     """
 
     warmup_settings: tuple[RequestSampling, ...]
-    """Settings that together run every stage. With static shapes, sampling once with each setting
-    compiles everything for a batch width."""
+    """Settings with which a warm-up samples. With static shapes they run every stage, so that
+    sampling once with each setting compiles everything for a batch width."""
     captured_settings: tuple[RequestSampling, ...]
     """See StepRunner.captured_settings. With static shapes: FUSED_SETTINGS, whose launches are
     sampled by a single captured function, and a setting that needs several functions."""
@@ -98,8 +98,8 @@ class Sampler:
         tokens: npt.NDArray[np.uint32],
         num_prompt_tokens: int,
     ) -> None:
-        """Set the state of a new request. `tokens` after the prompt were generated before a
-        preemption."""
+        """Set the state of a new request. `tokens`: the prompt, then the tokens generated so
+        far."""
         prompt, generated = tokens[:num_prompt_tokens], tokens[num_prompt_tokens:]
         stages = self._columns.add_request(req_index, sampling, len(generated))
         self._bitmasks.reset(req_index)
@@ -168,7 +168,7 @@ class Sampler:
         return self._ops.accepts_argmax and self._columns.all_plain_greedy(req_indices)
 
     def greedy(self, logits: Tensor) -> Tensor:
-        """(B,) tokens of `logits` (B, V) for requests that are `all_greedy`; see
+        """(B,) argmax of `logits` (B, V), for requests for which it is sufficient; see
         SamplerOutput.tokens. Counts no tokens."""
         return self._ops.greedy(logits)
 

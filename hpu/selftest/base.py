@@ -51,15 +51,14 @@ class Fallback(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A value that the card computed, and the same value computed on the CPU: tensors or
-    numbers."""
+    """A value that the card computed, and the expected value."""
 
     what: str
     found: object
     expected: object
     tolerance: float = 1e-3
-    """Maximum difference relative to the expected value, or to 1 if that is larger. Integers must
-    be equal."""
+    """Maximum difference of float tensors, relative to the expected value, or to 1 if that is
+    larger. All other values must be equal."""
 
 
 Program = Callable[["Card"], Iterable[Comparison]]
@@ -138,7 +137,7 @@ Report = Began | Ended
 @cache
 def all_checks() -> Mapping[str, Check]:
     """All checks by name, each after the checks that it needs. A file in the folder of checks lists
-    its checks in CHECKS."""
+    its checks in CHECKS. Raises ValueError if two checks have the same name."""
     found: dict[str, Check] = {}
     for module in iter_modules([str(CHECKS_FOLDER)], f"{__package__}.checks."):
         for check in import_module(module.name).CHECKS:
@@ -205,8 +204,8 @@ class Card:
         return max_experts(self._release)
 
     def values(self, *shape: int, seed: int = 0) -> "Tensor":
-        """Random multiples of 1/8 between -2 and 2 on the CPU, float32: exact in every float dtype,
-        and their sums are exact in float32."""
+        """Random multiples of 1/8 between -2 and 2 on the CPU, float32: exact in bfloat16 and
+        float16, and their sums are exact in float32."""
         generator = self.torch.Generator().manual_seed(seed)
         found: Tensor = self.torch.randint(-16, 17, shape, generator=generator) / 8
         return found

@@ -1,5 +1,5 @@
-"""Proposer: protocol of the drafters for speculation on the host. Drafts: what a decode verifies.
-AcceptanceCounts: how many drafts were accepted."""
+"""Proposer: protocol of the drafters for speculation on the host. Drafts: what a decode verifies
+there. AcceptanceCounts: how many drafts were accepted, on the host or on a device."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -28,15 +28,15 @@ class DraftingCosts(NamedTuple):
     """Cost of running a draft model."""
 
     launches: LaunchCosts
-    """Time of a drafter launch by its number of rows. A launch yields a draft token per request."""
+    """Time by the number of rows of a drafter launch that yields a draft token per request."""
     num_pending: Callable[[int, int], int]
     """Maps (req_index, number of known tokens) to the request's rows in the drafter's first
     launch."""
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens after the known tokens of a request. All ranks propose the same
-    drafts."""
+    """Proposes draft tokens after the known tokens of a request. The tensor-parallel ranks of a
+    stage propose the same drafts."""
 
     def add_request(self, req_index: int, tokens: Tokens, *, is_private: bool = False) -> None:
         """Register a request that starts at `req_index` with `tokens`. `is_private`: its output
@@ -57,7 +57,8 @@ class Proposer(Protocol):
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
         """Measure the cost of drafting for up to `max_num_seqs` requests; None if drafting is cheap
-        compared with a launch. Called after the warm-up, on all ranks at once."""
+        compared with a launch. Called after the warm-up, on all ranks of the last pipeline stage at
+        once."""
         ...
 
 

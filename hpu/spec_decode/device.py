@@ -3,10 +3,9 @@ stay.
 
 The host plans a launch before it knows how many drafts of the previous launch were accepted. It
 uploads inputs that are valid for any number of accepted drafts: all blocks of a request, and the
-few blocks to which its next tokens may be written. Tensor operations of static shapes then search
-for drafts in the known tokens, compute positions and slots, and accept drafts. Every request has
-one row for its last token and `max_drafts` rows for drafts; row j of request i is row j * B + i of
-the launch.
+few blocks to which its next tokens may be written. Tensor operations of static shapes then find
+drafts, compute positions and slots, and accept drafts. Every request has one row for its last token
+and `max_drafts` rows for drafts; row j of request i is row j * B + i of the launch.
 """
 
 from collections.abc import Callable
@@ -89,7 +88,7 @@ class VerifyBatch(NamedTuple):
     last_positions: Tensor
     """(B,): position of the last known token."""
     ahead: Tensor
-    """(B,): number of known tokens that were not on the host when the launch was planned."""
+    """(B,): distance of `last_positions` from the lower bound `DraftInputs.lows`."""
 
 
 class DeviceDrafter(Protocol):
@@ -242,7 +241,7 @@ class DeviceSpeculation:
     ) -> VerifyBatch:
         """Inputs of a launch in `bucket`. With `from_next_drafts`, it verifies the drafts made at
         the end of the previous launch; otherwise a drafter drafts now. Without a drafter the flag
-        is ignored, because a search returns the same drafts again."""
+        has no effect: the search returns the same drafts again."""
         rows: VerifyBatch
         if self._drafter is None or from_next_drafts:
             searched = self._search.tensors

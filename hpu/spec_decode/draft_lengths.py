@@ -96,7 +96,8 @@ class DraftLengths:
         """Whether the current launch has a trial."""
 
     def begin_launch(self, num_requests: int) -> None:
-        """Start a launch. Call it once per launch, before `wanted`."""
+        """Start a launch of `num_requests`, which adds to the time saved for trials. Call it before
+        `wanted`."""
         self._has_try = False
         if self.costs is not None:
             share = TRY_SHARE * self.costs.seconds(num_requests)

@@ -1,4 +1,4 @@
-"""DraftModelProposer: the most likely tokens of a smaller draft model.
+"""DraftModelProposer: the most likely tokens of a draft model, or of a head with a KV cache.
 
 The drafter has its own KV cache, with the same block ids as the target, and runs only when drafts
 are requested. It may lag behind the target by a prompt, by a prefix that the target found in its
@@ -16,13 +16,13 @@ from hpu.spec_decode.base import NOTHING, DraftingCosts, Proposal, Tokens
 from hpu.spec_decode.launch_costs import LaunchCosts
 
 MAX_ROWS = 8
-"""Maximum number of tokens of a request in the first launch; a prefill computes further tokens
-before."""
+"""Maximum number of missing tokens that the first launch computes for a request. If more tokens are
+missing, a prefill computes all of them but the last."""
 
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Runs a draft model over the blocks of the running requests
+    """Runs a draft model or a head over the blocks of the running requests
     (hpu/runner/drafting/draft_runner.py)."""
 
     block_size: int
@@ -77,8 +77,8 @@ class _State:
 
 
 class DraftModelProposer:
-    """Drafts with a model. Records which tokens each block contains, so that keys and values that
-    were computed for another request, or before a preemption, are reused."""
+    """Drafts with a model or a head. Records which tokens each block contains, so that keys and
+    values that were computed for another request, or before a preemption, are reused."""
 
     def __init__(self, launcher: DraftLauncher, *, reads_hidden: bool = False) -> None:
         """`reads_hidden`: position i of the drafter reads token i + 1 and the target's hidden

@@ -50,7 +50,7 @@ class Drafter:
 
 
 class ModelDrafter(Drafter):
-    """Drafts with a model that has its own KV cache."""
+    """Drafts with a draft model. The subclasses draft with a head."""
 
     runner: type[DraftRunner] = DraftRunner
     """Runner of the model on a device that shares memory with the host."""
@@ -118,7 +118,7 @@ class HiddenHeadDrafter(ModelDrafter):
         head: Callable[[ModelConfig, HeadSizes, WeightMap, torch.dtype, torch.device], HiddenHead],
     ) -> None:
         """`head`: makes the head from the ModelConfig of the target, the sizes and the weight map
-        of the method's facts."""
+        of the method's facts, the dtype and the device."""
         self._head = head
 
     def proposer(self, method: SpeculationMethod, launcher: object) -> Proposer:
@@ -140,7 +140,7 @@ class HiddenHeadDrafter(ModelDrafter):
 
 
 def select_drafter(method: SpeculationMethod) -> Drafter:
-    """Drafter for `method`. Imports no other drafter."""
+    """Drafter for `method`. Imports only its file in drafters/."""
     drafter: Drafter = DRAFT_METHODS.counterpart(
         method.method, "hpu.spec_decode.drafters", "DRAFTERS"
     )

@@ -65,7 +65,7 @@ class HeadLauncher(Protocol):
         ...
 
     def measure(self, max_rows: int) -> LaunchCosts:
-        """Measure the time of drafting by the number of requests."""
+        """Measure the time of drafting a token per request, by the number of requests."""
         ...
 
 

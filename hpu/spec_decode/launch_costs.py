@@ -1,4 +1,4 @@
-"""LaunchCosts: time of a decode by its number of rows."""
+"""LaunchCosts: time of a launch by its number of rows."""
 
 import itertools
 import time
@@ -61,8 +61,8 @@ def measure(
 ) -> LaunchCosts:
     """Measure launches: call `launch(rows)`, which returns when the launch is done, for ascending
     row counts up to `max_rows`, and repeat up to REPEATS times within `budget_s` seconds. Uses the
-    fastest call of each row count. All ranks of `agreement` make the same calls and get the result
-    of the first rank."""
+    fastest repetition of each row count. All ranks of `agreement` make the same calls and get the
+    result of the first rank."""
     end_s = time.perf_counter() + budget_s
     fastest: dict[int, float] = {}
     counts = [*(count for count in ROWS if count < max_rows), max_rows]

@@ -1,1 +1,1 @@
-"""Warm-up: bucket order, graph capture budget and log lines."""
+"""Warm-up: runs of buckets, captures of graphs, the order of both, and log lines."""

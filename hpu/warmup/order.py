@@ -102,7 +102,7 @@ def _largest(buckets: list[Bucket]) -> list[Bucket]:
 
 def order_buckets(buckets: Sequence[Bucket], strategy: str, block_size: int) -> list[Bucket]:
     """Order of captures. `min_tokens`: by batch * length, then by length. `max_bs`: by descending
-    batch, then by length. Ties are sorted by shape."""
+    batch, then by length. Ties are sorted by shape. Raises ConfigError for another `strategy`."""
     if strategy not in CAPTURE_ORDERS:
         raise ConfigError(f"capture order {strategy!r} is not one of {', '.join(CAPTURE_ORDERS)}")
 
@@ -121,7 +121,8 @@ def _length(bucket: Bucket, block_size: int) -> int:
 
 
 def split_graphs(graphs: float, prompt_ratio: float) -> tuple[float, float]:
-    """Split `graphs`, the memory for graphs in bytes, into (prompt, decode) shares."""
+    """Split `graphs`, the memory for graphs in bytes, into (prompt, decode) shares. Raises
+    ConfigError for a `prompt_ratio` outside 0 to 1."""
     if not 0 <= prompt_ratio <= 1:
         raise ConfigError(f"--graph-prompt-ratio is {prompt_ratio}, it must be between 0 and 1")
     prompt = graphs * prompt_ratio

@@ -44,12 +44,12 @@ Progress = Callable[[WarmupProgress], None]
 class Warmup:
     """Prepares buckets in passes.
 
-    0. Each bucket is compiled without being executed, if the device has a mode for it: the device's
-       software compiles while the host traces the next buckets.
-    1. Each bucket runs once without a graph, the largest first. Afterwards everything is compiled,
-       the device's workspace has its final size, and buckets that do not fit are known. A bucket
-       that was only compiled would be slower at its first real launch; with --warmup compile, only
-       the largest bucket of each phase runs here.
+    0. Each bucket is compiled without being executed, if configured and if the device has a mode
+       for it: the device's software compiles while the host traces the next buckets.
+    1. Each bucket runs once without a graph, the largest first. Afterwards all forward passes are
+       compiled, the device's workspace has its final size, and buckets that do not fit are known. A
+       bucket that was only compiled would be slower at its first real launch; with --warmup
+       compile, only the largest bucket of each phase runs here.
     2. Every kind of sampling runs once in each batch width.
     3. Graphs are captured in the order in which traffic needs them, or in another configured order,
        and replayed, within the memory reserved for graphs. Nothing else allocates then, so the
@@ -139,7 +139,7 @@ class Warmup:
     def _compile_alone(self, buckets: list[Bucket], on_progress: Progress) -> bool:
         """Compile every bucket, and run only what is compiled or captured separately: the largest
         launch of each phase, the sampling of each width, and graphs. Returns False if the device
-        cannot compile without running."""
+        cannot compile without running, or after an error."""
         order = largest_first(buckets, self._block_size)
         samplings = self._samplings_by_width(order)
         num_samplings = sum(len(kinds) for _, kinds in samplings)
@@ -431,7 +431,7 @@ class Warmup:
     def _run_graph(self, bucket: Bucket) -> bool:
         """Replay a new graph once, since the first replay is slower. The first decode of a batch
         size also captures the sampler, within the same budget, and is replayed with each of the
-        sampler's settings. Returns False when memory is full."""
+        sampler's settings. Returns False when a run fails (see `_run_once`)."""
         settings: tuple[RequestSampling, ...] = (GREEDY,)
         if bucket[0] == DECODE and bucket[1] not in self._captured_widths:
             self._captured_widths.add(bucket[1])
@@ -455,8 +455,8 @@ class Warmup:
         return budget.fits(bucket)
 
     def _run_once(self, bucket: Bucket, *samplings: RequestSampling) -> bool:
-        """Run `bucket` once for each of `samplings`. Returns False when memory is full or the
-        device's compiler rejects the bucket, on any rank; the failing rank logs the reason."""
+        """Run `bucket` and sample with each of `samplings`. Returns False when memory is full or
+        the device's compiler rejects the bucket, on any rank; the failing rank logs the reason."""
         if not self._agreement.is_alone:
             # Log the bucket: a rank may block forever if another rank prepares a different bucket.
             self._announce(bucket)

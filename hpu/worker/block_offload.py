@@ -78,7 +78,8 @@ class BlockOffload(Offload):
         self._corrupt: dict[int, list[int]] = {}
         """Non-empty StepResult.corrupt_loads, by step."""
         self._num_filled = 0
-        """Number of leading slots that may contain data: the engine uses the lowest slots first."""
+        """Number of leading slots that may contain data: the engine takes unused slots in ascending
+        order."""
         self._deletes_files = config.kv_offloading_delete_files
         self._max_files = 0
         """Maximum number of files; 0: blocks are not kept in files."""

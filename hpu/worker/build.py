@@ -121,7 +121,7 @@ class Components:
             self.cache.pages_ahead.close()
 
     def close(self) -> None:
-        """Free the memory of caches and states, and stop the threads."""
+        """Free the memory of caches, states and images, and stop the threads."""
         self.end_threads()
         self.images.close()
         for part in (self.cache, self.states, *self.draft_caches):

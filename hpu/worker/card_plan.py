@@ -91,7 +91,7 @@ class CardDemand:
     packs_experts: bool = False
     """Whether experts that are stored in 4-bit floats stay in 4 bits."""
     max_tokens_per_step: int = 1
-    """Number of tokens that a decode verifies per sequence. If above 1, sliding-window layers cache
+    """Tokens of a sequence in a decode: 1 + draft tokens. If above 1, sliding-window layers cache
     the whole context."""
     drafter_sizes: Callable[[int], DrafterSizes] = no_drafter
     """Returns the drafter's sizes per card, given the number of cards."""

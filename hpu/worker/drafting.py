@@ -95,8 +95,8 @@ def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: For
 
 
 def draft_features(loaded: LoadedModel, batch_state: BatchState) -> tuple[LaunchFeature, ...]:
-    """Inputs of decodes that verify drafts on a device, on a pipeline stage that does not sample or
-    draft itself."""
+    """Further inputs of decodes that verify drafts on a device: sampled tokens on a pipeline stage
+    that does not sample, and drafts if the plans contain them."""
     method = _device_method(loaded)
     if method is None:
         return ()
@@ -114,9 +114,9 @@ def draft_layout(
     features: Sequence[LaunchFeature],
     hidden_buffers: HiddenBuffers | None,
 ) -> DraftLayout | None:
-    """Inputs of decodes that verify drafts on a device; None for other decodes. `hidden_buffers`:
-    for a pipeline stage that receives hidden states. Raises ConfigError for a model with M-RoPE on
-    such a device."""
+    """Inputs of decodes that verify drafts on a device; None for other decodes. Prepares `sampler`
+    for drafts. `hidden_buffers`: for a pipeline stage that receives hidden states. Raises
+    ConfigError for a model with M-RoPE on such a device."""
     method = _device_method(loaded)
     if method is None:
         return None

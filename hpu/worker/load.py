@@ -68,8 +68,8 @@ from hpu.worker.weight_offload import WeightsInHostMemory, weights_in_host_memor
 logger = logging.getLogger(__name__)
 
 MAX_POOLING_STEP = 32
-"""Maximum step between the bucket lengths of a pooling model, since texts are shorter than
-prompts."""
+"""Maximum step between the bucket lengths of a pooling model without a configured block size, since
+texts are shorter than prompts."""
 
 SINGLE_GROUPS = ProcessGroups()
 
@@ -95,7 +95,7 @@ class LoadedModel:
     groups: ProcessGroups = SINGLE_GROUPS
     link: PipelineLink = SINGLE_STAGE
     kv_cache_format: KVCacheFormat | None = None
-    """None if keys and values are cached in `dtype`."""
+    """None if keys and values are cached in `dtype`, or if `patcher` quantizes them."""
     num_rings: int = 0
     """Number of rings in each sliding-window layer's cache, including a ring for padding. 0: these
     layers cache the whole context in blocks."""
@@ -266,8 +266,9 @@ def load(
     groups: ProcessGroups = SINGLE_GROUPS,
     link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
-    """Load this rank's part of the model, from `offloaded` weights or from the checkpoint. Raises
-    ConfigError if the checkpoint, the device and the settings do not match."""
+    """Load this rank's part of the model, with `offloaded` weights, random weights (--load-format
+    dummy) or the checkpoint's. Raises ConfigError if the checkpoint, the device and the settings do
+    not match."""
     is_pooling = pooler is not None
     is_built_in = is_pooling or is_native(model_config, config.model_impl)
     if not is_pooling:

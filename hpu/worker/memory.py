@@ -84,7 +84,7 @@ class FreeMemory:
 
     free: int
     reserve: int
-    """Memory peak of the largest launch."""
+    """Memory peak of the largest launch or of the image encoder."""
     is_measured: bool = True
     """Whether the largest launch was run; otherwise `reserve` is an estimate."""
 

@@ -8,10 +8,10 @@ from hpu.offload.sizes import MIN_SLOTS, staging_bytes
 
 
 class OffloadTiers(NamedTuple):
-    """Bytes per device. Each device stores its part of every block of the engine."""
+    """Capacity per device. Each device stores its part of every block of the engine."""
 
     staging_bytes: int
-    """Bytes of the staging buffers, on a device with its own memory."""
+    """Bytes of the staging buffers, which a device with its own memory needs."""
     host_bytes: int
     host_blocks: int
     file_bytes: int

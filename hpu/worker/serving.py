@@ -38,7 +38,7 @@ Progress = Callable[[WarmupProgress], None]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model that is built and warmed up. `submit` and `collect` (at most once per submitted
+    """A model that is built and warmed up. Call `submit` and `collect` (at most once per submitted
     plan), with a `mask` after each plan that defers sampling; then `close`."""
 
     backend: Backend

@@ -33,7 +33,7 @@ class WeightsInHostMemory:
     """Bytes of device memory saved."""
 
     def place_layer(self, index: int, layer: nn.Module) -> None:
-        """A PlaceLayer of Decoder, which moves offloaded layers to host memory."""
+        """PlaceLayer callback of Decoder: moves offloaded layers to host memory."""
         if index in self.layers:
             move_to_host(layer, self.backend)
 

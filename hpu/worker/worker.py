@@ -63,8 +63,8 @@ class _Device(NamedTuple):
 class Worker:
     """A device that runs step plans. Call `start` once; then `submit` and `collect` (at most once
     per submitted plan), and `mask` after each plan that defers sampling; finally `close`. Call
-    `sleep` only with no plan in flight; while asleep, only `call`, `wake_weights`, `wake_up` and
-    `close` are allowed. Not thread-safe."""
+    `sleep` only with no plan in flight; while asleep, do not call `submit`, `mask`, `collect` or
+    `handle`. Not thread-safe."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         """`ranks`: rank of this worker among the workers that run the model. All workers must
@@ -110,7 +110,8 @@ class Worker:
 
     def start(self, on_progress: Progress) -> WorkerReady:
         """Load, build and warm up. Raises ConfigError if the checkpoint, the device and the
-        settings do not fit each other."""
+        settings do not fit each other, and ProfileWritten after launches configured for a
+        profile."""
         with torch.inference_mode():
             backend = select_backend(
                 self._config, self._ranks, lambda step: on_progress(WarmupProgress(step, 0, 0))
@@ -184,8 +185,8 @@ class Worker:
         return self._awake.profiler.call(name)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, the graphs and everything else but the weights. A second call may
-        raise the level; a lower level has no effect.
+        """Free the KV cache, the graphs and all other components. A second call may raise the
+        level; a lower level has no effect.
 
         Level 1 copies the weights to host memory. It keeps them in place if the device shares the
         host's memory. It drops them if they are quantized, patched or partly offloaded on a device
@@ -214,7 +215,8 @@ class Worker:
         )
 
     def wake_weights(self) -> None:
-        """Load the weights again. On failure, stays asleep and raises RequestFailed."""
+        """Load the weights again if they are not on the device. On failure, stays asleep and raises
+        RequestFailed."""
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(self._device, lambda progress: None)

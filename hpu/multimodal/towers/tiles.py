@@ -79,8 +79,8 @@ PHI4 = "phi4_multimodal"
 
 
 def make_tiles(whole: Any, dtype: torch.dtype) -> Tiles | None:
-    """Tile implementation for a transformers model; None if its images do not consist of tiles of
-    equal size."""
+    """Tile implementation for a transformers model; None for a model type that is not listed
+    here."""
     model_type = type(whole.config).model_type
     if model_type == PHI4:
         return Phi4Tiles(whole, dtype)

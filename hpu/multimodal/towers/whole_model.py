@@ -1,5 +1,5 @@
-"""A transformers model with images, built as a whole; its vision tower is filled and called by this
-server."""
+"""Builds a whole vision-language model of transformers without weights, and reduces it to its
+vision tower."""
 
 from pathlib import Path
 from typing import Any

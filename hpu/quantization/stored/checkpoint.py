@@ -19,7 +19,8 @@ experts."""
 
 class CheckpointScheme:
     """A weight stays quantized if the device has a method for it and all tensors merged into the
-    layer have the same quantization; other weights are dequantized while loading."""
+    layer have the same quantization; other weights, and a head divided among ranks, are dequantized
+    while loading."""
 
     def __init__(
         self, make_method: MakeMethod, make_moe_method: MakeMoEMethod = lambda experts: None

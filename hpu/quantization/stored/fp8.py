@@ -260,8 +260,8 @@ def can_multiply(experts: StoredExperts) -> bool:
 
 
 class Fp8BlockLinearMethod(StoredMethod):
-    """LinearMethod that keeps the checkpoint's scales and dequantizes the weight to the
-    activations' dtype in each launch."""
+    """LinearMethod that keeps the checkpoint's scales (doubled on a card for which weights are
+    halved) and dequantizes the weight to the activations' dtype in each launch."""
 
     def __init__(self, weight: StoredWeight, fp8_range: Fp8Range) -> None:
         """`weight` must satisfy `can_stay`."""

@@ -1,10 +1,10 @@
 """DeviceModelDrafter and its subclasses: launches of a drafter on a device with its own memory,
 with their own graphs.
 
-The drafter computes every prompt along with the target, in the same blocks, so that a cached prefix
-of the target is also cached for the drafter. Before each decode it recomputes the last tokens,
-because the previous decode may have accepted any number of them, and then drafts. Nothing waits for
-the host.
+A drafter with a KV cache computes every prompt along with the target, in the same blocks, so that a
+cached prefix of the target is also cached for the drafter. To draft, it first recomputes the last
+tokens, because the previous decode may have accepted any number of them. Nothing waits for the
+host.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,9 @@ from hpu.spec_decode.hidden_heads import HiddenHead
 Greedy = Callable[[Tensor], Tensor]
 """(M, V) logits to (M,) tokens of the index type, -1 for non-finite logits."""
 Found = tuple[Tensor, ...]
-"""(B,) drafts. A head adds (B, 1, hidden), its own hidden states, which replace the target's in the
-next launch."""
+"""(B,) drafts. A head with a KV cache adds (B, 1, hidden), its own hidden states, which replace the
+target's in the next launch. A head without a KV cache returns all drafts (B, max_drafts) at
+once."""
 
 
 class DeviceModelDrafter:

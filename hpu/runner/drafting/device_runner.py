@@ -150,8 +150,8 @@ class DeviceSpeculationRunner(ModelRunner):
         *,
         drafts_next: bool,
     ) -> ForwardOutput:
-        """Run a decode whose rows are computed on the device, with logits for all rows. Every
-        pipeline stage computes the same rows.
+        """Run a decode whose rows are computed on the device. Every pipeline stage computes the
+        same rows; the last stage computes logits for all rows.
 
         `drafts_next`: verify the drafts kept from the previous launch, and draft for the next
         launch at the end of this launch. The host then receives drafts before they are verified, as

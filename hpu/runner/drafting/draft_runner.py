@@ -23,7 +23,7 @@ from hpu.spec_decode.hidden_heads import HiddenHead
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
 
 MEASURED_CONTEXT = 256
-"""Number of context tokens per row in `DraftRunner.measure`."""
+"""Number of context tokens per row in the measurements of decodes."""
 
 
 class DraftRunner:
@@ -48,7 +48,7 @@ class DraftRunner:
             batch_state, hidden_cache: state and hidden states of the target.
             greedy: maps (M, V) logits to (M,) tokens, like the target's sampler.
             agreement: of the ranks, so that all ranks use the same measurements.
-            max_prefill_tokens: maximum number of tokens of a launch.
+            max_prefill_tokens: maximum number of tokens of a prefill.
         """
         self.block_size = batch_state.block_size
         self.max_model_len = max_model_len

@@ -1,4 +1,4 @@
-"""Checks of the runtime's reports: memory, metrics, and the cache of compiled recipes."""
+"""Checks of the runtime's names, memory, metrics, and cache of compiled recipes."""
 
 import os
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ NAMES = {
     "utils.internal": ("is_lazy",),
     "utils.experimental": ("_get_device_type", "synDeviceType"),
 }
-"""Names that a server uses in lazy mode, by module of the vendor."""
+"""Names that a server or the self-test uses in lazy mode, by module of the vendor."""
 
 
 def memory_stats(card: Card) -> Iterator[Comparison]:

@@ -1,5 +1,4 @@
-"""Checks of torch's own operators in lazy recipes: cache writes, the router, the sampler, matmuls,
-non-finite values, integers of 64 bits."""
+"""Checks of torch's own operators in lazy recipes."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING

@@ -2,8 +2,8 @@
 host, SuffixSearch on a device with its own memory. Proposes the most frequent continuation of the
 last tokens in the request's own tokens or in earlier outputs.
 
-A linear search over the tokens replaces the suffix tree: it finds the same matches in a tenth of a
-millisecond, and needs no memory besides the tokens.
+A linear search over the tokens replaces the suffix tree: it finds the same matches, and needs no
+memory besides the tokens.
 """
 
 from collections import deque
@@ -37,8 +37,8 @@ MAX_MATCHES = 64
 
 
 class Outputs:
-    """Outputs of up to `max_requests` ended requests, with at most `max_tokens` tokens in total.
-    The oldest outputs are dropped first."""
+    """Outputs of up to `max_requests` ended requests, with at most `max_tokens` tokens and
+    separators in total. The oldest outputs are dropped first."""
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_OUTPUT_TOKENS) -> None:
         self._max_requests = max_requests
@@ -54,7 +54,7 @@ class Outputs:
         return self._buffer[self._start : self._end]
 
     def add(self, output: Tokens) -> None:
-        """Store an output."""
+        """Store an output, unless it exceeds the limits alone."""
         size = len(output) + 1
         if size > self._max_tokens or not self._max_requests:
             return

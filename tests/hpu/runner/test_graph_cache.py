@@ -1,10 +1,14 @@
 """Captured forward passes: when they are captured and replayed, and their counters."""
 
+from functools import partial
+
 import pytest
 import torch
 from captured_card import GRAPH_BYTES, CapturedCard
+from thread_ranks import on_ranks
 from torch import Tensor
 
+from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import LaunchArrays
 from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import DECODE, PREFILL
@@ -102,6 +106,22 @@ def test_a_shape_first_run_while_serving_is_counted_once_with_its_requests(
     assert caplog.messages == [
         "Compiled while serving: prefill bucket of batch 1, query 8, 2 blocks, for requests 3, 5"
     ]
+
+
+def test_ranks_keep_capturing_after_the_compiler_of_one_rank_refused_a_graph() -> None:
+    def work(card: CapturedCard, agreement: Agreement) -> tuple[list[bool], bool]:
+        graphs = GraphCache(
+            _forward, card, Counters(), captures=True, budget_bytes=5000, agreement=agreement
+        )
+        graphs.on_demand = True
+        for bucket in (SMALL, LARGE):
+            graphs.run(_inputs(card, bucket))
+        return [graphs.has_graph(bucket) for bucket in (SMALL, LARGE)], graphs.on_demand
+
+    cards = CapturedCard(ungraphable=2), CapturedCard()
+    found = on_ranks(*(partial(work, card) for card in cards))
+
+    assert found == [([False, True], True)] * 2
 
 
 def test_inputs_that_will_be_dropped_are_never_captured() -> None:
