@@ -75,7 +75,7 @@ async def _shapes(state: AppState) -> Any:
 
 
 def _reason(state: AppState) -> str:
-    """Why no engine runs; empty while an engine runs."""
+    """Why the engines have failed or are being restarted; empty otherwise."""
     if state.client.failure is not None:
         return state.client.failure
     return state.client.lost.message if state.client.lost is not None else ""
