@@ -41,8 +41,8 @@ def page_routes(state: AppState) -> APIRouter:
     proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     for path, file in _page_files().items():
-        # Starlette's route, because FastAPI inspects each endpoint's signature, which takes longer
-        # than all other start-up work for the page.
+        # Starlette's route, because FastAPI inspects each endpoint's signature, which takes time at
+        # start-up.
         router.add_route(path, file.respond, include_in_schema=False)
 
     @router.get("/page/state")

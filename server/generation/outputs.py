@@ -118,7 +118,7 @@ class RequestStream(Protocol):
 
     @property
     def timing(self) -> Timing:
-        """Times of the request: of its slowest choice, or of a beam search."""
+        """Times of the request, over all choices."""
         ...
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]: ...

@@ -31,8 +31,8 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled. RecordMiddleware logs it at the
-    end of the request."""
+    """Record of a request, filled in while the request is handled. RecordMiddleware reads it at the
+    end of the request, for the log line and the metrics."""
 
     id: str
     method: str

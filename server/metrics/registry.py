@@ -107,7 +107,7 @@ class Metrics:
             name: self._registry.counter(name, text, LABELS).labels(self._model_name, ENGINE)
             for name, text in (
                 (IMAGE_QUERIES, "Lookups in the cache of preprocessed images."),
-                (IMAGE_HITS, "Images that were found there, or that another request had begun."),
+                (IMAGE_HITS, "Images that were cached or already in work for the same client."),
             )
         }
         self._image_seconds = self._registry.histogram(
