@@ -27,7 +27,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/live",
         operation_id="live",
-        summary="Liveness probe: 503 after all engines have failed for good, otherwise 200",
+        summary="Liveness probe: 503 after the engines have failed for good, otherwise 200",
     )
     async def get_live() -> Response:
         return liveness(state)
