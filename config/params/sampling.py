@@ -182,6 +182,7 @@ def _check_kinds(params: SamplingParams) -> None:
         _check(isinstance(word, str), "bad_words", word, "made of strings")
 
 
+_PENALTY = "a number between -2 and 2"
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("n", lambda n: 1 <= n <= MAX_N, f"between 1 and {MAX_N}"),
     ("max_tokens", lambda count: count >= 0, "at least 0"),
@@ -190,13 +191,17 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("prompt_logprobs", lambda count: 0 <= count <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     ("thinking_token_budget", lambda count: count >= 0, "at least 0"),
     ("truncate_prompt_tokens", lambda count: count == -1 or count >= 1, "-1, or at least 1"),
-    ("temperature", lambda value: _finite(value) and 0 <= value <= 2, "between 0 and 2"),
-    ("min_p", lambda value: _finite(value) and 0 <= value <= 1, "between 0 and 1"),
-    ("presence_penalty", lambda value: _finite(value) and abs(value) <= 2, "between -2 and 2"),
-    ("frequency_penalty", lambda value: _finite(value) and abs(value) <= 2, "between -2 and 2"),
-    ("top_p", lambda value: _finite(value) and 0 < value <= 1, "greater than 0, and at most 1"),
+    ("temperature", lambda value: _finite(value) and 0 <= value <= 2, "a number between 0 and 2"),
+    ("min_p", lambda value: _finite(value) and 0 <= value <= 1, "a number between 0 and 1"),
+    ("presence_penalty", lambda value: _finite(value) and abs(value) <= 2, _PENALTY),
+    ("frequency_penalty", lambda value: _finite(value) and abs(value) <= 2, _PENALTY),
+    (
+        "top_p",
+        lambda value: _finite(value) and 0 < value <= 1,
+        "a number greater than 0, and at most 1",
+    ),
     ("top_k", lambda count: count >= -1, "-1 or 0 (off), or at least 1"),
-    ("repetition_penalty", lambda value: _finite(value) and value > 0, "greater than 0"),
+    ("repetition_penalty", lambda value: _finite(value) and value > 0, "a number greater than 0"),
     ("seed", lambda seed: -(2**63) <= seed < 2**63, f"between {-(2**63)} and {2**63 - 1}"),
 )
 """(name, predicate for allowed values, description of the allowed values)."""
@@ -252,7 +257,9 @@ def _check_each_bias(biases: Mapping[int, float]) -> None:
             _refuse("logit_bias", f"has token id {token}, it must be at least 0")
         if not (_finite(bias) and -100 <= bias <= 100):
             shown = value_text(bias)
-            _refuse("logit_bias", f"['{token}'] is {shown}, it must be between -100 and 100")
+            _refuse(
+                "logit_bias", f"['{token}'] is {shown}, it must be a number between -100 and 100"
+            )
 
 
 def _check_bad_words(params: SamplingParams) -> None:

@@ -1,1 +1,1 @@
-"""Routes for operators: probes, metrics, profiling, sleep, the API docs, the status page."""
+"""Routes for operators, the API docs, and the web page."""

@@ -24,7 +24,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 def development_routes(state: AppState) -> APIRouter:
-    """Routes that --enable-dev-endpoints enables."""
+    """Routes that --enable-dev-endpoints enables on a server with API keys."""
     router = APIRouter(tags=["Development"])
     _add_profile(router, state)
     _add_facts(router, state)

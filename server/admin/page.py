@@ -41,8 +41,8 @@ def page_routes(state: AppState) -> APIRouter:
     proxy may add a path prefix."""
     router = APIRouter(include_in_schema=False)
     for path, file in _page_files().items():
-        # Starlette's route, because FastAPI inspects each endpoint's signature, which takes longer
-        # than all other start-up work for the page.
+        # Starlette's route, because FastAPI inspects each endpoint's signature, which takes time at
+        # start-up.
         router.add_route(path, file.respond, include_in_schema=False)
 
     @router.get("/page/state")
@@ -75,7 +75,7 @@ async def _shapes(state: AppState) -> Any:
 
 
 def _reason(state: AppState) -> str:
-    """Why no engine runs; empty while an engine runs."""
+    """Why the engines have failed or are being restarted; empty otherwise."""
     if state.client.failure is not None:
         return state.client.failure
     return state.client.lost.message if state.client.lost is not None else ""

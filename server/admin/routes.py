@@ -27,7 +27,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/live",
         operation_id="live",
-        summary="The liveness probe: 200 while the server starts, serves, or restarts an engine",
+        summary="Liveness probe: 503 after the engines have failed for good, otherwise 200",
     )
     async def get_live() -> Response:
         return liveness(state)
@@ -35,7 +35,7 @@ def admin_routes(state: AppState) -> APIRouter:
     @get(
         "/health",
         operation_id="health",
-        summary="503 until the server has started, then the same as /live (as in vLLM)",
+        summary="503 until the server has started, then the same as /live",
     )
     async def get_health() -> Response:
         return _health(state)

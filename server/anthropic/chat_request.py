@@ -103,11 +103,12 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 class _MessageBuilder:
-    """Builds chat messages; consecutive messages of the same role are joined."""
+    """Builds chat messages. Consecutive messages of the same role are joined, except tool
+    results."""
 
     def __init__(self, takes_images: bool) -> None:
         self._taken = ("text", "image") if takes_images else ("text",)
-        """Block types that a user message may have, besides tool results."""
+        """Block types that are converted to content parts of user messages and tool results."""
         self.messages: list[Message] = []
         self._tools: dict[str, str] = {}
         """tool_use id -> tool name."""
@@ -262,7 +263,8 @@ class _MessageBuilder:
 
 
 def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    """Content blocks with their paths. Raises UserError for a block without a type."""
+    """Content blocks with their paths. Raises UserError for more than MAX_PARTS blocks, and for a
+    block without a type."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if len(content) > MAX_PARTS:
@@ -289,8 +291,8 @@ def _image(block: Any, where: str) -> Part:
 
 
 def _text(block: Any, where: str, taken: Sequence[str] = ("text",)) -> Part:
-    """Text of a text block. Raises UserError for any other block; `taken`: accepted types, for the
-    error."""
+    """Convert a text block to a content part. Raises UserError for any other block; `taken`:
+    accepted types, for the error."""
     if block["type"] != "text":
         raise wrong_type(block["type"], where, taken)
     return {"type": "text", "text": _string(block, "text", where)}

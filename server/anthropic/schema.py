@@ -48,14 +48,14 @@ _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether `tool` is a built-in tool of other servers, such as web_search_20250305. These tools
-    are ignored."""
+    """Whether `tool` has a type other than custom, such as web_search_20250305, a tool that other
+    servers run. These tools are ignored."""
     return type_of(tool) not in (None, "custom")
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an earlier response is ignored: its type is specific to other servers,
-    such as redacted_thinking, or its text is null."""
+    """Whether a block of an assistant message is ignored: a block whose type is not text, thinking,
+    tool_use or image, such as redacted_thinking, or a text block whose text is null."""
     kind = type_of(block)
     if kind == "text":
         return block.get("text") is None
@@ -71,7 +71,7 @@ class ToolChoice(Body):
 
 
 class ThinkingChoice(Body):
-    """Whether the model should reason before it answers."""
+    """Whether the model reasons before it answers, and how the response shows the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Integer | None = None
@@ -93,7 +93,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """Effort and output format."""
+    """Reasoning effort and output format."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -136,7 +136,7 @@ class CountBody(Body):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """Names of unknown fields, and of ignored tools and blocks."""
+        """Names of unknown fields, and of ignored tools, context edits and blocks."""
         ignored = super().unknown_fields(data)
         ignored += ignored_entries("tools", data.get("tools"), is_foreign_tool)
         management = data.get("context_management")
@@ -151,7 +151,7 @@ class CountBody(Body):
         return ignored
 
     def check(self) -> None:
-        """Check fields against each other. Raises UserError."""
+        """Check what the field types do not check. Raises UserError."""
         choice, thinking = self.tool_choice, self.thinking
         if choice is not None and choice.type == "tool" and choice.name is None:
             raise UserError(

@@ -69,8 +69,8 @@ NOT_SERVED = (
     (re.compile("/v1/update_models"), "A server has a single model: start a server for each."),
     (re.compile(".*/derender$"), "/detokenize returns the text of token ids."),
 )
-"""Path pattern of routes of OpenAI and vLLM that do not exist here -> sentence added to the 404
-message."""
+"""(path pattern of routes of OpenAI and vLLM that do not exist here, sentence added to the 404
+message)."""
 
 
 def create_app(state: AppState) -> ASGIApp:
@@ -108,7 +108,7 @@ def create_app(state: AppState) -> ASGIApp:
     api.add_exception_handler(HTTPException, _answer_http)
     api.add_exception_handler(RequestValidationError, _answer_invalid)
     api.add_exception_handler(Exception, _leave_to_middleware)
-    # Outside FastAPI's middleware stack, so that short requests can bypass FastAPI.
+    # Outside FastAPI's middleware stack, so that requests to fixed paths bypass FastAPI.
     app: ASGIApp = FastRouter(api, api.state.routes)
     app = AuthMiddleware(app, state)
     if state.config.allowed_origins:
@@ -161,9 +161,9 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path. The message names the flag that enables the route, the API to use
-    instead of Ollama's, the replacement for a route of OpenAI or vLLM, the route if only `/v1` is
-    missing, a route below `/v1`, or the route with the most similar path."""
+    """404 for an unknown path, with a hint: the flag that enables the route, a note on a route of
+    Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`, or the route
+    with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -212,7 +212,7 @@ def _methods(request: Request, path: str) -> list[str]:
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    # The first element of loc is only "query" or "path".
+    # The first element of loc is the kind of parameter, such as "query".
     problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
     return _refusal(user_error_from_problems(problems), request)
 
@@ -232,5 +232,5 @@ class _NoResponse(Response):
 
 async def _leave_to_middleware(request: Request, error: Exception) -> Response:
     """Exception handler that sends nothing. Starlette then re-raises `error`, and AuthMiddleware
-    sends the response; the default handler would send plain text first."""
+    handles it; the default handler would send plain text first."""
     return _NoResponse()

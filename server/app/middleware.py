@@ -56,8 +56,8 @@ class WithoutPrefix:
 
 
 class RecordMiddleware:
-    """Outermost middleware: gives each request an id and a record; logs and counts the request when
-    it ends."""
+    """Gives each request an id and a record; logs and counts the request when it ends, unless
+    another API server does so (`is_forwarded`)."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
@@ -102,13 +102,14 @@ class RecordMiddleware:
         if record.path in config.disable_access_log_for_endpoints:
             return
         access_log = not config.disable_access_log and record.path not in PROBES
-        # A browser requests about twenty files of the page at once.
+        # A browser requests all files of the page at once.
         is_page = record.path.startswith(PAGE_FILES)
         record.write(access_log=access_log, level=logging.DEBUG if is_page else logging.INFO)
 
 
 class AuthMiddleware:
-    """Checks the API key, and converts exceptions into error responses."""
+    """Checks the API key, and converts exceptions into error responses. An exception in the middle
+    of a response is only logged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app
@@ -129,7 +130,7 @@ class AuthMiddleware:
         except ClientGone as error:
             record.status = CLIENT_CLOSED
             release_frames(error)
-        except Exception as error:  # process boundary: one response, one log line
+        except Exception as error:  # process boundary
             if record.status:
                 logger.exception("Request %s failed in the middle of its response", record.id)
                 release_frames(error)
@@ -216,7 +217,8 @@ def _request_id(client_id: str) -> str:
 
 
 def _with_common_headers(record: RequestRecord, headers: Iterable[Header]) -> list[Header]:
-    """`headers` plus the headers that every response gets. Names are in lower case."""
+    """`headers` plus this server's headers, which replace headers of the same name. Names are in
+    lower case."""
     common = {b"x-request-id": record.id.encode()}
     if is_messages(record.path):
         common[b"request-id"] = common[b"x-request-id"]

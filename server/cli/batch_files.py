@@ -1,6 +1,6 @@
 """Batch files in OpenAI's format: requests and responses, one JSON object per line. The id of a
-response contains the line number of its request, so that an interrupted batch resumes after the
-last complete line of the output."""
+response contains the line number of its request, so that an interrupted batch resumes with the
+lines that have no response."""
 
 import contextlib
 import fcntl
@@ -36,7 +36,7 @@ class BatchLine(NamedTuple):
 
 
 class InvalidLine(NamedTuple):
-    """An input line that is not a request, or that repeats a custom_id."""
+    """An input line that is not a valid request, or that repeats a custom_id."""
 
     number: int
     custom_id: str | None
@@ -238,7 +238,8 @@ class BatchOutput:
 
 
 def _number_of(answer_id: str) -> int:
-    """Line number in the id of a response. Raises ValueError and AttributeError."""
+    """Line number in the id of a response. Raises ValueError, or AttributeError
+    for an id that is not a string."""
     digits = answer_id.removeprefix(PREFIX)
     # int() also accepts "7 ", "+7", "007", "1_0" and digits of other scripts.
     if not digits.isdecimal() or answer_id != f"{PREFIX}{int(digits)}":

@@ -21,7 +21,7 @@ from engine.reports.buckets import (
 from server.cli.flags import command_parser
 
 MAX_GRAPHS = 100
-"""Default of `--graphs`."""
+"""Default of `--graphs` if --bucketing-graphs is not set."""
 
 USAGE = """\
 usage: gaudiserve buckets show [flags]   print a strategy's table, and its padding for a traffic

@@ -94,8 +94,8 @@ def calibrate_parser() -> FlagParser:
     add(
         "--all-modules",
         action="store_true",
-        help="Quantize all linear layers and attention; without this flag, only the first matrix "
-        "multiplications of MLPs and experts in all but the last layer, which cost a small model "
+        help="Quantize all linear layers and attention; without this flag, only the gate and up "
+        "projections of MLPs, and the experts, of all but the last layer, which cost a small model "
         "the least accuracy",
     )
     add(

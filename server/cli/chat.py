@@ -94,8 +94,9 @@ def _quiet(loaded: Loaded) -> Any:
 
 
 def unknown_command(text: str) -> str:
-    """Error for a line that looks like a command but is unknown; empty for a message. A line of
-    several words counts as a command if its first word is similar to a known command."""
+    """Error for a line that looks like a command but is unknown; empty for a known command and for
+    a message. A line of several words counts as a command if its first word is similar to a known
+    command."""
     word, _, rest = text.partition(" ")
     if word in NAMES_OF_COMMANDS or not COMMAND.fullmatch(word):
         return ""

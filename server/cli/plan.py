@@ -28,8 +28,8 @@ def add_device(group: argparse._ArgumentGroup) -> None:
 
 
 def generation_of(device: str) -> str:
-    """Generation of the cards that `--device` names. Raises ConfigError for `hpu` without a
-    card."""
+    """Generation of the cards that `--device` names. Raises ConfigError for `hpu` unless this
+    machine has cards of one known generation."""
     return card_generation(this_machine(environment())) if device == "hpu" else device
 
 

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 def config_of(preset: Preset, loaded: Loaded) -> dict[str, object]:
     """Keys of a --config file: model, device, the preset, and all other settings that a source of
-    `loaded` sets, except secrets."""
+    `loaded` sets, except secrets and variables that other programs read, too."""
     return {
         "model": loaded.engine.model,
         "device": "hpu",

@@ -1,5 +1,5 @@
 """`gaudiserve quantize`: quantize the weights of a checkpoint with llmcompressor, in a format that
-vLLM and transformers also read."""
+vLLM and transformers also read, or convert an FP8 checkpoint for Gaudi 2."""
 
 import importlib
 from concurrent.futures import ProcessPoolExecutor
@@ -45,7 +45,7 @@ class QuantizationTarget(NamedTuple):
 
     @property
     def needs_data(self) -> bool:
-        """Whether the quantized weights depend on layer inputs (calibration data)."""
+        """Whether the quantization needs calibration data (--data)."""
         return self.modifier != PLAIN
 
     def modifier_of(self, *, has_data: bool) -> str:

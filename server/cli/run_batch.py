@@ -187,7 +187,7 @@ async def _answer_all(
 
 
 async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
-    """Send a line, and retry while the server is overloaded."""
+    """Send a line, and retry while the server answers 503."""
     while True:
         answer = await client.ask("POST", line.url, line.body)
         if answer.status != BUSY:
@@ -196,7 +196,7 @@ async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
 
 
 def retry_s(retry_after: str) -> float:
-    """Seconds to wait according to a Retry-After header."""
+    """Seconds to wait according to a Retry-After header; RETRY_S if it is not a number."""
     is_number = retry_after.isascii() and retry_after.isdecimal()
     return max(MIN_RETRY_S, min(float(retry_after), MAX_RETRY_S)) if is_number else RETRY_S
 

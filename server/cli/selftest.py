@@ -90,7 +90,8 @@ def _models(loaded: Loaded) -> tuple[ModelConfig, ...]:
 
 
 def row(result: CheckResult) -> str:
-    """Output line of a check: status, details, and the settings that avoid a failure."""
+    """Output line of a check: status, name, time and details; for a failure, also the settings that
+    avoid it."""
     text = f"  {result.status:<8} {result.name:<22} {result.seconds:7.2f} s  {result.detail}"
     words = [shown(fallback.setting, fallback.values[0]) for fallback in result.fallbacks]
     if result.is_wrong:

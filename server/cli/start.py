@@ -111,8 +111,8 @@ def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Repor
         check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)
     if not server.skip_tokenizer_init:
-        # Resolve and check the tokenizer here, where progress is reported, before any process
-        # starts. API servers find it in the cache.
+        # Resolve and check the tokenizer here, where progress is reported, before an engine starts.
+        # API servers find it in the cache.
         found = tokenizer_folder(folder, Path(engine.cache_dir or cache_home()), report)
         check_tokenizer_file(found / "tokenizer.json")
     return folder

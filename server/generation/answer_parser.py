@@ -45,10 +45,11 @@ from server.text.tokenizer import Tokenizer
 PROMPT_CHARACTERS = 256
 """Number of characters at the end of the prompt that are searched for a reasoning tag."""
 CLOSING_TOKENS = 64
-"""Number of last tokens that are searched first for the reasoning end tag."""
+"""Number of last tokens that are searched first for the end tag or call marker."""
 MAX_CLOSING_TOKENS = 4_096
-"""Number of last tokens that are searched for the reasoning end tag. A search decodes them about
-fifteen times, in 10 ms. A parser finds the end of the reasoning at most 1,024 characters late."""
+"""Number of last tokens that are searched for the end tag or call marker. A search decodes them
+about fifteen times, in 10 ms. A parser finds the end of the reasoning at most 1,024 characters
+late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +316,7 @@ class ChoiceParsers:
     ) -> None:
         """`new_id` creates the id of a call."""
         self._readers: dict[int, ChoiceParser] = {}
-        """Parsers by choice index; bounded by n."""
+        """Parsers by choice index."""
         self._tokenizer = tokenizer
         self._calls = calls
         self._reasoning = reasoning

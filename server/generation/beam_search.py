@@ -114,9 +114,8 @@ class BeamSearch:
 
 
 class BeamSearchGeneration:
-    """The best `params.n` continuations of each prompt, best first. Has the interface of
-    `Generation`, but the deltas, one for each choice, arrive at the end of the searches of all
-    prompts."""
+    """GenerationStream with the best `params.n` continuations of each prompt, best first. The
+    deltas, one for each choice, arrive at the end of the searches of all prompts."""
 
     @classmethod
     async def start(
@@ -131,9 +130,9 @@ class BeamSearchGeneration:
         visible_special_ids: frozenset[int] = frozenset(),
         admit: Callable[[], None] = lambda: None,
     ) -> "BeamSearchGeneration":
-        """Check the request, call `admit` and send the first step. Takes the arguments and raises
-        the exceptions of `Pipeline.start`; `params.n` is the beam width. A search uses only the end
-        tokens, the length limit and the output fields of `params`."""
+        """Check the request, call `admit` and send the first step. Raises the exceptions of
+        `Pipeline.start`, and UserError for an invalid `length_penalty` or beam width (`params.n`).
+        A search uses only the end tokens, the length limit and the output fields of `params`."""
         check_length_penalty(length_penalty)
         check_comparable(pipeline.ready.logprobs_mode, "use_beam_search")
         params, output_limits = await pipeline.check_request(prompts, params, param)
@@ -235,7 +234,7 @@ class BeamSearchGeneration:
     async def __anext__(self) -> list[Delta]:
         if not self._is_over:
             await self._search()
-        # One delta at a time: converting the tokens of all beams takes seconds.
+        # One delta at a time: converting the tokens of all beams may take seconds.
         delta = next(self._ended, None)
         if delta is None:
             raise StopAsyncIteration

@@ -9,7 +9,7 @@ from engine.transport.messages import Logprobs
 from server.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
-"""Replacement for minus infinity and NaN, which JSON cannot represent."""
+"""Minimum of reported values; replaces minus infinity and NaN, which JSON cannot represent."""
 ID_BYTES = 4
 """Bytes of an id, a value or a rank in Logprobs."""
 CONVERTED_ROWS = 64
@@ -27,7 +27,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     bytes: bytes
     """UTF-8 bytes of this token; may be an incomplete character."""
     logprob: float
-    """Natural logarithm; MIN_LOGPROB for minus infinity."""
+    """Natural logarithm of the probability, or a logit with such a `logprobs_mode`; at least
+    MIN_LOGPROB."""
     rank: int
     """Rank in the vocabulary; 1 for the most likely token."""
 

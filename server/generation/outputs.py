@@ -1,4 +1,4 @@
-"""Data types of the generation pipeline: prompts, deltas, outputs, and the stream protocols."""
+"""Prompts, deltas, outputs and timings of the generation pipeline, and its stream protocols."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """Text that `token_ids` was encoded from; None: the client sent token ids."""
+    """Text of the prompt; None if the client sent token ids or the server truncated the text."""
     images: PromptImages | None = None
     """Images and videos of the prompt; None without them."""
 
@@ -88,8 +88,8 @@ class Timing:
 
 
 class RequestStream(Protocol):
-    """Output stream of a request. Iterate it once: each item has all new output, at most one delta
-    per choice."""
+    """Output stream of a request. Iterate it once: each item has new output, at most one delta per
+    choice."""
 
     @property
     def engine(self) -> int:
@@ -118,7 +118,7 @@ class RequestStream(Protocol):
 
     @property
     def timing(self) -> Timing:
-        """Maximum of each value over all choices."""
+        """Times of the request, over all choices."""
         ...
 
     def __aiter__(self) -> AsyncIterator[list[Delta]]: ...

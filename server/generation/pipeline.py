@@ -53,7 +53,7 @@ ASLEEP_RETRY_S = 10
 
 
 class Pipeline:
-    """Starts generations, and performs all checks of a request that depend on the model."""
+    """Checks requests against the limits of the model and the server, and starts generations."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class Pipeline:
     async def check_request(
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
-        """`params` with bad words as token ids, and the output limit of each prompt. Raises the
-        exceptions of `start`."""
+        """`params` with bad words as token ids and long lists of token ids packed, and the output
+        limit of each prompt. Raises the exceptions of `start`."""
         ready = self.ready
         self.check_generates()
         self._check_logprobs(params)
@@ -336,7 +336,7 @@ class Generation:
     @property
     def prompt_logprobs(self) -> list[PromptLogprobs | None]:
         """One entry per prompt, None unless requested. Complete once the prompt's first output
-        token has arrived; the entry of the first position is None."""
+        token has arrived, or the request has ended; the entry of the first position is None."""
         return [sequence.prompt_logprobs for sequence in self._sequences[:: self._num_choices]]
 
     @property
@@ -508,6 +508,6 @@ def _choice_params(params: SamplingParams, choice: int, limit: int) -> SamplingP
         "stop": (),
         "truncate_prompt_tokens": None,
     }
-    # Most requests need no change. All choices share the validated lists.
+    # All choices share the validated lists.
     changes = {name: value for name, value in values.items() if getattr(params, name) != value}
     return params.replace_unchecked(**changes) if changes else params

@@ -1,5 +1,5 @@
-"""Checks a request against the model (vocabulary, context length, logprobs mode), and truncates
-prompts to the context."""
+"""Checks a request against the model (vocabulary, context length, logprobs mode) and against size
+limits, and truncates prompts to the context."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ def output_limit(
     limits: OutputLimits,
     param: str,
 ) -> int:
-    """Maximum number of output tokens of `prompt` within `limits`; without max_tokens, the
+    """Maximum number of output tokens of `prompt` within `limits`; without max_tokens, at most the
     remaining context. Raises UserError, and PromptTooLong if prompt and output exceed the
     context."""
     max_new_tokens = limits.max_new_tokens

@@ -1,2 +1,2 @@
-"""HTTP: protocol limits, TLS, pacing, bodies, JSON, authentication, trusted proxies, errors, SSE,
-static files, the access log, the proxy to peers."""
+"""HTTP that all APIs share: the protocol and its limits, TLS, bodies, authentication, errors,
+streams, the access log, and the proxy to peers."""

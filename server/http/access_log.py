@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 
 MAX_IGNORED_FIELDS = 8
 MAX_IGNORED_CHARACTERS = 64
-"""Limits on the ignored fields listed in a response header: number of names, and characters per
-name."""
+"""Limits on the ignored fields in a response header and a log line: number of names, and characters
+per name."""
 MAX_ERROR_CHARACTERS = 200
 """Maximum length of an error message in a log line."""
 MAX_PROMPT_CHARACTERS = 2000
@@ -31,8 +31,8 @@ _RECORD_KEY = "gaudiserve.record"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of a request, filled in while the request is handled; logged at the end of the
-    response, unless its path is excluded."""
+    """Record of a request, filled in while the request is handled. RecordMiddleware reads it at the
+    end of the request, for the log line and the metrics."""
 
     id: str
     method: str
@@ -57,7 +57,7 @@ class RequestRecord:
     ignored_fields: list[str] = field(default_factory=list)
     """Unknown fields and ignored entries of the body."""
     finish_reasons: str = ""
-    """stop, length, abort or error; joined for several choices."""
+    """stop, length, abort or error; the distinct reasons of several choices, joined by commas."""
     error: str = ""
     """Reason why the request was rejected or failed, as it is logged."""
     error_param: str | None = None
@@ -78,14 +78,14 @@ class RequestRecord:
 
     @property
     def ignored_words(self) -> str:
-        """`ignored_fields` as a header value: at most MAX_IGNORED_FIELDS names, in printable
-        ASCII."""
+        """`ignored_fields` as a header value: at most MAX_IGNORED_FIELDS names in printable ASCII,
+        then ... if there are more."""
         shown = [name[:MAX_IGNORED_CHARACTERS] for name in self.ignored_fields[:MAX_IGNORED_FIELDS]]
         more = ["..."] if len(self.ignored_fields) > MAX_IGNORED_FIELDS else []
         return ", ".join([*(_NOT_IN_A_LIST.sub("?", name) for name in shown), *more])
 
     def summary(self) -> dict[str, Any]:
-        """Statistics of the finished request for the status page, without any content."""
+        """Statistics of the finished request for the web page, without any content."""
         return {
             "ended": round(time.time(), 3),
             "route": self.route,

@@ -1,6 +1,6 @@
-"""Bounded field types for lists and objects in request bodies, validated up to the first invalid
-entry. pydantic alone would report every invalid entry: four million entries in 15 s and 5 GB. Also
-types for numbers in headers and query parameters."""
+"""Bounded field types for lists, objects and texts in request bodies, validated up to the first
+invalid entry. pydantic alone would report every invalid entry: four million entries in 15 s and
+5 GB. Also types for numbers in headers and query parameters."""
 
 import re
 from collections.abc import Callable

@@ -15,7 +15,7 @@ cent of a short request's time."""
 
 class CancelOnDisconnect:
     """Context manager that cancels the task that entered it when the client disconnects, and raises
-    ClientGone instead of CancelledError. The request body must have been read."""
+    ClientGone instead of CancelledError. Enter it after the request body has been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

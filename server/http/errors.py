@@ -63,7 +63,7 @@ class RequestTooLarge(UserError):
 
 
 class UnsupportedMediaType(UserError):
-    """The content type is not JSON; 415."""
+    """The content type is not JSON, or the content is compressed; 415."""
 
 
 class InvalidApiKey(UserError):
@@ -171,7 +171,7 @@ def _http_fault(error: HTTPException) -> Fault:
 
 
 def user_error_from(error: ValidationError) -> UserError:
-    """UserError with the first MAX_PROBLEMS pydantic errors; its param is the field of the first
+    """UserError for the first MAX_PROBLEMS invalid fields; its param is the field of the first
     error."""
     return user_error_from_problems(error.errors(include_url=False, include_context=False))
 

@@ -9,14 +9,14 @@ from config.errors import Overloaded
 
 
 class FairSlots:
-    """Slots for concurrent work. A free slot goes to the client with the fewest slots; clients with
-    equally many slots alternate, and a new client comes last. A client's requests are served in
-    order of arrival.
+    """Slots for concurrent work, `total` in all and at most `per_client` for each client. A free
+    slot goes to the client with the fewest slots; clients with equally many slots alternate, and a
+    new client comes last. A client's requests are served in order of arrival.
 
-    Waiting work is limited in number and bytes. When a limit is reached, a client may still add
-    work up to its share, the limit divided by the number of clients with work (like
-    engine/client/queue_limits.py), so that a client that fills the queue does not lock out other
-    clients.
+    Waiting work is limited in number, and waiting and running work in bytes. When a limit is
+    reached, a client may still add work up to its share, the limit divided by the number of clients
+    with work (like engine/client/queue_limits.py), so that a client that fills the queue does not
+    lock out other clients.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class FairSlots:
 
     @asynccontextmanager
     async def hold(self, client: str, num_bytes: int = 0) -> AsyncIterator[None]:
-        """Wait for a slot, and keep it until the context ends. Raises Overloaded if too much work
-        waits."""
+        """Wait for a slot, and keep it until the context ends. Raises Overloaded if a limit is
+        exceeded."""
         self._check(client, num_bytes)
         entry = self._clients.setdefault(client, _Client())
         entry.num_bytes += num_bytes

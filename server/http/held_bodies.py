@@ -9,7 +9,7 @@ from collections.abc import Callable
 from config.errors import Overloaded
 
 VALUE_BYTES = 48
-"""Assumed memory of a decoded value beyond its text; integers take 36 bytes."""
+"""Assumed memory of a decoded value beyond its text; an integer in a list takes 40 bytes."""
 OBJECT_BYTES = 192
 """Assumed memory of a decoded list or object beyond its values."""
 KEY_BYTES = 64

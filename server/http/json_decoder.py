@@ -57,7 +57,7 @@ Positions = npt.NDArray[np.int64]
 
 def decode_json(data: bytes) -> Any:
     """Decode `data`. For more than PIECE_BYTES call it on a thread: it is slow, but releases the
-    GIL regularly. Raises UserError for invalid JSON, too deep nesting, or too many values."""
+    GIL regularly. Raises UserError for invalid JSON, and for data beyond the limits above."""
     if len(data) <= PIECE_BYTES:
         return _decoded(data)
     if len(data) <= MAX_WHOLE_BYTES and sum(map(data.count, _MARKS)) <= MAX_WHOLE_OBJECTS:
@@ -207,7 +207,8 @@ class _Pieces:
 
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     """Positions of brackets, commas and colons outside strings, and the depth after each position.
-    numpy releases the GIL. Raises UserError for too many values, without scanning the rest."""
+    numpy releases the GIL. Raises UserError for unmatched brackets or quotes, and for too many
+    values, without scanning the rest."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     last_quote = 0

@@ -35,13 +35,13 @@ def encode_json(value: Any) -> bytes:
 
 
 def weighs_more(value: Any, weight: int) -> bool:
-    """Whether the weight of `value` exceeds `weight`. A value weighs 1, and CHARACTERS_PER_WEIGHT
-    characters weigh 1. Stops at the limit."""
+    """Whether the weight of `value` exceeds `weight` (for the weights see the constants above).
+    Stops at the limit."""
     return _weight_left(value, weight) < 0
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """`value` as JSON in pieces; no piece ends inside a UTF-8 character."""
+    """`value` as JSON in pieces. Only pieces of msgspec.Raw may end inside a UTF-8 character."""
     if not weighs_more(value, PIECE_WEIGHT):
         yield _encode(value)
     elif isinstance(value, str):

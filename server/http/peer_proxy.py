@@ -32,13 +32,13 @@ _SIZE_BYTES = 4
 _GONE = "The API server that stored this response has exited or does not respond."
 
 TOKEN_TIMEOUT_S = 5.0
-"""Time for a connection to present the token."""
+"""Time for a connection to present the token, and for the peer to accept it."""
 
 MAX_UNAUTHENTICATED = 1024
 """Maximum connections that have not presented the token yet; a new connection closes the oldest."""
 MAX_HANDSHAKES, MAX_HANDSHAKES_PER_CLIENT = 8, 4
-"""Maximum connections to a peer that has not accepted the token yet. The sum over all API servers
-is far below MAX_UNAUTHENTICATED and BACKLOG."""
+"""Maximum connections to a peer that has not accepted the token yet, in total and per client. The
+sum over up to 100 API servers is below MAX_UNAUTHENTICATED and BACKLOG."""
 MAX_WAITING_HANDSHAKES = 4096
 BACKLOG = 1024
 _ACCEPTED = b"\1"
@@ -92,7 +92,8 @@ class Peer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The socket paths of all API servers; empty if there is only a single API server."""
+    """The sockets of all API servers, and the token for them; empty if there is only a single API
+    server."""
 
     index: int = 0
     """Index of this server."""

@@ -215,7 +215,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.read_deadline_s = math.inf
         """Deadline of a client that does not read; see `expire_response`."""
         self._num_unread_bytes = 0
-        """Unsent bytes of the response when the deadline was set."""
+        """Bytes of the response that the client had not received when the deadline was set."""
 
     # Calls from the transport
 

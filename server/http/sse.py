@@ -99,7 +99,7 @@ class EventStream(EventSourceResponse):
         self._num_unread_bytes = num_unread_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response. Replaces the method of sse_starlette, which creates five tasks per
+        """Send the response. Replaces the method of sse_starlette, which creates several tasks per
         stream and a cancel scope per frame."""
         # Call `on_close` here: the generator does not start if the stream is cancelled before its
         # first frame.

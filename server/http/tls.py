@@ -21,7 +21,7 @@ class Tls:
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for files that cannot be used. An expired or not yet valid certificate
-        is only logged, because clients decide whether to accept it."""
+        is no error, because clients decide whether to accept it."""
         self._config = config
         self.context = self._read()
 

@@ -101,7 +101,7 @@ class HistogramFamily:
 
 
 class Registry:
-    """All metric families of this process."""
+    """Metric families by name."""
 
     def __init__(self) -> None:
         self._families: dict[str, CounterFamily | HistogramFamily] = {}

@@ -437,8 +437,8 @@ class _EngineMetrics:
         )
 
     def _ranks(self, freed: Collection[str]) -> Iterator[Metric]:
-        """Gauges per worker of a model with several workers. `freed`: fields that are reported as 0
-        while the engine sleeps."""
+        """Gauges per worker of an engine with several workers. `freed`: fields that are reported as
+        0 while the engine sleeps."""
         ready = self._engine.ready
         ranks = () if ready is None else ready.ranks
         for field, name, text in RANK_GAUGES:

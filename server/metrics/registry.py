@@ -107,7 +107,7 @@ class Metrics:
             name: self._registry.counter(name, text, LABELS).labels(self._model_name, ENGINE)
             for name, text in (
                 (IMAGE_QUERIES, "Lookups in the cache of preprocessed images."),
-                (IMAGE_HITS, "Images that were found there, or that another request had begun."),
+                (IMAGE_HITS, "Images that were cached or already in work for the same client."),
             )
         }
         self._image_seconds = self._registry.histogram(
@@ -179,18 +179,18 @@ class Metrics:
         self._routed[engine, reason].inc()
 
     def image_looked_up(self, is_hit: bool) -> None:
-        """Count an image or video of a request."""
+        """Count a lookup of an image or video in the cache of preprocessed images."""
         self._images[IMAGE_QUERIES].inc()
         if is_hit:
             self._images[IMAGE_HITS].inc()
 
     def image_processed(self, seconds: float) -> None:
         """Record how long the processing of an image or a video took, with waiting. See
-        Observer.image_processed."""
+        ImagePreprocessor.on_processed."""
         self._image_seconds.observe(seconds)
 
     def rejected(self, reason: str) -> None:
-        """Count a 503 response; `reason` is in REJECTIONS."""
+        """Count a request that was not admitted; `reason` is in REJECTIONS."""
         self._rejections[reason].inc()
 
     def peer_rejected(self) -> None:

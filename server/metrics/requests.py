@@ -148,7 +148,7 @@ class RequestMetrics:
             hits.inc(num_cached)
 
     def observe_size(self, name: str, value: int) -> None:
-        """Observe the histogram `name`, such as request_prompt_tokens, for a request."""
+        """Observe `value` in the histogram `name`, such as request_prompt_tokens."""
         self._sizes[name].observe(value)
 
     def sequence_ended(self, reason: str, count: int = 1) -> None:

@@ -41,7 +41,8 @@ INPUTS = (
 """Processor outputs that vision towers of listed models use. All other outputs serve only the
 prompt text."""
 M3_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451584}
-"""Pixel limits for images of MiniMax-M3. The size in its published files has no effect."""
+"""Pixel limits for images of MiniMax-M3, unless its files set others. The published files have a
+list as `size`, which has no effect."""
 
 
 def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:

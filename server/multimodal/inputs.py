@@ -104,9 +104,10 @@ def make_image_inputs(
     """Create the ImageLoader of a checkpoint, and protect the image tokens and placeholders in
     `tokenizer`, so that text in messages is never tokenized to them. Blocks for seconds.
 
-    Returns None if limit_mm_per_prompt allows neither images nor videos: the checkpoint then needs
-    no processor. Also returns None, and logs a warning, if the model is unlisted and its
-    transformers processor cannot be used; the tokens are not protected then. Raises ConfigError.
+    Returns None if limit_mm_per_prompt allows no images, and allows no videos or the model has no
+    video token: the checkpoint then needs no processor. Also returns None, and logs a warning, if
+    the model is unlisted and its transformers processor cannot be used; the tokens are not
+    protected then. Raises ConfigError.
     """
     image_token = tokenizer.token(vision.image_token_id)
     video_token = ""

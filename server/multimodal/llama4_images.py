@@ -21,7 +21,7 @@ class Llama4ImageProcessor:
     """Callable like the image processors of transformers, for Pillow images."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields`: preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json with overrides. Raises ConfigError."""
         read = processor_fields(fields)
         self._side = side(read, 336)
         self._to_max = read.get("resize_to_max_canvas", bool, False)

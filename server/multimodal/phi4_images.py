@@ -24,7 +24,7 @@ class Phi4ImageProcessor:
     """Callable like the image processors of transformers, for Pillow images."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields`: preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json with overrides. Raises ConfigError."""
         read = processor_fields(fields)
         self._side = side(read, 448)
         self._patch = read.count("patch_size", 14, maximum=self._side)

@@ -47,7 +47,7 @@ class ProcessedImage:
     kind: bytes
     """IMAGE or VIDEO."""
     digest: bytes
-    """SHA-256 of the kind and the bytes that the client sent."""
+    """SHA-256 of the kind and the bytes of the image or the encoded Video."""
     text: str
     """Text that replaces the template's placeholder in the prompt."""
     num_tokens: int
@@ -130,8 +130,8 @@ class ImagePreprocessor:
         self._uuids: OrderedDict[tuple[str, bytes, str], bytes] = OrderedDict()
         self._marks: dict[bytes, str] = {}
         self.on_lookup: Callable[[bool], None] = lambda is_hit: None
-        """Called for each image or video of a request, with whether it is cached or already being
-        processed."""
+        """Called for each lookup of an image or video, with whether it is cached or already being
+        processed for the same client."""
         self.on_processed: Callable[[float], None] = lambda seconds: None
         """Called when the processing of an image or video has ended, with its time (queue
         included)."""

@@ -25,7 +25,7 @@ sampled."""
 MAX_ANIMATION_PIXELS = 2**30
 """Maximum total pixels of all frames of an animation, at full size."""
 GIVEN_FPS = 2.0
-"""Assumed frames per second of frames without timestamps, as in Qwen's tools."""
+"""Assumed rate of frames that are sent without a rate, as in Qwen's tools."""
 CODECS = frozenset(("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9"))
 FORMATS = f"MP4, WebM, Matroska, AVI, {', '.join(ANIMATIONS)}"
 _DEFAULT_FRAME_S = 0.1
@@ -194,7 +194,7 @@ def _equal(frames: list[Image.Image]) -> list[Image.Image]:
 
 
 def _check_frames(files: list[bytes]) -> None:
-    """Raise BadImage if the frames have too many pixels in total. Decodes no frame."""
+    """Raise BadImage for too many frames, or for too many pixels in total. Decodes no frame."""
     _check_count(len(files))
     first, pixels = None, 0
     for data in files:

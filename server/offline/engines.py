@@ -60,7 +60,7 @@ def make_client(config: EngineConfig, log: LogConfig) -> EngineClient:
 class ProcessesClient(RouterClient):
     """A RouterClient that starts and stops its engines.
 
-    Queued prompt tokens are not limited, because offline callers add a whole data set at once.
+    Queued prompt tokens are not limited, because LLM limits the number of open requests.
     """
 
     def __init__(

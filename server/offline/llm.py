@@ -131,7 +131,7 @@ class LLM:
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
         self._client = make_client(dataclasses.replace(engine, model=path), server.log)
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
-        # Number of sequences in flight: two batches. Later prompts are not tokenized yet.
+        # Maximum sequences in flight: two batches per engine. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
         self._lookahead = 2 * engine.scheduler.max_num_seqs * num_engines
         self._num_requests = 0
@@ -268,7 +268,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Vectors or class probabilities of each prompt, from a pooling model.
+        """Vectors, class probabilities or score of each prompt, from a pooling model.
 
         `pooling_task`: embed, token_embed, classify or score, which replaces the task of
         `pooling_params`; None: the task of a single `pooling_params`. Prompts are truncated to
@@ -368,7 +368,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters with the defaults from generation_config and
-        override_generation_config, and neutral values otherwise."""
+        override_generation_config; other fields have the defaults of SamplingParams."""
         return self._defaults
 
     @property
@@ -407,7 +407,7 @@ class LLM:
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """Load the images of a prompt. Raises UserError if the model does not support images."""
+        """Load the images and videos of a prompt. Raises UserError if no images are allowed."""
         if not sources:
             return []
         if self._images is None:

@@ -9,15 +9,15 @@ from engine.transport.messages import LOAD_ADAPTER
 
 
 class LoRARequest(NamedTuple):
-    """A named adapter in a folder, with the fields of vLLM's LoRARequest. The first call that uses
-    it loads it."""
+    """A named adapter, with the fields of vLLM's LoRARequest. The first call that uses the adapter
+    loads it."""
 
     lora_name: str
     lora_int_id: int
     """Not used: adapters are identified by name and content."""
     lora_path: str = ""
-    """Folder of the adapter; empty: an adapter that is already loaded, such as one in
-    lora_modules."""
+    """Folder or GGUF file of the adapter; empty: an adapter that is already loaded, such as an
+    adapter in lora_modules."""
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

@@ -83,7 +83,7 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """Vectors or class probabilities of an input, from `LLM.encode`."""
+    """Vectors, class probabilities or score of an input, from `LLM.encode`."""
 
     data: Vectors
     """float32 array (width,), or (tokens, width) for the task token_embed."""

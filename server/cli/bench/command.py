@@ -123,7 +123,7 @@ async def closed_loop(
     concurrency: int,
     on_done: Callable[[], None],
 ) -> list[Outcome]:
-    """Keep `concurrency` requests in flight until all are done; `on_done` is called after each
+    """Send all requests, at most `concurrency` at a time; `on_done` is called after each
     request."""
     waiting = iter(requests)
     outcomes: list[Outcome] = []

@@ -127,8 +127,8 @@ class OpenAIServer:
         return body
 
     async def count_prompt(self, text: str) -> int:
-        """Number of prompt tokens of a text after the chat template is applied. Raises
-        HttpFailure."""
+        """Number of prompt tokens of a request with this text, including the chat template for the
+        chat endpoint. Raises HttpFailure."""
         return len(await self._tokens(text, is_chat=self._endpoint == "chat"))
 
     async def count(self, text: str) -> int:
@@ -158,7 +158,7 @@ def _has_text(choice: _Choice) -> bool:
 
 
 async def first_model(client: HttpClient) -> str:
-    """First entry of /v1/models. Raises HttpFailure."""
+    """Id of the first model of /v1/models. Raises HttpFailure."""
     response = await client.call("GET", MODELS_PATH)
     try:
         return str(response["data"][0]["id"])

@@ -36,7 +36,7 @@ def distribution(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of a benchmark. Failed requests count only in `failures`."""
+    """Results of a benchmark. Failed requests count only in `failures` and `duration_s`."""
 
     completed: int
     failures: dict[str, int]

@@ -1,2 +1,2 @@
-"""Prompt text of images and videos by model family. base.py has the interface; each other file
-except registry.py has the PromptForm classes of a family."""
+"""Prompt text of images and videos by model family. base.py has the interface, registry.py selects
+the PromptForm of a checkpoint, and each other file has the PromptForm classes of a family."""

@@ -72,7 +72,7 @@ class Lfm2VlImageProcessor:
     list of patches."""
 
     def __init__(self, fields: Json) -> None:
-        """`fields`: preprocessor_config.json. Raises ConfigError."""
+        """`fields`: preprocessor_config.json with overrides. Raises ConfigError."""
         read = processor_fields(fields)
         numbers = {
             name: read.count(name, default, maximum=maximum)
@@ -129,7 +129,8 @@ class Lfm2VlImageProcessor:
         }
 
     def fitted(self, size: Size) -> Size:
-        """Size of an image that is not cut into tiles."""
+        """Size to which the whole image is resized: an image that is not cut into tiles, or the
+        thumbnail."""
         (width, height), unit = size, self._unit
         new = tuple(max(unit, round(side / unit) * unit) for side in size)
         if new[0] * new[1] > self._max_pixels:
