@@ -23,7 +23,7 @@ class Closed(Exception):
 class InprocClient(SingleEngineClient):
     """EngineClient without an engine process. Belongs to a single asyncio loop.
 
-    The number of waiting prompt tokens is unlimited: offline, a whole data set is added at once.
+    The number of waiting prompt tokens is unlimited; `LLM` limits the number of open requests.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from config.errors import (
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_CHARACTERS = 900
+MAX_MESSAGE_BYTES = 900
 """Maximum bytes of an error message in UTF-8; keeps the whole body at about 1 kB."""
 MAX_PROBLEMS = 3
 CLIENT_CLOSED = 499
@@ -113,12 +113,12 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def shortened(message: str) -> str:
-    """`message` without its middle part if it exceeds MAX_MESSAGE_CHARACTERS bytes: the end often
+    """`message` without its middle part if it exceeds MAX_MESSAGE_BYTES bytes: the end often
     has the important numbers."""
     message = message.encode("utf-8", "replace").decode()
-    if len(message.encode()) <= MAX_MESSAGE_CHARACTERS:
+    if len(message.encode()) <= MAX_MESSAGE_BYTES:
         return message
-    half = MAX_MESSAGE_CHARACTERS // 2 - 10
+    half = MAX_MESSAGE_BYTES // 2 - 10
     raw = message.encode()
     return f"{raw[:half].decode('utf-8', 'ignore')} [...] {raw[-half:].decode('utf-8', 'ignore')}"
 
