@@ -1,6 +1,6 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: loads and unloads adapters at run time,
-from folders below --lora-dir. The routes are enabled by --allow-runtime-lora-updating, and need API
-keys."""
+from folders and GGUF files below --lora-dir. The routes are enabled by
+--allow-runtime-lora-updating, and need API keys."""
 
 import asyncio
 from pathlib import Path

@@ -26,7 +26,7 @@ from server.serving.job import PreparedRequest, check_queued_tokens, request_id_
 from server.serving.state import AppState
 
 MAX_REPEATED_BYTES = 8 * 2**20
-"""Maximum bytes of the sampling parameters in a response, over all of several prompts."""
+"""Maximum bytes of the sampling parameters in a response for several prompts, over all prompts."""
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 

@@ -24,8 +24,8 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""Maximum JSON size of the previous and referenced items of a request; decoded items take up to ten
-times as much memory."""
+"""Maximum JSON size of the previous items of a request, and of its referenced items; decoded items
+take several times as much memory."""
 MAX_REFERENCES = 16_384
 """Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80

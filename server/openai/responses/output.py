@@ -169,7 +169,7 @@ class ResponseOutput:
 
     def _tokens_of(self, text: str) -> list[PositionLogprobs]:
         """The tokens of `text`, found by their bytes. Earlier tokens (tags, whitespace) are
-        dropped, later tokens wait for the next text."""
+        dropped, later tokens wait for the next text. If `text` is not found, all pending tokens."""
         assert self._open is not None
         tokens, self._pending = self._pending, []
         data, encoded = b"".join(token.chosen.bytes for token in tokens), text.encode()

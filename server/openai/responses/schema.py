@@ -178,7 +178,8 @@ class ResponseBody(GenerationBody):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """Names of unknown fields, and of ignored tools and items."""
+        """Names of unknown fields, and of ignored entries of tools, context_management and
+        input."""
         return [
             *super().unknown_fields(data),
             *ignored_tools(data.get("tools")),
