@@ -82,7 +82,7 @@ request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
-"""Time for error responses after a second SIGINT."""
+"""Time for error responses after a SIGINT that skips the drain."""
 SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 ANSWER_S = 0.05
 """Time for responding to accepted probes before a large tokenizer is parsed."""
@@ -101,14 +101,14 @@ WATCH_S = 1.0
 
 
 class EngineRestart(msgspec.Struct, frozen=True, tag=True):
-    """Message of the supervisor: the process of an engine has died and is restarted."""
+    """Message to an API server: the process of an engine has died and is restarted."""
 
     engine: int
     end: ProcessEnd
 
 
 class EngineEnd(msgspec.Struct, frozen=True, tag=True):
-    """Message of the supervisor: an engine has ended and is not restarted."""
+    """Message to an API server: an engine has ended and is not restarted."""
 
     engine: int
     reason: str
@@ -146,8 +146,9 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
 
 
 def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
-    """Whether open requests are resumed in a restarted engine. False for coupled engines, which all
-    end together, and with engines on other hosts, which this server cannot restart."""
+    """Whether open requests are resumed in a restarted engine. False with --no-resume, for coupled
+    engines, which all end together, and with engines on other hosts, which this server cannot
+    restart."""
     is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
     return server.resume and is_alone
 
@@ -328,7 +329,8 @@ class ApiServer:
         self._stopping.set()
 
     def interrupt(self) -> None:
-        """Drain, then exit; a second call skips the drain. Call on the event loop's thread."""
+        """Drain, then exit; if the server is already draining, skip the rest of the drain. Call on
+        the event loop's thread."""
         if self._stopping.is_set():
             self._interrupted.set()
         self._is_interrupt = True
@@ -714,7 +716,8 @@ class ApiServer:
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
-        """Wait until no request is open, for at most `timeout_s` or until a second SIGINT."""
+        """Wait until no request is open, for at most `timeout_s` or until `interrupt` skips the
+        drain."""
         end_s = time.monotonic() + timeout_s
         while self.state.num_open_requests and not self._interrupted.is_set():
             left_s = end_s - time.monotonic()

@@ -39,7 +39,8 @@ def serve_engines(
     start later. They end when the connection to any of them is lost.
     """
     token = data_parallel_token()
-    # Bounded: an event per signal, an event per engine that ends, a few events of the download.
+    # Few events: an event per signal and per engine that ends, and at most a few reports of the
+    # download per second, which are handled at once.
     events: SimpleQueue[Event] = SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -82,7 +82,7 @@ def serve(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
     """Serve until stopped; returns the exit code: 0 after a drain. Leaves no process, socket or
-    file behind. Raises ConfigError if the port is in use, and the errors of `resolve`.
+    file behind. Raises ConfigError, for example if the port is in use, or from `resolve`.
 
     `resolve` returns the checkpoint's folder. It may take long; the port already responds
     meanwhile.
@@ -312,7 +312,7 @@ class Supervisor:
         self._ends: list[EngineEnd] = []
         self._due: set[int] = set()
         """API servers that have exited and will be restarted."""
-        # Few events: one per signal, at most two per child that exits, and one for the
+        # Few events: an event per signal, at most two per child that exits, and an event for the
         # checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 
@@ -520,5 +520,5 @@ class Supervisor:
 
 def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
     """Sockets on which API servers forward requests to each other. The paths are not longer than
-    the engine endpoints, whose length has been checked."""
+    the endpoints of local engines, whose length is checked."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))
