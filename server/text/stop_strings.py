@@ -7,7 +7,8 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A stop string was found: the buffered text before it, and the stop string."""
+    """A stop string was found: the text to send, which may include the stop string, and the stop
+    string."""
 
     text: str
     stop: str

@@ -189,8 +189,8 @@ class CompiledTemplate:
         self._takes_late_system: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
-        """Convert contents in place to an accepted format: a text, unless the template requires
-        parts."""
+        """Convert contents in place to a format that the template accepts: parts to a text, or a
+        text to parts. Contents in an accepted format are not changed."""
         for message in messages:
             content = message["content"]
             if isinstance(content, list):

@@ -264,8 +264,8 @@ class Tokenizer:
         return text if self.controls is None else self.controls.unmarked(text)
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Minimum number of tokens of `text`, from its length; 0 if the text is too short to exceed
-        `most`."""
+        """Lower bound on the number of tokens of `text`, from its length; 0 if the text is too
+        short to exceed `most`, or if the tokenizer has no TokenLengthBound."""
         bound = self._length_bound
         text = self.unmarked(text)
         if bound is None or len(text) * MAX_CHARACTER_BYTES < most * bound.max_bytes_per_token:
@@ -342,7 +342,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def close(self) -> None:
-        """Stop the threads; waiting texts are dropped."""
+        """Stop the threads and the isolated processes; waiting texts are dropped."""
         self._encoder.close()
         if self.controls is not None:
             self.controls.close()
