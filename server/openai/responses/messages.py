@@ -40,8 +40,8 @@ class _MessageBuilder:
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._texts: dict[str, list[str]] = {}
-        """Text pieces that `finish` joins into fields of the assistant message: joining at each
-        item would take quadratic time."""
+        """Text pieces that `_end_assistant` joins into fields of the assistant message: joining at
+        each item would take quadratic time."""
 
     def add(self, item: Item) -> None:
         kind = item["type"]

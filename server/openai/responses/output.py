@@ -92,7 +92,7 @@ class ResponseOutput:
         return [entry.item for entry in self._items]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
-        """Stream events for `delta`."""
+        """Add `delta` to the output; returns its stream events."""
         self._pending += delta.logprobs or []
         emitted: list[StreamEvent] = []
         for event in self._parse(delta):
@@ -162,7 +162,7 @@ class ResponseOutput:
         entries: list[Any] = []
         if self._has_logprobs:
             tokens = self._tokens_of(text)
-            # Encoded, because five events and the response contain them.
+            # Encoded, because several events and the response contain them.
             entries = encoded_chat_logprobs(tokens, self._token_formatter)["content"]
             self._open.logprobs += entries
         return {**self._add_delta("output_text", text), "logprobs": entries}

@@ -46,7 +46,7 @@ WITH_HIDDEN_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     WITH_LOGPROBS,
     WITH_HIDDEN_REASONING,
-    # Values for items that this server never produces.
+    # Values without effect.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",

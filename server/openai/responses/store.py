@@ -21,7 +21,7 @@ from server.openai.responses.items import Item
 CONTINUABLE = ("completed", "incomplete")
 """Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
-"""Minimum time between checks for expired responses."""
+"""Minimum delay of the timer that removes expired responses."""
 MAX_FOLLOWERS_PER_RESPONSE = 16
 """Maximum number of connections that follow the stream of a response; each event wakes all of
 them."""

@@ -78,8 +78,8 @@ class ResponseWriter:
         return b"".join([self._frames(events) for events in self.add(deltas)])
 
     def add(self, deltas: list[Delta]) -> list[list[StreamEvent]]:
-        """Add deltas to the response; returns the events of each delta, which have no frames
-        yet. Raises UserError for too many log-probabilities."""
+        """Add deltas to the response; returns the events of each delta, not encoded as frames.
+        Raises UserError for too many log-probabilities."""
         self._job.check_kept_logprobs()
         return [self._output.add(delta) for delta in deltas]
 

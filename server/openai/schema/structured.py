@@ -10,7 +10,7 @@ from config.params.structured_output import KINDS, GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
-"""Options of structured_outputs that are always on here."""
+"""Options of structured_outputs that are always in effect."""
 FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
