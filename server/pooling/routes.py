@@ -338,8 +338,8 @@ async def _run(
     id_prefix: str,
     inputs: list[PoolingInput],
 ) -> PoolingJob:
-    """Run the inputs in the engine; returns the finished job. Raises ClientGone if the client
-    disconnects."""
+    """Run the inputs in the engine; returns the finished job. Raises the errors of `start_tracked`,
+    PoolingStream and `run_to_end`."""
     model = state.model(body.model)
 
     async def start(terms: RequestTerms) -> PoolingStream:

@@ -87,7 +87,7 @@ SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 ANSWER_S = 0.05
 """Time for responding to accepted probes before a large tokenizer is parsed."""
 UNHEALTHY_S = 0.7
-"""Time for which /health returns 503 before an API server without an engine exits."""
+"""Minimum time for which /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
 """Number of closed connections after which freed memory is returned to the OS, since malloc retains
 it."""
@@ -384,7 +384,7 @@ class ApiServer:
 
     @property
     def has_no_engine(self) -> bool:
-        """Whether the last engine has died."""
+        """Whether no engine can serve requests any more (see EngineClient.failure)."""
         return self._client.has_failed
 
     @property

@@ -426,8 +426,8 @@ class Supervisor:
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
             logger.log(level, "The server stops: %s", event.reason)
-            # The API servers notice the end of the engines and send error responses; they exit too
-            # early for a drain.
+            # There is no drain: the API servers notice the end of the engines, send error responses
+            # and exit.
             self._stop_engines()
             self._close(RESPONSE_GRACE_S + 1)
             if any(process.poll() == PROFILE_EXIT for process in processes):

@@ -240,7 +240,7 @@ class CompiledTemplate:
         return self._takes_late_system
 
     def _accepted_formats(self, role: str) -> tuple[bool, bool]:
-        """Returns (whether a text appears in the prompt, whether both of two text parts appear)."""
+        """(whether a text appears in the prompt, whether both of two text parts appear)."""
         if role not in self._formats:
             parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
             text = self._try(role, "probe-1")

@@ -280,7 +280,8 @@ class Trimmed:
 
 @lru_cache(maxsize=256)
 def _word_search(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
-    """(pattern that finds the first of `words`, all their prefixes, length of the longest word)."""
+    """(pattern that finds the first of `words`, their proper prefixes, length of the longest
+    word)."""
     pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
     prefixes = frozenset(word[:end] for word in words for end in range(1, len(word)))
     return pattern, prefixes, max(map(len, words), default=1)
