@@ -154,12 +154,12 @@ def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
 
 
 class Closings:
-    """Detects that many connections have closed. Counts accepted sockets, because a failed TLS
-    handshake never becomes a uvicorn connection."""
+    """Detects that many connections have closed. Counts protocol objects, which exist before a TLS
+    handshake, because a failed handshake never becomes a uvicorn connection."""
 
     def __init__(self, handshake_timeout_s: float) -> None:
         self.num_accepted = 0
-        """Connections accepted since the start."""
+        """Protocol objects created since the start."""
         self._interval_s = handshake_timeout_s + 2.0
         self._due_s = 0.0
         self._num_before = 0
@@ -195,7 +195,7 @@ class UvicornServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's startup for `sockets`. TLS handshakes in progress count as connections."""
+        """Accept connections on `sockets`. Replaces uvicorn's method."""
         self._sockets = list(sockets or ())
         await self.listen()
         self.started = True
