@@ -57,14 +57,6 @@ class Source:
         """Discard the recording."""
         self._recorded = None
 
-    def take_recorded(self) -> str:
-        """Stop recording; returns the recording. If the text has ended, this also consumes and
-        returns its rest."""
-        if self.has_ended:
-            self.take(len(self._text) - self._at)
-        recorded, self._recorded = self._recorded, None
-        return "".join(recorded or ())
-
     def rewind(self, count: int) -> str:
         """Return the first `count` recorded characters, and put the others back in front of the
         text. A recording longer than MAX_REREAD_CHARACTERS is returned as a whole. Stops
