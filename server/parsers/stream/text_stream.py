@@ -101,8 +101,8 @@ class Source:
         return self._text[self._at : self._at + count]
 
     def peek_until(self, words: tuple[str, ...], skip: int, most: int) -> Steps[str | None]:
-        """The text, at most `most` characters, between the next `skip` characters and the first of
-        `words`, without consuming it. None if no word follows."""
+        """The text between the next `skip` characters and the first of `words`, without consuming
+        it. None if no word follows within `most` characters and the length of a word."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
