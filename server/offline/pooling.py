@@ -50,7 +50,8 @@ class OfflinePooling:
         use_tqdm: bool,
         adapter: str = "",
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Run a pooling task; returns the result of each prompt. Raises UserError."""
+        """Run a pooling task; returns the result of each prompt. Raises UserError, Overloaded, and
+        the errors of PoolingStream."""
         parsed = [parse_prompt(prompt) for prompt in as_prompt_list(prompts)]
         if num_images := sum(len(images) for *_, images in parsed):
             raise UserError(
@@ -81,7 +82,8 @@ class OfflinePooling:
         ]
 
     async def score(self, pairs: TextPairs, *, use_tqdm: bool) -> list[ScoringRequestOutput]:
-        """Score text pairs; returns an output per pair. Raises UserError."""
+        """Score text pairs; returns an output per pair. Raises UserError, Overloaded, and the
+        errors of PoolingStream."""
         inputs = await pair_inputs(self._processor, pairs)
         pooling = self._start(inputs, "")
         vectors = await _collect(pooling, use_tqdm)

@@ -28,7 +28,8 @@ def as_prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptI
 def parse_prompt(
     prompt: PromptInput,
 ) -> tuple[str | None, list[int] | None, str, list[MediaSource]]:
-    """Parse a prompt to (text, ids, cache salt, images), with text or ids set. Raises UserError."""
+    """Parse a prompt to (text, ids, cache salt, images and videos); text, ids or both are set.
+    Raises UserError."""
     if isinstance(prompt, str):
         return prompt, None, "", []
     if not isinstance(prompt, Mapping):
@@ -92,7 +93,8 @@ def given_image(image: Any, where: str) -> MediaSource:
 
 
 def as_media_parts(messages: Sequence[Message]) -> list[Message]:
-    """Replace PIL images and video frames in messages by encoded bytes."""
+    """Encode the images and videos in messages as bytes; URLs are not changed. Raises
+    UserError."""
     return [
         {**message, "content": [_as_media_part(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)

@@ -1,4 +1,4 @@
-"""Video inputs of LLM: files, URLs, arrays and lists of frames."""
+"""Video inputs of LLM: bytes of files, URLs, arrays and lists of frames."""
 
 import io
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ class AnswerFormat:
     """Grammar and output parsers of a request."""
 
     param: str
-    """Request field that sets the grammar, for errors."""
+    """Request field that sets the grammar or the reasoning budget, for errors."""
     grammar: GrammarSpec | None
     parsers: ChoiceParsers | None
     """Output parsers; None: the output is plain text."""
@@ -111,7 +111,7 @@ def _constrained(
     *,
     wants_reasoning: bool,
 ) -> AnswerFormat:
-    """Format of a constrained answer. `grammar`: of the text, or of the calls if tool_choice
+    """Format of a constrained answer. `grammar` constrains the text, or the calls if tool_choice
     requires a call. If the model may choose to call tools, the format also has a grammar for the
     calls."""
     skips_blanks = grammar.kind in _NO_LEADING_WHITESPACE
@@ -175,7 +175,8 @@ def _after_reasoning(reasoning: ThinkingSpec | None, grammar: GrammarSpec) -> Gr
 
 
 def _call_grammar(parser_config: ParserConfig, body: ChatBody) -> ToolCallGrammar:
-    """Grammar of the calls, if the model may choose to call tools."""
+    """Grammar of the calls that the model may choose to make; only strict functions have
+    schemas."""
     functions = [tool["function"] for tool in body.visible_tools or ()]
     return parser_config.tool_call_grammar(
         {

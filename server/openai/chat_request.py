@@ -24,8 +24,8 @@ from server.serving.state import AppState
 from server.text.template_renderer import TextTooLong
 
 INLINE_PARTS = 2_000
-"""Maximum number of messages and parts, and maximum weight of the tools, that are validated on the
-event loop: about a millisecond."""
+"""Maximum number of messages and parts, and maximum weight of tools and tool_choice, that are
+validated on the event loop: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ async def render(state: AppState, request: Request, body: ChatPromptBody) -> Ren
 
 async def render_watched(state: AppState, request: Request, body: ChatPromptBody) -> RenderedChat:
     """Call `render`, and cancel it when the client disconnects, since loading images and videos
-    takes seconds. Raises UserError, Overloaded and ClientGone."""
+    may take seconds. Raises UserError, Overloaded and ClientGone."""
     with CancelOnDisconnect(request.receive):
         return await render(state, request, body)
 
@@ -114,8 +114,8 @@ class PreparedChat:
 async def start_chat(
     state: AppState, request: Request, body: ChatBody, *, id_prefix: str
 ) -> ServingRequest:
-    """Start answering `body`. Raises UserError and Overloaded; an error leaves no request in the
-    engine."""
+    """Start answering `body`. Raises the errors of `prepare_chat` and `start_job`; an error leaves
+    no request in the engine."""
     with limit_named(body):
         chat = await prepare_chat(state, request, body)
         return await start_job(state, request, body, chat.request, id_prefix=id_prefix)
@@ -133,7 +133,8 @@ def limit_named(body: ChatBody) -> Iterator[None]:
 
 
 async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> PreparedChat:
-    """Check and render `body`. Raises UserError, Overloaded, and the errors of `check_grammar`."""
+    """Check and render `body`. Raises UserError, Overloaded, ClientGone, and the other errors of
+    `check_grammar`."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await body.sampling_params(
@@ -185,7 +186,7 @@ async def prepare_chat(state: AppState, request: Request, body: ChatBody) -> Pre
 
 async def count_prompt_tokens(state: AppState, request: Request, body: ChatBody) -> int:
     """Number of prompt tokens of `body`, even beyond the context length (see max_counted_tokens).
-    Raises UserError."""
+    Raises UserError, Overloaded and ClientGone."""
     state.model(body.model)
     await body.on_thread_if_large(body.check)
     rendered = await render_watched(state, request, body)

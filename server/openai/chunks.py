@@ -143,8 +143,8 @@ class CompletionChunks(_Chunks):
         self._prompt_texts = prompt_texts
         num_choices = len(job.prompts) * job.params.n
         self._buffered: list[Delta] = []
-        """Deltas of choices that must first echo prompt log-probabilities, which arrive with the
-        first delta of the prompt's first choice."""
+        """Deltas of choices that must first echo prompt log-probabilities, which are complete at
+        the first delta of the prompt's first choice."""
         self._writers = [TextLogprobs(job.token_formatter, hidden) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
@@ -204,7 +204,7 @@ class CompletionChunks(_Chunks):
             choice["token_ids"] = delta.token_ids
             if is_first:
                 choice["prompt_token_ids"] = self._job.prompts[prompt_index].token_ids
-        # An echoed prompt may be long; job.py calls this method on a thread then.
+        # An echoed prompt may be long; server/serving/job.py then calls `feed` on a thread.
         line = long_json_line if is_first else json_line
         return self._envelope.chunk(line(choice), self._extra())
 

@@ -41,7 +41,8 @@ from server.serving.prompts import encode_prompt
 from server.serving.state import AppState
 
 INLINE_IDS = 10_000
-"""Maximum number of token ids that are validated on the event loop, about a millisecond."""
+"""Maximum number of token ids that are validated or decoded on the event loop: about a
+millisecond."""
 PROMPTS_AT_ONCE = 16
 """Prompts to encode before the event loop runs other requests: a few milliseconds."""
 
@@ -79,7 +80,8 @@ async def _start(state: AppState, request: Request) -> ServingRequest:
 async def prepare_completion(
     state: AppState, request: Request, body: CompletionBody
 ) -> PreparedRequest:
-    """Check and encode `body`. Raises UserError and Overloaded."""
+    """Check and encode `body`. Raises UserError, Overloaded, and the other errors of
+    `check_grammar`."""
     model = state.model(body.model)
     await body.on_thread_if_large(body.check)
     params = await _params(state, body)
@@ -160,7 +162,8 @@ async def _echoed_texts(job: ServingRequest) -> list[str]:
 
 
 def _prompt_texts(job: ServingRequest) -> list[str]:
-    """Prompts for echo: the text as sent, or the decoded token ids including special tokens."""
+    """Prompts for echo: the text of `Prompt.text`, or else the decoded token ids including special
+    tokens; empty without a tokenizer."""
     tokenizer = job.state.tokenizer
     return [
         prompt.text

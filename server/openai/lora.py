@@ -1,6 +1,6 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter: loads and unloads adapters at run time,
-from folders below --lora-dir. The routes are enabled by --allow-runtime-lora-updating, and need API
-keys."""
+from folders and GGUF files below --lora-dir. The routes are enabled by
+--allow-runtime-lora-updating, and need API keys."""
 
 import asyncio
 from pathlib import Path
@@ -110,9 +110,9 @@ def _no_such_adapter(state: AppState, name: str) -> NotFound:
 
 
 def allowed_folder(config: ServerConfig) -> str:
-    """The folder that must contain all adapters. Raises UserError, which names the missing flags,
-    if the server has no --lora-dir or no API keys: without keys, anybody could change the served
-    models."""
+    """The folder that must contain the adapters that are loaded at run time. Raises UserError,
+    which names the missing flags, if the server has no --lora-dir or no API keys: without keys,
+    anybody could change the served models."""
     if config.lora_dir is not None and config.has_api_keys:
         return config.lora_dir
     missing = [] if config.lora_dir else ["--lora-dir FOLDER"]

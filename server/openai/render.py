@@ -26,7 +26,7 @@ from server.serving.job import PreparedRequest, check_queued_tokens, request_id_
 from server.serving.state import AppState
 
 MAX_REPEATED_BYTES = 8 * 2**20
-"""Maximum bytes of the sampling parameters in a response, over all of several prompts."""
+"""Maximum bytes of the sampling parameters in a response for several prompts, over all prompts."""
 MODALITIES = {IMAGE: "image", VIDEO: "video"}
 
 
@@ -43,6 +43,8 @@ def render_routes(state: AppState) -> APIRouter:
         state.generation_pipeline()
         body = await parse(ChatBody, await state.bodies.read_object(request))
         _refuse(body, "use_beam_search", is_set=bool(body.use_beam_search))
+        is_limited = body.thinking_token_budget is not None
+        _refuse(body, "thinking_token_budget", is_set=is_limited)
         with limit_named(body):
             chat = await prepare_chat(state, request, body)
             (rendered,) = await _rendered(state, body, chat.request, "chatcmpl-")

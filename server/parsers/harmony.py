@@ -64,8 +64,8 @@ class HarmonyReasoning(ReasoningFormat):
 
 class HarmonyReasoningParser(ReasoningParser):
     """Splits messages into reasoning and text. Calls stay in the text, with a normalized header for
-    `HarmonyToolCalls`; all other tags are removed, except in malformed headers. Consecutive
-    reasoning messages, or text messages, are joined with a line break."""
+    `HarmonyToolCalls`; all other tags are removed, except in malformed headers. The reasoning
+    messages, and the text messages, are joined with line breaks."""
 
     def __init__(self, form: HarmonyReasoning, *, is_inside: bool) -> None:
         super().__init__(is_inside=is_inside)

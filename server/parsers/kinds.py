@@ -10,14 +10,14 @@ F_co = TypeVar("F_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ParserKind(Generic[F_co]):
-    """Registry entry of a tool or reasoning parser. Each file lists its entries in TOOL_PARSERS or
-    REASONING_PARSERS, created with `by_name`."""
+    """Registry entry of a tool or reasoning parser. Each file lists its entries in TOOL_PARSERS,
+    REASONING_PARSERS or both, created with `by_name`."""
 
     names: tuple[str, ...]
     """Values of --tool-call-parser or --reasoning-parser. `auto` selects the first name."""
     format: F_co
     example: str
-    """Example of model output in Markdown, for the table in docs/tools.md."""
+    """Example or description of the model output in Markdown, for the table in docs/tools.md."""
     marks: tuple[str, ...] = ()
     """Substrings of chat templates that identify models with this format."""
     rank: int = 0

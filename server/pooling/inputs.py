@@ -51,7 +51,8 @@ class InputOptions:
 def make_input_processor(
     ready: Ready | None, tokenizer: Tokenizer | None
 ) -> "InputProcessor | None":
-    """Create the input processor of a pooling model; None for a generative model."""
+    """Create the input processor of a pooling model; None for a generative model, and before the
+    engine is ready."""
     if ready is None or ready.pooling is None:
         return None
     return InputProcessor(
@@ -69,7 +70,7 @@ def not_a_pooling_model() -> UserError:
 
 
 class InputProcessor:
-    """Prepares inputs for a model. Raises UserError, which gives the index of the input."""
+    """Prepares inputs for a model. A UserError about an entry of a list gives its index."""
 
     def __init__(
         self,
@@ -183,8 +184,8 @@ class InputProcessor:
         )
 
     async def rendered(self, text: str, options: InputOptions) -> list[PoolingInput]:
-        """Create an input from text that a chat template rendered. Control tokens in the caller's
-        text may be marked (see server/text/control_tokens.py)."""
+        """Create a list with the input from text that a chat template rendered. Control tokens in
+        the caller's text may be marked (see server/text/control_tokens.py)."""
         assert self._tokenizer is not None, "a template has rendered"
         most = self.limit(options.truncate)
         try:

@@ -49,8 +49,8 @@ class PoolingStream:
     """Results of a request's inputs. Iterate it once: each item has a delta for the next finished
     input, in order; `vectors` has the results.
 
-    Raises the errors of the engine client, RequestFailed if an input fails in the engine, and
-    UserError if the engine rejects an input. An error aborts all unfinished inputs.
+    Raises the errors of the engine client and of `check_finish`, and RequestFailed for vectors with
+    NaN or infinite values. An error aborts all unfinished inputs.
     """
 
     num_output_tokens = 0
@@ -63,7 +63,8 @@ class PoolingStream:
         *,
         max_concurrent: int = MAX_CONCURRENT_INPUTS,
     ) -> None:
-        """Send the first inputs. Raises Overloaded or EngineDied after aborting all inputs."""
+        """Send the first inputs. Raises the errors of EngineClient.add after aborting all
+        inputs."""
         self._client = client
         self._unsent = deque(enumerate(inputs))
         self._inputs = inputs

@@ -218,7 +218,7 @@ def _processor(state: AppState) -> InputProcessor:
 async def _parse(
     state: AppState, request: Request, kind: type[B], chat: type[Chat] | None = None
 ) -> B | Chat:
-    """Parse the body, as `chat` if it has messages, and run all checks that need no tokens."""
+    """Parse the body, as `chat` if it has messages, and check its model and fields."""
     _processor(state)
     received = await state.bodies.read_object(request)
     body: B | Chat
@@ -338,8 +338,8 @@ async def _run(
     id_prefix: str,
     inputs: list[PoolingInput],
 ) -> PoolingJob:
-    """Run the inputs in the engine; returns the finished job. Raises ClientGone if the client
-    disconnects."""
+    """Run the inputs in the engine; returns the finished job. Raises the errors of `start_tracked`,
+    PoolingStream and `run_to_end`."""
     model = state.model(body.model)
 
     async def start(terms: RequestTerms) -> PoolingStream:

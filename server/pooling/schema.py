@@ -43,7 +43,7 @@ _TEXT = {
 _TEXTS = {"anyOf": [*_TEXT["anyOf"], {"type": "array", "items": _TEXT, "maxItems": MAX_INPUTS}]}
 
 EmbeddingType = Literal["float", "binary", "ubinary", "base64"]
-Task = Literal["embed", "token_embed", "classify", "score"]
+Task = Literal["embed", "classify", "score", "token_embed"]
 TextField = Annotated[Any, WithJsonSchema(_TEXT)]
 TextsField = Annotated[Any, WithJsonSchema(_TEXTS)]
 OptionalTexts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]

@@ -51,8 +51,8 @@ def scoring_task(facts: PoolingFacts) -> str:
 
 
 async def pair_inputs(processor: InputProcessor, pairs: TextPairs) -> list[PoolingInput]:
-    """Inputs for the engine: pairs for the task score, otherwise each text once. Raises
-    UserError."""
+    """Inputs for the engine: pairs for the task score, otherwise each text once. Raises UserError
+    and Overloaded."""
     task = scoring_task(processor.facts)
     first, second = pairs.names
     normalize = pairs.options.params.normalize if task == SCORE else None

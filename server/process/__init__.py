@@ -1,1 +1,2 @@
-"""Processes of the server: supervisor, API servers, engine hosts, model download."""
+"""Processes of the server: supervisor, API servers and engine hosts; their sockets, start-up and
+watched files."""

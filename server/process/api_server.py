@@ -82,12 +82,12 @@ request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
-"""Time for error responses after a second SIGINT."""
+"""Time for error responses after a SIGINT that skips the drain."""
 SECOND_INTERRUPT = "; Ctrl-C again stops at once"
 ANSWER_S = 0.05
 """Time for responding to accepted probes before a large tokenizer is parsed."""
 UNHEALTHY_S = 0.7
-"""Time for which /health returns 503 before an API server without an engine exits."""
+"""Minimum time for which /health returns 503 before an API server without an engine exits."""
 MANY_CONNECTIONS = 500
 """Number of closed connections after which freed memory is returned to the OS, since malloc retains
 it."""
@@ -101,14 +101,14 @@ WATCH_S = 1.0
 
 
 class EngineRestart(msgspec.Struct, frozen=True, tag=True):
-    """Message of the supervisor: the process of an engine has died and is restarted."""
+    """Message to an API server: the process of an engine has died and is restarted."""
 
     engine: int
     end: ProcessEnd
 
 
 class EngineEnd(msgspec.Struct, frozen=True, tag=True):
-    """Message of the supervisor: an engine has ended and is not restarted."""
+    """Message to an API server: an engine has ended and is not restarted."""
 
     engine: int
     reason: str
@@ -146,19 +146,20 @@ class ApiServerArgs(msgspec.Struct, frozen=True):
 
 
 def resumes(engine: EngineConfig, server: ServerConfig) -> bool:
-    """Whether open requests are resumed in a restarted engine. False for coupled engines, which all
-    end together, and with engines on other hosts, which this server cannot restart."""
+    """Whether open requests are resumed in a restarted engine. False with --no-resume, for coupled
+    engines, which all end together, and with engines on other hosts, which this server cannot
+    restart."""
     is_alone = engine.num_coupled_engines == 1 and not engine.data_parallel.num_remote
     return server.resume and is_alone
 
 
 class Closings:
-    """Detects that many connections have closed. Counts accepted sockets, because a failed TLS
-    handshake never becomes a uvicorn connection."""
+    """Detects that many connections have closed. Counts protocol objects, which exist before a TLS
+    handshake, because a failed handshake never becomes a uvicorn connection."""
 
     def __init__(self, handshake_timeout_s: float) -> None:
         self.num_accepted = 0
-        """Connections accepted since the start."""
+        """Protocol objects created since the start."""
         self._interval_s = handshake_timeout_s + 2.0
         self._due_s = 0.0
         self._num_before = 0
@@ -194,7 +195,7 @@ class UvicornServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's startup for `sockets`. TLS handshakes in progress count as connections."""
+        """Accept connections on `sockets`. Replaces uvicorn's method."""
         self._sockets = list(sockets or ())
         await self.listen()
         self.started = True
@@ -328,7 +329,8 @@ class ApiServer:
         self._stopping.set()
 
     def interrupt(self) -> None:
-        """Drain, then exit; a second call skips the drain. Call on the event loop's thread."""
+        """Drain, then exit; if the server is already draining, skip the rest of the drain. Call on
+        the event loop's thread."""
         if self._stopping.is_set():
             self._interrupted.set()
         self._is_interrupt = True
@@ -382,7 +384,7 @@ class ApiServer:
 
     @property
     def has_no_engine(self) -> bool:
-        """Whether the last engine has died."""
+        """Whether no engine can serve requests any more (see EngineClient.failure)."""
         return self._client.has_failed
 
     @property
@@ -714,7 +716,8 @@ class ApiServer:
         return 0
 
     async def _wait_for_requests(self, timeout_s: float) -> None:
-        """Wait until no request is open, for at most `timeout_s` or until a second SIGINT."""
+        """Wait until no request is open, for at most `timeout_s` or until `interrupt` skips the
+        drain."""
         end_s = time.monotonic() + timeout_s
         while self.state.num_open_requests and not self._interrupted.is_set():
             left_s = end_s - time.monotonic()

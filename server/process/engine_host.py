@@ -36,10 +36,11 @@ def serve_engines(
     engines, the first); returns the exit code. Raises ConfigError, and the errors of `resolve`.
 
     The engines connect to `server_config.api_server_count` API servers on the other host, which may
-    start later. They end when the connection to any of them is lost.
+    start later. The engines end when the connection to an API server is lost.
     """
     token = data_parallel_token()
-    # Bounded: an event per signal, an event per engine that ends, a few events of the download.
+    # Few events: an event per signal and per engine that ends, and at most a few reports of the
+    # download per second, which are handled at once.
     events: SimpleQueue[Event] = SimpleQueue()
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ LARGE_BYTES = 2 * 2**20
 MAX_CONNECTIONS = 256
 """Maximum number of open connections; further connections are closed."""
 READ_S = 2.0
-"""Maximum duration of a connection, including the TLS handshake."""
+"""Maximum duration of a connection after its TLS handshake."""
 MAX_HEAD_BYTES = 16_384
 STOP_S = 3.0
 START_S = 10.0

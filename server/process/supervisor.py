@@ -82,7 +82,7 @@ def serve(
     engine_config: EngineConfig, server_config: ServerConfig, resolve: ResolveCheckpoint
 ) -> int:
     """Serve until stopped; returns the exit code: 0 after a drain. Leaves no process, socket or
-    file behind. Raises ConfigError if the port is in use, and the errors of `resolve`.
+    file behind. Raises ConfigError, for example if the port is in use, or from `resolve`.
 
     `resolve` returns the checkpoint's folder. It may take long; the port already responds
     meanwhile.
@@ -312,7 +312,7 @@ class Supervisor:
         self._ends: list[EngineEnd] = []
         self._due: set[int] = set()
         """API servers that have exited and will be restarted."""
-        # Few events: one per signal, at most two per child that exits, and one for the
+        # Few events: an event per signal, at most two per child that exits, and an event for the
         # checkpoint.
         self._events: SimpleQueue[Event] = SimpleQueue()
 
@@ -426,8 +426,8 @@ class Supervisor:
             has_logged = any((process.poll() or 0) > 0 for process in processes)
             level = logging.INFO if has_logged else logging.ERROR
             logger.log(level, "The server stops: %s", event.reason)
-            # The API servers notice the end of the engines and send error responses; they exit too
-            # early for a drain.
+            # There is no drain: the API servers notice the end of the engines, send error responses
+            # and exit.
             self._stop_engines()
             self._close(RESPONSE_GRACE_S + 1)
             if any(process.poll() == PROFILE_EXIT for process in processes):
@@ -520,5 +520,5 @@ class Supervisor:
 
 def peer_socket_paths(directory: str, count: int) -> tuple[str, ...]:
     """Sockets on which API servers forward requests to each other. The paths are not longer than
-    the engine endpoints, whose length has been checked."""
+    the endpoints of local engines, whose length is checked."""
     return tuple(str(Path(directory, f"by{index}.sock")) for index in range(count))

@@ -1,4 +1,4 @@
-"""Choices of an OpenAI response: log-probabilities, usage, complete and batched deltas."""
+"""Choices of an OpenAI response: log-probabilities, complete choices and batched deltas."""
 
 import codecs
 import math
@@ -36,8 +36,8 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], name: TokenFormatter) -
 
 
 def consumed(positions: list[PositionLogprobs] | None) -> Iterator[PositionLogprobs]:
-    """The positions in order, each freed before the next: freeing a million positions at once holds
-    the GIL for 0.2 s."""
+    """Remove the positions from the list and yield them in order: freeing a million positions at
+    once holds the GIL for 0.2 s."""
     positions = positions or []
     positions.reverse()
     while positions:

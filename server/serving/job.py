@@ -1,5 +1,5 @@
-"""Requests in the engine: admission, submission, and the streamed or complete response. All
-generation APIs use this module; pooling requests use only admission and submission."""
+"""Requests in the engine: admission, submission, and the streamed or complete response, for all
+generation and pooling APIs."""
 
 import asyncio
 import os
@@ -201,7 +201,8 @@ class ServingRequest(RunningRequest[GenerationStream]):
 
     @property
     def num_echo_values(self) -> int:
-        """Estimated number of JSON values in the echo, including its log-probabilities."""
+        """Estimated number of JSON values in the echo and in the log-probabilities of the
+        prompts."""
         num_text_values = self.num_echo_characters // CHARACTERS_PER_WEIGHT
         return self.num_prompt_logprobs + num_text_values
 
@@ -410,8 +411,9 @@ async def start_tracked(
     params: SamplingParams | None = None,
 ) -> RequestTracker[StreamT]:
     """Send a request to the engine with `start`, and track it. Raises UserError for invalid
-    `options`, the errors of `start`, and Overloaded if the expected time to first token of its
-    first prompt, of `num_first_tokens` tokens, exceeds --max-ttft."""
+    `options`, NotFound for an adapter that was unloaded, the errors of `start`, and Overloaded if
+    the expected time to first token of its first prompt, of `num_first_tokens` tokens, exceeds
+    --max-ttft."""
     _check_priority(state, options.priority)
     record = record_of(request.scope)
     timeout = timeout_of(request, record, options.timeout)
@@ -552,7 +554,7 @@ async def collect_choices(job: ServingRequest, request: Request) -> list[ChoiceO
 
 async def run_to_end(job: RunningRequest[Any], request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Result of `work`, which reads all of the job's output; closes the job. Raises ClientGone if
-    the client disconnects."""
+    the client disconnects, and EngineFailed if the engine dies."""
     try:
         with CancelOnDisconnect(request.receive):
             return await work

@@ -26,8 +26,8 @@ async def encode_prompt(
 ) -> Prompt:
     """Encode `text`, truncated to its last `keep` tokens, or to its first `keep` tokens without
     `keep_end`; -1 keeps as many tokens as fit into the context with `limit` output tokens. Raises
-    PromptTooLong for an untruncated prompt longer than the context, before tokenizing it if its
-    length in characters is enough to tell."""
+    PromptTooLong if more tokens than the context remain, before tokenizing if the length in
+    characters is enough to tell. Also raises UserError and Overloaded."""
     max_model_len = state.max_model_len
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_model_len, param)
@@ -56,7 +56,7 @@ async def encode_for_counting(
     param: str,
 ) -> list[int]:
     """Token ids of a text that is tokenized only for counting: like `encode_prompt`, but up to
-    `max_counted_tokens`. Raises UserError."""
+    `max_counted_tokens`. Raises UserError and Overloaded."""
     max_tokens = max_counted_tokens(state)
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_tokens, param)
@@ -83,7 +83,7 @@ async def _encode(
 ) -> list[int]:
     """Token ids of `text`, at most `max_tokens`. If truncation keeps no more than `max_tokens`
     tokens, returns instead the ids of a part of `text` that contains the kept tokens, which may
-    be more than `max_tokens`. Raises TooManyTokens and TooManyCharacters."""
+    be more than `max_tokens`. Raises TooManyTokens, UserError and Overloaded."""
     tokenizer = state.text_tokenizer(param)
     num_kept = num_kept_tokens(keep, state.max_model_len, limit)
     try:

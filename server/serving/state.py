@@ -60,7 +60,7 @@ class AppState:
     model_names: tuple[str, ...]
     """Served model names, at least one; the first is the default."""
     root: str
-    """The model name that the operator gave."""
+    """The `root` of the base model in /v1/models."""
     engine_config: EngineConfig | None = None
     """The engine's configuration; None if this process does not know it."""
     has_priorities: bool = False

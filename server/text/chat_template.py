@@ -44,7 +44,7 @@ the waiting renderings alone."""
 SHORT_CHARACTERS = 2_000
 MAX_INLINE_MESSAGES = 32
 MAX_INLINE_S = 0.002
-"""Maximum rendering time of the last short chat for the next short chat to be rendered on the event
+"""Maximum CPU time of the last short rendering for the next short chat to be rendered on the event
 loop. A thread costs several times as much as a short rendering."""
 INLINE_LIMIT_S = 0.03
 """CPU time after which a rendering on the event loop is stopped and restarted on a thread."""

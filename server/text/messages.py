@@ -151,8 +151,8 @@ def joined_contents(*contents: Any) -> str | list[dict[str, str]]:
 
 
 def mark_continuation(messages: list[Message], source: str) -> str:
-    """Mark the end of the last message in place; returns its text. Raises UserError if the message
-    has no text."""
+    """Mark the end of the last text of the last message in place; returns this text. Raises
+    UserError if the message has no text, or the template `source` does not render content."""
     content = messages[-1]["content"]
     if "content" not in source:
         raise UserError(

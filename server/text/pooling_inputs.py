@@ -76,8 +76,8 @@ def batches(texts: Sequence[Text], most_characters: int) -> Iterator[Sequence[Te
 def encode_inputs(
     encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions
 ) -> list[InputTokens]:
-    """Tokens of each text or pair. Raises TooManyTokens, and UserError if the special tokens alone
-    do not fit."""
+    """Tokens of each text or pair. Raises TooManyTokens, UserError if the special tokens leave no
+    room for a text, and the errors of BoundedEncoder.encode_batch_fast."""
     if rule.cuts or rule.max_first_tokens is not None or rule.max_second_tokens is not None:
         encodings = _cut(encoder, texts, rule)
     else:

@@ -173,8 +173,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check(len(many) * count)
 
     def _check_wide(self, value: Any, args: Iterable[Any]) -> None:
-        """Check an upper bound on the length of the result: length of `value` times the sum of the
-        arguments (integers, and lengths of strings)."""
+        """Check an upper bound on the length of the result: length of `value` plus 1, times the sum
+        of the arguments (integers, and lengths of strings) plus 1."""
         units = sum(
             arg if isinstance(arg, int) else len(arg) for arg in args if isinstance(arg, int | str)
         )

@@ -7,7 +7,8 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A stop string was found: the buffered text before it, and the stop string."""
+    """A stop string was found: the text to send, which may include the stop string, and the stop
+    string."""
 
     text: str
     stop: str
@@ -86,8 +87,8 @@ class _Prefix:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> "array[int]":
-    """For each character, the length of the longest part of `stop` that ends there and is a prefix
-    of `stop`, without the part from the first character. Cached for the choices of a request."""
+    """Prefix function of Knuth, Morris and Pratt: for each prefix of `stop`, the length of its
+    longest proper prefix that is also its suffix. Cached for the choices of a request."""
     borders, length = array("i", [0]), 0
     for character in stop[1:]:
         while length and stop[length] != character:

@@ -189,8 +189,8 @@ class CompiledTemplate:
         self._takes_late_system: bool | None = None
 
     def fit(self, messages: list[Message]) -> list[Message]:
-        """Convert contents in place to an accepted format: a text, unless the template requires
-        parts."""
+        """Convert contents in place to a format that the template accepts: parts to a text, or a
+        text to parts. Contents in an accepted format are not changed."""
         for message in messages:
             content = message["content"]
             if isinstance(content, list):
@@ -240,7 +240,7 @@ class CompiledTemplate:
         return self._takes_late_system
 
     def _accepted_formats(self, role: str) -> tuple[bool, bool]:
-        """Returns (whether a text appears in the prompt, whether both of two text parts appear)."""
+        """(whether a text appears in the prompt, whether both of two text parts appear)."""
         if role not in self._formats:
             parts = [{"type": "text", "text": "probe-1"}, {"type": "text", "text": "probe-2"}]
             text = self._try(role, "probe-1")

@@ -140,7 +140,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of `text`; long texts are encoded on a thread. Raises Overloaded if too many
         texts wait, TooManyTokens for more than `most` tokens (before tokenization if the length is
-        enough to tell), and TooManyCharacters for a text that is too long to be tokenized."""
+        enough to tell), TooManyCharacters for a text that is too long to be tokenized, and the
+        errors of `encode_now`."""
         if most is not None and len(text) <= INLINE_COUNTED_CHARACTERS:
             self._check_length(text, most)
         elif most is not None:
@@ -156,7 +157,8 @@ class Tokenizer:
         self, text: str, add_special_tokens: bool, num_tokens: int, *, from_end: bool
     ) -> list[int]:
         """Encode a text that is truncated to its first or last `num_tokens`. Reads only as much of
-        a long text as necessary (see `read_part`). Raises Overloaded if too many texts wait."""
+        a long text as necessary (see `read_part`). Raises Overloaded if too many texts wait, and
+        the errors of `encode_now`."""
 
         def encode(part: str) -> list[int]:
             return self.encode_now(part, add_special_tokens)
@@ -193,7 +195,8 @@ class Tokenizer:
 
     def encode_now(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Token ids of `text`, encoded on the calling thread; lone surrogates become U+FFFD. Raises
-        TooManyTokens, and UserError for a marked text that would become a control token."""
+        TooManyTokens, UserError for a marked text that would become a control token, and the errors
+        of BoundedEncoder.encode_batch_fast."""
         if most is not None and len(text) > initial_characters(most):
             self._check_density(text, most)
         if not text.isascii():
@@ -264,8 +267,8 @@ class Tokenizer:
         return text if self.controls is None else self.controls.unmarked(text)
 
     def least_tokens(self, text: str, most: int) -> int:
-        """Minimum number of tokens of `text`, from its length; 0 if the text is too short to exceed
-        `most`."""
+        """Lower bound on the number of tokens of `text`, from its length; 0 if the text is too
+        short to exceed `most`, or if the tokenizer has no TokenLengthBound."""
         bound = self._length_bound
         text = self.unmarked(text)
         if bound is None or len(text) * MAX_CHARACTER_BYTES < most * bound.max_bytes_per_token:
@@ -327,7 +330,7 @@ class Tokenizer:
         return self._partly_shown[hidden]
 
     def special_ids_in(self, words: Iterable[str]) -> frozenset[int]:
-        """Special tokens whose texts occur in any of `words`."""
+        """Ids of the special tokens whose texts occur in any of `words`."""
         texts = {i: self._encoder.id_to_token(i) for i in self.special_ids}
         whole = "\0".join(words)
         return frozenset(i for i, text in texts.items() if text and text in whole)
@@ -342,7 +345,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def close(self) -> None:
-        """Stop the threads; waiting texts are dropped."""
+        """Stop the threads and the isolated processes; waiting texts are dropped."""
         self._encoder.close()
         if self.controls is not None:
             self.controls.close()

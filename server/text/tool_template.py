@@ -39,9 +39,9 @@ def with_tools_as_text(
 
     The tools are appended to the system message, which is added if there is none. Without
     `takes_system` (a template that rejects the role), they precede the text of the first message.
-    Results become user messages, because such a template does not know the role `tool`; a user
-    message is joined to a result before it, because many templates require user and assistant to
-    alternate.
+    Results become user messages, because such a template does not know the role `tool`. A result or
+    user message directly after a result is joined to it, because many templates require user and
+    assistant to alternate.
     """
     rendered: list[Message] = []
     follows_result = False

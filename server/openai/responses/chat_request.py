@@ -24,8 +24,8 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""Maximum JSON size of the previous and referenced items of a request; decoded items take up to ten
-times as much memory."""
+"""Maximum JSON size of the previous items of a request, and of its referenced items; decoded items
+take several times as much memory."""
 MAX_REFERENCES = 16_384
 """Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
@@ -105,8 +105,9 @@ async def resolve_request(
 
 def previous_number(body: ResponseBody) -> str:
     """Number of the response that `body` continues, or of the first response whose item `body`
-    references; it identifies the process that stores the conversation. Empty for a new
-    conversation. Only MAX_MESSAGES items are searched, because a longer input is rejected later."""
+    references; it identifies the process that stores the conversation. Empty for a new conversation
+    and for an item id of another server. Only MAX_MESSAGES items are searched, because a longer
+    input is rejected later."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
     items = body.input if isinstance(body.input, list) else ()
@@ -176,7 +177,7 @@ class _Found(NamedTuple):
 
     items: dict[str, bytes]
     num_bytes: int
-    """Bytes of all references."""
+    """JSON bytes of the items, counted for each reference."""
     num_decoded_bytes: int
     """Estimated memory of the decoded items."""
 

@@ -26,9 +26,9 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Content part types of the assistant."""
+"""Content part types of assistant messages, for errors."""
 _CONTENT = ("role", "content", "text")
-"""Fields whose content the model sees."""
+"""Fields of an item whose content the model sees."""
 _SHOWN = 40
 
 
@@ -92,7 +92,8 @@ def _is_ignored_item(item: Any) -> bool:
 def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]) -> Item:
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
-    # A missing or null type means message; {} and "" are invalid.
+    # A missing or null type means message, and without a role it means reference. {} and "" are
+    # invalid.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"

@@ -13,9 +13,10 @@ LEADING = ("system", "developer")
 
 
 def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
-    """Convert validated `items` to chat messages. Consecutive output of the model (reasoning, text,
-    calls) becomes a single message. `instructions` and the system messages after them, up to a
-    message with an image, are merged, since many templates accept only a single system message."""
+    """Convert validated `items` to chat messages. Consecutive reasoning, text and calls of the
+    model, in this order, become a single message; text after a call is added to its message.
+    `instructions` and the leading system and developer messages, up to a message with an image, are
+    merged, since many templates accept only a single system message."""
     outputs = ("function_call_output", "custom_tool_call_output")
     builder = _MessageBuilder({item["call_id"] for item in items if item["type"] in outputs})
     for item in items:
@@ -39,8 +40,8 @@ class _MessageBuilder:
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._texts: dict[str, list[str]] = {}
-        """Text pieces that `finish` joins into fields of the assistant message: joining at each
-        item would take quadratic time."""
+        """Text pieces that `_end_assistant` joins into fields of the assistant message: joining at
+        each item would take quadratic time."""
 
     def add(self, item: Item) -> None:
         kind = item["type"]
@@ -80,7 +81,7 @@ class _MessageBuilder:
 
     def _add_call(self, item: Item) -> None:
         if item["status"] == "incomplete" and item["call_id"] not in self._answered:
-            # The response was truncated: the arguments are not JSON, and the call was never
+            # The response was truncated: the arguments may not be JSON, and the call was never
             # executed.
             return
         if self._assistant is None:

@@ -92,7 +92,7 @@ class ResponseOutput:
         return [entry.item for entry in self._items]
 
     def add(self, delta: Delta) -> list[StreamEvent]:
-        """Stream events for `delta`."""
+        """Add `delta` to the output; returns its stream events."""
         self._pending += delta.logprobs or []
         emitted: list[StreamEvent] = []
         for event in self._parse(delta):
@@ -162,14 +162,14 @@ class ResponseOutput:
         entries: list[Any] = []
         if self._has_logprobs:
             tokens = self._tokens_of(text)
-            # Encoded, because five events and the response contain them.
+            # Encoded, because several events and the response contain them.
             entries = encoded_chat_logprobs(tokens, self._token_formatter)["content"]
             self._open.logprobs += entries
         return {**self._add_delta("output_text", text), "logprobs": entries}
 
     def _tokens_of(self, text: str) -> list[PositionLogprobs]:
         """The tokens of `text`, found by their bytes. Earlier tokens (tags, whitespace) are
-        dropped, later tokens wait for the next text."""
+        dropped, later tokens wait for the next text. If `text` is not found, all pending tokens."""
         assert self._open is not None
         tokens, self._pending = self._pending, []
         data, encoded = b"".join(token.chosen.bytes for token in tokens), text.encode()

@@ -1,5 +1,5 @@
-"""Routes of /v1/responses: create (complete, streamed or in the background), retrieve, cancel,
-delete."""
+"""Routes of /v1/responses: create (complete, streamed or in the background), retrieve, cancel and
+delete responses, list input items, and count input tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -46,7 +46,7 @@ WITH_HIDDEN_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     WITH_LOGPROBS,
     WITH_HIDDEN_REASONING,
-    # Values for items that this server never produces.
+    # Values without effect.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -178,7 +178,8 @@ class ResponseBody(GenerationBody):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """Names of unknown fields, and of ignored tools and items."""
+        """Names of unknown fields, and of ignored entries of tools, context_management and
+        input."""
         return [
             *super().unknown_fields(data),
             *ignored_tools(data.get("tools")),

@@ -1,4 +1,5 @@
-"""Stored responses, limited by count, bytes and age; the oldest are evicted first."""
+"""Stored responses, limited by count, bytes and age; the responses that ended first are evicted
+first."""
 
 import asyncio
 import time
@@ -20,7 +21,7 @@ from server.openai.responses.items import Item
 CONTINUABLE = ("completed", "incomplete")
 """Final statuses of responses that a later response can continue."""
 MIN_EXPIRY_INTERVAL_S = 1.0
-"""Minimum time between checks for expired responses."""
+"""Minimum delay of the timer that removes expired responses."""
 MAX_FOLLOWERS_PER_RESPONSE = 16
 """Maximum number of connections that follow the stream of a response; each event wakes all of
 them."""
@@ -171,7 +172,8 @@ class StoredResponse:
 
 
 class Followers:
-    """Counts the connections that follow stored streams, by response and by client."""
+    """Counts the connections that follow stored streams, by response and by client. The connection
+    of the request that created a response is not counted."""
 
     def __init__(self) -> None:
         self._of_response: Counter[str] = Counter()
@@ -262,7 +264,7 @@ class ResponseStore:
 
     def add_bytes(self, entry: StoredResponse, num_bytes: int) -> None:
         """Account for more bytes of a response, if it is stored. Raises Overloaded if the response
-        is running and exceeds the limit."""
+        is running and the running responses exceed a limit of the store."""
         if entry.id not in self._entries:
             return
         self._count_bytes(entry, num_bytes)
@@ -273,8 +275,8 @@ class ResponseStore:
             )
 
     def finish(self, entry: StoredResponse, response: EndedResponse) -> None:
-        """Store the finished response in `entry`, which may be new or running. No effect if a
-        background response has been removed from the store or `entry` has already finished; a
+        """Store the finished response in `entry`, which may be new or running. Nothing is stored if
+        a background response has been removed from the store or `entry` has already finished; a
         response larger than the store is removed."""
         entry.running = None
         was_stored = entry.id in self._entries

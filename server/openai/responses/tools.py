@@ -21,7 +21,7 @@ def flat_name(name: Any, namespace: Any) -> Any:
 
 
 def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
-    """The functions as chat tools. Raises UserError."""
+    """The functions as chat tools; None without functions. Raises UserError."""
     functions = []
     for tool, namespace, where in _functions(tools):
         function = {name: tool[name] for name in _FUNCTION_FIELDS if tool.get(name) is not None}
@@ -33,8 +33,8 @@ def chat_tools(tools: list[Any] | None) -> list[Tool] | None:
 
 
 def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
-    """Function name as the model sees it -> (namespace, name), for functions in namespaces. `tools`
-    must have been validated."""
+    """Function name as the model sees it -> (namespace, name), for functions in namespaces, unless
+    a function outside of namespaces has the same name. `tools` must have been validated."""
     found, plain = {}, set()
     for tool, namespace, _ in _functions(tools):
         if namespace is None:

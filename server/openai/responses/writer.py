@@ -78,8 +78,8 @@ class ResponseWriter:
         return b"".join([self._frames(events) for events in self.add(deltas)])
 
     def add(self, deltas: list[Delta]) -> list[list[StreamEvent]]:
-        """Add deltas to the response; returns the events of each delta, which have no frames
-        yet. Raises UserError for too many log-probabilities."""
+        """Add deltas to the response; returns the events of each delta, not encoded as frames.
+        Raises UserError for too many log-probabilities."""
         self._job.check_kept_logprobs()
         return [self._output.add(delta) for delta in deltas]
 
@@ -153,7 +153,7 @@ def _usage_of(job: ServingRequest) -> Fields:
 
 
 def _fields_of(job: ServingRequest, body: ResponseBody, *, is_stored: bool) -> Fields:
-    """Constant fields of a response: the request fields and their defaults."""
+    """Fields of a response that do not change while it is generated."""
     text, reasoning = body.text, body.reasoning
     return {
         "id": job.id,

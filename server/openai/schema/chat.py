@@ -80,7 +80,8 @@ _MESSAGE = record(
 
 
 class ChatPromptBody(Body):
-    """The fields that determine the prompt of a chat, shared by chat and /tokenize."""
+    """The fields that determine the prompt of a chat, shared by chat, /tokenize and the pooling
+    routes."""
 
     prompt_fields: ClassVar[tuple[str, ...]] = (
         "messages",
@@ -103,7 +104,7 @@ class ChatPromptBody(Body):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
-        """Names of unknown fields, and of ignored tools and content parts."""
+        """Names of unknown fields, and of ignored tools, content parts and tool calls."""
         return [
             *super().unknown_fields(data),
             *ignored_entries("tools", data.get("tools"), is_foreign_tool),
@@ -260,8 +261,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def constraint(self) -> tuple[str, GrammarSpec] | None:
-        """(field, grammar) that constrain the output. If tool_choice is required or names a tool,
-        this is the grammar of the tool calls."""
+        """(field, grammar) that constrain the output; None: no constraint. If tool_choice requires
+        a call, the grammar of the tool calls. Raises UserError."""
         if self.visible_tools is not None:
             parallel = self.parallel_tool_calls is not False
             forced = forced_schema(self.visible_tools, self.visible_choice, is_parallel=parallel)
@@ -308,7 +309,7 @@ class ChatBody(ChatPromptBody, GenerationBody):
 
     @property
     def limit(self) -> int | None:
-        """Maximum generated tokens of a choice; None: the remaining context."""
+        """Maximum generated tokens of a choice; None: the request sets no limit."""
         limit: int | None = getattr(self, self.limit_field)
         return limit
 

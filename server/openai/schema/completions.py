@@ -135,6 +135,12 @@ def given_prompts(given: Any, name: str, most: int) -> Texts | TokenLists:
             if not isinstance(prompt, str):
                 raise _unlike(f"{name}[{place}]", prompt, "a string", name)
         return given
+    if not isinstance(first, list):
+        raise _bad(
+            f"{name}[0] is {value_text(first)}, it must be a string, a token id or a list of token "
+            "ids",
+            name,
+        )
     return [_token_ids(prompt, f"{name}[{place}]", name) for place, prompt in enumerate(given)]
 
 

@@ -270,7 +270,8 @@ class GenerationBody(Body):
 
     @property
     def is_large(self) -> bool:
-        """Whether validation and conversion of the body take more than a few milliseconds."""
+        """Whether the body has more than INLINE_IDS token ids, or schemas that weigh more than
+        INLINE_WEIGHT, so that it is validated and converted on a thread."""
         lists = (self.logit_bias, self.stop_token_ids, self.allowed_token_ids)
         if sum(len(entries) for entries in lists if entries is not None) > INLINE_IDS:
             return True
@@ -418,8 +419,9 @@ values, which beam search accepts."""
 
 
 def _check_beam_search(body: GenerationBody) -> None:
-    """Raise UserError for fields that do not apply to a beam search, and for a length_penalty
-    without beam search. Sampling fields (temperature, top_p, top_k, min_p, seed) are ignored."""
+    """Raise UserError for fields that do not apply to a beam search, and without a beam search for
+    a length_penalty other than 1. Sampling fields (temperature, top_p, top_k, min_p, seed) are
+    ignored."""
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
             raise UserError(

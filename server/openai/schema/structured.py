@@ -10,7 +10,7 @@ from config.params.structured_output import KINDS, GrammarSpec, grammar_spec
 
 MAX_SHOWN_CHARACTERS = 40
 _HINTS = ("disable_any_whitespace", "disable_fallback")
-"""Options of structured_outputs that are always on here."""
+"""Options of structured_outputs that are always in effect."""
 FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
@@ -31,8 +31,8 @@ def spec_of(
     structured_outputs: Mapping[str, Any] | None,
     others: Mapping[str, Any],
 ) -> tuple[str, GrammarSpec] | None:
-    """(field, grammar) that constrain the output; `others`: values of the FIELDS that are set.
-    Raises UserError."""
+    """(field, grammar) that constrain the output; None: no constraint. `others`: values of the
+    FIELDS that are set. Raises UserError."""
     specs = {"response_format": _of_format(response_format)}
     if structured_outputs is not None:
         requested = {name: v for name, v in structured_outputs.items() if name not in _HINTS}

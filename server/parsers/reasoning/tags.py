@@ -28,16 +28,16 @@ class ReasoningFormat:
     label: str = ""
     """Optional word in the first line of reasoning, after the start tag."""
     is_anywhere: bool = False
-    """Whether reasoning may start anywhere in an answer. Its tags, except _TEXT_TAGS, are then
-    special tokens, and stray ones outside the reasoning are dropped."""
+    """Whether reasoning may start anywhere in an answer. Its tags, except _TEXT_TAGS, then contain
+    special tokens, and stray tags outside the reasoning are dropped."""
     dropped: tuple[str, ...] = ()
     """Other tags that are dropped and that end the reasoning, with `is_anywhere`."""
     has_messages: bool = False
     """Whether calls are separate messages, so that call markup inside reasoning is only a
     quotation."""
     header: re.Pattern[str] | None = None
-    """Pattern of the header at the start of an answer and after `header_tag`. The text from the
-    header up to the next tag is dropped."""
+    """Pattern of the header at the start of an answer and after `header_tag`, which is dropped. It
+    is matched against the text up to the next `<|`."""
     header_tag: str = ""
 
     @property
@@ -51,7 +51,7 @@ class ReasoningFormat:
         return tuple(tag for tag in self.end_tags if not tag[0].isalpha())
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` continues reasoning that the prompt started."""
+        """Whether an answer to `prompt` starts inside reasoning."""
         return self.ends_with_start_tag(prompt) or (
             self.always and not self.ends_with_end_tag(prompt)
         )
@@ -93,7 +93,7 @@ class ShownReasoning(ReasoningFormat):
 
 
 class ShownReasoningParser(ReasoningParser):
-    """Adds the start tag, which is in the prompt, to the text."""
+    """Adds the start tag, which is in the prompt, to the text, unless the text starts with it."""
 
     def __init__(self, start_tag: str) -> None:
         super().__init__(is_inside=False)

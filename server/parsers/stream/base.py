@@ -172,7 +172,7 @@ class ReasoningParser(StreamParser):
     def __init__(self, *, is_inside: bool) -> None:
         super().__init__()
         self.is_done = False
-        """Whether no more reasoning can follow."""
+        """Whether the reasoning at the start of the answer has ended; True if there is none."""
         self.has_reasoning = is_inside
         """Whether reasoning has started."""
         self.call_marker = ""

@@ -20,9 +20,10 @@ _HEX = re.compile(r"[0-9a-fA-F]{4}")
 def read_value(
     source: Source, sink: Sink, depth: int = 0, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
-    """Read any JSON value, and emit it as written, with strings as in `read_string`. Adds missing
-    brackets before one of `ends` or before an outer bracket, and drops trailing commas. Raises
-    ParseError at any other invalid character, and for values nested deeper than MAX_DEPTH."""
+    """Read any JSON value, and emit it as written, with strings as in `read_string`. Drops trailing
+    commas. With `ends`, adds missing brackets before one of `ends` or before an outer bracket.
+    Raises ParseError at any other invalid character, for a number of more than
+    MAX_SCALAR_CHARACTERS, and for values nested deeper than MAX_DEPTH."""
     first = yield from source.peek()
     if first == '"':
         yield from read_string(source, sink)

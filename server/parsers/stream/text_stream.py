@@ -57,14 +57,6 @@ class Source:
         """Discard the recording."""
         self._recorded = None
 
-    def take_recorded(self) -> str:
-        """Stop recording; returns the recording. If the text has ended, this also consumes and
-        returns its rest."""
-        if self.has_ended:
-            self.take(len(self._text) - self._at)
-        recorded, self._recorded = self._recorded, None
-        return "".join(recorded or ())
-
     def rewind(self, count: int) -> str:
         """Return the first `count` recorded characters, and put the others back in front of the
         text. A recording longer than MAX_REREAD_CHARACTERS is returned as a whole. Stops
@@ -109,8 +101,8 @@ class Source:
         return self._text[self._at : self._at + count]
 
     def peek_until(self, words: tuple[str, ...], skip: int, most: int) -> Steps[str | None]:
-        """The text, at most `most` characters, between the next `skip` characters and the first of
-        `words`, without consuming it. None if no word follows."""
+        """The text between the next `skip` characters and the first of `words`, without consuming
+        it. None if no word follows within `most` characters and the length of a word."""
         pattern, _, longest = _word_search(words)
         while True:
             start = self._at + skip
@@ -280,7 +272,8 @@ class Trimmed:
 
 @lru_cache(maxsize=256)
 def _word_search(words: tuple[str, ...]) -> "tuple[re.Pattern[str], frozenset[str], int]":
-    """(pattern that finds the first of `words`, all their prefixes, length of the longest word)."""
+    """(pattern that finds the first of `words`, their proper prefixes, length of the longest
+    word)."""
     pattern = re.compile("|".join(map(re.escape, words)) or "(?!)")
     prefixes = frozenset(word[:end] for word in words for end in range(1, len(word)))
     return pattern, prefixes, max(map(len, words), default=1)

@@ -207,8 +207,8 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`; None if there is none. A set that contradicts
-        the earlier sets is ignored."""
+        """The intersection of the sets in `found`, without None entries; None if all are None. A
+        set that contradicts the earlier sets is ignored."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):
@@ -294,7 +294,8 @@ def _union(found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
 
 
 def cast(text: str, types: frozenset[str]) -> str:
-    """Convert `text` to a JSON value of an allowed type in `types`, otherwise to a JSON string."""
+    """Convert `text` to a JSON value. It becomes a JSON string if it cannot be read as another
+    value, or if `types` allow a string and not the type of the value."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     if "boolean" in types and not types & {"integer", "number", ANY_TYPE}:

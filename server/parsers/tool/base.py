@@ -92,7 +92,7 @@ class ToolCallParser(StreamParser):
         self._text_end = ""
         """The last MAX_BLANKS characters of text."""
         self._section_text: list[str] | None = None
-        """Text in the open section; None outside a section."""
+        """Text since the last call or tag of the open section; None outside a section."""
 
     def ignore(self, words: tuple[str, ...]) -> None:
         """Drop `words` in the following text."""

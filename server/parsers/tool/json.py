@@ -50,9 +50,9 @@ def read_object_call(
     source: Source, output: EventBuffer, allowed: Tools | None = None, ends: tuple[str, ...] = ()
 ) -> Steps[None]:
     """Read `{"name": ..., "arguments": {...}}`, with keys in any order and unknown keys ignored.
-    Brackets before one of `ends` may be missing. Raises ParseError. With `allowed`, an object is
-    not a call if it names no function in `allowed`, has no arguments, or has a key that calls do
-    not have."""
+    Brackets before one of `ends`, and the last bracket of the answer, may be missing. Raises
+    ParseError. With `allowed`, an object is not a call if it names no function in `allowed`, has no
+    arguments, or has a key that calls do not have."""
     call = _Call(output, allowed)
     yield from source.expect("{")
     while True:
@@ -128,7 +128,7 @@ def _ignore(piece: str) -> None:
 
 def read_arguments(source: Source, sink: Sink, ends: tuple[str, ...] = ()) -> Steps[None]:
     """Read arguments: an object, which is emitted as it arrives; a string that contains an object;
-    or null for no arguments. Raises ParseError."""
+    or null or a blank string for no arguments. Raises ParseError."""
     first = yield from source.peek()
     if first == "{":
         yield from read_value(source, sink, 0, ends)

@@ -155,8 +155,8 @@ def named_arguments(
     write: Callable[[Argument], Part],
 ) -> list[Part]:
     """Grammar for the arguments that match `schema`, each produced by `write`, separated by
-    `comma`; without a schema, any number of `free`. Raises UserError for names that must be
-    quoted."""
+    `comma`; without a schema, any number of `free`. Raises UserError for names that must be quoted,
+    and for a schema that cannot be enforced."""
     if not IDENTIFIER.fullmatch(function):
         raise unenforceable(function, "the name")
     if schema is None:
@@ -273,8 +273,7 @@ class ToolCallGrammar:
         return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """Grammar for either `form` or only calls; None if text and calls may start with the same
-        characters."""
+        """Grammar for either `form` or only calls; None if calls may start without a marker."""
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(

@@ -219,10 +219,11 @@ async def test_unknown_sampling_parameters_are_ignored_and_named() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-async def test_rendering_beams_or_best_of_is_refused(path: str) -> None:
-    async with in_memory() as rig:
+async def test_rendering_a_field_that_generate_does_not_accept_is_refused(path: str) -> None:
+    async with in_memory(reasoning_parser="qwen3") as rig:
         prompt = {"messages": HI} if path == CHAT else {"prompt": "hi"}
-        fields = [{"use_beam_search": True, "n": 2}] + [{"best_of": 3}] * (path == TEXT)
+        other = {"thinking_token_budget": 5} if path == CHAT else {"best_of": 3}
+        fields: list[dict[str, Any]] = [{"use_beam_search": True, "n": 2}, other]
         for more in fields:
             error = (await rig.post(path, {**prompt, **more})).json()["error"]
             assert error["param"] == next(iter(more)) and "cannot be rendered" in error["message"]
