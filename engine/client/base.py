@@ -88,7 +88,7 @@ class EngineClient(Protocol):
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether an engine failed with a ConfigError."""
+        """Whether an engine ended with a ConfigError that is not a CheckpointError."""
 
     @property
     def has_profile(self) -> bool:
@@ -96,7 +96,8 @@ class EngineClient(Protocol):
 
     @property
     def is_failure_logged(self) -> bool:
-        """Whether the engine has reported the failure itself, and so has already logged it."""
+        """Whether the engine has reported the failure itself, so that a front end need not log it
+        as an error."""
 
     @property
     def lost(self) -> Failure | None:
@@ -226,7 +227,7 @@ class SingleEngineClient:
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether the engine failed with a ConfigError."""
+        """Whether the engine ended with a ConfigError that is not a CheckpointError."""
         return self.state.is_misconfigured
 
     @property
@@ -268,8 +269,8 @@ class SingleEngineClient:
         self._on_stats = observe or _ignore
 
     def on_prompt(self, observe: Callable[[list[bytes]], None]) -> None:
-        """Call `observe` with the block hashes of every prompt that another front end sent to this
-        engine."""
+        """Call `observe` with each PromptBlocks.hashes: the leading block hashes of a prompt that
+        another front end sent to this engine."""
         self._on_prompt = observe
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None:
@@ -293,10 +294,10 @@ class SingleEngineClient:
         waiting requests (see AddRequest.is_continuation for its order). While the engine is being
         restarted, the request waits for the new engine.
 
-        Raises Overloaded when too many requests wait, the engine is not ready or it has left too
-        many messages unread, EngineDied when the engine has failed, DeadlineExceeded when the
-        deadline of `request_limits` has passed, and UserError when the request cannot be encoded.
-        Does not wait.
+        Raises Overloaded when too many requests or prompt tokens wait, the engine is not ready or
+        it has left too many messages unread, EngineDied when the engine has failed,
+        DeadlineExceeded when the deadline of `request_limits` has passed, and UserError when the
+        request cannot be encoded. Does not wait.
         """
         self.state.check(self.progress)
         timeout_s = request_limits.timeout_s()
@@ -467,8 +468,8 @@ class SingleEngineClient:
             self._restore()
 
     def _stop_reloading(self) -> None:
-        """Stop loading adapters, because the restarted engine has crashed too. Its calls would wait
-        for minutes, and then resume the requests on an engine that may not be ready."""
+        """Stop loading adapters, since the restarted engine or this client has ended. The task
+        could wait for minutes, and then resume the requests on an engine that may not be ready."""
         for task in self._reloading:
             task.cancel()
 

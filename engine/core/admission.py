@@ -49,8 +49,8 @@ class Admission:
     def admit(
         self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None, now: float
     ) -> Request | Refusal:
-        """Request for a message that arrives at `now`, or why the engine rejects the message, with
-        the numbers that disagree. `hashes`, `grammar`: see EngineCore.add_request."""
+        """Request for a message that arrives at `now`, or why the engine rejects the message.
+        `hashes`, `grammar`: see EngineCore.add_request."""
         assert (grammar is None) == (message.sampling.structured_outputs is None)
         refusal = self._refusal(message)
         if refusal is not None:

@@ -49,7 +49,8 @@ MAX_PENDING = 64
 """Maximum number of pending specs, waiting or being compiled; a client below its fair share may
 exceed it."""
 MAX_CACHED = 256
-"""Maximum cached grammars and errors; the least recently requested spec is evicted."""
+"""Maximum cached grammars and errors while MAX_PENDING specs are pending; with fewer pending specs,
+the cache may use the difference. The least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
 """Maximum memory of the cached grammars when a spec is added. An evicted grammar stays in memory
 while it is used."""

@@ -150,7 +150,8 @@ def _prepare(schema: Any) -> Any:
 
 def check_schema_size(schema: Any) -> None:
     """Raise UserError for a JSON schema that is nested too deeply, also with references followed,
-    or that has too many schemas, in total or in a row for one value."""
+    that has too many schemas, in total or in a row for one value, or that has too large a
+    pattern."""
     _check_nesting(schema)
     # Depth first and in order, like the library; each schema is entered once.
     entered: set[int] = set()
