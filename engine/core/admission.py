@@ -80,7 +80,8 @@ class Admission:
             return Refusal(error)
         num_waiting = len(self._scheduler.waiting)
         if message.resumption is None and num_waiting >= self._max_queue_len:
-            return Refusal(queue_is_full(num_waiting, self._max_queue_len))
+            error = queue_is_full(num_waiting, self._max_queue_len)
+            return Refusal(error, is_retryable=True)
         for resource in self._resources:
             refusal = resource.refusal(message)
             if refusal is not None:

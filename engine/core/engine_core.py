@@ -248,7 +248,8 @@ class EngineCore:
         now = self._clock()
         request = self._admission.admit(message, hashes, grammar, now)
         if isinstance(request, Refusal):
-            self._outputs.reject(key, *request)
+            error, param, is_retryable = request
+            self._outputs.reject(key, error, param, is_retryable=is_retryable)
             return
         if request.needs_no_step:
             self._outputs.start(request, 0, now)

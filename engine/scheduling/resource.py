@@ -15,6 +15,8 @@ class Refusal(NamedTuple):
     error: str
     param: str | None = None
     """Parameter that the error is about; see Finish.param."""
+    is_retryable: bool = False
+    """Whether a retry may succeed later; see Finish.is_retryable."""
 
 
 class RequestResource:
