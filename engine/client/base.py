@@ -152,9 +152,10 @@ class SingleEngineClient:
         engine: int = 0,
         restart: int = 0,
     ) -> None:
-        """`index`: number of this front end. `engine`: number of the engine. `restart`: how many
-        times this front end was restarted; part of each key, so that a restarted front end does not
-        reuse keys."""
+        """`index`: number of this front end. `limits`: limits of this front end, shared by the
+        clients of all its engines. `engine`: number of the engine. `restart`: how many times this
+        front end was restarted; part of each key, so that a restarted front end does not reuse
+        keys."""
         self.engine = engine
         self.state: EngineState = Starting()
         self.progress: Progress | None = None
@@ -297,7 +298,8 @@ class SingleEngineClient:
         Raises Overloaded when too many requests or prompt tokens wait, the engine is not ready or
         it has left too many messages unread, EngineDied when the engine has failed,
         DeadlineExceeded when the deadline of `request_limits` has passed, and UserError when the
-        request cannot be encoded. Does not wait.
+        request cannot be encoded (while the engine is being restarted, such a request ends with an
+        error later). Does not wait.
         """
         self.state.check(self.progress)
         timeout_s = request_limits.timeout_s()

@@ -130,8 +130,8 @@ class RequestOutputQueue:
 
     async def get(self) -> Update:
         """Wait for an update and return it. A long update is returned in parts; the event loop runs
-        between the parts. An update with `finish` is the last. Raises EngineDied after the last
-        update, or after all updates of an engine that died."""
+        between the parts. An update with `finish` is the last. Once all updates were read, raises
+        EngineDied if the engine died or the request has ended."""
         if self._update is not None:
             await asyncio.sleep(0)
         while self._update is None:

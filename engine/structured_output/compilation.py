@@ -46,8 +46,8 @@ THREADS_PER_CLIENT = 2
 """Maximum threads of a client, so that other clients do not wait for two slow specs of the same
 client."""
 MAX_PENDING = 64
-"""Maximum number of pending specs, waiting or being compiled; a client below its fair share may
-exceed it."""
+"""Maximum number of pending specs, waiting or being compiled (a spec in the queues of several
+clients counts for each); a client below its fair share may exceed it."""
 MAX_CACHED = 256
 """Maximum cached grammars and errors while MAX_PENDING specs are pending; with fewer pending specs,
 the cache may use the difference. The least recently requested spec is evicted."""
