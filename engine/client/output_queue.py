@@ -17,8 +17,9 @@ from hpu.protocol import TOKEN_BYTES, Logprobs
 
 MIN_TIMEOUT_S = 1e-3
 MAX_READ_VALUES = 1_000
-"""Maximum output tokens that `get` returns at once, or log-probabilities of output tokens unless a
-single step has more: 5 ms of the event loop, including their JSON encoding for a stream."""
+"""Maximum output tokens that `get` returns at once. With log-probabilities, the limit counts their
+entries, and at least one step is returned. 1,000 take 5 ms of the event loop, including their JSON
+encoding for a stream."""
 UNREAD_TOKEN_BYTES = 36
 UNREAD_PART_BYTES = 1_200
 """Memory of an unread token, and of a Logprobs object without its arrays."""

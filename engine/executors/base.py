@@ -26,8 +26,8 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, report: Report) -> WorkerReady:
-        """Load the model, measure memory and warm up. Raises ConfigError or EngineDied with the
-        worker's message."""
+        """Load the model, measure memory and warm up. Raises ConfigError, or EngineDied with the
+        message of a worker process."""
 
     @abstractmethod
     def send(self, message: ToWorker) -> None:

@@ -1,4 +1,4 @@
-"""Compiles each grammar once, on threads, after a trial in an isolated process.
+"""Compiles and caches grammars, on threads, after a trial in an isolated process.
 
 The grammar library is native code: a spec that overflows its stack, or whose compilation does not
 end, must not kill the engine. A spec is therefore first compiled, and matched against some tokens,

@@ -237,7 +237,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     kv_offload: dict[str, int] = {}
     """KVOffload.gauges: offloaded blocks; empty without offloading."""
     step_tokens: list[int] = []
-    """Tokens of each step since the last stats were sent (OutputProcessor.num_step_tokens)."""
+    """Tokens of each step that produced tokens since the last stats were sent
+    (OutputProcessor.num_step_tokens)."""
     step_seconds: list[tuple[int, float]] = []
     """(phase, seconds) of each launch since the last stats were sent."""
 
@@ -258,7 +259,7 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(key, positions), in the order of the key's tokens."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions) for prompt tokens from index 1: an entry for each chunk of the prompt that
-    has unsent positions; sent before the key's first token."""
+    has unsent positions; sent with the key's first token at the latest."""
     vectors: list[tuple[int, int, memoryview]] = []
     """(key, rows, float32 little-endian data): result of a pooling request, sent in the same
     message as its Finish."""
