@@ -444,8 +444,7 @@ class Scheduler:
             count = self._fit(request, num_computed, num_left)
             if not count:
                 if self._holds_back_later:
-                    # The request needs more tokens than the decodes leave: start no further
-                    # prefill.
+                    # Later requests must not overtake it: start no further prefill.
                     return 0
                 continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))

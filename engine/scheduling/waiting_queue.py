@@ -25,7 +25,7 @@ class WaitingQueue:
         self._by_share = by_share
         self._heap: Heap = []
         self._continuations: Heap = []
-        """The heap of continuations."""
+        """Continuations; `_heap` has all other requests."""
         self._requests: dict[int, Request] = {}
         self._skipped: dict[int, Request] = {}
         """Requests skipped until `unskip`; they have no entry in the heap."""
