@@ -38,7 +38,7 @@ PROMPT = "The history of the city begins with"
 
 
 def write_adapter(folder: Path, model: str, rank: int, seed: int) -> Path:
-    """Write an adapter for all linear layers whose products are small beside the model's."""
+    """Write an adapter for all TARGETS, with random weights that hardly change the output."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in BaseModules(read_model_config(model)).modules.items():

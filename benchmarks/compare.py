@@ -7,11 +7,10 @@
 Each server is started by its command, loaded by `gaudiserve bench serve`, and stopped before the
 next one starts. With `--turns` all servers run at once, and each load is sent to one server after
 the other. Use it for two versions of a server whose difference is smaller than the machine's drift
-between two runs.
-Run nothing else at the same time. Writes OUT.json and OUT.md after each server. A server that does
-not start is reported and skipped, and the exit status is 1. With `--weights` and the model's
-folder, the tables have a column with the upper bound of the machine's memory and matrix products
-(`bound.py`).
+between two runs. Run nothing else at the same time. Writes OUT.json and OUT.md after each server,
+or with `--turns` once. A server that does not start is reported and skipped, and the exit status is
+1. With `--weights` and the model's folder, the report has a table with the upper bound of the
+machine's memory and matrix products (`bound.py`).
 """
 
 import argparse

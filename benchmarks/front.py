@@ -5,10 +5,10 @@
     python benchmarks/front.py --server 'NAME=COMMAND with {port}' --server ... --out ...
 
 Measures streamed tokens, short requests, time to the first byte, the effect of a long prompt on
-other streams, and the memory of idle streams. The last two are not measured for peers and for
-servers with a model of their own, which are started in sequence instead of the null engine. CPU
-seconds are the main figure, because other work on the cores does not change them. Writes OUT.json
-and OUT.md. Run nothing else at the same time.
+other streams, the memory of idle streams, and streams of several API servers. The last three are
+not measured for peers and for servers with a model of their own, which are started in sequence
+instead of the null engine. CPU seconds are the main figure, because other work on the cores does
+not change them. Writes OUT.json and OUT.md. Run nothing else at the same time.
 """
 
 import argparse

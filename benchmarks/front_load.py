@@ -41,7 +41,7 @@ class Stream:
 
 
 class Server:
-    """Address of a server. Raises RuntimeError for a status other than 200."""
+    """Address of a server; opens connections and makes requests for it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -77,7 +77,8 @@ def ask(stream: Stream, request: bytes) -> None:
 
 
 def read_streams(streams: list[Stream], timeout_s: float = 120.0) -> None:
-    """Read until every stream has ended."""
+    """Read until every stream has ended. Raises RuntimeError for a status other than 200, a lost
+    connection, or a timeout."""
     epoll = select.epoll()
     by_number = {stream.socket.fileno(): stream for stream in streams}
     for number in by_number:
@@ -123,7 +124,8 @@ def usage_of(stream: Stream) -> int:
 
 
 def closed_loop(streams: list[Stream], request: bytes, seconds: float) -> list[float]:
-    """Repeat the same short request on every connection; returns the seconds of each answer."""
+    """Repeat the same short request on every connection; returns the seconds of each answer. Raises
+    RuntimeError for a status other than 200 or a lost connection."""
     epoll = select.epoll()
     by_number = {stream.socket.fileno(): stream for stream in streams}
     for number, stream in by_number.items():

@@ -38,8 +38,8 @@ def cases() -> list[tuple[int, int, int]]:
 
 def measure_steps(num_steps: int, repeats: int) -> list[Numbers]:
     """Microseconds from a result to the next plan, and the ratio to the same batch without a
-    waiting queue or a long context. Each figure is the minimum of all repeats, since other work may
-    use the machine."""
+    waiting queue or a long context. Wall time is the minimum of all repeats, since other work may
+    use the machine; CPU times come from the repeat with the lowest median."""
     found: list[Numbers] = []
     for rows, waiting, context in cases():
         runs = [watch_decodes(rows, waiting, context, num_steps) for _ in range(repeats)]

@@ -50,7 +50,7 @@ class Watched(NullDevice):
     """A device that finishes only when it has its next plan. Every plan is encoded and every result
     decoded, as between processes.
 
-    Measures `num_steps` steps for which `counts` returns true, after `WARM_STEPS` plans.
+    Measures `num_steps` steps for which `counts` returns true, after `WARM_STEPS` such steps.
     """
 
     def __init__(

@@ -175,9 +175,8 @@ class Launches:
         self._each = -(-context // BLOCK_SIZE)
         """Blocks of a stream."""
         num_blocks = max(64, streams * self._each)
-        # Write all of the cache: reads of memory that was never written would cost nothing. of
-        # memory that was never written cost nothing. Blocks differ, so that streams differ and
-        # choose different experts.
+        # Write all of the cache: reads of memory that was never written would cost nothing.
+        # Blocks differ, so that streams differ and choose different experts.
         self._caches = [
             tuple(_filled(shape, config, format) for shape in shapes)
             for shapes in self.model.cache_shapes(num_blocks + 1, BLOCK_SIZE)
@@ -287,8 +286,8 @@ class Rates:
 
 
 def compiled(source: Path, to: Path) -> Path:
-    """Compile the kernels. They are linked with torch's OpenMP runtime, because the waiting threads
-    of a second runtime would compete."""
+    """Compile `source` to the library `to`. It is linked with torch's OpenMP runtime, because the
+    waiting threads of a second runtime would compete."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)))
     command = [compiler, *FLAGS, "-shared", str(source), "-o", str(to), *openmp_runtime()]
     subprocess.run(command, check=True, capture_output=True)

@@ -9,7 +9,7 @@ EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def machine() -> str:
-    """Processor, cores, load, system and Python."""
+    """Processor, cores, EXTENSIONS, load, system and Python."""
     facts = Path("/proc/cpuinfo").read_text()
     names = [line.split(":")[1].strip() for line in facts.splitlines() if "model name" in line]
     extensions = ", ".join(name for name in EXTENSIONS if f" {name}" in facts)

@@ -42,7 +42,7 @@ class NullDevice(Executor):
     """Takes `step_s` per plan, or per decode in it, in sequence, and samples the next of `tokens`
     for every request. `ready` is its WorkerReady; None derives it from `config`.
 
-    A result reports the seconds of its step and the idle seconds before it.
+    A result reports `step_s` plus the idle seconds before its plan.
     """
 
     lacks_masks = False

@@ -127,7 +127,8 @@ def draw(kind: str, count: int, seed: int = 0) -> list[Lengths]:
 
 
 def axis(low: int, step: int, high: int, count: int) -> list[int]:
-    """At most `count` points of the plug-in between `low` and `high`, multiples of `step`."""
+    """Points of the plug-in: `low`, `high`, and at most `count` multiples of `step` between; only
+    `high` for a `count` of 1."""
     if count <= 1:
         return [high]
     start = step if low in (0, 1) else low

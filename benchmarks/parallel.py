@@ -56,8 +56,7 @@ Rows = list[list[str]]
 
 
 def engine_rows(repeats: int) -> Rows:
-    """Steps of 256 requests: the minimum of `repeats` alternating runs for each number of
-    workers."""
+    """Steps of 256 requests: the minimum of `repeats` runs for each number of workers."""
     runs = {
         workers: [
             asyncio.run(watch_steps(ROWS, STEP_S, STEPS, num_workers=workers))

@@ -298,7 +298,8 @@ def padding() -> Chart:
 
 
 def host() -> Chart:
-    """The newest JSON of each benchmark, or the newest page where a run left only a page."""
+    """Drawn from the newest JSON file of each benchmark, or from its newest page if it has no JSON
+    file."""
     engine_page, engine = _engine_us()
     worker_page, worker = _worker_us()
     series = (

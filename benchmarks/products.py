@@ -29,13 +29,14 @@ from hpu.ops.cpu import packed_linear
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 """(outputs, inputs)"""
 BYTES = 120 << 20
-"""Bytes of weights per shape: more than the last-level cache."""
+"""Bytes of weights per shape; should exceed the last-level cache."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 def products(shape: tuple[int, int], library: Library | None) -> list[Product]:
-    """Packed weights of the same shape that together have BYTES; None: torch's product."""
+    """Products whose packed weights together have about BYTES, with the kernels of `library`; None:
+    PyTorch's packed product."""
     outputs, inputs = shape
     layers: list[Product] = []
     for _ in range(max(1, BYTES // (2 * outputs * inputs))):

@@ -49,7 +49,7 @@ class Traffic:
     between_arrivals: float = 4.0
     num_turns: tuple[int, int] = (2, 10)
     system_tokens: tuple[int, ...] = (64, 256)
-    """Lengths of the system prompts; each conversation draws one of these lengths."""
+    """Lengths of the system prompts, which conversations use in turn."""
     message_tokens: tuple[int, int] = (10, 200)
     answer_tokens: tuple[int, int] = (10, 120)
     think_ticks: tuple[int, int] = (20, 300)

@@ -19,7 +19,7 @@ WORKER_US = (502.0, 0.32)
 """Microseconds of host logic and launching per step and per request:
 benchmarks/results/launch-2026-11-21.md."""
 API_SERVER_TOKENS = 60_000
-"""Tokens per second of one core: the lower end in benchmarks/README.md."""
+"""Tokens per second of one core: about the lower end of the range in benchmarks/README.md."""
 ALL_REDUCE_US = 10.0
 """Latency of an all-reduce, without the time of its bytes. An assumption: no published figure was
 found."""

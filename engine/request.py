@@ -50,7 +50,7 @@ class ModelLimits:
 
 
 class Request:
-    """An unfinished sequence or text. The counters are plain numbers because the loops over all
+    """A sequence or text. The counters are plain attributes, because the hot loops over all
     requests read and write them.
 
     `num_tokens` counts the request's tokens (prompt and accepted output). `num_computed_tokens`
@@ -138,7 +138,7 @@ class Request:
         self.adapter = message.adapter
         """Hash of the LoRA adapter's files; empty without an adapter."""
         self.lora_slot = NO_SLOT
-        """LoRA slot of a pooling request."""
+        """Device slot of the adapter; set when the request starts."""
         self.block_hashes = block_hashes
         self.is_continuation = message.is_continuation
         self.priority_key = priority_key

@@ -8,9 +8,9 @@ from engine.transport.messages import EngineStats
 
 COMPILATIONS = "compilations."
 """Prefix of worker counters: `compilations.<phase>.<warmup|serving>` since the worker's start.
-Other counters: `compile_seconds.<warmup|serving>`; captured `graphs` and `graph_bytes`; and, from
-the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`. Unknown names are
-ignored."""
+Other counters: SPEC_DECODE; `compile_seconds.<warmup|serving>`; captured `graphs` and
+`graph_bytes`; and, from the runtime, `recompilations`, `cpu_fallbacks` and `recipe_<hits|misses>`.
+Unknown names are ignored."""
 COMPILE_SECONDS = "compile_seconds."
 SPEC_DECODE = "spec_decode."
 """Prefix of `spec_decode.num_<drafts|draft_tokens|accepted_tokens>` and of

@@ -88,7 +88,7 @@ class EngineClient(Protocol):
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether an engine failed with a ConfigError."""
+        """Whether an engine ended with a ConfigError that is not a CheckpointError."""
 
     @property
     def has_profile(self) -> bool:
@@ -96,7 +96,8 @@ class EngineClient(Protocol):
 
     @property
     def is_failure_logged(self) -> bool:
-        """Whether the engine has reported the failure itself, and so has already logged it."""
+        """Whether the engine has reported the failure itself, so that a front end need not log it
+        as an error."""
 
     @property
     def lost(self) -> Failure | None:
@@ -151,9 +152,10 @@ class SingleEngineClient:
         engine: int = 0,
         restart: int = 0,
     ) -> None:
-        """`index`: number of this front end. `engine`: number of the engine. `restart`: how many
-        times this front end was restarted; part of each key, so that a restarted front end does not
-        reuse keys."""
+        """`index`: number of this front end. `limits`: limits of this front end, shared by the
+        clients of all its engines. `engine`: number of the engine. `restart`: how many times this
+        front end was restarted; part of each key, so that a restarted front end does not reuse
+        keys."""
         self.engine = engine
         self.state: EngineState = Starting()
         self.progress: Progress | None = None
@@ -226,7 +228,7 @@ class SingleEngineClient:
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether the engine failed with a ConfigError."""
+        """Whether the engine ended with a ConfigError that is not a CheckpointError."""
         return self.state.is_misconfigured
 
     @property
@@ -268,8 +270,8 @@ class SingleEngineClient:
         self._on_stats = observe or _ignore
 
     def on_prompt(self, observe: Callable[[list[bytes]], None]) -> None:
-        """Call `observe` with the block hashes of every prompt that another front end sent to this
-        engine."""
+        """Call `observe` with each PromptBlocks.hashes: the leading block hashes of a prompt that
+        another front end sent to this engine."""
         self._on_prompt = observe
 
     def resume(self, observer: "ResumptionObserver[SingleEngineClient]") -> None:
@@ -293,10 +295,11 @@ class SingleEngineClient:
         waiting requests (see AddRequest.is_continuation for its order). While the engine is being
         restarted, the request waits for the new engine.
 
-        Raises Overloaded when too many requests wait, the engine is not ready or it has left too
-        many messages unread, EngineDied when the engine has failed, DeadlineExceeded when the
-        deadline of `request_limits` has passed, and UserError when the request cannot be encoded.
-        Does not wait.
+        Raises Overloaded when too many requests or prompt tokens wait, the engine is not ready or
+        it has left too many messages unread, EngineDied when the engine has failed,
+        DeadlineExceeded when the deadline of `request_limits` has passed, and UserError when the
+        request cannot be encoded (while the engine is being restarted, such a request ends with an
+        error later). Does not wait.
         """
         self.state.check(self.progress)
         timeout_s = request_limits.timeout_s()
@@ -467,8 +470,8 @@ class SingleEngineClient:
             self._restore()
 
     def _stop_reloading(self) -> None:
-        """Stop loading adapters, because the restarted engine has crashed too. Its calls would wait
-        for minutes, and then resume the requests on an engine that may not be ready."""
+        """Stop loading adapters, since the restarted engine or this client has ended. The task
+        could wait for minutes, and then resume the requests on an engine that may not be ready."""
         for task in self._reloading:
             task.cancel()
 

@@ -17,7 +17,7 @@ from engine.transport.messages import Failed, FromEngine, ToEngine
 
 
 class Closed(Exception):
-    """Reason with which `close` stops the engine loop."""
+    """Reason with which the client stops the engine loop."""
 
 
 class InprocClient(SingleEngineClient):

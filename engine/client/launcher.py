@@ -123,7 +123,7 @@ class EngineProcesses:
         is called with the number of an engine that has ended and a description of the end. An
         engine that has been ready is restarted instead, at most `max_restarts` times in a row and
         at most `max_wait_s` after each end, and `on_restart` is called. Coupled engines, and an
-        engine whose restart failed with a ConfigError, are not restarted."""
+        engine whose restart failed because of an invalid setting, are not restarted."""
         config = share_cores(orders.config)
         self._orders = replace(orders, config=config)
         self._command = command
@@ -200,9 +200,9 @@ class EngineProcesses:
 
 
 def share_cores(config: EngineConfig, num_cores: int | None = None) -> EngineConfig:
-    """`config` with this host's cores divided among its engines: on a CPU, each worker of several
-    engines gets an equal part of `num_cores` (None: the cores of this process) as compute threads,
-    unless the user set the number."""
+    """`config` with this host's cores divided among its engines: on a CPU or the emulator, each
+    worker of several engines gets an equal part of `num_cores` (None: the cores of this process) as
+    compute threads, unless the user set the number."""
     count = config.data_parallel.num_local
     if count == 1 or config.num_threads or not DEVICES[chosen_device(config.device)].uses_cores:
         return config

@@ -17,8 +17,9 @@ from hpu.protocol import TOKEN_BYTES, Logprobs
 
 MIN_TIMEOUT_S = 1e-3
 MAX_READ_VALUES = 1_000
-"""Maximum output tokens and their log-probabilities that `get` returns at once, unless a single
-step has more: 5 ms of the event loop, including their JSON encoding for a stream."""
+"""Maximum output tokens that `get` returns at once. With log-probabilities, the limit counts their
+entries, and at least one step is returned. 1,000 take 5 ms of the event loop, including their JSON
+encoding for a stream."""
 UNREAD_TOKEN_BYTES = 36
 UNREAD_PART_BYTES = 1_200
 """Memory of an unread token, and of a Logprobs object without its arrays."""
@@ -130,8 +131,8 @@ class RequestOutputQueue:
 
     async def get(self) -> Update:
         """Wait for an update and return it. A long update is returned in parts; the event loop runs
-        between the parts. Raises EngineDied after the last update if the engine died. An update
-        with `finish` is the last."""
+        between the parts. An update with `finish` is the last. Once all updates were read, raises
+        EngineDied if the engine died or the request has ended."""
         if self._update is not None:
             await asyncio.sleep(0)
         while self._update is None:
@@ -291,7 +292,7 @@ class OutputRouter:
 
     @property
     def queues(self) -> Collection[RequestOutputQueue]:
-        """Open queues, oldest first."""
+        """Open queues, in the order in which they were opened here or moved here."""
         return self._queues.values()
 
     @property

@@ -10,9 +10,9 @@ from engine.client.state import Pause
 from engine.transport.messages import AddRequest
 
 MAX_DEATHS, MAX_EXTERNAL_DEATHS = 2, 3
-"""Number of consecutive crashes after which a request that was the only suspect in each of them is
-failed. The second limit applies if another process killed the engine (operator, OOM killer) in any
-of these crashes: two such kills may hit the same request by chance."""
+"""Number of crashes, each with a request as the only suspect, after which the request is failed.
+The second limit applies if another process killed the engine (operator, OOM killer) in any of these
+crashes: two such kills may hit the same request by chance."""
 
 Client = TypeVar("Client", contravariant=True)
 
@@ -89,8 +89,9 @@ def find_poison_request(
     """Update the crash counts of `queues`, the requests that were open when an engine crashed, and
     return the poison request if there is one. `is_external`: another process killed the engine.
 
-    A request is a suspect if the engine had scheduled it and sent no output for it. A single
-    suspect is counted; several suspects are marked, and the engine runs them one at a time.
+    A request is a suspect if the engine had scheduled it and sent no output for it. Suspects are
+    marked, and the engine runs them one at a time. The crash is counted against a single suspect
+    only.
     """
     suspects = []
     for queue in queues:

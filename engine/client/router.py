@@ -201,8 +201,8 @@ class RouterClient:
 
     @property
     def ready(self) -> Ready | None:
-        """Ready of the first engine, with the shortest max_model_len of all engines; None until all
-        engines are ready."""
+        """Ready of the first engine in `_present`, with the shortest max_model_len of these
+        engines; None until all of them are ready."""
         if self._ready is None:
             messages = [engine.ready for engine in self._present if engine.ready is not None]
             if len(messages) < len(self._present):
@@ -267,7 +267,7 @@ class RouterClient:
 
     @property
     def adapters(self) -> Mapping[str, LoRAInfo]:
-        """Adapters that every living engine serves. Engines differ only while an adapter is being
+        """Adapters that every living engine serves. Engines may differ while an adapter is being
         loaded or unloaded."""
         first, *others = [engine.adapters for engine in self.living] or [{}]
         if not others:
@@ -319,7 +319,8 @@ class RouterClient:
             await engine.close()
 
     async def wait_ready(self) -> Ready:
-        """Wait until all engines are ready. Raises EngineDied or ConfigError if an engine fails."""
+        """Wait until all engines are ready. Raises EngineDied or ConfigError if an engine fails,
+        and ProfileWritten at the end of a profile run."""
         waiting = [asyncio.ensure_future(engine.wait_ready()) for engine in self._present]
         try:
             await asyncio.gather(*waiting)

@@ -17,9 +17,9 @@ class Failure(NamedTuple):
 
     message: str
     is_config: bool = False
-    """A setting is invalid (ConfigError)."""
+    """The failure is a ConfigError that is not a CheckpointError."""
     is_logged: bool = False
-    """The engine reported the failure itself and has logged it."""
+    """The engine reported the failure itself, so that a front end need not log it as an error."""
     may_follow: bool = False
     """The failure may be a consequence of another engine's end."""
     is_external: bool | None = False
@@ -48,11 +48,12 @@ class EngineState:
     failure: str | None = None
     """Why the engine has ended for good; None while it runs or is being restarted."""
     is_misconfigured = False
-    """Whether the engine failed with a ConfigError."""
+    """Whether the engine ended with a ConfigError that is not a CheckpointError."""
     has_profile = False
     """Whether the engine has ended with a ProfileWritten."""
     is_failure_logged = False
-    """Whether the engine has reported the failure itself, and so has already logged it."""
+    """Whether the engine has reported the failure itself, so that a front end need not log it as an
+    error."""
     is_running = False
     """Whether requests can be sent."""
     is_lost = False

@@ -15,7 +15,7 @@ from config.model.read_config import read_model_config
 from config.params.lora import NamedAdapter
 
 MAX_PENDING = 64
-"""Maximum number of queued adapters; a client below its fair share may exceed it."""
+"""Maximum number of adapters that wait or are read; a client below its fair share may exceed it."""
 
 
 class AdapterReader:

@@ -49,8 +49,8 @@ class Admission:
     def admit(
         self, message: AddRequest, hashes: list[bytes], grammar: Grammar | None, now: float
     ) -> Request | Refusal:
-        """Request for a message that arrives at `now`, or why the engine rejects the message, with
-        the numbers that disagree. `hashes`, `grammar`: see EngineCore.add_request."""
+        """Request for a message that arrives at `now`, or why the engine rejects the message.
+        `hashes`, `grammar`: see EngineCore.add_request."""
         assert (grammar is None) == (message.sampling.structured_outputs is None)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -80,7 +80,8 @@ class Admission:
             return Refusal(error)
         num_waiting = len(self._scheduler.waiting)
         if message.resumption is None and num_waiting >= self._max_queue_len:
-            return Refusal(queue_is_full(num_waiting, self._max_queue_len))
+            error = queue_is_full(num_waiting, self._max_queue_len)
+            return Refusal(error, is_retryable=True)
         for resource in self._resources:
             refusal = resource.refusal(message)
             if refusal is not None:

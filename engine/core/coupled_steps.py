@@ -40,7 +40,7 @@ JOINED = -1
 """Step number in the answer to JoinSteps; real steps start at 0."""
 
 _OWN_SETTINGS = ("model", "cache_dir", "download_dir", "num_threads", "data_parallel")
-"""Settings that may differ between engines."""
+"""Settings that may differ between engines, except the data-parallel size."""
 
 
 class StopSignal(WakeUp):
@@ -88,8 +88,8 @@ SINGLE_ENGINE = StepSync()
 
 class HubClient:
     """Connection of an engine to the DPCoordinator (hub) of the engines that step together. Call
-    all methods on the thread of the engine loop. They raise EngineDied if a hub on another host has
-    disconnected, and ConfigError if the hub refuses the token."""
+    all methods on the thread of the engine loop. All methods except `close` raise EngineDied if a
+    hub on another host has disconnected, and ConfigError if it refused the token."""
 
     def __init__(self, endpoint: str, token: str, stop: StopSignal) -> None:
         """`stop` interrupts every wait for other engines."""

@@ -248,7 +248,8 @@ class EngineCore:
         now = self._clock()
         request = self._admission.admit(message, hashes, grammar, now)
         if isinstance(request, Refusal):
-            self._outputs.reject(key, *request)
+            error, param, is_retryable = request
+            self._outputs.reject(key, error, param, is_retryable=is_retryable)
             return
         if request.needs_no_step:
             self._outputs.start(request, 0, now)
@@ -288,8 +289,8 @@ class EngineCore:
             self._has_output = True
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Execute a Control and return its value. Raises UserError for an unknown name or argument,
-        and the errors of `Executor.call`."""
+        """Execute a Control and return its value. Raises UserError for an unknown name or an
+        invalid argument, and the errors of `Executor.call`."""
         calls: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
             "reset_prefix_cache": self._reset_prefix_cache,
@@ -371,9 +372,9 @@ class EngineCore:
         return True
 
     def _sleep(self, level: int = 1, mode: str = "abort") -> str:
-        """Release device memory, see hpu.worker.Worker.sleep. Mode "abort": at once; unfinished
-        requests end with an error. Mode "wait": after the last request has finished; new requests
-        are rejected from now on. Returns the state. Raises UserError."""
+        """Release device memory, see hpu.worker.worker.Worker.sleep. Mode "abort": at once;
+        unfinished requests end with an error. Mode "wait": after the last request has finished; new
+        requests are rejected from now on. Returns the state. Raises UserError."""
         if level not in (1, 2):
             raise UserError(f"level is {level}, it must be 1 or 2", param="level")
         if mode not in ("abort", "wait"):
@@ -434,10 +435,11 @@ class EngineCore:
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:
-        """Submit a plan if fewer than `max_inflight_steps` plans are in flight; then wait for the
-        oldest result if the limit is reached or nothing was submitted. If a result is already
-        available, only process that result. Sets `is_waiting` instead of waiting if nothing was
-        submitted and no plan is in flight, or the engine is coupled.
+        """Submit a plan if fewer than `max_inflight_steps` plans are in flight, then wait for a
+        message of the workers if the limit is reached or nothing was submitted. If a result has
+        already arrived, process it and submit nothing. If nothing was submitted and no plan is in
+        flight, or the engine is coupled, do not wait; set `is_waiting` if the workers still have to
+        answer a message.
 
         Returns (front end, message) pairs, at most one message per front end.
         """
@@ -475,8 +477,8 @@ class EngineCore:
                     return []
             elif self._sync.is_coupled or not self._inflight:
                 # Nothing to submit. Coupled engines do not wait for padding steps in flight, since
-                # another engine may propose the next step. In an uncoupled engine, all waiting
-                # requests wait for an adapter or for file reads.
+                # another engine may propose the next step. Requests of an uncoupled engine may
+                # still wait for an adapter or for file reads.
                 self._send_messages()
                 self.is_waiting = self._has_open_messages
                 return self._drain_events()

@@ -32,7 +32,8 @@ Entry = (
 )
 
 LATE_S = 120.0
-"""Maximum wait of a rank for a request that rank 0 has received; seconds."""
+"""Maximum wait of a rank for its next request or abort, while it lacks a request that rank 0 has
+received; seconds."""
 
 _ABORT = -1
 """Used in place of a request's checksum for an abort."""

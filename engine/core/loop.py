@@ -86,7 +86,8 @@ class WakingInbox(SimpleQueue[Entry]):
 
 
 class EngineLoop:
-    """Owns a core on the thread that calls `run`. Other threads may call `receive` and `stop`.
+    """Owns a core on the thread that calls `run`. Other threads may call `receive`,
+    `front_end_changed` and `stop`.
 
     A request is rejected at once when the number of inbox entries plus requests with a grammar in
     compilation reaches `max_queue_len`. Aborts, controls and resumed requests are exempt from this

@@ -1,7 +1,7 @@
 """PrefillRate: measures the rate at which an engine computes queued prompt tokens."""
 
 MEAN_S = 5.0
-"""Time constant of the exponentially weighted mean."""
+"""Longest time window of the exponentially weighted mean; seconds."""
 FIRST_S = 0.5
 """Initial time window of the mean, and its window when a queue forms; seconds."""
 

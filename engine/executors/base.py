@@ -26,8 +26,8 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, report: Report) -> WorkerReady:
-        """Load the model, measure memory and warm up. Raises ConfigError or EngineDied with the
-        worker's message."""
+        """Load the model, measure memory and warm up. Raises ConfigError, or EngineDied with the
+        message of a worker process."""
 
     @abstractmethod
     def send(self, message: ToWorker) -> None:
@@ -39,7 +39,7 @@ class Executor(ABC):
     def receive(self, *, waits: bool = False) -> list[FromWorker]:
         """Messages that have arrived since the last call: StepResult, WarmedBuckets, AdapterLoaded
         and BlocksFetched, one for the whole group of workers. `waits`: block until there is a
-        message. Raises EngineDied when a worker has died."""
+        message. Raises EngineDied when a worker has died or failed."""
 
     @abstractmethod
     def call(self, name: str, level: int = 0) -> str:
@@ -52,8 +52,8 @@ class Executor(ABC):
         message of a worker that failed and stays asleep."""
 
     def share(self, data: bytes) -> bytes:
-        """Broadcast `data` of rank 0 to all ranks; waits for rank 0. Raises EngineDied when this
-        rank has sent other plans than rank 0."""
+        """Broadcast `data` of rank 0 to all ranks; waits for the other ranks. Raises EngineDied
+        when this rank has sent other plans or masks than rank 0."""
         return data
 
     @abstractmethod

@@ -18,7 +18,7 @@ from hpu.worker.worker import Worker
 
 _DIGEST_BYTES = 4
 _DECISIONS = (StepPlan, GrammarMasks)
-"""Messages that must be equal on all ranks."""
+"""Messages whose equality on all ranks is checked."""
 
 
 class ExternalLauncherExecutor(InprocExecutor):

@@ -1,6 +1,6 @@
 """MultiprocExecutor: runs each worker in its own process and watches the processes. All workers
-share one sending and one receiving socket, so the work of the engine's thread does not grow with
-their number. The launcher decides where the processes run."""
+share one sending and one receiving socket of the engine. The launcher decides where the processes
+run."""
 
 import logging
 import math

@@ -108,8 +108,7 @@ class BlockPool:
         return list(zip(high, low, strict=True))
 
     def cache_block(self, block: int, block_hash: bytes) -> bool:
-        """Set the hash of a full, used block; returns False if another block already has this
-        hash."""
+        """Set the hash of a full, used block; returns False if a block already has this hash."""
         if block_hash in self._cached_blocks:
             return False
         assert self._ref_count[block] > 0, f"block {block} is cached and has no reference"

@@ -48,7 +48,7 @@ class KVCacheManager:
             assert prefix_caching, "offloaded blocks are found by their prefix hashes"
             self.pool.on_evict = self.offload.evicted
         self._computing: dict[bytes, Request] = {}
-        """Prompt blocks that are being computed: hash to the computing request."""
+        """Blocks that are being computed: hash to the computing request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks needed for `num_tokens` tokens."""

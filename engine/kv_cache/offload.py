@@ -85,8 +85,8 @@ class KVOffload:
 
     def evicted(self, block: int, block_hash: bytes) -> None:
         """Schedule a copy to the host of a block that is being reallocated. Does nothing if the
-        host has the block or no free slot, or if only blocks of preempted requests are offloaded
-        and the block is not one of them."""
+        host has the block or no slot can be freed, or if only blocks of preempted requests are
+        offloaded and the block is not one of them."""
         if self._only_preempted and block_hash not in self._preempted:
             return
         slot = self._index.store(block_hash)
@@ -177,7 +177,8 @@ class KVOffload:
         self.rates.add_fetch(len(fetch.hashes), answer.seconds)
 
     def preempted(self, key: int, block_hashes: Sequence[bytes]) -> None:
-        """Record the full blocks of a preempted request, which waits again."""
+        """With `only_preempted`, record the full blocks of a preempted request, which waits
+        again."""
         if self._only_preempted:
             self._preempted_requests[key] = list(block_hashes)
             self._preempted.update(block_hashes)

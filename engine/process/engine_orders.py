@@ -1,5 +1,5 @@
-"""Arguments of an engine process, and the endpoints at which it connects to front ends. A front end
-imports this module without the engine loop."""
+"""Arguments of an engine process, and the endpoints at which it connects to front ends and to the
+DPCoordinator. A front end imports this module without the engine loop."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from engine.transport.channels import endpoint
 from hpu.protocol import SINGLE_RANK, Ranks
 
 CONFIG_ERROR_EXIT = 2
-"""Exit code after a ConfigError."""
+"""Exit code after an invalid setting: a ConfigError that is not a CheckpointError."""
 PROFILE_EXIT = 5
 """Exit code after a ProfileWritten."""
 
@@ -30,7 +30,7 @@ class EngineOrders(msgspec.Struct, frozen=True):
     directory: str
     num_front_ends: int
     token: str
-    """Token with which this engine authenticates to front ends."""
+    """Token with which this engine authenticates to front ends and to the DPCoordinator."""
     engine: int = 0
     """Data-parallel index of this engine."""
     log: LogConfig = DEFAULT

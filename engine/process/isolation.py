@@ -88,7 +88,7 @@ class CallCancelled(Exception):
 def failures_of_requests(action: str, refusal: str, *, param: str | None = None) -> Iterator[None]:
     """Convert failures of a call into errors of its request, and log them: Overloaded for
     CallInterrupted, since the request may succeed later; UserError with the text `refusal` for
-    other failures. `action`: what the call does, as the subject of a sentence."""
+    CallKilled and CallBroken. `action`: what the call does, as the subject of a sentence."""
     try:
         yield
     except CallInterrupted as error:
@@ -149,7 +149,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server; None before the start."""
+        """Process id of the fork server; None before the start and after `close`."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:

@@ -1,2 +1,1 @@
-"""Reports of `gaudiserve plan`, `buckets` and `doctor`, as text and JSON; server/cli prints
-them."""
+"""Reports of `gaudiserve plan`, `presets`, `buckets` and `doctor`; server/cli prints them."""

@@ -85,8 +85,8 @@ def report(
     *,
     strategy: str = "fitted",
 ) -> str:
-    """Text report: counts, axes, the rule that made each bucket of `strategy`, padding for
-    `traffic`, estimated warm-up time, and heat maps."""
+    """Text report: counts, axes, the number of buckets that `strategy` made and the buckets that
+    were added, padding for `traffic`, estimated warm-up time, and heat maps."""
     limits = table.limits
     lines = [
         f"block size {limits.block_size}, context {limits.max_model_len} tokens, "

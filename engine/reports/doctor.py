@@ -1,5 +1,5 @@
-"""Report of `gaudiserve doctor`: host, packages, Gaudi, device and mode of a server, and its cache
-folder. Imports no torch and opens no device."""
+"""Report of `gaudiserve doctor`: host, packages, Gaudi, device, mode and last self-test of a
+server, and its cache folder. Imports no torch and opens no device."""
 
 import shutil
 import tempfile
@@ -64,7 +64,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """Last line of the report: whether a server can run here, and what was not checked."""
+        """Last line of the report: whether a server can run here."""
         command = f"`gaudiserve serve --device {self.requested_device}`"
         if self.can_serve:
             return f"{command} can run here, on {self.device}. {NOT_CHECKED}"
@@ -78,7 +78,7 @@ def this_machine(environment: Mapping[str, str]) -> Machine:
 
 
 def diagnose(machine: Machine, config: EngineConfig, cache_folder: str) -> Diagnosis:
-    """Check everything that a server with `config` needs."""
+    """Check what a server with `config` needs, except the model and the port."""
     device_name, reason = _device(machine, config.device)
     packages = {name: machine.version(name) for name in PACKAGES}
     num_cards = config.parallel.world_size * config.data_parallel.num_local

@@ -27,7 +27,7 @@ KEYS = (
 """Flags that a preset sets."""
 
 CARDS = (1, 2, 4, 8)
-"""Possible engine sizes in cards, on a node of eight cards."""
+"""Tensor-parallel sizes to try, on a node of eight cards."""
 TYPICAL_TOKENS = 2048
 """Sequence length for which --max-num-seqs and the number of cards are chosen."""
 ENOUGH_SEQS = 32
@@ -69,9 +69,10 @@ def make_preset(
     """Compute the settings of a host with `num_cards`. `given`: the KEYS whose values in `config`
     are kept, as are all settings of `config` that a preset does not include.
 
-    An engine gets the fewest cards that hold a full context and enough sequences, and the host runs
-    as many engines as fit. A context that does not fit on any number of cards is halved until it
-    fits. Raises ConfigError if nothing fits, and CheckpointError for weights that are not served.
+    An engine gets the fewest cards that hold a full context and enough sequences, or the most cards
+    if no number holds enough. The host runs as many engines as fit, unless their number is given. A
+    context that fits on no number of cards is halved until it fits, unless it is given. Raises
+    ConfigError if nothing fits, and CheckpointError for weights that are not served.
     """
     if reason := unserved_weights(model_config, config.model_impl):
         raise CheckpointError(UNSERVED.format(reason))
@@ -82,8 +83,7 @@ def make_preset(
         model_config,
         allows_longer=config.allow_long_max_model_len,
     )
-    # Fitting buckets takes seconds per plan; exponential-v3 is fast and makes at least as many
-    # buckets.
+    # Fitting buckets takes seconds per plan; exponential-v3 is fast and usually makes more buckets.
     quick = replace(config, buckets=config.buckets.resolved("exponential-v3"))
     while True:
         plans = [

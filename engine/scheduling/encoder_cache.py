@@ -20,8 +20,8 @@ class _Entry:
 
 
 class EncoderCacheManager(RequestResource):
-    """Limits the embeddings in the worker's encoder cache to `max_tokens` rows; 0 if the model
-    takes no images.
+    """Limits the embeddings in the worker's encoder cache to `max_tokens` rows; `max_tokens` is 0
+    if the model takes no images.
 
     An image is encoded with the first chunk that overlaps it, and is referenced until its last
     token is scheduled. Then it stays cached until it is evicted, least recently used first. Between

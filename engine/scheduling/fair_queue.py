@@ -14,9 +14,10 @@ from engine.scheduling.lora_slots import AdapterQueue, LoRASlots
 from engine.scheduling.waiting_queue import MIN_COMPACTION, WaitingQueue
 
 FIRST_OUTPUT = 128.0
-"""Expected output tokens of a tenant's first request."""
+"""Initial moving average of a tenant's output tokens."""
 OUTPUT_WEIGHT = 0.1
-"""Weight of each finished request in its tenant's moving average of output tokens."""
+"""Weight of a finished request in its tenant's moving average of output tokens; continuations are
+left out."""
 MAX_IDLE_TENANTS = 1024
 """Number of known tenants from which a new tenant makes the queue drop idle tenants."""
 MAX_LABELS = 100

@@ -45,8 +45,8 @@ def _masks_of(requests: list[Request]) -> tuple[memoryview, list[int]]:
 
 def _bitmasks(request: Request, end_s: float) -> list[Bitmask]:
     """Bitmask of the next token, followed by a bitmask after each draft token that the grammar
-    allows. Drafts of a slow grammar, and drafts after `end_s` on this thread's CPU clock, get no
-    bitmask."""
+    allows. Drafts of a slow grammar get no bitmask, nor, if the grammar limits time, drafts after
+    `end_s` on this thread's CPU clock."""
     assert request.guide is not None
     bitmasks = [request.guide.bitmask]
     if not request.drafts or request.guide.mean_step_s > MAX_DRAFT_STEP_S:

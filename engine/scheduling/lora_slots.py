@@ -103,6 +103,8 @@ class LoRASlots(RequestResource):
             raise UserError(f"there is no adapter {name}", param="lora_name")
         entry = self._entries[info.content]
         entry.names.discard(name)
+        # Removed first, so that the entry becomes the newest.
+        self._retired.pop(info.content, None)
         self._retired[info.content] = info
         if len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]

@@ -15,8 +15,8 @@ from hpu.protocol import PREFILL, TOKEN_BYTES, StepPlan, Text
 
 
 class PoolingScheduler:
-    """Fills each step with whole texts, up to the token budget; requests with several texts
-    alternate (see RequestTurns).
+    """Fills each step with whole texts, up to the token budget and max_num_seqs; requests with
+    several texts alternate (see RequestTurns).
 
     A text is computed in a single launch, so it runs in one step and needs no KV blocks.
     """

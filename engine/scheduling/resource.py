@@ -15,6 +15,8 @@ class Refusal(NamedTuple):
     error: str
     param: str | None = None
     """Parameter that the error is about; see Finish.param."""
+    is_retryable: bool = False
+    """Whether a retry may succeed later; see Finish.is_retryable."""
 
 
 class RequestResource:
@@ -38,14 +40,14 @@ class RequestResource:
         """Start a plan."""
 
     def fit(self, request: Request, start: int, count: int) -> int:
-        """How many of the `count` prompt tokens from `start` can be scheduled now."""
+        """How many of the `count` prefill tokens from `start` can be scheduled now."""
         return count
 
     def start(self, request: Request) -> None:
         """Reserve the resource for a request that starts to run."""
 
     def add_chunk(self, request: Request, start: int, count: int) -> None:
-        """Schedule `count` prompt tokens from `start`; `fit` has returned at least `count`."""
+        """Schedule `count` prefill tokens from `start`; `fit` has returned at least `count`."""
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete the plan: add the resource's instructions for the workers."""

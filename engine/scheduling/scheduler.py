@@ -52,8 +52,8 @@ class SchedulerOutput:
     """Prefill chunks, in the order of the launches that follow the decodes."""
     num_tokens: int = 0
     started: list[tuple[Request, int]] = field(default_factory=list)
-    """Newly admitted requests with their number of prefix-cache tokens; without requests that
-    resume after a preemption."""
+    """Newly admitted requests with their number of prefix-cache tokens; without requests that start
+    again after a preemption or a restart."""
     failed: list[tuple[Request, str, str | None]] = field(default_factory=list)
     """Requests that can never run, with the error message and the parameter at fault (see
     Finish.param)."""
@@ -91,8 +91,8 @@ ONE_DEVICE = LaunchFacts()
 
 
 class Scheduler:
-    """Schedules the next tokens of every running request, then spends the rest of the budget on
-    waiting requests in the order of their priority keys.
+    """Schedules the decodes and prefill chunks of running requests, then spends the rest of the
+    budget on waiting requests.
 
     A running request is in prefill until all its tokens are computed, then it decodes. A finished
     or preempted request keeps its blocks and its index until the last plan that contains it is
@@ -107,12 +107,12 @@ class Scheduler:
 
     A step without prompts decodes each request up to `LaunchFacts.decodes_per_step` times, so that
     the host's overhead is spread over several tokens. A request decodes fewer times if it reaches
-    its length limit or if no block is free for its later tokens; a request with a grammar limits
-    the step to a single decode, because each of its tokens needs a bitmask.
+    its length limit or gets no block for its later tokens; a request with a grammar limits the step
+    to a single decode, because each of its tokens needs a bitmask.
 
     With pipeline stages, a decode's input token returns to the first stage `num_stages` steps after
-    it was sampled. Each step runs a share of the decodes, so that several shares are in the
-    pipeline at once. A step in which all decodes must wait gets a plan without launches.
+    the step that samples it. Each step runs a share of the decodes, so that several shares are in
+    the pipeline at once. A step in which all decodes must wait gets a plan without launches.
     """
 
     def __init__(
@@ -333,9 +333,9 @@ class Scheduler:
 
     def _prompt_budget(self, num_decodes: int) -> int:
         """Token budget of prompts after `num_decodes` decodes. Decodes reserve all their draft
-        tokens, but leave prompts at least a block of tokens to avoid starvation. Without chunked
-        prefill, prompts get the full budget: the longest prompt could otherwise not start until all
-        decodes end."""
+        tokens, but leave prompts a block of tokens, if the budget has room, to avoid starvation.
+        Without chunked prefill, prompts get the full budget: the longest prompt could otherwise not
+        start until all decodes end."""
         if not self._divides_prompts:
             return self._max_tokens
         num_left = self._max_tokens - num_decodes
@@ -444,8 +444,7 @@ class Scheduler:
             count = self._fit(request, num_computed, num_left)
             if not count:
                 if self._holds_back_later:
-                    # The request needs more tokens than the decodes leave: start no further
-                    # prefill.
+                    # Later requests must not overtake it: start no further prefill.
                     return 0
                 continue
             error = self._packer.refusal(PREFILL, count, self._kv.num_blocks_for(num_computed))
@@ -459,7 +458,7 @@ class Scheduler:
                 num_blocks = len(request.blocks) + min(num_missing, self._kv.pool.num_free)
                 room = num_blocks * self._kv.block_size - num_computed
                 if room < count and not self._fit(request, num_computed, room):
-                    # The next tokens belong to an image that must not be split.
+                    # The next tokens must not be split: an image, or a whole prompt.
                     if not self._ensure_free_blocks(request, num_missing, output):
                         continue
                 elif room < count:
@@ -474,8 +473,8 @@ class Scheduler:
         """Admit waiting requests in the order of `_turns` while the free blocks hold all their
         tokens. Requests whose blocks are being read from files are skipped.
 
-        Allocates only the blocks of the first chunk. No reservation is needed: if budget is left,
-        either all requests in prefill have their blocks or no block is free.
+        Allocates only the blocks of the first chunk: `_schedule_prefills` allocates the blocks of
+        each later chunk, and preempts later requests if needed.
         """
         kv = self._kv
         if kv.offload.version != self._files_version:

@@ -25,10 +25,10 @@ def share_launches(
     """Shared launches of a step, decodes before prefills, from the planned buckets of each engine.
     Each engine's own launches keep their order.
 
-    Launches of several engines are joined in the smallest prepared bucket that holds them if this
-    costs no more than separate launches. A joined prefill has at most `max_tokens` tokens per
-    engine, or as many as its largest part. The result depends on the arguments alone, so all
-    engines compute the same result.
+    Launches of several engines are joined in a prepared bucket that holds them if this costs no
+    more than separate launches. A joined prefill has at most `max_tokens` tokens per engine, or as
+    many as its largest part. The result depends on the arguments alone, so all engines compute the
+    same result.
     """
     shared: list[SharedLaunch] = []
     for phase in (DECODE, PREFILL):

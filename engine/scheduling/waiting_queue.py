@@ -17,7 +17,7 @@ class WaitingQueue:
     """Requests sorted by `priority_key`, smallest first. The caller limits its length.
 
     Removal is lazy: the heap entry of a removed request stays until it reaches the front, or until
-    half of the entries are stale. Changes take O(log n) amortized.
+    more than half of the entries are stale. Changes take O(log n) amortized.
     """
 
     def __init__(self, *, by_share: bool = False) -> None:
@@ -25,7 +25,7 @@ class WaitingQueue:
         self._by_share = by_share
         self._heap: Heap = []
         self._continuations: Heap = []
-        """The heap of continuations."""
+        """Continuations; `_heap` has all other requests."""
         self._requests: dict[int, Request] = {}
         self._skipped: dict[int, Request] = {}
         """Requests skipped until `unskip`; they have no entry in the heap."""

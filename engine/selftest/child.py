@@ -1,5 +1,5 @@
-"""Entry point of a process that runs checks on a card and reports each outcome in a line of
-JSON."""
+"""Entry point of a process that runs checks on a card, and reports the start and the outcome of
+each check in lines of JSON."""
 
 import os
 

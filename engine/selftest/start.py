@@ -148,7 +148,8 @@ def run_selftest(
     on_result: OnResult,
     on_wait: OnWait,
 ) -> SelfTest:
-    """Run the checks at `place` and store the result for the card of `config`."""
+    """Run the checks at `place` and store the result for the card of `config`, unless no check
+    could run."""
     checks = [check for check in all_checks().values() if check.is_quick or not is_quick]
     runner = Runner(place, QUICK_BUDGET_S if is_quick else BUDGET_S, on_result, on_wait)
     found = SelfTest(identity_of(config, machine), is_quick, tuple(runner.run(checks)))
@@ -258,7 +259,8 @@ def _mode(loaded: Loaded) -> str:
 
 
 def failure_report(found: SelfTest, machine: Machine) -> bytes:
-    """Report as JSON, without the values of SECRET_NAMES and the path of the user's home folder."""
+    """Report as JSON. The values of SECRET_NAMES, from MIN_SECRET characters, and the path of the
+    user's home folder are redacted."""
     packages = {name: machine.version(name) or "" for name in REPORTED_PACKAGES}
     variables = {
         name: word for name, word in machine.environment.items() if REPORTED_VARIABLES.match(name)

@@ -18,7 +18,8 @@ MAX_BRACKET_DEPTH = 120
 MAX_RULE_DEPTH = 500
 """Maximum rules on a path from the start rule."""
 MAX_EXPRESSIONS = 20_000
-"""Maximum number of names, literals, patterns and comments in all rules of a grammar."""
+"""Maximum number of names, literals, patterns, character classes and comments in all rules of a
+grammar."""
 MAX_RULES = 1_000
 MAX_RECURSIVE_ITEMS = 300
 """Maximum references between mutually recursive rules. Ambiguous rules with more references would
@@ -114,8 +115,8 @@ _WORD = re.compile(
 
 
 def check_grammar_size(text: str) -> None:
-    """Raise UserError for Lark or EBNF with too many rules or expressions, or with rules or
-    brackets nested too deeply."""
+    """Raise UserError for Lark or EBNF with too many rules or expressions, too large a pattern, or
+    rules or brackets nested too deeply."""
     is_ebnf = "::=" in text
     uses: dict[str, list[str]] = {}
     current: list[str] = []
@@ -190,8 +191,8 @@ named `(3` for example, that precedes the rule that contains the group."""
 
 
 def check_cycles(lark: str) -> None:
-    """Raise UserError for a rule that can derive just itself, such as `a: a? | "x"`, and for too
-    many references between mutually recursive rules (MAX_RECURSIVE_ITEMS).
+    """Raise UserError for a rule that can derive just itself, such as `a: a? | "x"`, for too many
+    references between mutually recursive rules (MAX_RECURSIVE_ITEMS), and for `%lark`.
 
     A rule that derives itself gives texts infinitely many derivations, and the library (1.9) never
     finishes with some of these grammars. Syntax: https://github.com/guidance-ai/llguidance. Invalid
@@ -219,7 +220,7 @@ def check_cycles(lark: str) -> None:
 
 
 def is_recursive(text: str) -> bool:
-    """Whether rules of a Lark or EBNF grammar are recursive."""
+    """Whether rules of a Lark or EBNF grammar are recursive. Raises UserError for `%lark`."""
     return _num_recursive_items(_rules(_DIRECTIVE.sub("", text))) > 0
 
 

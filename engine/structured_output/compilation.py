@@ -1,4 +1,4 @@
-"""Compiles each grammar once, on threads, after a trial in an isolated process.
+"""Compiles and caches grammars, on threads, after a trial in an isolated process.
 
 The grammar library is native code: a spec that overflows its stack, or whose compilation does not
 end, must not kill the engine. A spec is therefore first compiled, and matched against some tokens,
@@ -46,10 +46,11 @@ THREADS_PER_CLIENT = 2
 """Maximum threads of a client, so that other clients do not wait for two slow specs of the same
 client."""
 MAX_PENDING = 64
-"""Maximum number of pending specs, waiting or being compiled; a client below its fair share may
-exceed it."""
+"""Maximum number of pending specs, waiting or being compiled (a spec in the queues of several
+clients counts for each); a client below its fair share may exceed it."""
 MAX_CACHED = 256
-"""Maximum cached grammars and errors; the least recently requested spec is evicted."""
+"""Maximum cached grammars and errors while MAX_PENDING specs are pending; with fewer pending specs,
+the cache may use the difference. The least recently requested spec is evicted."""
 MAX_CACHED_BYTES = 512 * 2**20
 """Maximum memory of the cached grammars when a spec is added. An evicted grammar stays in memory
 while it is used."""

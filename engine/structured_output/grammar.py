@@ -144,10 +144,10 @@ class Grammar:
         *,
         limits_time: bool = True,
     ) -> None:
-        """Raises UserError if the spec is invalid or too large. Other threads can run during the
-        compilation. `source`: source of an equal grammar that was checked and compiled in another
-        process, with `compiled_bytes` of memory; skips the checks. `limits_time`: refuse the
-        grammar if its outputs take too long to match."""
+        """Raises UserError if the spec is invalid, too large or too slow to match. Other threads
+        can run during the compilation. `source`: source of an equal grammar that was checked and
+        compiled in another process, with `compiled_bytes` of memory; skips the checks.
+        `limits_time`: refuse the grammar if its outputs take too long to match."""
         self.limits_time = limits_time
         self.refusal = ""
         """Why outputs are no longer matched against this grammar; empty while they are."""
@@ -243,7 +243,8 @@ class GrammarState:
         """`matcher`: a matcher that has consumed no token; None without a constrained part."""
         self._matcher = matcher
         self._is_shared = False
-        """Whether other states use the matcher, which must be copied before it advances."""
+        """Whether other states may use the matcher, which must then be copied before it
+        advances."""
         self._vocabulary = vocabulary
         self.error: str | None = None
         """Why the output cannot be matched further; None while it can."""
@@ -257,8 +258,8 @@ class GrammarState:
         return self._vocabulary.eos
 
     def shared(self) -> "GrammarState":
-        """A copy that advances independently and copies the matcher at its first token. This state
-        must not advance any more."""
+        """A copy that advances independently. The matcher is copied before either state
+        advances."""
         self._is_shared = True
         return copy.copy(self)
 

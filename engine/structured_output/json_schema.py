@@ -150,7 +150,8 @@ def _prepare(schema: Any) -> Any:
 
 def check_schema_size(schema: Any) -> None:
     """Raise UserError for a JSON schema that is nested too deeply, also with references followed,
-    or that has too many schemas, in total or in a row for one value."""
+    that has too many schemas, in total or in a row for one value, or that has too large a
+    pattern."""
     _check_nesting(schema)
     # Depth first and in order, like the library; each schema is entered once.
     entered: set[int] = set()
@@ -270,8 +271,8 @@ def _number(schema: dict[str, Any], name: str) -> float | None:
 
 
 def check_terminates(schema: Any) -> None:
-    """Raise UserError for a schema that no finite value satisfies, such as an object that requires
-    a property of its own type: the library never finishes compiling some of these."""
+    """Raise UserError for a recursive schema that no finite value satisfies, such as an object that
+    requires a property of its own type: the library never finishes compiling some of these."""
     objects = _all_objects(schema)
     if not any("$ref" in part for part in objects):
         return

@@ -22,7 +22,8 @@ def tags_to_lark(
 ) -> str:
     """Lark grammar of {"structures": [{begin, schema, end}], "triggers": [...]}, or of {"format":
     part}. The types of a part are json_schema, regex, const_string, tag, sequence and or; the
-    outermost part may also be triggered_tags. Raises UserError.
+    outermost part, or an element of an outermost `or`, may also be triggered_tags. Raises
+    UserError.
 
     For tool calls, the server uses further types. `optional` and `repeat` wrap an `element`.
     `text_until` ends at a `mark`. `calls`, outermost or in an outermost `or`, is triggered_tags

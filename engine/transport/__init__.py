@@ -1,4 +1,5 @@
-"""Messages between server and engine, and the typed ZeroMQ channels that carry them.
+"""Messages between server and engine and between engines, and the typed ZeroMQ channels that carry
+messages.
 
 Only this package imports zmq.
 """

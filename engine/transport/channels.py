@@ -309,7 +309,7 @@ class Waiter:
             self._poller.register(fd, zmq.POLLIN)
 
     def wait(self, timeout_s: float = math.inf) -> set[object]:
-        """Wait, at most `timeout_s`. Returns the ready sockets, and the descriptors that are
+        """Wait, at most `timeout_s`. Returns the ready ZeroMQ sockets, and the descriptors that are
         readable or closed; empty after a timeout."""
         timeout_ms = None if timeout_s == math.inf else math.ceil(timeout_s * 1000)
         return {source for source, _ in self._poller.poll(timeout_ms)}

@@ -34,8 +34,8 @@ def engine_of(key: int) -> int:
 
 
 COMPILE_GRAMMAR = "compile_grammar"
-"""Control with the arguments `spec`, a GrammarSpec as a list, and `client`, the API key or address
-for fair queueing. Fails when the grammar cannot be compiled."""
+"""Control with the arguments `spec`, a GrammarSpec as a list, and `client`, the digest of the API
+key or the address, for fair queueing. Fails when the grammar cannot be compiled."""
 
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "load_lora_adapter", "unload_lora_adapter"
@@ -106,7 +106,8 @@ class AddRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """Seconds after its arrival at which the request is failed; 0: no limit. Set by
     EngineClient.add."""
     tenant: int = 0
-    """Number of the API key, for fair shares; 0: no API key. Set by EngineClient.add."""
+    """Number of the API key, for fair shares; 0 without an API key or without --fair-share. Set by
+    EngineClient.add."""
     group: int = 0
     """Key of the first text of the same pooling request; 0: this text is the first."""
 
@@ -119,7 +120,7 @@ class Abort(msgspec.Struct, array_like=True, gc=False, tag=2):
 
 class Control(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=3):
     """A call that is answered with a Reply. Names: reset_prefix_cache, ping, start_profile and
-    stop_profile (the value is the name of the trace file), shapes (launch shapes, see
+    stop_profile (the value is the path of the trace file), shapes (launch shapes, see
     StepStats.shapes), sleep_state, SLEEP and WAKE_UP (see engine/core/engine_core.py),
     COMPILE_GRAMMAR, LOAD_ADAPTER, UNLOAD_ADAPTER and, inside the engine, REGISTER_ADAPTER."""
 
@@ -236,7 +237,8 @@ class EngineStats(msgspec.Struct, omit_defaults=True, gc=False):
     kv_offload: dict[str, int] = {}
     """KVOffload.gauges: offloaded blocks; empty without offloading."""
     step_tokens: list[int] = []
-    """Tokens of each step since the last stats were sent (OutputProcessor.num_step_tokens)."""
+    """Tokens of each step that produced tokens since the last stats were sent
+    (OutputProcessor.num_step_tokens)."""
     step_seconds: list[tuple[int, float]] = []
     """(phase, seconds) of each launch since the last stats were sent."""
 
@@ -257,7 +259,7 @@ class StepOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, 
     """(key, positions), in the order of the key's tokens."""
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     """(key, positions) for prompt tokens from index 1: an entry for each chunk of the prompt that
-    has unsent positions; sent before the key's first token."""
+    has unsent positions; sent with the key's first token at the latest."""
     vectors: list[tuple[int, int, memoryview]] = []
     """(key, rows, float32 little-endian data): result of a pooling request, sent in the same
     message as its Finish."""
@@ -358,7 +360,7 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
     engine: int
     message: str
     is_config: bool = False
-    """Whether the failure is a ConfigError."""
+    """Whether the failure is a ConfigError that is not a CheckpointError."""
     may_follow: bool = False
     """Whether the failure may be a consequence of another engine's end; read where engines share
     experts."""
@@ -371,14 +373,15 @@ class Failed(msgspec.Struct, array_like=True, gc=False, tag=9):
 
 
 class PromptBlocks(msgspec.Struct, array_like=True, gc=False, tag=10):
-    """Block hashes of the full blocks of a prompt that another front end sent to the engine, so
-    that every router can estimate the engine's prefix cache."""
+    """Block hashes of the first full blocks (at most MAX_ANNOUNCED_BLOCKS) of a prompt that another
+    front end sent to the engine, so that every router can estimate the engine's prefix cache."""
 
     hashes: list[bytes]
 
 
 class Adapters(msgspec.Struct, array_like=True, gc=False, tag=11):
-    """All adapters that the engine serves; sent at the start and on each change."""
+    """All adapters that the engine serves; with LoRA sent at the start and on each change, and
+    always to a front end that connects later."""
 
     infos: list[LoRAInfo]
 

@@ -231,6 +231,8 @@ def test_a_full_queue_refuses_requests_without_leaks(room: int, told: str) -> No
     rig.run()
 
     assert rig.error(room) == f"{told}, at most {room} may wait"
+    finish = rig.ledger.requests[room].finish
+    assert finish is not None and finish.is_retryable
     assert {rig.reason(key) for key in range(room)} == {"length"}
     assert rig.core.num_requests == 0
 

@@ -15,7 +15,13 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.request import ModelLimits, Request
 from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
-from engine.scheduling.lora_slots import MAX_ADAPTERS, MAX_PASSES, AdapterQueue, LoRASlots
+from engine.scheduling.lora_slots import (
+    MAX_ADAPTERS,
+    MAX_PASSES,
+    MAX_RETIRED,
+    AdapterQueue,
+    LoRASlots,
+)
 from engine.scheduling.pooling_scheduler import PoolingScheduler
 from engine.scheduling.scheduler import Scheduler
 from engine.stats import StepStats
@@ -389,3 +395,19 @@ def test_the_number_of_names_has_a_limit() -> None:
         slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
     slots.unregister("a0")
     slots.register(LoRAInfo("more", "/x", "hash-more", 4, 100))
+
+
+def test_continuations_keep_the_adapters_unloaded_last() -> None:
+    slots = make(names="a")
+    slots.unregister("a")
+    for number in range(MAX_RETIRED - 1):
+        slots.register(LoRAInfo(f"{number}", f"/{number}", f"hash-{number}", 4, 100))
+        slots.unregister(f"{number}")
+    slots.register(LoRAInfo("a", "/a", "hash-a", 4, 100))
+    slots.unregister("a")
+
+    slots.register(LoRAInfo("b", "/b", "hash-b", 4, 100))
+    slots.unregister("b")
+
+    assert slots.serves("hash-a", is_continuation=True)
+    assert not slots.serves("hash-0", is_continuation=True)
