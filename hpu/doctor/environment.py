@@ -1,7 +1,9 @@
 """Checks the runtime's environment variables and the host's memory. Sets nothing."""
 
 from config.errors import bytes_text
+from config.execution import RUNTIME_DISTRIBUTION
 from config.loading.compiler_files import COMPILER_FILES
+from config.loading.recipe_cache import RECIPE_CACHE_CONFIG, refused_form
 from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
@@ -40,6 +42,7 @@ def environment_findings(
         *_tensor_cache(machine),
         *_collectives(machine, num_cards),
         *_weight_sharing(machine),
+        *_recipe_cache(machine),
         *compiler_findings(machine, has_cards=bool(cards)),
     ]
 
@@ -196,6 +199,24 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
             WEIGHT_SHARING,
             f"{WEIGHT_SHARING} is {text!r}: parameters are wrapped, without a benefit for a server",
             f"set {WEIGHT_SHARING}=0, or unset it",
+        )
+    ]
+
+
+def _recipe_cache(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(RECIPE_CACHE_CONFIG)
+    if not text:
+        return []
+    reason = refused_form(text, machine.version(RUNTIME_DISTRIBUTION) or "")
+    if not reason:
+        return [Finding(OK, RECIPE_CACHE_CONFIG, f"{RECIPE_CACHE_CONFIG} is {text}")]
+    # Only a warning: the release from which on a form is refused is not documented exactly.
+    return [
+        Finding(
+            WARN,
+            RECIPE_CACHE_CONFIG,
+            f"{RECIPE_CACHE_CONFIG} is {text!r}: {reason}",
+            f"unset {RECIPE_CACHE_CONFIG}: a worker sets it, in the cache folder",
         )
     ]
 
