@@ -72,7 +72,7 @@ PYTHONS = ((3, 10), (3, 11), (3, 12))
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
-"""Groups of modules on an 8-card machine that can work together."""
+"""Groups of modules on an 8-card machine that the vendor lists for two and four cards."""
 
 NUM_MODULES = 8
 

@@ -270,8 +270,8 @@ def selftest_file(config: EngineConfig) -> Path:
 def _with_modules(config: EngineConfig, variables: dict[str, str]) -> dict[str, str]:
     is_unset = not variables.get(HABANA_VISIBLE_MODULES)
     if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
-        # The container runtime does not set this variable. Without it the vendor's runtime uses
-        # ranks as module ids, although module ids and device nodes are numbered differently.
+        # The container runtime sets this variable from 1.23 on. Without it the vendor's runtime
+        # uses ranks as module ids, although module ids and device nodes are numbered differently.
         variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
     return variables
 

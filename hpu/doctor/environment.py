@@ -12,6 +12,9 @@ from hpu.host import usable_memory
 
 MODULES = "HABANA_VISIBLE_MODULES"
 DEVICES = "HABANA_VISIBLE_DEVICES"
+RUNTIME_ERROR = "HABANA_RUNTIME_ERROR"
+"""Variable in which the container runtime reports its last error: it starts the container anyway
+(HabanaAI/gaudi-container-runtime, README.md)."""
 LAZY = "PT_HPU_LAZY_MODE"
 NO_TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
@@ -38,6 +41,7 @@ def environment_findings(
     return [
         *_modules(machine, cards, num_cards),
         *_devices(machine),
+        *_container_error(machine),
         *_lazy(machine),
         *_tensor_cache(machine),
         *_collectives(machine, num_cards),
@@ -107,12 +111,15 @@ def _modules(machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int) 
     used = tuple(sorted(modules[:num_cards]))
     if groups and used not in groups:
         valid = "  ".join(",".join(map(str, group)) for group in groups)
+        # Only a warning: the collectives take any modules of a machine (a partial box in HCL's
+        # hcl_dynamic_communicator.cpp), and Kubernetes assigns any.
         return [
             Finding(
-                ERROR,
+                WARN,
                 MODULES,
-                f"the modules {','.join(map(str, used))} do not form a group of {num_cards}",
-                f"use one of {valid}",
+                f"the modules {','.join(map(str, used))} are no group of {num_cards} that the "
+                "vendor lists",
+                f"if the cards cannot work together, use one of {valid}",
             )
         ]
     return [Finding(OK, MODULES, f"modules {text}")]
@@ -136,6 +143,14 @@ def _devices(machine: Machine) -> list[Finding]:
             )
         ]
     return [Finding(OK, DEVICES, f"{DEVICES} is {text}")]
+
+
+def _container_error(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(RUNTIME_ERROR)
+    if not text:
+        return []
+    what = f"the container runtime reports: {text}"
+    return [Finding(WARN, RUNTIME_ERROR, what, "look at its log on the host")]
 
 
 def _lazy(machine: Machine) -> list[Finding]:
