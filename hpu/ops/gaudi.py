@@ -79,6 +79,8 @@ class GaudiKernels:
       slices.
 
     * `splits_products`: products of float32 are computed by products of bfloat16.
+
+    * `writes_float32`: a product of bfloat16 can write float32; else its result is converted.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class GaudiKernels:
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
         splits_products: bool = False,
+        writes_float32: bool = True,
     ) -> None:
         self._splits_products = splits_products
+        self.writes_float32 = writes_float32
         self._fused_sdpa = fused_sdpa
         self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
@@ -150,6 +154,7 @@ class GaudiKernels:
             latent=latent,
             end_slice=self._end_slice,
             splits_products=self._splits_products,
+            writes_float32=self.writes_float32,
         )
 
     def make_moe(
@@ -186,7 +191,7 @@ class GaudiAttention(nn.Module):
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype, or float32 (written by the matmul) if the softmax runs in float32.
+    dtype, or float32 if the softmax runs in float32 (written by the matmul where it can do that).
     """
 
     def __init__(
@@ -198,9 +203,11 @@ class GaudiAttention(nn.Module):
         latent: bool = False,
         end_slice: Callable[[], None] = lambda: None,
         splits_products: bool = False,
+        writes_float32: bool = True,
     ) -> None:
         super().__init__()
         self._splits_products = splits_products
+        self.writes_float32 = writes_float32
         self._fused_sdpa = fused_sdpa
         self.softmax_mode = softmax_mode
         self.block_softmax = block_softmax
@@ -393,6 +400,11 @@ class GaudiAttention(nn.Module):
             return self.matmul_qk(query.float(), key.float())  # type: ignore[no-any-return]
         if self.softmax_mode != FP32_SOFTMAX or query.dtype == torch.float32:
             return self.matmul_qk(query, key)  # type: ignore[no-any-return]
+        if not self.writes_float32:
+            scores: Tensor = self.matmul_qk(query, key).float()
+            # As in flat_pa of the plug-in for these releases.
+            self._end_slice()
+            return scores
         before = map(max, query.shape[:-2], key.shape[:-2])
         shape = (*before, query.shape[-2], key.shape[-1])
         wide = torch.empty(shape, dtype=torch.float32, device=query.device)

@@ -189,6 +189,13 @@ def check_product(name: str, args: tuple[object, ...]) -> None:
         )
 
 
+def check_result_dtype(args: tuple[Tensor, ...], out: Tensor) -> None:
+    """Raise RuntimeError for a product whose result has another dtype than its operands, which
+    releases before 1.24.0.171 do not support (vllm-gaudi, commit a8211ff1)."""
+    if args[0].dtype != out.dtype:
+        raise RuntimeError(f"matmul: the operands are {args[0].dtype}, the result is {out.dtype}")
+
+
 def check_running_sum(args: tuple[Tensor, ...], report: Report) -> None:
     """Report a `cumsum_` of 16-bit floats in eager mode: the bridge's test expects wrong results
     from the fourth entry on (test_hpu_cumulative_ops.py)."""
