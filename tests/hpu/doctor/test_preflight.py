@@ -276,7 +276,7 @@ def test_kernels_are_listed_by_generation_and_release(tmp_path: Path) -> None:
 
     (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
 
-    assert found.what.startswith("gaudi2: 10 of 17 fused kernels are known to be available; ")
+    assert found.what.startswith("gaudi2: 10 of 18 fused kernels are known to be available; ")
     missing = "mixture_of_experts.bias_fused_weights"
     assert f"; not there: {missing}; only the runtime can tell: " in found.what
     assert "block_softmax_adjustment" in found.what.partition("only the runtime")[2]
@@ -402,6 +402,22 @@ def test_links_that_are_down_are_reported(gaudi: GaudiMachine) -> None:
     assert "; port 4 of module 3, " in warning
     gaudi.environment["HABANA_VISIBLE_MODULES"] = "0,1,4,5,6,7"
     assert told() == ["ok 30 links between 6 cards are up"]
+
+
+def test_a_missing_infiniband_node_of_a_card_is_reported(gaudi: GaudiMachine) -> None:
+    text = "Device acquire failed. synStatus 26"
+    for index in range(8):
+        gaudi.write(f"sys/class/infiniband_verbs/uverbs{index + 2}/ibdev", f"hbl_{index}\n")
+        gaudi.write(f"dev/infiniband/uverbs{index + 2}", "")
+    assert levels(gaudi.seen()) == {}
+    assert "uverbs" not in str(explain(text, gaudi.seen()))
+
+    (gaudi.root / "dev/infiniband/uverbs5").unlink()
+
+    assert levels(gaudi.seen()) == {"infiniband": WARN}
+    assert "/dev/infiniband/uverbs5 of module 3, " in str(explain(text, gaudi.seen()))
+    gaudi.environment["HABANA_VISIBLE_MODULES"] = "0,1"
+    assert levels(gaudi.seen()) == {}
 
 
 def test_links_are_not_checked_for_a_single_card(gaudi: GaudiMachine) -> None:

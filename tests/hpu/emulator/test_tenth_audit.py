@@ -46,6 +46,14 @@ def test_a_release_refuses_fields_and_paths_of_other_releases(
         pass
 
 
+def test_the_norm_of_a_matrix_is_refused() -> None:
+    with emulated():
+        norm = torch.ops.hpu.rms_norm
+        assert norm(_ones(1, 2, 4), _ones(4), 0.0)[0].shape == (1, 2, 4)
+        with pytest.raises(RuntimeError, match="3 dimensions"):
+            norm(_ones(2, 4), _ones(4), 0.0)
+
+
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_product_writes_another_dtype_only_in_later_releases(lazy: bool) -> None:
     for release, is_taken in (("1.23.0.695", False), ("1.24.0.171", True)):
