@@ -339,8 +339,10 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
-            splits_products=not self._facts.multiplies_float32,
-            writes_float32=patcher is None and self._has_kernel("matmul.float32_out", card),
+            products=module.ProductForms(
+                are_split=not self._facts.multiplies_float32,
+                write_float32=patcher is None and self._has_kernel("matmul.float32_out", card),
+            ),
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))

@@ -431,7 +431,7 @@ def test_products_write_float32_where_the_release_and_the_compressor_can(
     backend.prepare(model, cast(Any, Patcher()) if is_patched else None)
 
     implementations = [layer.self_attn.attn.impl for layer in model.layers]
-    assert {found.writes_float32 for found in implementations} == {writes_float32}
+    assert {found.products.write_float32 for found in implementations} == {writes_float32}
     backend.close()
 
 

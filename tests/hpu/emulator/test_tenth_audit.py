@@ -66,3 +66,11 @@ def test_a_product_writes_another_dtype_only_in_later_releases(lazy: bool) -> No
                 continue
             with pytest.raises(RuntimeError, match=r"the result is torch\.float32"):
                 torch.matmul(left, right, out=wide)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_unfold_runs_on_the_host_in_lazy_mode(lazy: bool) -> None:
+    with emulated(lazy) as card:
+        windows = torch.arange(4.0).to("hpu").unfold(0, 2, 2)
+        assert windows.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        assert card.counters.fallback_ops == ({"unfold": 1} if lazy else {})
