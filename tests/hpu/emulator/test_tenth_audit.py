@@ -74,3 +74,11 @@ def test_unfold_runs_on_the_host_in_lazy_mode(lazy: bool) -> None:
         windows = torch.arange(4.0).to("hpu").unfold(0, 2, 2)
         assert windows.tolist() == [[0.0, 1.0], [2.0, 3.0]]
         assert card.counters.fallback_ops == ({"unfold": 1} if lazy else {})
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_take_accepts_indices_in_32_bits(lazy: bool) -> None:
+    with emulated(lazy) as card:
+        indices = torch.tensor([2, 0], dtype=torch.int32).to("hpu")
+        assert torch.take(torch.arange(4.0).to("hpu"), indices).tolist() == [2.0, 0.0]
+        assert card.counters.fallback_ops == {}
