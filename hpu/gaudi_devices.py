@@ -72,7 +72,7 @@ PYTHONS = ((3, 10), (3, 11), (3, 12))
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
-"""Groups of modules on an 8-card machine that can work together."""
+"""Groups of modules on an 8-card machine that the vendor lists for two and four cards."""
 
 NUM_MODULES = 8
 
@@ -101,6 +101,9 @@ KERNELS = {
     # calls it on Gaudi 3 only.
     "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494), ("gaudi2",)),
     "softmax_fa2": Kernel(BOTH, None),
+    # A product of bfloat16 with float32 as its result: vllm-gaudi gave no result tensor to older
+    # releases (its commit a8211ff1).
+    "matmul.float32_out": Kernel(BOTH, (1, 24, 0, 171)),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
     # The argument g_idx: the bridge of 1.19 lacks it; vllm-gaudi passes it since 1.22.

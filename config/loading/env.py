@@ -23,6 +23,7 @@ from config.execution import (
 from config.loading.cards import visible_modules
 from config.loading.compiler_files import COMPILER_FILES, compiler_variables
 from config.loading.flags import FILE_FLAGS, FLAGS, variable_of
+from config.loading.recipe_cache import RECIPE_CACHE_CONFIG, keeps_recipes, recipe_cache_config
 from config.loading.values import joined, nearest
 from config.loading.vllm_flags import ACCEPTED, absence
 from config.model.architectures import decoder_spec
@@ -37,8 +38,6 @@ DATA_PARALLEL_TOKEN = "GAUDISERVE_DATA_PARALLEL_TOKEN"
 """Variable with the shared secret that authenticates the hosts of a server to each other. No flag
 and no file can set it."""
 MIN_TOKEN_CHARACTERS = 16
-
-RECIPE_CACHE_MB = 8192
 
 _RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
@@ -253,7 +252,7 @@ def selftest_environment(
     own = {name: word for name, word in os.environ.items() if name not in tested}
     fixed = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
-        "PT_HPU_RECIPE_CACHE_CONFIG": f"{recipe_folder},false,{RECIPE_CACHE_MB}",
+        RECIPE_CACHE_CONFIG: recipe_cache_config(recipe_folder, _runtime_release(config)),
     }
     variables = _hpu_variables(config, is_lazy=is_lazy) | own | fixed | runtime_environment(config)
     if chosen_device(config.device) == "hpu":
@@ -264,15 +263,15 @@ def selftest_environment(
 def selftest_file(config: EngineConfig) -> Path:
     """The file with the result of the self-test, next to the folder of compiled recipes."""
     folder = os.path.join(config.cache_dir or cache_home(), "hpu-recipes")
-    kept = os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+    kept = os.environ.get(RECIPE_CACHE_CONFIG, "").partition(",")[0]
     return Path(f"{kept or folder}-selftest.json")
 
 
 def _with_modules(config: EngineConfig, variables: dict[str, str]) -> dict[str, str]:
     is_unset = not variables.get(HABANA_VISIBLE_MODULES)
     if chosen_device(config.device) == "hpu" and is_unset and (modules := visible_modules()):
-        # The container runtime does not set this variable. Without it the vendor's runtime uses
-        # ranks as module ids, although module ids and device nodes are numbered differently.
+        # The container runtime sets this variable from 1.23 on. Without it the vendor's runtime
+        # uses ranks as module ids, although module ids and device nodes are numbered differently.
         variables[HABANA_VISIBLE_MODULES] = ",".join(map(str, modules))
     return variables
 
@@ -323,8 +322,15 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
         enforce_eager=config.enforce_eager,
         lazy_variable=os.environ.get("PT_HPU_LAZY_MODE"),
         has_vendor_torch=is_emulated or _has_vendor_torch(),
-        release=EMULATED_RELEASE if is_emulated else installed_version(RUNTIME_DISTRIBUTION),
+        release=_runtime_release(config),
     )
+
+
+def _runtime_release(config: EngineConfig) -> str:
+    """Release of the vendor's runtime; empty if unknown."""
+    if chosen_device(config.device) == "hpu-emulator":
+        return EMULATED_RELEASE
+    return installed_version(RUNTIME_DISTRIBUTION)
 
 
 def hpu_environment(config: EngineConfig) -> dict[str, str]:
@@ -364,9 +370,10 @@ def _hpu_variables(config: EngineConfig, *, is_lazy: bool) -> dict[str, str]:
         variables["ENABLE_EXPERIMENTAL_FLAGS"] = "true"
         variables["ENABLE_SKIP_REMOVAL_OF_GRAPH_INPUT_IDENTITY_NODES"] = "true"
     recipes = str(cache_path(config.cache_dir or cache_home(), "hpu-recipes"))
-    if chosen_device(config.device) == "hpu" and "," not in recipes:
-        # Path, delete on start, MB. The next process reuses compiled recipes.
-        variables["PT_HPU_RECIPE_CACHE_CONFIG"] = f"{recipes},false,{RECIPE_CACHE_MB}"
+    value = recipe_cache_config(recipes, _runtime_release(config))
+    if chosen_device(config.device) == "hpu" and value:
+        # The next process reuses compiled recipes.
+        variables[RECIPE_CACHE_CONFIG] = value
     return variables
 
 
@@ -393,11 +400,8 @@ def recipe_cache_folder(config: EngineConfig) -> Path | None:
     the runtime deletes it on start. Raises ConfigError for an impossible execution mode."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
-    variables = {**hpu_environment(config), **os.environ}
-    # Path, delete on start, MB.
-    words = variables.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
-    deletes = len(words) > 1 and words[1].strip().lower() in ("true", "1")
-    return Path(words[0]) if words[0] and not deletes else None
+    folder = keeps_recipes({**hpu_environment(config), **os.environ})
+    return Path(folder) if folder else None
 
 
 def disable_autoload() -> None:

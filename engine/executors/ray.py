@@ -24,7 +24,7 @@ from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import card_environment, chosen_device, worker_environment
-from engine.executors.worker_launcher import LaunchedWorker
+from engine.executors.worker_launcher import LaunchedWorker, check_cards_per_host
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import (
     ChildProcess,
@@ -243,6 +243,8 @@ class RayLauncher:
         self._places = [places[index] for index in order]
         for rank, place in enumerate(self._places):
             logger.info("Rank %d: host %s, card %s", rank, place.address, place.card or "none")
+        if resource == "HPU":
+            check_cards_per_host([place.address for place in self._places])
         rendezvous = ""
         if num_workers > 1:
             port = _answer(self._actors[0].free_port.remote())

@@ -1,10 +1,12 @@
 """WorkerLauncher: places and starts the workers of a group, and detects their end. LocalLauncher:
 runs workers as child processes on this host."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from config.errors import ConfigError
 from engine.executors.worker_main import WorkerOrders
 from engine.process.child_process import ChildProcess, ProcessEnd
 from engine.transport.channels import endpoint
@@ -69,6 +71,18 @@ class WorkerLauncher(Protocol):
     def close(self) -> None:
         """Release the reserved cards. Call it after every worker is closed; safe to call twice."""
         ...
+
+
+def check_cards_per_host(hosts: Sequence[str]) -> None:
+    """Raise ConfigError unless each host has equally many ranks, which Gaudi's communicators need
+    (setCommScaleupGroupSize in HCL's hcl_dynamic_communicator.cpp). `hosts`: each rank's host."""
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{host}: {count}" for host, count in counts.items())
+        raise ConfigError(
+            f"Gaudi cards communicate only if each host gives equally many, and the free cards of "
+            f"the hosts are ({found}): free some, or choose other parallel sizes"
+        )
 
 
 class LocalLauncher:

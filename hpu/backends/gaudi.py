@@ -293,7 +293,7 @@ class GaudiBackend(Backend):
             )
         return int(self._hpu.current_device())
 
-    def _make_kernels(self, model: FusibleModel) -> Kernels:
+    def _make_kernels(self, model: FusibleModel, patcher: IncCompressor | None) -> Kernels:
         """Kernels for `model`. Settings override these defaults, which follow the vendor's plug-in
         for vLLM (vllm_gaudi/extension/features.py):
 
@@ -304,6 +304,9 @@ class GaudiBackend(Backend):
           bridge's tests skip float32 in lazy and compile mode because of its accuracy.
 
         * The kernel block_softmax is not used.
+
+        * No product writes float32 if `patcher` replaces it: the compressor's product takes no
+          result tensor up to release 3.8 (PatchedMatmul in its helper_modules.py).
         """
         if not self._facts.multiplies_float32 and model.dtype != torch.bfloat16:
             raise ConfigError(
@@ -335,7 +338,10 @@ class GaudiBackend(Backend):
             max_experts=max_experts(release_of(self.software)),
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
-            splits_products=not self._facts.multiplies_float32,
+            products=module.ProductForms(
+                are_split=not self._facts.multiplies_float32,
+                write_float32=patcher is None and self._has_kernel("matmul.float32_out", card),
+            ),
         )
         if execution.flex_attention:
             return cast(Kernels, self._with_flex_attention(kernels))
@@ -613,7 +619,7 @@ class GaudiBackend(Backend):
         self.adapt(model)
         if isinstance(model, FusibleModel):
             splits = self._execution.split_qkv and self._can_split(model, patcher)
-            model.use_kernels(self._make_kernels(model), split_qkv=splits)
+            model.use_kernels(self._make_kernels(model, patcher), split_qkv=splits)
             check_experts(model.layers, self.compiled, self.is_compile_failure)
             if keeps_tensor_cache(model.config):
                 self._disables_tensor_cache = False

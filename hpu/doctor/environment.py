@@ -2,7 +2,9 @@
 Sets nothing."""
 
 from config.errors import bytes_text
+from config.execution import RUNTIME_DISTRIBUTION
 from config.loading.compiler_files import COMPILER_FILES
+from config.loading.recipe_cache import RECIPE_CACHE_CONFIG, refused_form
 from hpu.doctor.cards import DetectedCard
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import has_vendor_torch
@@ -11,6 +13,9 @@ from hpu.host import usable_memory
 
 MODULES = "HABANA_VISIBLE_MODULES"
 DEVICES = "HABANA_VISIBLE_DEVICES"
+RUNTIME_ERROR = "HABANA_RUNTIME_ERROR"
+"""Variable in which the container runtime reports its last error: it starts the container anyway
+(HabanaAI/gaudi-container-runtime, README.md)."""
 LAZY = "PT_HPU_LAZY_MODE"
 NO_TENSOR_CACHE = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
 COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
@@ -37,10 +42,12 @@ def environment_findings(
     return [
         *_modules(machine, cards, num_cards),
         *_devices(machine),
+        *_container_error(machine),
         *_lazy(machine),
         *_tensor_cache(machine),
         *_collectives(machine, num_cards),
         *_weight_sharing(machine),
+        *_recipe_cache(machine),
         *compiler_findings(machine, has_cards=bool(cards)),
     ]
 
@@ -105,12 +112,15 @@ def _modules(machine: Machine, cards: tuple[DetectedCard, ...], num_cards: int) 
     used = tuple(sorted(modules[:num_cards]))
     if groups and used not in groups:
         valid = "  ".join(",".join(map(str, group)) for group in groups)
+        # Only a warning: the collectives take any modules of a machine (a partial box in HCL's
+        # hcl_dynamic_communicator.cpp), and Kubernetes assigns any.
         return [
             Finding(
-                ERROR,
+                WARN,
                 MODULES,
-                f"the modules {','.join(map(str, used))} do not form a group of {num_cards}",
-                f"use one of {valid}",
+                f"the modules {','.join(map(str, used))} are no group of {num_cards} that the "
+                "vendor lists",
+                f"if the cards cannot work together, use one of {valid}",
             )
         ]
     return [Finding(OK, MODULES, f"modules {text}")]
@@ -134,6 +144,14 @@ def _devices(machine: Machine) -> list[Finding]:
             )
         ]
     return [Finding(OK, DEVICES, f"{DEVICES} is {text}")]
+
+
+def _container_error(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(RUNTIME_ERROR)
+    if not text:
+        return []
+    what = f"the container runtime reports: {text}"
+    return [Finding(WARN, RUNTIME_ERROR, what, "look at its log on the host")]
 
 
 def _lazy(machine: Machine) -> list[Finding]:
@@ -197,6 +215,24 @@ def _weight_sharing(machine: Machine) -> list[Finding]:
             WEIGHT_SHARING,
             f"{WEIGHT_SHARING} is {text!r}: parameters are wrapped, without a benefit for a server",
             f"set {WEIGHT_SHARING}=0, or unset it",
+        )
+    ]
+
+
+def _recipe_cache(machine: Machine) -> list[Finding]:
+    text = machine.environment.get(RECIPE_CACHE_CONFIG)
+    if not text:
+        return []
+    reason = refused_form(text, machine.version(RUNTIME_DISTRIBUTION) or "")
+    if not reason:
+        return [Finding(OK, RECIPE_CACHE_CONFIG, f"{RECIPE_CACHE_CONFIG} is {text}")]
+    # Only a warning: the release from which on a form is refused is not documented exactly.
+    return [
+        Finding(
+            WARN,
+            RECIPE_CACHE_CONFIG,
+            f"{RECIPE_CACHE_CONFIG} is {text!r}: {reason}",
+            f"unset {RECIPE_CACHE_CONFIG}: a worker sets it, in the cache folder",
         )
     ]
 

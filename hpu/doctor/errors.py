@@ -4,6 +4,7 @@ import re
 
 from hpu.doctor.cards import find_cards
 from hpu.doctor.environment import compiler_findings
+from hpu.doctor.links import infiniband_findings
 from hpu.doctor.machine import Machine
 from hpu.doctor.preflight import lines_of_used_cards
 from hpu.doctor.software import OTHER_RELEASE, release_mismatch
@@ -51,7 +52,8 @@ ACQUISITIONS = {
     22: "another process uses the card, or used it until a moment ago (status 22)",
     24: "the card is in reset or has failed: look at `hl-smi` and the kernel's log (status 24)",
     FAILED: "the driver could not acquire the card and gave no reason (status 26): the driver and "
-    "the runtime may be of different releases",
+    "the runtime may be of different releases, or the container lacks the card's node in "
+    "/dev/infiniband",
 }
 """Status code of a failed device acquisition -> explanation (HabanaAI/Intel_Gaudi3_Software,
 synapse/include/synapse_common_types.h, synStatus)."""
@@ -84,8 +86,10 @@ def _acquisition(text: str, machine: Machine) -> str:
     meaning = ACQUISITIONS.get(
         status or 0, f"the driver could not acquire the card (status {status or 'unknown'})"
     )
-    held = lines_of_used_cards(find_cards(machine).cards)
-    if held:
+    cards = find_cards(machine).cards
+    if closed := infiniband_findings(machine, cards):
+        return f"{meaning}; {closed[0].what}: {closed[0].do}"
+    if held := lines_of_used_cards(cards):
         return f"{meaning}; {'; '.join(held)}"
     return (
         f"{meaning}; no visible process uses a card, but a process in another container may: run "

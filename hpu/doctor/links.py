@@ -1,6 +1,7 @@
-"""Checks that several cards are of the same generation, and that the links between them are up
-according to hl-smi."""
+"""Checks that several cards are of the same generation, that the links between them are up
+according to hl-smi, and that the nodes of the links exist."""
 
+import os
 import re
 
 from hpu.doctor.cards import DetectedCard
@@ -18,6 +19,34 @@ def group_findings(
     if num_cards == 1 or not cards:
         return []
     return [*_generations(cards), *_links(machine, cards)]
+
+
+def infiniband_findings(machine: Machine, cards: tuple[DetectedCard, ...]) -> list[Finding]:
+    """A warning if the InfiniBand node of a card is missing or closed. The runtime opens it when it
+    acquires the card, even a single card, and otherwise fails with status 26 (HabanaAI/HCL,
+    hcl_ibverbs.cpp; INIT_HCCL_ON_ACQUIRE in HabanaAI/Intel_Gaudi3_Software)."""
+    folder = machine.root / "sys/class/infiniband_verbs"
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    nodes = {machine.text(f"sys/class/infiniband_verbs/{name}/ibdev"): name for name in names}
+    closed = []
+    for card in cards:
+        index = re.search(r"\d+$", card.node)
+        name = nodes.get(f"hbl_{index[0]}") if index else None
+        node = f"dev/infiniband/{name}"
+        if name and not os.access(machine.root / node, os.R_OK | os.W_OK):
+            closed.append(f"/{node} of {card}")
+    if not closed:
+        return []
+    return [
+        Finding(
+            WARN,
+            "infiniband",
+            f"{'; '.join(closed)} cannot be opened: the runtime opens it when it acquires a card, "
+            "and fails with status 26 otherwise",
+            "start the container with the vendor's runtime (--runtime=habana, in Kubernetes "
+            "runtimeClassName: habana), or with --device /dev/infiniband",
+        )
+    ]
 
 
 def _generations(cards: tuple[DetectedCard, ...]) -> list[Finding]:

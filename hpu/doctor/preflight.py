@@ -7,7 +7,7 @@ from typing import NamedTuple
 from config.errors import ConfigError
 from hpu.doctor.cards import Cards, DetectedCard, find_cards
 from hpu.doctor.environment import environment_findings, host_findings, visible_modules
-from hpu.doctor.links import group_findings
+from hpu.doctor.links import group_findings, infiniband_findings
 from hpu.doctor.machine import ERROR, OK, WARN, Finding, Machine
 from hpu.doctor.software import (
     has_runtime,
@@ -48,6 +48,7 @@ def preflight(machine: Machine, *, num_cards: int = 1, rank: int | None = None) 
     findings += environment_findings(machine, found.cards, num_cards)
     findings += _card_findings(machine, found, num_cards, rank)
     findings += _revision_findings(found.cards)
+    findings += infiniband_findings(machine, _visible(machine, found.cards))
     if rank is None:
         findings += group_findings(machine, _visible(machine, found.cards), num_cards)
     findings += host_findings(machine, num_cards)

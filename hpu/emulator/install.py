@@ -47,7 +47,8 @@ class Emulator:
     def __init__(self, config: EmulatorConfig, environment: MutableMapping[str, str]) -> None:
         if hasattr(torch, "hpu") or "habana_frameworks" in sys.modules:
             raise ConfigError("habana_frameworks is imported already, or an emulator is installed")
-        self.device = EmulatedDevice(config, RuntimeVariables(environment, config.default_lazy))
+        variables = RuntimeVariables(environment, config.default_lazy, config.release)
+        self.device = EmulatedDevice(config, variables)
         self._modules = make_modules(self.device)
         self._finder = PackageFinder(self._modules, {ROOT: self._loaded, HCCL: self._hccl_loaded})
         self._libraries: list[Library] = []

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from config.errors import ConfigError, GaudiserveError
 from config.execution import EMULATED_RELEASE
+from config.loading.recipe_cache import RECIPE_CACHE_CONFIG, refused_form
 from hpu.emulator.faults import check_names
 from hpu.gaudi_devices import GENERATIONS
 
@@ -96,6 +97,7 @@ class RuntimeVariables:
 
     environment: MutableMapping[str, str]
     default_lazy: bool
+    release: str = EMULATED_RELEASE
     _lazy: bool | None = field(default=None, init=False)
     _lazy_collectives: bool | None = field(default=None, init=False)
     _native: dict[str, str] = field(default_factory=dict, init=False)
@@ -156,8 +158,12 @@ class RuntimeVariables:
     def recipe_cache(self) -> Path | None:
         """Folder of the recipe cache on disk; None without a disk cache. In inference mode each
         rank has its own folder, whose name ends with the rank (the bridge's
-        recipe_cache_config.cpp)."""
-        text = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").partition(",")[0]
+        recipe_cache_config.cpp). Raises RuntimeError for a form that some state of the release
+        refuses (its env_flags_impl.cpp)."""
+        config = self.environment.get(RECIPE_CACHE_CONFIG, "")
+        if reason := refused_form(config, self.release):
+            raise RuntimeError(f"Flags name: {RECIPE_CACHE_CONFIG},{config}: {reason}")
+        text = config.partition(",")[0]
         if text and self.flag("PT_HPU_INFERENCE_MODE"):
             text += self.environment.get("RANK", "0")
         text = text or self.environment.get("PT_RECIPE_CACHE_PATH", "")
@@ -166,7 +172,7 @@ class RuntimeVariables:
     def deletes_recipes(self) -> bool:
         """Whether this process deletes earlier recipes, which only local rank 0 does (the bridge's
         cache_file_handler.cpp). Raises RuntimeError for an unknown word."""
-        words = self.environment.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")
+        words = self.environment.get(RECIPE_CACHE_CONFIG, "").split(",")
         word = words[1].lower() if len(words) > 1 else ""
         if word not in ("", *TRUE, *FALSE):
             raise RuntimeError(_unreadable("PT_CACHE_FOLDER_DELETE", word))

@@ -14,7 +14,7 @@ soft caps are not supported; windows and chunks are masks.
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from habana_frameworks.torch.hpex.kernels import (
@@ -60,6 +60,22 @@ by that much, the softmax weights of the scores are negligible."""
 Attention = TypeVar("Attention", bound="GaudiAttention")
 
 
+class ProductForms(NamedTuple):
+    """Forms of products on a card.
+
+    * `are_split`: products of float32 are computed by products of bfloat16.
+
+    * `write_float32`: a product of bfloat16 can write float32; else its result is converted.
+    """
+
+    are_split: bool = False
+    write_float32: bool = True
+
+
+ALL_PRODUCTS = ProductForms()
+"""The forms of a card without restrictions."""
+
+
 class GaudiKernels:
     """Fused operations of a Gaudi card.
 
@@ -77,7 +93,7 @@ class GaudiKernels:
 
     * `end_slice`: called after each slice of attention.
 
-    * `splits_products`: products of float32 are computed by products of bfloat16.
+    * `products`: forms of products.
     """
 
     def __init__(
@@ -90,9 +106,9 @@ class GaudiKernels:
         max_experts: int | None = None,
         slices: SliceSizes | None = None,
         end_slice: Callable[[], None] = lambda: None,
-        splits_products: bool = False,
+        products: ProductForms = ALL_PRODUCTS,
     ) -> None:
-        self._splits_products = splits_products
+        self._products = products
         self._fused_sdpa = fused_sdpa
         self._fused_experts = fused_experts
         self._softmax_mode = softmax_mode
@@ -148,7 +164,7 @@ class GaudiKernels:
             block_softmax=self._block_softmax,
             latent=latent,
             end_slice=self._end_slice,
-            splits_products=self._splits_products,
+            products=self._products,
         )
 
     def make_moe(
@@ -185,7 +201,8 @@ class GaudiAttention(nn.Module):
 
     The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
     scores it would change the range that the file gives for the query. Scores have the model's
-    dtype; float32 if that is float16, or if the softmax runs in float32.
+    dtype; float32 if that is float16, or if the softmax runs in float32 (written by the matmul
+    where it can do that).
     """
 
     def __init__(
@@ -196,10 +213,10 @@ class GaudiAttention(nn.Module):
         block_softmax: str,
         latent: bool = False,
         end_slice: Callable[[], None] = lambda: None,
-        splits_products: bool = False,
+        products: ProductForms = ALL_PRODUCTS,
     ) -> None:
         super().__init__()
-        self._splits_products = splits_products
+        self.products = products
         self._fused_sdpa = fused_sdpa
         self.softmax_mode = softmax_mode
         self.block_softmax = block_softmax
@@ -392,6 +409,11 @@ class GaudiAttention(nn.Module):
             return self.matmul_qk(query.float(), key.float())  # type: ignore[no-any-return]
         if self.softmax_mode != FP32_SOFTMAX or query.dtype == torch.float32:
             return self.matmul_qk(query, key)  # type: ignore[no-any-return]
+        if not self.products.write_float32:
+            scores: Tensor = self.matmul_qk(query, key).float()
+            # The plug-in's flat_pa ends a recipe here for these releases.
+            self._end_slice()
+            return scores
         before = map(max, query.shape[:-2], key.shape[:-2])
         shape = (*before, query.shape[-2], key.shape[-1])
         wide = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -428,7 +450,7 @@ class GaudiAttention(nn.Module):
                     highest.view(count, heads).float(),
                     operands.rows,
                     operands.sum_mapping,
-                    self._splits_products,
+                    self.products.are_split,
                 ),
                 sums.view(count, heads).float(),
                 options.sinks,

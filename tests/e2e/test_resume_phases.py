@@ -171,7 +171,7 @@ def test_adapters_are_served_after_an_engine_kill(tmp_path: Path, has_configured
 
 @pytest.mark.slow
 def test_a_restart_on_the_emulated_card_compiles_nothing(tiny_model: str, tmp_path: Path) -> None:
-    env = {"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path}/recipes,false,1024"}
+    env = {"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path}/recipes,false,1024,false"}
     body = {**STREAM, "prompt": "x", "max_tokens": 60, "temperature": 0}
     with running(tiny_model, tmp_path / "log", *FLAGS, *CARD, env=env) as live:
         expected = contents(live, [body])

@@ -32,7 +32,7 @@ from hpu.emulator.card.tensor import (
 from hpu.emulator.card.work_queue import WorkQueue, copy_bytes, fill_with_garbage
 from hpu.emulator.faults import LARGE_BYTES, LARGE_COPIES, WEDGED_COPIES
 from hpu.emulator.settings import EmulatorConfig, RuntimeVariables
-from hpu.gaudi_devices import GENERATIONS
+from hpu.gaudi_devices import GENERATIONS, has_kernel, release_of
 
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 
@@ -144,6 +144,9 @@ class EmulatedDevice:
         self.config = config
         self.variables = variables
         self.generation = GENERATIONS[config.generation]
+        self._writes_float32 = has_kernel(
+            "matmul.float32_out", config.generation, release_of(config.release)
+        )
         self.counters = EmulatorCounters(config)
         self.memory = Memory(config)
         self.acquisition = Acquisition(config, variables)
@@ -373,6 +376,8 @@ class EmulatedDevice:
             rules.check_running_sum(args, self._report_misuse)
         if not self.config.multiplies_float32:
             rules.check_product(op.name, args)
+        if op.name == "aten::matmul" and "out" in kwargs and not self._writes_float32:
+            rules.check_result_dtype(args, kwargs["out"])
         result: object
         with drawing, self._running_vendors() if op.is_vendors else nullcontext():
             if op.name in rules.SUMS_BY_INDEX and self.is_lazy():

@@ -191,6 +191,13 @@ def check_product(name: str, args: tuple[object, ...]) -> None:
         )
 
 
+def check_result_dtype(args: tuple[Tensor, ...], out: Tensor) -> None:
+    """Raise RuntimeError for a product whose result has another dtype than its operands, which
+    releases before 1.24.0.171 do not support (vllm-gaudi, commit a8211ff1)."""
+    if args[0].dtype != out.dtype:
+        raise RuntimeError(f"matmul: the operands are {args[0].dtype}, the result is {out.dtype}")
+
+
 def check_running_sum(args: tuple[Tensor, ...], report: Report) -> None:
     """Report a `cumsum_` of 16-bit floats in eager mode: the bridge's test expects wrong results
     from the fourth entry on (test_hpu_cumulative_ops.py)."""
@@ -238,6 +245,8 @@ def _handler(func: Any) -> Handler | None:
         return _one_hot
     if overload == "aten::matmul.out":
         return _matmul_into
+    if name == "aten::take":
+        return _take
     if overload in EXTREMES:
         return functools.partial(_last_extreme, overload)
     if name in INDEX_RULES:
@@ -273,6 +282,11 @@ def _as_int64(index: Any) -> Any:
 def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     """`args` with argument `number` converted to int64 indices."""
     return (*args[:number], _as_int64(args[number]), *args[number + 1 :])
+
+
+def _take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+    """Take with indices in int32 too (the bridge's test_hpu_take.py)."""
+    return func(*_with_int64(args, 1), **kwargs)
 
 
 def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:

@@ -17,7 +17,10 @@ RMS_NORM_FAST = RMS_NORM.replace("rms_norm", "rms_norm_fast", 1)
 
 def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, inverse rms (..., 1)). Both are float32 if the weight has another dtype than `x`
-    (rms_norm_gen.cpp)."""
+    (rms_norm_gen.cpp). Raises RuntimeError for fewer than 3 dimensions, which vllm-gaudi avoids
+    (hpu_layernorm.py); no test of the bridge has fewer."""
+    if x.dim() < 3:
+        raise RuntimeError(f"rms_norm needs at least 3 dimensions, got a shape {tuple(x.shape)}")
     x_fp32 = x.float()
     inverse = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     dtype = x.dtype if x.dtype == gamma.dtype else torch.float32

@@ -149,7 +149,7 @@ CHECKS = (
     ),
     Check(
         name="recipe-cache",
-        assumption="PT_HPU_RECIPE_CACHE_CONFIG=folder,false,8192 keeps recipes in that folder",
+        assumption="PT_HPU_RECIPE_CACHE_CONFIG in the release's form keeps recipes in a folder",
         source="vendor's documentation of runtime variables",
         program=recipe_cache,
         fallbacks=(Fallback("PT_HPU_RECIPE_CACHE_CONFIG", ("",)),),

@@ -133,6 +133,7 @@ def matmuls_of_views(card: Card) -> Iterator[Comparison]:
 
 
 def wide_matmuls(card: Card) -> Iterator[Comparison]:
+    card.need_kernel("matmul.float32_out")
     torch = card.torch
     # bfloat16 cannot represent the exact results.
     left, right = card.values(2, 4, 16, seed=1), card.values(2, 16, 8, seed=2)

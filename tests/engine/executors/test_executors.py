@@ -22,7 +22,7 @@ from engine.executors.base import Executor
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.select import make_executor
-from engine.executors.worker_launcher import LocalLauncher
+from engine.executors.worker_launcher import LocalLauncher, check_cards_per_host
 from engine.transport.channels import Waiter
 from hpu.protocol import (
     DECODE,
@@ -406,3 +406,14 @@ def test_a_block_is_bad_if_any_rank_finds_it_bad(
     executor.close()
 
     assert corrupt == [[], [0], [], [0]]
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaaa", "aabb", "abc", "aaabbb"])
+def test_hosts_with_equally_many_cards_are_taken(hosts: str) -> None:
+    check_cards_per_host(list(hosts))
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aaab", "abb", "aabbc"])
+def test_hosts_with_different_numbers_of_cards_are_refused(hosts: str) -> None:
+    with pytest.raises(ConfigError, match=f"a: {hosts.count('a')}, b: {hosts.count('b')}"):
+        check_cards_per_host(list(hosts))

@@ -4,12 +4,12 @@ the card is emulated; the tested file is the shipped file."""
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import random_checkpoint
 import torch
-from emulated import emulated
+from emulated import change_cards, emulated
 from gaudi_machine import GaudiMachine
 from greedy import assert_greedy_within, load_reference
 from paged_harness import load_decoder
@@ -20,7 +20,7 @@ from worker_rig import BLOCK_SIZE
 
 from config.engine import EngineConfig
 from config.errors import ConfigError
-from config.execution import HPU_GRAPHS, EmulatorSettings, ExecutionConfig, ModeChoice
+from config.execution import HPU_GRAPHS, LAZY, EmulatorSettings, ExecutionConfig, ModeChoice
 from config.loading.sources import load
 from config.model.model_config import ModelConfig
 from hpu.backends import gaudi_copies
@@ -406,6 +406,47 @@ def test_attention_uses_the_kernels_that_the_vendors_plugin_uses(
     assert found == {"adjustment" if adjusts else "index_reduce"}
     assert {implementation.softmax_mode for implementation in implementations} == {softmax_mode}
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("release", "is_patched", "writes_float32"),
+    [
+        ("1.22.1", False, False),
+        ("1.24.0.171", False, True),
+        ("1.24.1", False, True),
+        ("1.24.1", True, False),
+    ],
+)
+def test_products_write_float32_where_the_release_and_the_compressor_can(
+    release: str,
+    is_patched: bool,
+    writes_float32: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change_cards(monkeypatch, release=release)
+    model = load_decoder(make_tiny("qwen2", tmp_path), dtype=torch.bfloat16)
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+
+    backend.prepare(model, cast(Any, Patcher()) if is_patched else None)
+
+    implementations = [layer.self_attn.attn.impl for layer in model.layers]
+    assert {found.products.write_float32 for found in implementations} == {writes_float32}
+    backend.close()
+
+
+@pytest.mark.parametrize("release", ["1.22.1", "1.24.1"])
+def test_a_model_with_float32_softmax_is_served_by_each_release(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_cards(monkeypatch, release=release)
+    folder = make_tiny("qwen2", tmp_path)
+    settings = {"execution": ExecutionConfig(mode=LAZY, block_softmax="index_reduce")}
+
+    with working(folder, device="hpu-emulator", dtype="bfloat16", **settings) as rig:
+        found = greedy(rig)
+
+    assert_greedy_within(0.1, list(PROMPTS), found, load_reference(folder))
 
 
 @pytest.mark.parametrize("details", ["0", "1"])

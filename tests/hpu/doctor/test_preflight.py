@@ -87,6 +87,10 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
         ("GC_KERNEL_PATH", "/opt/own/libkernels.so:/usr/lib/habanalabs/libtpc_kernels.so", OK),
         ("GC_KERNEL_PATH", "", OK),
         ("HABANA_PLUGINS_LIB_PATH", "/usr/lib/habanatools/habana_plugins", ERROR),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/cache/recipes,false,8192,false", OK),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/cache/recipes", OK),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/cache/recipes,false,8192", WARN),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/cache/my recipes", WARN),
         ("HABANA_VISIBLE_DEVICES", "2", WARN),
         ("HABANA_VISIBLE_DEVICES", "all", OK),
         ("HABANA_VISIBLE_DEVICES", "first", WARN),
@@ -94,7 +98,8 @@ def test_lazy_mode_on_a_stock_torch_is_an_error(gaudi: GaudiMachine) -> None:
         ("HABANA_VISIBLE_MODULES", "0,0", ERROR),
         ("HABANA_VISIBLE_MODULES", "0,9", ERROR),
         ("HABANA_VISIBLE_MODULES", "3", ERROR),
-        ("HABANA_VISIBLE_MODULES", "1,2", ERROR),
+        ("HABANA_VISIBLE_MODULES", "1,2", WARN),
+        ("HABANA_RUNTIME_ERROR", "no accelerators found", WARN),
         ("HABANA_VISIBLE_MODULES", "2,3", OK),
         ("HABANA_VISIBLE_MODULES", "3,2", OK),
     ],
@@ -271,8 +276,8 @@ def test_kernels_are_listed_by_generation_and_release(tmp_path: Path) -> None:
 
     (found,) = [f for f in preflight(older.seen()).findings if f.about == "kernels"]
 
-    assert found.what.startswith("gaudi2: 10 of 17 fused kernels are known to be available; ")
-    missing = "mixture_of_experts.bias_fused_weights"
+    assert found.what.startswith("gaudi2: 10 of 18 fused kernels are known to be available; ")
+    missing = "matmul.float32_out, mixture_of_experts.bias_fused_weights"
     assert f"; not there: {missing}; only the runtime can tell: " in found.what
     assert "block_softmax_adjustment" in found.what.partition("only the runtime")[2]
 
@@ -397,6 +402,22 @@ def test_links_that_are_down_are_reported(gaudi: GaudiMachine) -> None:
     assert "; port 4 of module 3, " in warning
     gaudi.environment["HABANA_VISIBLE_MODULES"] = "0,1,4,5,6,7"
     assert told() == ["ok 30 links between 6 cards are up"]
+
+
+def test_a_missing_infiniband_node_of_a_card_is_reported(gaudi: GaudiMachine) -> None:
+    text = "Device acquire failed. synStatus 26"
+    for index in range(8):
+        gaudi.write(f"sys/class/infiniband_verbs/uverbs{index + 2}/ibdev", f"hbl_{index}\n")
+        gaudi.write(f"dev/infiniband/uverbs{index + 2}", "")
+    assert levels(gaudi.seen()) == {}
+    assert "uverbs" not in str(explain(text, gaudi.seen()))
+
+    (gaudi.root / "dev/infiniband/uverbs5").unlink()
+
+    assert levels(gaudi.seen()) == {"infiniband": WARN}
+    assert "/dev/infiniband/uverbs5 of module 3, " in str(explain(text, gaudi.seen()))
+    gaudi.environment["HABANA_VISIBLE_MODULES"] = "0,1"
+    assert levels(gaudi.seen()) == {}
 
 
 def test_links_are_not_checked_for_a_single_card(gaudi: GaudiMachine) -> None:

@@ -490,7 +490,9 @@ def test_17_a_bad_index_is_an_error_only_at_the_next_synchronize() -> None:
 def test_18_recipes_on_disk_help_only_identical_shapes(tmp_path: Path) -> None:
     compiled = []
     for blocks in (16, 16, 17):
-        with emulated(variables={"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path},false,1024"}) as card:
+        with emulated(
+            variables={"PT_HPU_RECIPE_CACHE_CONFIG": f"{tmp_path},false,1024,false"}
+        ) as card:
             torch.zeros(blocks, 4, device="hpu") + 1
             mark_step()
             compiled.append(card.counters.counts["compilations"])

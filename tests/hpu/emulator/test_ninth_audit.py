@@ -58,7 +58,7 @@ def _run_with(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"PT_HPU_LAZY_MODE": "true"}, {"PT_HPU_RECIPE_CACHE_CONFIG": "FOLDER,yes,100"}],
+    [{"PT_HPU_LAZY_MODE": "true"}, {"PT_HPU_RECIPE_CACHE_CONFIG": "FOLDER,yes,100,no"}],
     ids=["number", "switch"],
 )
 def test_a_word_that_the_runtime_cannot_read_ends_its_start(
@@ -71,7 +71,7 @@ def test_a_word_that_the_runtime_cannot_read_ends_its_start(
 
 def test_each_rank_has_its_own_recipes_in_inference_mode(tmp_path: Path) -> None:
     folder = tmp_path / "recipes"
-    variables = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_RECIPE_CACHE_CONFIG": f"{folder},false,100"}
+    variables = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_RECIPE_CACHE_CONFIG": f"{folder},false,100,false"}
     _run_with({**variables, "PT_HPU_INFERENCE_MODE": "1", "RANK": "2"})
 
     assert [path.name for path in tmp_path.iterdir()] == ["recipes2"]
@@ -83,7 +83,7 @@ def test_only_the_first_local_rank_deletes_recipes(
 ) -> None:
     old = tmp_path / "old.recipe"
     old.touch()
-    config = f"{tmp_path},True,100"
+    config = f"{tmp_path},True,100,False"
     _run_with({"PT_HPU_RECIPE_CACHE_CONFIG": config, "LOCAL_RANK": local_rank})
 
     assert old.exists() == is_left

@@ -110,11 +110,11 @@ def test_the_vendors_operators_take_no_tensors_of_the_host(lazy: bool) -> None:
         from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
 
         with pytest.raises(NotImplementedError, match="'CPU' backend"):
-            torch.ops.hpu.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
+            torch.ops.hpu.rms_norm(torch.ones(1, 2, 4), torch.ones(4), 1e-5)
         with pytest.raises(NotImplementedError, match="'CPU' backend"):
-            FusedRMSNorm.apply(torch.ones(2, 4), torch.ones(4), 1e-5)
-        normed = FusedRMSNorm.apply(_ones(2, 4), _ones(), 0.0)
-        assert normed.cpu().tolist() == [[1.0] * 4] * 2
+            FusedRMSNorm.apply(torch.ones(1, 2, 4), torch.ones(4), 1e-5)
+        normed = FusedRMSNorm.apply(_ones(1, 2, 4), _ones(), 0.0)
+        assert normed.cpu().tolist() == [[[1.0] * 4] * 2]
 
 
 def test_a_view_and_a_whole_tensor_of_its_layout_have_different_graphs() -> None:

@@ -169,7 +169,7 @@ def test_a_scale_of_zero_is_not_treated_as_missing() -> None:
 def test_the_inverse_of_a_norm_has_the_dtype_of_the_norm(weight: torch.dtype) -> None:
     with emulated():
         normed, inverse = torch.ops.hpu.rms_norm(
-            _ones(2, 8, dtype=torch.bfloat16), _ones(8, dtype=weight), 1e-6
+            _ones(1, 2, 8, dtype=torch.bfloat16), _ones(8, dtype=weight), 1e-6
         )
 
         assert (normed.dtype, inverse.dtype) == (weight, weight)

@@ -41,7 +41,7 @@ def newest_release(monkeypatch: pytest.MonkeyPatch) -> None:
 def card(mode: str, folder: Path, shape: ModelShape | None = None, **config: Any) -> Iterator[Card]:
     variables = {
         "PT_HPU_ENABLE_CACHE_METRICS": "1",
-        "PT_HPU_RECIPE_CACHE_CONFIG": f"{folder / 'recipes'},false,8192",
+        "PT_HPU_RECIPE_CACHE_CONFIG": f"{folder / 'recipes'},false,8192,false",
     }
     facts = {"generation": "gaudi3", "release": RELEASE, "late_copy_s": 0.0005}
     facts |= {"memory_bytes": 256 << 20, **config}

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of the recipe cache."""
     folder = tmp_path / "recipes"
-    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,1024")
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{folder},false,1024,false")
     return folder
 
 
@@ -51,7 +51,7 @@ class FirstStart(NamedTuple):
 def first_start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstStart:
     left = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{left}/recipes,false,1024")
+        patch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", f"{left}/recipes,false,1024,false")
         ready, (_, misses) = start(config_of(model))
     return FirstStart(ready, misses, left)
 
