@@ -30,7 +30,7 @@ def recipe_cache_config(folder: str, release: str) -> str:
     if REFUSED_CHARACTERS.search(path):
         return ""
     known = _number_of(release)
-    if known is None:
+    if not known:
         return path
     return f"{path},false,{RECIPE_CACHE_MB}" + (",false" if known >= FOUR_FIELDS else "")
 
@@ -39,7 +39,7 @@ def refused_form(text: str, release: str) -> str:
     """Why a runtime of `release` refuses the value `text` of the variable; empty if it takes it, or
     if the release is unknown."""
     fields, known = text.split(","), _number_of(release)
-    if known is None:
+    if not known:
         return ""
     if known < FOUR_FIELDS:
         if len(fields) > 3:
@@ -61,6 +61,7 @@ def keeps_recipes(variables: Mapping[str, str]) -> str:
     return "" if deletes else words[0]
 
 
-def _number_of(release: str) -> tuple[int, int] | None:
+def _number_of(release: str) -> tuple[int, ...]:
+    """(major, minor) of a release; empty if unknown."""
     found = re.match(r"(\d+)\.(\d+)", release)
-    return (int(found[1]), int(found[2])) if found else None
+    return (int(found[1]), int(found[2])) if found else ()

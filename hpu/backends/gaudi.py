@@ -154,7 +154,7 @@ class _Recipe(AbstractContextManager[None]):
         return
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if not kind:
             self._mark_step()
 
 
@@ -356,7 +356,7 @@ class GaudiBackend(Backend):
             end_slice=self._end_recipe,
             products=module.ProductForms(
                 are_split=not self._facts.multiplies_float32,
-                write_float32=patcher is None and self._has_kernel("matmul.float32_out", card),
+                write_float32=not patcher and self._has_kernel("matmul.float32_out", card),
             ),
         )
         if execution.flex_attention:

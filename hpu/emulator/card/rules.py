@@ -54,6 +54,8 @@ SUPPORTED_DTYPES = frozenset(
 """Dtypes that the runtime supports (pytorch_to_synapse_type in the bridge's create_tensor.cpp). It
 would treat float64 as float32."""
 
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
 Report = Callable[[str, str, str], None]
 """Called with (kind, text, op) if the values of a tensor break a rule."""
 
@@ -109,7 +111,7 @@ def may_wait_for_data(name: str) -> bool:
     return name in DATA_SHAPED or name == "aten::index" or name in PUTS
 
 
-def waits_for_data(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def waits_for_data(name: str, args: Arguments, kwargs: Keywords) -> bool:
     """Whether the op's shape depends on data: ops in DATA_SHAPED without an `output_size`, and
     indexing by a mask."""
     if name in DATA_SHAPED:
@@ -226,13 +228,13 @@ def check_put(name: str, args: tuple[Tensor, list[Tensor | None], Tensor], repor
         report("index_values", "several values for an index after an unindexed dimension", name)
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def run(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
     """Run the op on CPU tensors with the device's handling of indices."""
     handler = _handler(func)
     return func(*args, **kwargs) if handler is None else handler(func, args, kwargs, report)
 
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any], Report], Any]
+Handler = Callable[[Any, Arguments, Keywords, Report], Any]
 
 
 @functools.cache
@@ -256,9 +258,7 @@ def _handler(func: Any) -> Handler | None:
     return _run_index if name == "aten::index" else None
 
 
-def _matmul_into(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
-) -> Tensor:
+def _matmul_into(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
     """Matmul in the dtype of `out`, without rounding the result to the dtype of the inputs:
     vllm-gaudi computes float32 scores of bfloat16 queries and keys this way (flat_pa in
     vllm_gaudi/extension/ops.py)."""
@@ -279,17 +279,17 @@ def _as_int64(index: Any) -> Any:
     return index.long() if index is not None and index.dtype == torch.int32 else index
 
 
-def _with_int64(args: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+def _with_int64(args: Arguments, number: int) -> tuple[Any, ...]:
     """`args` with argument `number` converted to int64 indices."""
     return (*args[:number], _as_int64(args[number]), *args[number + 1 :])
 
 
-def _take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _take(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
     """Take with indices in int32 too (the bridge's test_hpu_take.py)."""
     return func(*_with_int64(args, 1), **kwargs)
 
 
-def _run_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
+def _run_index(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
     """Indexing that returns zeros for -1 and for other indices out of range, because the card
     implements it with `gather`: "TPC guids like 'gather' doesn't support negative indexing" (the
     bridge's index_kernels.cpp)."""
@@ -326,8 +326,8 @@ def _run_indexed(
     name: str,
     rule: IndexRule,
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Arguments,
+    kwargs: Keywords,
     report: Report,
 ) -> Any:
     if args[0].dtype in FP8 and name in BYTES_MOVED:
@@ -371,8 +371,8 @@ def _run_indexed(
 def _write_valid(
     func: Any,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Arguments,
+    kwargs: Keywords,
     dim: int,
     valid: Tensor,
 ) -> Any:
@@ -389,9 +389,7 @@ def _write_valid(
     return out.clone()
 
 
-def _run_put(
-    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
-) -> Any:
+def _run_put(name: str, func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
     """index_put. Along leading dimensions, elements with an index out of range are dropped, for
     example -1."""
     args = _with_int64(args, 1)
@@ -442,9 +440,7 @@ def add_by_index(
     return copy(dim, index, increased)
 
 
-def _last_extreme(
-    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
-) -> Any:
+def _last_extreme(name: str, func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
     """Result of an op of EXTREMES, ignoring NaN, with the last index of equal extremes. Programs
     must not rely on this order."""
     reduce, other = EXTREMES[name]
@@ -467,7 +463,7 @@ def _last_extreme(
     return index
 
 
-def _one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Tensor:
+def _one_hot(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Tensor:
     """One-hot encoding, with zeros for an index out of range. Raises RuntimeError without the
     number of classes."""
     index = args[0]
