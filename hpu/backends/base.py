@@ -103,6 +103,10 @@ class Backend(Protocol):
     replay may read other tensors than the captured inputs. Input buffers then alternate between
     sets of device memory."""
 
+    recipe: AbstractContextManager[None] = nullcontext()
+    """Context for work outside graphs and `compiled` functions, such as an update in place: its end
+    is the end of a recipe, on a device that collects operations into recipes. Work without such an
+    end becomes part of the next recipe, which may then differ from launch to launch."""
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE
@@ -148,7 +152,8 @@ class Backend(Protocol):
         return
 
     def mark_step(self) -> None:
-        """End the current recipe, on a device that collects operations into recipes."""
+        """End the current recipe, on a device that collects operations into recipes. For
+        collectives; other work uses `recipe`."""
         return
 
     def event(self) -> Event:

@@ -12,6 +12,7 @@ import importlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -143,6 +144,20 @@ class HpuGraph:
         self._graphed = None
 
 
+class _Recipe(AbstractContextManager[None]):
+    """Context whose end is the end of a recipe, unless an exception ends it."""
+
+    def __init__(self, mark_step: Callable[[], None]) -> None:
+        self._mark_step = mark_step
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._mark_step()
+
+
 def _regions(model: nn.Module) -> Iterator[nn.Module]:
     """Modules to compile separately: the layers of a model and the modules next to the layers,
     except the head, since `logits` is a separate region."""
@@ -246,6 +261,7 @@ class GaudiBackend(Backend):
             # The vendor's plug-in disables dynamo too: torch's tracer does not support lazy
             # tensors.
             torch._dynamo.config.disable = True
+        self.recipe = _Recipe(self.mark_step)
         self.captures = self._mode == HPU_GRAPHS
         self._chooses_copies = execution.host_copies == "auto"
         """Whether `prepare` still has to choose the kind of host copies."""

@@ -174,12 +174,12 @@ class KVCache:
         old, new = self._moves[size].upload(sources, targets, pad_block=self.num_blocks)
         old, new = self._slots(old), self._slots(new)
         for cache in self.paged:
-            contents = cache.index_select(0, old)
-            cache.index_copy_(0, new, contents)
-            cache.index_copy_(0, old, torch.zeros_like(contents))
             # A recipe per cache: the workspace holds the moved blocks of one cache at a time, and
             # caches of equal shapes share a recipe.
-            self._backend.mark_step()
+            with self._backend.recipe:
+                contents = cache.index_select(0, old)
+                cache.index_copy_(0, new, contents)
+                cache.index_copy_(0, old, torch.zeros_like(contents))
 
     def warm_scrub(self) -> None:
         """Compile `scrub` and `scrub_rings`."""
@@ -207,8 +207,8 @@ class KVCache:
             (index,) = self._scrubbed.upload(part, pad_block=pad_block)
             slots = self._slots(index)
             for cache in caches:
-                cache.index_copy_(0, slots, self._clean(cache.index_select(0, slots)))
-                self._backend.mark_step()
+                with self._backend.recipe:
+                    cache.index_copy_(0, slots, self._clean(cache.index_select(0, slots)))
 
     def _slots(self, blocks: Tensor) -> Tensor:
         """(n * block_size,): slots of `blocks` (n,). Caches are written by slot, because a lazy

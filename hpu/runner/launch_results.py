@@ -55,14 +55,13 @@ class PromptLogits:
         self._pads = pads
 
     def slices(self, forward: ForwardOutput, requested: PromptTargets) -> Iterator[PromptSlice]:
-        """Slices of a request's positions. On a lazy device, each slice begins a recipe."""
+        """Slices of a request's positions."""
         targets = requested.tokens
         most = max(1, min(forward.inputs.tokens.shape[1], PROMPT_LOGITS // self._vocab_size))
         for start in range(0, len(targets), most):
             part = targets[start : start + most]
             width = most if self._pads else len(part)
             columns = np.minimum(np.arange(width), len(part) - 1)
-            self._backend.mark_step()
             yield PromptSlice(requested.first + start + columns, part[columns], len(part))
 
     def at(self, forward: ForwardOutput, positions: Tensor) -> Tensor:
@@ -126,7 +125,6 @@ class ResultRows:
     compiled once for all launches."""
 
     def __init__(self, backend: Backend, vocab_size: int) -> None:
-        self._backend = backend
         num_logprobs = min(MAX_LOGPROBS, vocab_size)
         self.width = 2 * num_logprobs + 4
 
@@ -145,9 +143,7 @@ class ResultRows:
         self._of_tokens = backend.compiled(sampled_tokens)
 
     def of_sampled(self, sampled: SamplerOutput) -> Tensor:
-        """(B, width) rows of the sampled tokens. On a lazy device, the sampling recipe ends
-        here."""
-        self._backend.mark_step()
+        """(B, width) rows of the sampled tokens."""
         if sampled.logprobs is None:
             return self._of_tokens(sampled.tokens)
         return self._of_logprobs(sampled.tokens, sampled.logprobs)
@@ -187,13 +183,14 @@ class TableResults(LaunchResults):
         self._first = len(forward.inputs.req_indices)
         """Index of the row of the launch's first position."""
         num_rows = self._first + batch * query + 1
-        self._table = backend.zeros((num_rows, rows.width), torch.float32)
+        with backend.recipe:
+            self._table = backend.zeros((num_rows, rows.width), torch.float32)
 
     def add_sampled(self, sampled: SamplerOutput, done: AsyncLaunchOutput) -> None:
         rows = self._rows.of_sampled(sampled)
-        at = torch.arange(len(rows), dtype=self._backend.index_dtype, device=rows.device)
-        self._table.index_copy_(0, at, rows)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            at = torch.arange(len(rows), dtype=self._backend.index_dtype, device=rows.device)
+            self._table.index_copy_(0, at, rows)
 
     def add_prompt(
         self, forward: ForwardOutput, requested: PromptTargets, output: AsyncStepOutput
@@ -202,9 +199,9 @@ class TableResults(LaunchResults):
             is_real = np.arange(len(part.positions)) < part.num_real
             to = np.where(is_real, self._first + part.positions, len(self._table) - 1)
             at, targets, to_at = self._prompts.upload([part.positions, part.targets, to], output)
-            logits = self._prompts.at(forward, at)
-            self._table.index_copy_(0, to_at, self._rows.of_prompt(logits, targets))
-            self._backend.mark_step()
+            with self._backend.recipe:
+                logits = self._prompts.at(forward, at)
+                self._table.index_copy_(0, to_at, self._rows.of_prompt(logits, targets))
         first = self._first + requested.first
         rows = slice(first, first + len(requested.tokens))
         return AsyncPromptLogprobs(requested.req_index, requested.k, rows=rows)

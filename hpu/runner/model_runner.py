@@ -143,10 +143,8 @@ class ModelRunner(StepRunner):
     def _begin_step(self, num_launches: int) -> None:
         """Announce the `num_launches` launches of this step to the other pipeline stages."""
         if self._link.stage.size > 1:
-            # The link's work is a separate recipe.
-            self._backend.mark_step()
-            self._link.begin_step(self._last_tokens, num_launches)
-            self._backend.mark_step()
+            with self._backend.recipe:
+                self._link.begin_step(self._last_tokens, num_launches)
 
     def sample_deferred(self, output: AsyncStepOutput, masks: GrammarMasks) -> None:
         """Set the bitmasks of the newest plan's deferred requests and run their launches. Does not
@@ -408,10 +406,7 @@ class ModelRunner(StepRunner):
         if sampling:
             graph = self._sampler_graphs.find(inputs.bucket, hidden, sampling)
         if graph is None:
-            if hidden.dim() > 2:
-                hidden = hidden.reshape(-1, hidden.shape[-1])
-            # On a lazy device, the recipe ends here, regardless of how the launch uses the output.
-            self._backend.mark_step()
+            hidden = self._rows_of(hidden)
         if sampling and graph is None:
             last_hidden = self._last_hidden(hidden, inputs, len(sampling))
             if self._sampler.all_greedy(sampling):
@@ -435,6 +430,12 @@ class ModelRunner(StepRunner):
             # Without `out=`, whose target would have to be a view.
             inputs.tokens.copy_(self._last_tokens.index_select(0, inputs.req_indices))
         return self._graphs.run(inputs, req_indices)
+
+    def _rows_of(self, hidden: Tensor) -> Tensor:
+        """(B * Q, hidden): the `hidden` states of a launch. Ends the recipe of the forward pass,
+        however the launch uses the states."""
+        with self._backend.recipe:
+            return hidden.reshape(-1, hidden.shape[-1]) if hidden.dim() > 2 else hidden
 
     def _argmax(self, last_hidden: Tensor) -> Tensor | None:
         tokens = self._model.argmax(last_hidden)
@@ -461,6 +462,7 @@ class ModelRunner(StepRunner):
             # Cloned: the graph's next replay may overwrite the tokens before they are copied to the
             # host.
             sampled = SamplerOutput(tokens.clone(), None)
+            self._last_tokens.index_copy_(0, req_indices, following)
         else:
             if forward.argmax is not None:
                 sampled = SamplerOutput(forward.argmax, None)
@@ -468,11 +470,11 @@ class ModelRunner(StepRunner):
                 assert forward.logits is not None
                 sampled = self._sampler.sample(forward.logits, done.req_indices)
             done.pinned = sampled.pinned
-            # Clamped: a planned step may already read a token of -1 (non-finite logits).
-            following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
-        if len(following) < len(req_indices):
-            req_indices = req_indices[: len(following)]
-        self._last_tokens.index_copy_(0, req_indices, following)
+            req_indices = req_indices[: len(sampled.tokens)]
+            with self._backend.recipe:
+                # Clamped: a planned step may already read a token of -1 (non-finite logits).
+                following = sampled.tokens.clamp(0, self._vocab_size - 1).unsqueeze(1)
+                self._last_tokens.index_copy_(0, req_indices, following)
         self._keep_tokens(req_indices, sampled.tokens)
         if self._compared_ranks.size > 1:
             found = self._compared_ranks.all_gather(sampled.tokens.unsqueeze(0), dim=0)

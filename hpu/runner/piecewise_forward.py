@@ -50,9 +50,8 @@ class PiecewiseForward:
         """Hidden states of `tokens`. See CausalLM.forward."""
 
         def compute(number: int, hidden: Tensor | None) -> Tensor:
-            found = self._parts[number](tokens if hidden is None else hidden, inputs)
-            self._backend.mark_step()
-            return found
+            with self._backend.recipe:
+                return self._parts[number](tokens if hidden is None else hidden, inputs)
 
         return self.run(compute)
 

@@ -171,15 +171,12 @@ class PoolingRunner(StepRunner):
         per_token: bool,
     ) -> AsyncVectors:
         """Run the uploaded inputs, and start copying the requested vectors to the host."""
-        hidden = self._graphs.run(inputs, text_indices)
+        with self._backend.recipe:
+            hidden = self._graphs.run(inputs, text_indices)
         options = PoolingInputs(*(inputs.uploaded[name] for name in PoolingInputs._fields))
-        # On a lazy device, a recipe ends here and after each kind of vector.
-        self._backend.mark_step()
         done = AsyncVectors()
         if pooled:
             done.pooled = self._backend.to_host(self._pooler(hidden, options))
-            self._backend.mark_step()
         if per_token:
             done.per_token = self._backend.to_host(self._pooler.by_token(hidden, options))
-            self._backend.mark_step()
         return done

@@ -35,6 +35,8 @@ class DeviceModelDrafter:
     """Drafter with a draft model, which has its own KV cache."""
 
     shift = 0
+    has_cache = True
+    """Whether the drafter has a KV cache, which `prefill` fills."""
 
     def __init__(
         self,
@@ -77,9 +79,8 @@ class DeviceModelDrafter:
             ("prefill", inputs.bucket), inputs.bucket, function, inputs.capture_inputs
         )
         run = function if graph is None else graph.replay
-        self._backend.mark_step()
-        run(*inputs.graph_inputs)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            run(*inputs.graph_inputs)
 
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
@@ -107,14 +108,11 @@ class DeviceModelDrafter:
         graph = self._graphs.find(
             ("draft", *key), bucket, function, lambda: self._own_inputs(key, inputs)
         )
-        self._backend.mark_step()
-        if graph is None:
-            found = function(*inputs)
-        else:
+        with self._backend.recipe:
+            if graph is None:
+                return function(*inputs)
             outputs: Found = graph.replay(*self._own_inputs(key, inputs))
-            found = tuple(output.clone() for output in outputs)
-        self._backend.mark_step()
-        return found
+            return tuple(output.clone() for output in outputs)
 
     def _own_inputs(
         self, key: tuple[Bucket, bool], inputs: tuple[Tensor, ...]
@@ -216,15 +214,13 @@ class DeviceHiddenHeadDrafter(DeviceModelDrafter):
     """Drafter with a head that reads the hidden states of a single token and has no KV cache."""
 
     shift = 1
+    has_cache = False
 
     def __init__(self, *args: object, **options: object) -> None:
         """Arguments of DeviceModelDrafter; the model is a HiddenHead, and `hidden_cache` is
         required."""
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.num_rows = 1
-
-    def prefill(self, inputs: LaunchInputs) -> None:
-        return
 
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]

@@ -159,7 +159,6 @@ class DeviceSpeculationRunner(ModelRunner):
         """
         stage = self._link.stage
         start = self._backend.event()
-        self._backend.mark_step()
         uploaded = inputs.uploaded
         if "num_tokens" in uploaded:
             self._speculation.learn(
@@ -171,8 +170,8 @@ class DeviceSpeculationRunner(ModelRunner):
         rows = self._speculation.prepare(
             inputs.draft_inputs, inputs.bucket, from_next_drafts=drafts_next
         )
-        inputs.set_rows(rows)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            inputs.set_rows(rows)
         if not stage.is_first:
             self._link.receive_hidden(inputs.tokens)
         hidden = self._graphs.run(inputs, req_indices)
@@ -181,8 +180,7 @@ class DeviceSpeculationRunner(ModelRunner):
             launch = AsyncLaunchOutput([], [], start)
             launch.pinned = tuple(self._speculation.take_host_tensors())
             return ForwardOutput(inputs, hidden, None, None, None, launch)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        self._backend.mark_step()
+        hidden = self._rows_of(hidden)
         logits = self._logits(hidden)
         num_logprobs = self._batch_state.num_logprobs[sampling].tolist()
         launch = AsyncLaunchOutput(sampling, num_logprobs, start)
@@ -196,9 +194,11 @@ class DeviceSpeculationRunner(ModelRunner):
     def _run_model(
         self, inputs: LaunchInputs, req_indices: Sequence[int], tokens: Tensor | None
     ) -> Tensor:
-        hidden = super()._run_model(inputs, req_indices, tokens)
-        if self._drafter is not None:
-            self._drafter.prefill(inputs)
+        if self._drafter is None or not self._drafter.has_cache:
+            return super()._run_model(inputs, req_indices, tokens)
+        with self._backend.recipe:
+            hidden = super()._run_model(inputs, req_indices, tokens)
+        self._drafter.prefill(inputs)
         return hidden
 
     def _sample(self, forward: ForwardOutput, results: LaunchResults) -> None:
@@ -208,7 +208,6 @@ class DeviceSpeculationRunner(ModelRunner):
             super()._sample(forward, results)
 
     def _keep_tokens(self, req_indices: Tensor, tokens: Tensor) -> None:
-        self._backend.mark_step()
         self._speculation.append(req_indices, tokens)
 
     def _accept(self, forward: VerifyForward, results: LaunchResults) -> None:

@@ -675,6 +675,44 @@ def test_a_compiled_function_is_one_recipe(mode: str, operations: int) -> None:
     backend.close()
 
 
+@pytest.mark.parametrize(
+    ("mode", "launches"), [("hpu-graphs", 1), ("lazy", 1), ("torch-compile", 2), ("eager", 2)]
+)
+def test_the_end_of_a_recipe_context_launches_its_work_as_one_recipe(
+    mode: str, launches: int
+) -> None:
+    backend = select_backend(
+        EngineConfig("m", device="hpu-emulator", execution=ExecutionConfig(mode=mode))
+    )
+    counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+    x = backend.zeros((4,), torch.float32)
+    backend.synchronize()
+    before = counts["launches"]
+
+    with backend.recipe:
+        x.add_(1)
+        x.mul_(3)
+
+    assert counts["launches"] - before == launches
+    assert x.cpu().tolist() == [3.0] * 4
+    backend.close()
+
+
+def test_a_recipe_context_that_an_error_ends_launches_nothing() -> None:
+    backend = select_backend(EngineConfig("m", device="hpu-emulator"))
+    counts = torch.hpu.emulated.counters.counts  # type: ignore[attr-defined]
+    x = backend.zeros((4,), torch.float32)
+    backend.synchronize()
+    before = counts["launches"]
+
+    with pytest.raises(ValueError, match="three"), backend.recipe:
+        x.add_(1)
+        raise ValueError("three")
+
+    assert counts["launches"] == before
+    backend.close()
+
+
 def test_a_process_that_runs_nothing_after_a_failed_capture_is_reported() -> None:
     backend = select_backend(EngineConfig("m", device="hpu-emulator"))
     device = torch.hpu.emulated  # type: ignore[attr-defined]
