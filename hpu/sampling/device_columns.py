@@ -14,14 +14,17 @@ T = TypeVar("T")
 
 
 class ByWidth(dict[int, T], Generic[T]):
-    """Objects by batch width, each created at the first launch of its width."""
+    """Objects by batch width, each created at the first launch of its width, in a recipe that the
+    later launches do not have."""
 
-    def __init__(self, make: Callable[[int], T]) -> None:
+    def __init__(self, backend: Backend, make: Callable[[int], T]) -> None:
         super().__init__()
+        self._backend = backend
         self._make = make
 
     def __missing__(self, width: int) -> T:
-        made = self[width] = self._make(width)
+        with self._backend.recipe:
+            made = self[width] = self._make(width)
         return made
 
 

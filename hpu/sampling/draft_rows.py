@@ -34,6 +34,17 @@ class SamplingRows(NamedTuple):
     """(len(req_indices),)"""
 
 
+class _Inputs(NamedTuple):
+    """Uploaded inputs of a launch of B requests."""
+
+    randoms: DeviceColumns
+    """(num_randoms, B)"""
+    num_banned: DeviceColumns
+    """(1, B): number of tokens that remain until min_tokens."""
+    limits: DeviceColumns
+    """(1, B): largest number of drafts that has a bitmask."""
+
+
 class DraftRows:
     """Compiled functions and inputs of launches with `width` rows per request. B: requests, R =
     width * B: rows, V: vocabulary."""
@@ -68,18 +79,20 @@ class DraftRows:
         NO_TOKEN, to the new contents of these rows."""
         self.last_after: Callable[..., Tensor] = compiled(_last_after)
 
-        def columns_of(count: int, dtype: torch.dtype) -> ByWidth[DeviceColumns]:
-            return ByWidth(lambda batch: DeviceColumns(backend, count, batch, dtype))
+        def inputs(batch: int) -> _Inputs:
+            return _Inputs(
+                DeviceColumns(backend, num_randoms, batch, torch.float32),
+                DeviceColumns(backend, 1, batch, backend.index_dtype),
+                DeviceColumns(backend, 1, batch, backend.index_dtype),
+            )
 
-        self._randoms = columns_of(num_randoms, torch.float32)
-        self._num_banned = columns_of(1, backend.index_dtype)
-        self._limits = columns_of(1, backend.index_dtype)
+        self._inputs = ByWidth(backend, inputs)
 
     def upload(
         self, launch: SamplingLaunch, num_generated: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
         """Upload random numbers, and the number of tokens that remain until min_tokens."""
-        randoms, num_banned = self._randoms[launch.width], self._num_banned[launch.width]
+        randoms, num_banned, _ = self._inputs[launch.width]
         self._columns.write_randoms(launch.indices, num_generated, randoms.host())
         randoms.upload(launch.pinned)
         self._columns.write_num_banned(launch.indices, num_generated, num_banned.host()[0])
@@ -89,7 +102,7 @@ class DraftRows:
     def upload_bitmasks(self, launch: SamplingLaunch, words: DeviceColumns) -> Tensor:
         """Upload the bitmasks of all rows as `words`. Returns the largest number of drafts (B,)
         that has a bitmask."""
-        limits = self._limits[launch.width]
+        limits = self._inputs[launch.width].limits
         self._bitmasks.write_drafted(launch.indices, words.host(), limits.host()[0])
         words.upload(launch.pinned)
         limits.upload(launch.pinned)

@@ -49,10 +49,10 @@ class ExactOps:
         is_wide = backend.index_dtype == torch.int64
         sums = sum_dtype or (torch.float64 if is_wide else torch.float32)
         self._sum_dtype = sums
-        self._inputs = ByWidth(lambda width: _Inputs(backend, width, sums))
+        self._inputs = ByWidth(backend, lambda width: _Inputs(backend, width, sums))
         num_words = self._bitmasks.num_words
         self._words = ByWidth(
-            lambda width: DeviceColumns(backend, width, num_words, torch.int32, num_sets=1)
+            backend, lambda width: DeviceColumns(backend, width, num_words, torch.int32, num_sets=1)
         )
         self._bits = word_bits(backend)
 

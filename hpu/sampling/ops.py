@@ -98,7 +98,6 @@ def word_bits(backend: Backend) -> Tensor:
     host = backend.host_tensor(TOKENS_PER_WORD, torch.int32)
     host.numpy()[:] = (1 << np.arange(TOKENS_PER_WORD)).astype(np.uint32).view(np.int32)
     backend.upload(bits, host)
-    backend.mark_step()
     # The upload still reads `host`.
     backend.synchronize()
     return bits

@@ -61,9 +61,11 @@ class StaticOps:
         self._columns, self._tables, self._bitmasks = state
         self._mode = mode
         self._compiled = CompiledStages(backend, mode, ties)
-        self._inputs = ByWidth(lambda width: LaunchColumns(backend, width, num_sets))
+        self._inputs = ByWidth(backend, lambda width: LaunchColumns(backend, width, num_sets))
         num_words = self._bitmasks.num_words
-        self._words = ByWidth(lambda rows: DeviceColumns(backend, rows, num_words, torch.int32))
+        self._words = ByWidth(
+            backend, lambda rows: DeviceColumns(backend, rows, num_words, torch.int32)
+        )
         """Bitmasks by number of rows."""
         self._bits = word_bits(backend)
         self._draft_rows = DraftRows(backend, state, max_drafts=0, max_inflight_steps=1)
@@ -92,8 +94,6 @@ class StaticOps:
         return self._inputs[width].params.device
 
     def sample(self, logits: Tensor, launch: SamplingLaunch) -> SamplerOutput:
-        # Pending operations are part of the bucket's recipe, not of the first stage's.
-        self._backend.mark_step()
         inputs, stages, compiled = self._inputs[launch.width], launch.stages, self._compiled
         rows, tables = inputs.table_rows, dict(self._tables.items())
         tokens, logprobs = self._run(logits, stages, inputs.params.device, rows, tables)
@@ -110,7 +110,6 @@ class StaticOps:
         if stages.grammar:
             limits = drafted.upload_bitmasks(launch, self._words[len(logits)])
         randoms, num_banned = drafted.upload(launch, rows.num_generated)
-        self._backend.mark_step()
         inputs, tables = self._inputs[launch.width], dict(self._tables.items())
         own = inputs.table_rows
         params, every = drafted.expanded(inputs.params.device, own, randoms, num_banned, rows.ahead)
@@ -176,12 +175,12 @@ class StaticOps:
         only the new rows: torch.compile would copy a table that is modified in place."""
         if stages.counts:
             counts = self._tables["counts"]
-            counts.index_copy_(0, rows.counts, counted(counts, rows.counts, tokens))
-            self._backend.mark_step()
+            with self._backend.recipe:
+                counts.index_copy_(0, rows.counts, counted(counts, rows.counts, tokens))
         if stages.words:
             table = self._tables["last_tokens"]
-            table.index_copy_(0, rows.last_tokens, appended(table, rows.last_tokens, tokens))
-            self._backend.mark_step()
+            with self._backend.recipe:
+                table.index_copy_(0, rows.last_tokens, appended(table, rows.last_tokens, tokens))
 
 
 class CompiledStages:

@@ -61,10 +61,10 @@ class _Table:
         index.numpy()[:] = req_index
         self._backend.upload(self._staged, host)
         self._backend.upload(self._index, index)
-        # The index is a tensor: a constant would make each row a different operation.
-        self.tensor.index_copy_(0, self._index, self._row)
         # A separate recipe, so that its shape does not depend on how many requests a step adds.
-        self._backend.mark_step()
+        with self._backend.recipe:
+            # The index is a tensor: a constant would make each row a different operation.
+            self.tensor.index_copy_(0, self._index, self._row)
         return [host, index]
 
 
