@@ -149,12 +149,14 @@ class DeviceSpeculation:
         self._scratch = max_num_reqs
         # One dimension: in-place writes through views would copy the whole tensor.
         size = (max_num_reqs + 1) * max_model_len
-        self._history = backend.zeros((size,), backend.index_dtype)
-        self._num_tokens = backend.zeros((max_num_reqs + 1,), backend.index_dtype)
-        self._uploaded = [
-            backend.zeros((count,), backend.index_dtype)
-            for count in (max_model_len, max_model_len, 1, 1)
-        ]
+        # Keeps the zero fills, also of `search`, out of the recipe of a new request.
+        with backend.recipe:
+            self._history = backend.zeros((size,), backend.index_dtype)
+            self._num_tokens = backend.zeros((max_num_reqs + 1,), backend.index_dtype)
+            self._uploaded = [
+                backend.zeros((count,), backend.index_dtype)
+                for count in (max_model_len, max_model_len, 1, 1)
+            ]
         self._private: set[int] = set()
         """Requests whose outputs the search must not keep."""
         self._host: list[Tensor] = []
@@ -175,8 +177,6 @@ class DeviceSpeculation:
         self._append = backend.compiled(_Append(max_model_len, self._scratch))
         self._learn = backend.compiled(_Learn(max_model_len, self._scratch))
         self._limit = backend.compiled(_limit)
-        # Keep the zero fills out of the recipe that runs for each new request.
-        backend.mark_step()
         self.add_request(self._scratch, np.zeros(1, np.uint32))
         self.remove_request(self._scratch)
 
@@ -184,10 +184,13 @@ class DeviceSpeculation:
         """Upload the tokens of a new request. `is_private`: the search must not keep its output."""
         if is_private:
             self._private.add(req_index)
-        self._write_request(req_index, tokens)
-        _, _, num_tokens, request = self._uploaded
-        self._search.add_request(request, num_tokens)
-        self._backend.mark_step()
+        self._upload_request(req_index, tokens)
+        values, at, length, request = self._uploaded
+        # A separate recipe, so that it does not depend on how many requests a step adds.
+        with self._backend.recipe:
+            self._history.index_copy_(0, at, values)
+            self._num_tokens.index_copy_(0, request, length)
+            self._search.add_request(request, length)
 
     def remove_request(self, req_index: int) -> None:
         """Handle a request that has ended or is preempted."""
@@ -200,8 +203,8 @@ class DeviceSpeculation:
         request = self._uploaded[-1]
         self._backend.upload(request, host)
         self._host.append(host)
-        self._search.remove_request(request, self._history, self._num_tokens)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            self._search.remove_request(request, self._history, self._num_tokens)
 
     def prompt_tokens(self, inputs: PrefillAttentionInputs, shift: int) -> Tensor:
         """(B, Q) known tokens at `shift` positions after the tokens of a prefill, whose
@@ -234,8 +237,8 @@ class DeviceSpeculation:
     def plan(self, req_indices: Tensor, drafts: Tensor) -> None:
         """Set the drafts (B, max_drafts), padded with NO_TOKEN, for the next launch of the requests
         (B,)."""
-        self._search.keep(req_indices, drafts, self._num_tokens.index_select(0, req_indices))
-        self._backend.mark_step()
+        with self._backend.recipe:
+            self._search.keep(req_indices, drafts, self._num_tokens.index_select(0, req_indices))
 
     def prepare(
         self, inputs: DraftInputs, bucket: Bucket, *, from_next_drafts: bool
@@ -256,9 +259,10 @@ class DeviceSpeculation:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Run the drafter. Returns (newest tokens, drafts, num_drafts, last positions), the first
         arguments of `_Verified`."""
-        first, last, newest, num_drafts = self._begin(self._history, self._num_tokens, *inputs)
-        position, left = last - drafter.shift, num_drafts
-        self._backend.mark_step()
+        first, last, newest, num_drafts, position = self._begin(
+            self._history, self._num_tokens, *inputs
+        )
+        left = num_drafts
 
         def follow(drafts: Tensor) -> DraftBatch:
             nonlocal position, left
@@ -307,16 +311,16 @@ class DeviceSpeculation:
         else:
             _, drafts, num_drafts, last = self._draft(self._drafter, inputs, bucket)
             next_drafts, drafts, lengths = self._next_drafts(accepted, drafts, num_drafts, last)
-        self._search.keep(inputs.req_indices, drafts, lengths)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            self._search.keep(inputs.req_indices, drafts, lengths)
         return next_drafts
 
     def _write(self, index: Tensor, values: Tensor, lengths: Tensor, req_indices: Tensor) -> None:
-        self._history.index_copy_(0, index, values)
-        self._num_tokens.index_copy_(0, req_indices, lengths)
-        self._backend.mark_step()
+        with self._backend.recipe:
+            self._history.index_copy_(0, index, values)
+            self._num_tokens.index_copy_(0, req_indices, lengths)
 
-    def _write_request(self, req_index: int, tokens: Tokens) -> None:
+    def _upload_request(self, req_index: int, tokens: Tokens) -> None:
         padded = np.zeros(self._max_len, np.int64)
         padded[: len(tokens)] = tokens[: self._max_len]
         index = req_index * self._max_len + np.arange(self._max_len)
@@ -326,11 +330,6 @@ class DeviceSpeculation:
             host.numpy()[:] = column
             self._backend.upload(device, host)
             self._host.append(host)
-        values, at, length, request = self._uploaded
-        self._history.index_copy_(0, at, values)
-        self._num_tokens.index_copy_(0, request, length)
-        # A separate recipe, so that it does not depend on how many requests a step adds.
-        self._backend.mark_step()
 
 
 def lookback(shift: int, num_rows: int) -> int:
@@ -447,9 +446,9 @@ class _Begin:
 
     def __call__(
         self, history: Tensor, num_tokens: Tensor, *inputs: Tensor
-    ) -> tuple[DraftBatch, Tensor, Tensor, Tensor]:
-        """Returns the launch inputs, the last positions (B,), the tokens there (B, 1), and the
-        number of drafts (B,)."""
+    ) -> tuple[DraftBatch, Tensor, Tensor, Tensor, Tensor]:
+        """Returns the launch inputs, the last positions (B,), the tokens there (B, 1), the number
+        of drafts (B,), and the drafter's last positions (B,)."""
         given = DraftInputs(*inputs)
         last = num_tokens.index_select(0, given.req_indices) - 1
         known = history.view(-1, self._max_len).index_select(0, given.req_indices)
@@ -464,7 +463,7 @@ class _Begin:
         # Positions after accepted drafts may not have a block yet.
         is_valid = is_valid & (positions < given.limits)
         read = self._places.rows(given, tokens.t(), positions, is_valid)
-        return read, last, tokens[:, -1:].clone(), num_drafts
+        return read, last, tokens[:, -1:].clone(), num_drafts, last - self._shift
 
 
 class _Follow:

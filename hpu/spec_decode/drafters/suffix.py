@@ -188,7 +188,6 @@ class SuffixSearch:
         # Keep drafts: another request may end before the next launch and change the ring.
         self._kept = KeptDrafts(backend, max_num_reqs=max_num_reqs, max_drafts=self._max_drafts)
         self._remember = backend.compiled(_Remember(self._size, max_model_len))
-        backend.mark_step()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
