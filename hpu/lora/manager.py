@@ -148,7 +148,9 @@ class LoRAManager(Adapters):
         self._compiled: CompiledAdapters | None = None
         self._compiled_names: dict[str, str] = {}
         """Names of layers for which the compiled decoder computes adapters, by layer path."""
-        self._wrap(model)
+        # Keeps the creation of the slots out of the first copy's recipe.
+        with backend.recipe:
+            self._wrap(model)
         self._host: dict[str, Future[StagedAdapter]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._loaded: deque[AdapterLoaded] = deque()
@@ -233,8 +235,6 @@ class LoRAManager(Adapters):
     def warm_up(self) -> None:
         """Run the copies of a slot once, so that no copy compiles later."""
         if not self._is_grouped:
-            # Keeps the creation of the slots out of the first copy's recipe.
-            self._backend.mark_step()
             self._copy_to(0, NOTHING)
             self._backend.synchronize()
 

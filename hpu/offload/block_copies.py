@@ -210,8 +210,8 @@ class StagedCopies:
             for row, slot in zip(flat, slots, strict=False):
                 row.copy_(rows[slot])
             self._backend.upload(device, hosts[0])
-            cache.index_copy_(0, index, device)
-            self._backend.mark_step()
+            with self._backend.recipe:
+                cache.index_copy_(0, index, device)
             used.append(read_events)
         event = self._backend.event()
         for events in used:
