@@ -104,9 +104,9 @@ class Backend(Protocol):
     sets of device memory."""
 
     recipe: AbstractContextManager[None] = nullcontext()
-    """Context for work outside graphs and `compiled` functions, such as updates in place: its end
-    is the end of a recipe, on a device that collects operations into recipes. An operation that
-    none of these ends becomes part of the next recipe, which then differs from launch to launch."""
+    """Context for work outside graphs and `compiled` functions, such as an update in place: its end
+    is the end of a recipe, on a device that collects operations into recipes. Work without such an
+    end becomes part of the next recipe, which may then differ from launch to launch."""
     runtime_metrics: RuntimeMetrics | None = None
     """Counts of the device's runtime; None if it does not count compilations."""
     world: ProcessGroup = SINGLE

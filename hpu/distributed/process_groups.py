@@ -42,7 +42,7 @@ class ProcessGroup:
         HabanaAI/gaudi-pytorch-bridge)."""
         self._ranks = tuple(ranks)
         self._group = group
-        self._mark_step = mark_step
+        self._mark_step = mark_step or _mark_nothing
         self._run = self._run_now
         if mark_step is not None and len(self._ranks) > 1:
             self._run = torch.compiler.disable(self._run_now)  # type: ignore[no-untyped-call]  # theirs
@@ -115,14 +115,16 @@ class ProcessGroup:
         transfers tokens only before or after the last launch of a step; the boundary keeps the
         recipe of the following operations equal with and without the transfer."""
         work = self._run(collective, tensor, **options)
-        if self._mark_step is not None:
-            self._mark_step()
+        self._mark_step()
         return work
 
     def _run_now(self, collective: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
-        if self._mark_step is not None:
-            self._mark_step()
+        self._mark_step()
         return collective(*tensors, group=self._group, **options)
+
+
+def _mark_nothing() -> None:
+    """The mark of a device that does not collect operations into recipes."""
 
 
 SINGLE = ProcessGroup()

@@ -148,7 +148,7 @@ class DeviceSpeculation:
         self._scratch = max_num_reqs
         # One dimension: in-place writes through views would copy the whole tensor.
         size = (max_num_reqs + 1) * max_model_len
-        # Keeps the zero fills, those of `search` included, out of the recipe of a new request.
+        # Keeps the zero fills, also of `search`, out of the recipe of a new request.
         with backend.recipe:
             self._history = backend.zeros((size,), backend.index_dtype)
             self._num_tokens = backend.zeros((max_num_reqs + 1,), backend.index_dtype)
