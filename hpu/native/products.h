@@ -407,9 +407,9 @@ struct alignas(64) TileConfig {
 };
 
 // Tiles 0 to 3 hold sums, tiles 4 and 5 rows of x, tiles 6 and 7 weights. Tiles 4 to 7 are zeroed after
-// their last use, because a zeroed tile takes no physical register: while another thread of the same core
-// holds tiles, few registers are free, and a tile instruction waits until an earlier one returns its
-// register.
+// their last use: beside another thread of the core that uses tiles, products then take half the time
+// (benchmarks/tiles.py). It seems that both threads share few physical tile registers, and that a zeroed
+// tile takes none.
 void configure(int first, int second) {
   TileConfig config;
   const int rows[8] = {first, first, second, second, first, second, 16, 16};
