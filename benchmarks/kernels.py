@@ -4,11 +4,13 @@ an earlier version of the kernels, in alternating rounds in one process.
     python benchmarks/kernels.py --model demo --before ../before/hpu/native --markdown kernels.md
     python benchmarks/kernels.py --context 4096 --kv-cache-dtype auto int8 fp8 --launch "decode 8"
     python benchmarks/kernels.py --quantization none int8 int4 stored4
+    python benchmarks/kernels.py --threads 1 --before ../before/hpu/native --json kernels.json
 
 Weights are random. The bound of a launch is the longer of two times: the time to read its weights
 and its cached keys and values once, and the time to compute its products, at the rates that the
 same threads reach when they do nothing else (benchmarks/rates.cpp). `--before` takes a folder with
-decode.cpp, whose structures must equal this tree's. Without `--before`, several `--kv-cache-dtype`
+decode.cpp, whose structures must equal this tree's. With one thread the times are the thread's
+processor time, without the time of other processes. Without `--before`, several `--kv-cache-dtype`
 or `--quantization` can be compared; `stored4` is the 4-bit format of AWQ and GPTQ checkpoints, in
 groups of 64.
 """
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +66,7 @@ RATES = Path(__file__).with_name("rates.cpp")
 BLOCK_SIZE = 128
 DIFFERENT_BLOCKS = 64
 READ_BYTES = 256 << 20
+LEAST_ROUNDS = 5
 
 SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
@@ -260,12 +263,28 @@ def work_of(shape: dict[str, Any], name: str, context: int) -> Work:
     )
 
 
+class Row(NamedTuple):
+    """A launch, measured."""
+
+    name: str
+    work: Work
+    seconds: list[list[float]]
+    """Per state, a number per round."""
+    agree: bool
+    """Whether the tokens of all states are equal."""
+
+    def ratio(self, state: int) -> float:
+        """Median over the rounds of the first state's time, divided by that of `state`."""
+        pairs = zip(self.seconds[0], self.seconds[state], strict=True)
+        return median(before / now for before, now in pairs)
+
+
 class Rates:
     """The machine's own rates, measured between the launches."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._code = ctypes.CDLL(str(compiled(RATES, folder / "rates.so")))
-        self._code.multiply_only.restype = self._code.read_only.restype = ctypes.c_double
         self._threads = ctypes.c_int64(threads)
         # Huge pages, like the memory of the weights.
         self._memory = HugePages().allocate((READ_BYTES,), torch.uint8).fill_(1)
@@ -274,11 +293,13 @@ class Rates:
 
     def measure(self) -> None:
         count = 10**10
-        self.multiplied.append(
-            count / float(self._code.multiply_only(ctypes.c_int64(count), self._threads))
-        )
+        start = self._clock()
+        self._code.multiply_only(ctypes.c_int64(count), self._threads)
+        self.multiplied.append(count / (self._clock() - start))
         address, size = ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_int64(READ_BYTES)
-        self.read.append(READ_BYTES / float(self._code.read_only(address, size, self._threads)))
+        start = self._clock()
+        self._code.read_only(address, size, self._threads)
+        self.read.append(READ_BYTES / (self._clock() - start))
 
     def bound(self, work: Work) -> float:
         """Lower bound in seconds."""
@@ -306,8 +327,9 @@ def measure(
     rates: Rates,
     budget: float,
     context: int,
-) -> list[list[Any]]:
-    """Rows of the table; each launch gets `budget` seconds."""
+    clock: Callable[[], float],
+) -> list[Row]:
+    """Rows of the table; each launch gets `budget` seconds, and at least LEAST_ROUNDS rounds."""
     found = []
     for name in names:
         runs = [state.launch(name) for state in states]
@@ -315,14 +337,13 @@ def measure(
         agree = sum(torch.equal(answer, answers[0]) for answer in answers) == len(answers)
         seconds: list[list[float]] = [[] for _ in runs]
         end = time.perf_counter() + budget
-        while time.perf_counter() < end or len(seconds[0]) < 3:
+        while time.perf_counter() < end or len(seconds[0]) < LEAST_ROUNDS:
             rates.measure()
             for run, times in zip(runs, seconds, strict=True):
-                start = time.perf_counter()
+                start = clock()
                 run()
-                times.append(time.perf_counter() - start)
-        medians = [median(times) for times in seconds]
-        found.append([name, work_of(shape, name, context), medians, agree])
+                times.append(clock() - start)
+        found.append(Row(name, work_of(shape, name, context), seconds, agree))
         print(
             name, [f"{1e3 * median(t):.2f} ms" for t in seconds], len(seconds[0]), agree, flush=True
         )
@@ -344,10 +365,15 @@ def main() -> None:
         "--quantization", nargs="+", choices=QUANTIZATIONS, default=["none"], metavar="NAME"
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="seconds per launch")
+    parser.add_argument("--threads", type=int, help="default: as the server")
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     CpuBackend()  # Sets the number of threads as in the server
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     threads = torch.get_num_threads()
+    clock = time.thread_time if threads == 1 else time.perf_counter
     library = open_library(kernel_folder(None), threads)
     if library is None:
         raise SystemExit("the kernels are not available on this machine")
@@ -358,7 +384,7 @@ def main() -> None:
         parser.error(f"--before compares two states in one format, not in {len(formats)}")
     with tempfile.TemporaryDirectory() as temporary, torch.inference_mode():
         folder = Path(temporary)
-        rates = Rates(folder, threads)
+        rates = Rates(folder, threads, clock)
         libraries = [library]
         if arguments.before:
             built = compiled(arguments.before / "decode.cpp", folder / "before.so")
@@ -369,27 +395,52 @@ def main() -> None:
         states = [
             Launches(config, library, *sizes, *names) for library in libraries for names in formats
         ]
-        rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context)
+        rows = measure(states, shape, arguments.launch, rates, arguments.seconds, context, clock)
     gigabytes, teraflops = median(rates.read) / 1e9, median(rates.multiplied) / 1e12
     names = [f"cache {cache}, weights {weights}" for cache, weights in formats]
     states_named = names if len(formats) > 1 else ["before", "now"][-len(states) :]
-    columns = " | ".join(f"{item}, ms | share of the bound" for item in states_named)
-    lines = [
+    columns = " | ".join(f"{item}, ms (range) | share of the bound" for item in states_named)
+    title = (
         f"{datetime.date.today()}, {machine()}, {threads} threads. Shape `{arguments.model}`; "
         f"memory is read at {gigabytes:.1f} GB/s, products alone reach {teraflops:.2f} TFLOP/s. "
-        f"Decodes over {context} cached tokens; bounds are those of bfloat16.",
+        f"Decodes over {context} cached tokens; bounds are those of bfloat16."
+    )
+    lines = [
+        title,
         "",
-        f"| launch | bound, ms | {columns} |",
-        f"| --- | ---: |{' ---: | ---: |' * len(states)}",
+        f"| launch | bound, ms | {columns} | ratio |",
+        f"| --- | ---: |{' ---: | ---: |' * len(states)} ---: |",
     ]
-    for name, work, seconds, _ in rows:
-        bound = rates.bound(work)
-        cells = " | ".join(f"{1e3 * second:.2f} | {bound / second:.0%}" for second in seconds)
-        lines.append(f"| {name} | {1e3 * bound:.2f} | {cells} |")
+    for row in rows:
+        bound = rates.bound(row.work)
+        cells = " | ".join(
+            f"{1e3 * median(times):.2f} ({1e3 * min(times):.2f} to {1e3 * max(times):.2f}) "
+            f"| {bound / median(times):.0%}"
+            for times in row.seconds
+        )
+        ratio = row.ratio(len(states) - 1)
+        lines.append(f"| {row.name} | {1e3 * bound:.2f} | {cells} | {ratio:.2f} |")
     table = "\n".join(lines) + "\n"
     print(table)
     if arguments.markdown:
         arguments.markdown.write_text(table)
+    if arguments.json:
+        data = {
+            "title": title,
+            "model": arguments.model,
+            "states": states_named,
+            "launches": [
+                {
+                    "launch": row.name,
+                    "bound_s": rates.bound(row.work),
+                    "seconds": row.seconds,
+                    "ratio": row.ratio(len(states) - 1),
+                    "same_tokens": row.agree,
+                }
+                for row in rows
+            ],
+        }
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

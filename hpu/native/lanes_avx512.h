@@ -312,6 +312,13 @@ inline void store_pairs(bf16* to, Lanes first, Lanes second) {
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(side_by_side), both));
 }
 
+// `store_pairs` of elements that bfloat16 represents exactly.
+inline void store_exact_pairs(bf16* to, Lanes first, Lanes second) {
+  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
+  const __m512i high = _mm512_castps_si512(second), mask = _mm512_set1_epi32(int32_t(0xffff0000));
+  _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(low, high, mask, 0xf8));
+}
+
 inline Lanes rounded(Lanes value) {
   const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(value);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));

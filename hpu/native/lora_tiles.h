@@ -23,20 +23,30 @@ void low_ranks(const LowRankPart& part, int64_t first, const bf16* columns, int6
     _tile_loadd(4, at(k), 64);
     _tile_loadd(6, columns + k * 512, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_zero(4);
+    _tile_zero(6);
     _tile_loadd(5, at(k + 1), 64);
     _tile_loadd(7, columns + k * 512 + 512, 64);
     _tile_dpbf16ps(1, 5, 7);
+    _tile_zero(5);
+    _tile_zero(7);
     _tile_loadd(4, at(k + 2), 64);
     _tile_loadd(6, columns + k * 512 + 1024, 64);
     _tile_dpbf16ps(2, 4, 6);
+    _tile_zero(4);
+    _tile_zero(6);
     _tile_loadd(5, at(k + 3), 64);
     _tile_loadd(7, columns + k * 512 + 1536, 64);
     _tile_dpbf16ps(3, 5, 7);
+    _tile_zero(5);
+    _tile_zero(7);
   }
   for (; k < steps; ++k) {
     _tile_loadd(4, at(k), 64);
     _tile_loadd(6, columns + k * 512, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_zero(4);
+    _tile_zero(6);
   }
   alignas(64) float sums[4][256];
   _tile_stored(0, sums[0], 64);

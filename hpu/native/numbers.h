@@ -29,6 +29,7 @@
 //
 // Quantized weights, with BF16 instructions:
 //
+// store_exact_pairs   `store_pairs` of elements that bfloat16 represents exactly
 // int4(w, i)     i-th nibble of each word; int4_factor(w, i, t): factor of the i-th of four pairs
 // fp4, fp4_factor   the same for 4-bit floats (e2m1)
 //

@@ -406,7 +406,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 hold sums, tiles 4 and 5 rows of x, tiles 6 and 7 weights.
+// Tiles 0 to 3 hold sums, tiles 4 and 5 rows of x, tiles 6 and 7 weights. Tiles 4 to 7 are zeroed after
+// their last use: beside another thread of the core that uses tiles, products then take half the time
+// (benchmarks/tiles.py). It seems that both threads share few physical tile registers, and that a zeroed
+// tile takes none.
 void configure(int first, int second) {
   TileConfig config;
   const int rows[8] = {first, first, second, second, first, second, 16, 16};
@@ -416,21 +419,32 @@ void configure(int first, int second) {
   _tile_loadconfig(&config);
 }
 
+// Prefetches a cache line into the L2 cache.
+inline void ask_for_line(const void* at) { _mm_prefetch((const char*)at, _MM_HINT_T1); }
+
 // Ways to finish the sums of a row of two panels: `finish` itself, and special cases without its
-// branches.
+// branches. `ask_for_row` prefetches what `row` reads and writes.
 struct AnyEnd {
+  static void ask_for_row(const Product&, const End&, int64_t, int64_t) {}
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
     finish(by, end, sums, PANEL, row, panel, 2);
   }
 };
 
 struct StoredEnd {
+  static void ask_for_row(const Product& by, const End& end, int64_t row, int64_t panel) {
+    ask_for_line(end.out + row * by.outputs + panel * PANEL);
+  }
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
     store(end.out + row * by.outputs + panel * PANEL, load(sums), load(sums + PANEL));
   }
 };
 
 struct AddedEnd {
+  static void ask_for_row(const Product& by, const End& end, int64_t row, int64_t panel) {
+    const float* at = end.total + row * by.outputs + panel * PANEL;
+    for (int q = 0; q < 2 * PANEL; q += PANEL) ask_for_line(at + q);
+  }
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
     float* to = end.total + row * by.outputs + panel * PANEL;
     const Lanes alpha = set1(end.alpha);
@@ -440,25 +454,62 @@ struct AddedEnd {
 };
 
 struct GatedEnd {
+  static void ask_for_row(const Product& by, const End& end, int64_t row, int64_t panel) {
+    ask_for_line(end.out + row * (by.outputs / 2) + panel * PANEL);
+  }
   static void row(const Product& by, const End& end, const float* sums, int64_t row, int64_t panel) {
     store(end.out + row * (by.outputs / 2) + panel * PANEL,
           gate(rounded(load(sums)), rounded(load(sums + PANEL))));
   }
 };
 
-// Sums of a block of rows. They are finished between the tile operations of the next block, whose
-// latency hides this work.
+// A block of up to 32 rows and `wide` panels.
+struct Block {
+  int64_t row = 0, panel = 0;
+  int wide = 0, count = 0;
+};
+
+// Sums of a block. They are finished between the tile operations of the next block, whose latency hides
+// this work.
 template <typename Finish>
 struct Unfinished {
   const Product* by;
   const End* end;
-  int64_t row = 0, panel = 0;
-  int wide = 0, count = 0, done = 0, turn = 0;
+  Block block, coming;  // the block to finish, and the block whose sums follow
+  int done = 0, asked = 0, turn = 0;
+  const bf16* soon = nullptr;  // `lines` cache lines to prefetch, `pace` per step
+  int64_t lines = 0, pace = 0;
   alignas(64) float sums[2][32 * 32];
 
-  float* next() { return sums[turn ^= 1]; }
+  // Starts a block. `fetches`: its rows of the output are not in the cache.
+  void expect(const Block& next, bool fetches) {
+    coming = next;
+    asked = fetches && next.wide == 2 ? 0 : next.count;
+  }
 
+  // Prefetches `count` elements during the next `steps` steps.
+  void fetch(const bf16* from, int64_t count, int64_t steps) {
+    soon = from, lines = count / TILE_INPUTS, pace = (lines + steps - 1) / steps;
+  }
+
+  void fetch_some() {
+    for (const int64_t rest = std::max<int64_t>(lines - pace, 0); lines > rest; --lines) {
+      ask_for_line(soon);
+      soon += TILE_INPUTS;
+    }
+  }
+
+  // Returns room for the sums of the started block.
+  float* next() {
+    block = coming, done = 0;
+    return sums[turn ^= 1];
+  }
+
+  // Finishes up to `rows` rows, and prefetches as many rows of the output of the started block.
   void finish_some(int rows) {
+    for (const int stop = std::min(asked + rows, coming.count); asked < stop; ++asked)
+      Finish::ask_for_row(*by, *end, coming.row + asked, coming.panel);
+    const auto [row, panel, wide, count] = block;
     const int stop = std::min(done + rows, count);
     const float* from = sums[turn];
     if (wide == 2) {
@@ -506,15 +557,20 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
     ask_for_tile(later);
     _tile_loadd(6, at, 64);
     _tile_dpbf16ps(0, 4, 6);
+    _tile_zero(6);
     ask_for_tile(later + panel);
     _tile_loadd(7, at + panel, 64);
     _tile_dpbf16ps(1, 4, 7);
+    _tile_zero(7);
     ask_for_tile(later + far);
     _tile_loadd(6, at + far, 64);
     _tile_dpbf16ps(2, 4, 6);
+    _tile_zero(6);
     ask_for_tile(later + far + panel);
     _tile_loadd(7, at + far + panel, 64);
     _tile_dpbf16ps(3, 4, 7);
+    _tile_zero(7);
+    _tile_zero(4);
     before.finish_some(each);
   }
   before.finish_some(32);
@@ -525,11 +581,12 @@ void tiles_by_four(const bf16* a, int64_t stride, const bf16* w, int64_t panel, 
   _tile_stored(3, sums + 768, 64);
 }
 
-// Multiplies up to 32 rows by 2 panels, or 1. FETCHES: prefetch the weights of the next step. Otherwise
-// the weights are in the L2 cache, and are read without replacing the rows in the L1 cache.
-template <bool FETCHES>
+// Multiplies up to 32 rows by 2 panels, or 1, and finishes `each` rows. FETCHES: prefetch the weights of
+// the next step. Otherwise the weights are in the L2 cache, and are read without replacing the rows in
+// the L1 cache.
+template <bool FETCHES, typename Finish>
 inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, int64_t far, int wide,
-                      const bf16* later) {
+                      const bf16* later, int each, Unfinished<Finish>& before) {
   _tile_loadd(4, a, stride);
   if constexpr (FETCHES) {
     ask_for_tile(later);
@@ -537,7 +594,6 @@ inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, 
   } else {
     _tile_stream_loadd(6, at, 64);
   }
-  _tile_dpbf16ps(0, 4, 6);
   if (wide == 2) {
     if constexpr (FETCHES) {
       ask_for_tile(later + far);
@@ -545,13 +601,21 @@ inline void add_tiles(const bf16* a, int64_t stride, int count, const bf16* at, 
     } else {
       _tile_stream_loadd(7, at + far, 64);
     }
-    _tile_dpbf16ps(1, 4, 7);
   }
+  _tile_dpbf16ps(0, 4, 6);
+  if (wide == 2) _tile_dpbf16ps(1, 4, 7);
+  _tile_zero(4);
+  before.finish_some((each + 1) / 2);
   if (count > 16) {
     _tile_loadd(5, a + 8 * stride, stride);
     _tile_dpbf16ps(2, 5, 6);
     if (wide == 2) _tile_dpbf16ps(3, 5, 7);
+    _tile_zero(5);
   }
+  _tile_zero(6);
+  _tile_zero(7);
+  before.fetch_some();
+  before.finish_some(each / 2);
 }
 
 // Stores the sums: `apart` elements between rows, `right` elements to the second panel, `below` elements
@@ -581,8 +645,8 @@ void tiles_by_two(const bf16* a, int64_t stride, int count, const bf16* w, int64
   }
   for (int64_t k = 0; k < steps; ++k) {
     const bf16* at = w + k * 512;
-    add_tiles<FETCHES>(a + k * 32, stride, count, at, far, wide, k + 1 < steps ? at + 512 : next);
-    before.finish_some(each);
+    const bf16* later = k + 1 < steps ? at + 512 : next;
+    add_tiles<FETCHES>(a + k * 32, stride, count, at, far, wide, later, each, before);
   }
   before.finish_some(32);
   if (ends) store_tiles(before.next(), 16, 512, 32, count);
@@ -650,6 +714,8 @@ void low_begins(const LowSums& low, const Product& by, const End& end, int64_t r
             _tile_loadd(4, t + k, stride);
             _tile_loadd(6, b + k * PANEL, 64);
             _tile_dpbf16ps(0, 4, 6);
+            _tile_zero(4);
+            _tile_zero(6);
           }
           _tile_stored(0, found[q], 64);
         } else {
@@ -658,6 +724,8 @@ void low_begins(const LowSums& low, const Product& by, const End& end, int64_t r
             _tile_loadd(4, t + k, stride);
             _tile_loadd(7, b + k * PANEL, 64);
             _tile_dpbf16ps(1, 4, 7);
+            _tile_zero(4);
+            _tile_zero(7);
           }
           _tile_stored(1, found[q], 64);
         }
@@ -692,6 +760,9 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
       const int count = std::min<int64_t>(rows - row, 32);
       const int r0 = std::min(count, 16), r1 = count > 16 ? count - 16 : r0;
       const int most_wide = count <= 16 && blocks == 1 ? 4 : 2;
+      const int64_t rest = std::clamp<int64_t>(rows - row - count, 0, 32);
+      const int64_t pairs = end.gated ? stop - begin : (stop - begin + 1) / 2;
+      before.fetch(x + (row + count) * by.inputs, rest * by.inputs, pairs * steps);
       if (low) low_begins(*low, by, end, row, count, begin, stop, most_wide, partial), shape = 0;
       if (shape != r0 * 32 + r1) configure(r0, r1), shape = r0 * 32 + r1;
       const auto by_two = row == 0 || !small ? tiles_by_two<true, Finish> : tiles_by_two<false, Finish>;
@@ -706,12 +777,9 @@ void multiply_tiles(const Product& by, const Panels& from, const bf16* x, int64_
           const bf16* w = from.first + (p - range.first) * panel + k * 512;
           const bf16* next = w + step * panel;
           const float* low_sums = low ? sums : nullptr;
+          if (ends) before.expect({row, p, wide, count}, rows > 32);
           if (wide == 4) tiles_by_four(a, stride, w, panel, far, size, next, low_sums, before);
           else by_two(a, stride, count, w, far, size, wide, next, sums, begins, ends, before);
-          if (ends) {
-            before.row = row, before.panel = p, before.wide = wide, before.count = count;
-            before.done = 0;
-          }
           p += step, sums += 1024;
         }
       }

@@ -121,13 +121,18 @@ void product(const Rows& x, int64_t rows, const bf16* w, int64_t panel, int64_t 
     for (int64_t k = 0; k < inputs; k += TILE_INPUTS) {
       _tile_loadd(4, x.x + k, long_);
       _tile_loadd(6, w + k * PANEL, 64);
-      _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w + panel + k * PANEL, 64);
+      _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
-      if (rows <= 16) continue;
-      _tile_loadd(5, x.x + 16 * x.stride + k, long_);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      _tile_zero(4);
+      if (rows > 16) {
+        _tile_loadd(5, x.x + 16 * x.stride + k, long_);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        _tile_zero(5);
+      }
+      _tile_zero(6);
+      _tile_zero(7);
     }
     _tile_stored(0, out, wide);
     _tile_stored(1, out + 16, wide);

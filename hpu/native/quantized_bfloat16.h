@@ -220,7 +220,8 @@ void dequantize(const Product& by, int64_t first, int64_t last, bf16* out) {
             a[t] = fmadd(a[t], scales, least);
             b[t] = fmadd(b[t], scales, least);
           }
-          store_pairs(out, a[t], b[t]);
+          if constexpr (KIND == INT8_ROWS) store_exact_pairs(out, a[t], b[t]);
+          else store_pairs(out, a[t], b[t]);
         }
       }
   }
