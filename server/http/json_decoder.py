@@ -1,5 +1,5 @@
-"""Decoder of strict JSON for request bodies. Values are counted first, and large bodies are decoded
-in pieces, because the decoder holds the GIL during a call."""
+"""Decoder of strict JSON for request bodies. The values of a large body are counted first and then
+decoded in pieces, because the decoder holds the GIL during a call."""
 
 import contextlib
 import json
