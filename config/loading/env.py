@@ -162,7 +162,8 @@ def openmp_environment() -> dict[str, str]:
 
 
 def data_parallel_token() -> str:
-    """Token of the engines on other hosts. Raises ConfigError if it is missing or too short."""
+    """Secret that engines present to API servers on another host. Raises ConfigError if it is
+    missing or too short."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(

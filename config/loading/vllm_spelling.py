@@ -78,7 +78,7 @@ def abbreviated(name: str, known: Collection[str]) -> list[str]:
 
 
 def ambiguity(name: str, known: Collection[str]) -> str:
-    """`; it may be ...` for an ambiguous abbreviation, else empty."""
+    """`; it may be ...` for an abbreviation of 2 to MAX_SHOWN flags, else empty."""
     meant = sorted(abbreviated(name, known))
     return f"; it may be {', '.join(meant)}" if 1 < len(meant) <= MAX_SHOWN else ""
 

@@ -80,7 +80,7 @@ FORMATS = {
         read=read_bitsandbytes,
         # Early checkpoints have no quant_method.
         marks=("load_in_4bit", "load_in_8bit"),
-        # Without double quantization, the default of the library.
+        # The library's default: no double quantization.
         at_load=(four_bit_scheme(NF4),),
     )
 }

@@ -86,7 +86,7 @@ def _packing(packing: str, settings: Fields) -> Packing | None:
     # AutoRound uses this packing by default, so an empty name is accepted.
     if packing and not is_plain and "gptq" not in packing:
         return None
-    # The mode without a model stores zero points minus 1 under each name (AutoRound 0.15.1,
+    # In model-free mode, AutoRound stores zero points minus 1 for every packing_format (0.15.1,
     # quantize_weight_rtn).
     version = VERSION_2 if is_plain and not settings.raw.get("model_free") else None
     raw = {**settings.raw, "desc_act": False, "checkpoint_format": version}
