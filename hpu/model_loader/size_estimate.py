@@ -444,7 +444,7 @@ def _index_bytes(config: ModelConfig, num_cards: int, pairs: int, width: int) ->
 
 
 def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The layers; uniform layers from config.json for a model that is not built in."""
+    """Specs of the layers. A model that is not built in has uniform layers, from config.json."""
     if config.architecture in ARCHITECTURES:
         return decoder_spec(config).layers
     return uniform_layers(config)
