@@ -183,8 +183,7 @@ class LaunchedRank(NamedTuple):
 
 def launched_rank() -> LaunchedRank:
     """Ranks and world size set by the launcher. torch.distributed reads the two rendezvous
-    variables itself (init method env://). Raises ConfigError for a variable that is missing or not
-    a number, and for a rank outside the world size."""
+    variables itself (init method env://). Raises ConfigError."""
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(

@@ -42,8 +42,7 @@ class Spelled(NamedTuple):
 
 
 def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
-    """`words` with full flag names; `known`: the flags of the parser. Raises ConfigError for a
-    dotted flag without a value or with more than MAX_DOTS dots."""
+    """`words` with full flag names; `known`: the flags of the parser. Raises ConfigError."""
     notes: list[str] = []
     whole = []
     for word in _with_objects(map(_override, map(_long_form, map(with_dashes, words)))):

@@ -177,8 +177,7 @@ class HiddenHeadFacts(DrafterFacts):
         raise NotImplementedError
 
     def sizes(self, method: SpeculationMethod, folder: str, target: ModelConfig) -> HeadSizes:
-        """Sizes of the head in `folder`. Raises ConfigError if they do not fit `target` or the
-        settings."""
+        """Sizes of the head in `folder`. Raises ConfigError."""
         file = Path(folder) / "config.json"
         sizes = self.read_sizes(Fields(read_json(file), file), folder, target)
         for name, own, theirs in (

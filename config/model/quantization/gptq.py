@@ -31,7 +31,7 @@ _PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
-    """Quantization of GPTQ checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of GPTQ checkpoints. Raises ConfigError."""
     choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
         raise refused(
