@@ -71,7 +71,7 @@ def make_preset(
 
     An engine gets the fewest cards that hold a full context and enough sequences, and the host runs
     as many engines as fit. A context that does not fit on any number of cards is halved until it
-    fits. Raises ConfigError if nothing fits, and CheckpointError for weights that are not served.
+    fits. Raises ConfigError, and CheckpointError for weights that are not served.
     """
     if reason := unserved_weights(model_config, config.model_impl):
         raise CheckpointError(UNSERVED.format(reason))
