@@ -35,8 +35,7 @@ def count_parameters(
     stage: Stage = WHOLE,
 ) -> int:
     """Parameters per card of a pipeline stage with `num_cards` cards. Experts are distributed whole
-    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError for an
-    architecture that is not built in and whose files do not give the number of parameters."""
+    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     own = _own_specs(
