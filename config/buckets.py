@@ -21,9 +21,10 @@ _LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """One dimension of a bucket table: buckets from `min` to `max` in steps of `step`; None: the
-    strategy's default. `pad_max` (absolute) and `pad_percent` (percent of the padded size) limit
-    the padding of the padding-aware strategy."""
+    """One dimension of a bucket table, from `min` to `max`; None: the strategy's default. The
+    linear strategy doubles the size up to `step`, and then takes each multiple of `step`; the
+    padding-aware strategy takes only some sizes. `pad_max` (absolute) and `pad_percent` (percent of
+    the padded size) limit its padding."""
 
     min: int | None = None
     step: int | None = None

@@ -1,5 +1,5 @@
-"""Runs external programs: compilers, pip, hardware queries. A program and its process group end
-with this process, even if this process is killed with SIGKILL."""
+"""Runs external programs. A program and its process group end with this process, even if this
+process is killed with SIGKILL."""
 
 import os
 import signal

@@ -78,7 +78,7 @@ class PromptTooLong(UserError):
 
 
 class NotFound(UserError):
-    """The request names a model, adapter or response that does not exist; 404."""
+    """The request names a model, adapter, response or item that does not exist; 404."""
 
 
 class Overloaded(GaudiserveError):

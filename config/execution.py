@@ -359,8 +359,8 @@ class ExecutionConfig:
 
 
 def _numbers(name: str, text: str, *forms: str) -> list[int]:
-    """The comma-separated integers in `text`. Raises ConfigError unless their number fits one of
-    `forms`."""
+    """The comma-separated integers in `text`, as many as in one of `forms`. Raises ConfigError for
+    another text."""
     words = text.split(",")
     counts = [form.count(",") + 1 for form in forms]
     if len(words) not in counts or not all(is_count(word) for word in words):
@@ -511,8 +511,8 @@ def choose_mode(
     has_vendor_torch: bool,
     release: str,
 ) -> ModeChoice:
-    """The execution mode according to the vendor's table. Raises ConfigError for contradictory
-    settings.
+    """The execution mode. Raises ConfigError. The table is the vendor's and applies if `requested`
+    is "auto".
 
     `lazy_variable`: value of PT_HPU_LAZY_MODE (None: not set). The runtime's Python code takes
     anything except the string 0 for lazy mode, but its library reads a number and compares it with

@@ -67,7 +67,7 @@ class Expressions:
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`:
         expression that is prepended to each expression. Raises Unsupported for unsupported syntax,
-        and ConfigError for invalid or too large expressions."""
+        and ConfigError."""
         _check_sizes(texts, where)
         self._where = where
         self._used_s, self._num_names = 0.0, 0
@@ -85,8 +85,7 @@ class Expressions:
 
     def first(self, name: str) -> int | None:
         """The index of the first expression that matches `name`; None if none matches. Raises
-        ConfigError for a name that is too long or not printable ASCII, and for expressions that
-        take too much time or memory."""
+        ConfigError."""
         if len(name) > MAX_NAME_CHARACTERS or not (name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"{self._where} cannot be matched to a module: its name {shown(name)} has "

@@ -54,7 +54,7 @@ _applied = DEFAULT
 
 
 def escaped(text: str) -> str:
-    """`text` with the characters that _UNSAFE matches escaped."""
+    """`text` with unsafe characters (_UNSAFE) escaped."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

@@ -45,7 +45,8 @@ length on the host, which takes hours for 8192 tokens."""
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError for a device that is not available on this machine."""
+    """Raise ConfigError if the installed software does not support `device`. Does not look for the
+    hardware."""
     if not is_installed("torch"):
         if device == "auto" or DEVICES[device].uses_cores:
             raise ConfigError(f"torch is not installed here; on a CPU: {install_command('cpu')}")

@@ -30,8 +30,8 @@ def is_whole(folder: Path, unlisted: Sequence[str] = ()) -> bool:
 
 
 def place_folder(fresh: Path, target: Path) -> None:
-    """List the sizes of the files in `fresh`, and move it to `target`, which must be missing or
-    damaged. Raises OSError."""
+    """Write the list of file sizes into the folder `fresh`, and move the folder to `target`, which
+    must be missing or damaged. Raises OSError."""
     write_json(fresh / _SIZES, _sizes(fresh))
     replace_folder(fresh, target)
 

@@ -106,14 +106,14 @@ KERNELS = {
     "matmul.float32_out": Kernel(BOTH, (1, 24, 0, 171)),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),
-    # The argument g_idx: the bridge of 1.19 lacks it; vllm-gaudi passes it since 1.22.
+    # The argument g_idx: the bridge of 1.19 lacks it; vllm-gaudi has passed it since 1.22.
     "convert_from_uint4.g_idx": Kernel(BOTH, (1, 22)),
-    # Intel Neural Compressor calls it since 3.5, which is for 1.22; the bridge of 1.19 lacks it.
+    # Intel Neural Compressor has called it since 3.5, for 1.22; the bridge of 1.19 lacks it.
     "calculate_scale_for_cast": Kernel(BOTH, (1, 22)),
     "mixture_of_experts": Kernel(BOTH, ()),
-    # vllm-gaudi calls it since its first release, which is for 1.22; the bridge of 1.19 lacks it.
+    # vllm-gaudi has called it since its first release, for 1.22; the bridge of 1.19 lacks it.
     "mixture_of_experts.fp8_fused_weights": Kernel(BOTH, (1, 22)),
-    # vllm-gaudi calls it since 0.16, which is for 1.23; the bridge of 1.19 lacks it.
+    # vllm-gaudi has called it since 0.16, for 1.23; the bridge of 1.19 lacks it.
     "mixture_of_experts.bias_fused_weights": Kernel(BOTH, (1, 23)),
     # The first release is not documented: the bridge's sources of 2026 have both.
     "mixture_of_experts.mxfp4_fused_weights": Kernel(BOTH, None),

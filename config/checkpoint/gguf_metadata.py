@@ -129,8 +129,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Read the metadata and tensor directory of `path`. Raises ConfigError if it is not a GGUF
-    file, or one part of a split file."""
+    """Read the metadata and tensor directory of `path`. Raises ConfigError."""
     try:
         data: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)
     except (ValueError, OSError) as error:

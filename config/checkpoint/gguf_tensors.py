@@ -143,9 +143,7 @@ def model_entries(
     file: GgufFile, model_config: ModelConfig, weight_map: WeightMap, dtype: str
 ) -> list[Entry]:
     """Entries for all tensors of the checkpoint: matrices in `dtype`, vectors (norms and biases, a
-    few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError if a
-    tensor is missing in `file`, or has another shape, or if `file` has a tensor that the model
-    lacks (see check_all_used)."""
+    few thousandths of all weights) in float32, MXFP4 weights in uint8. Raises ConfigError."""
     tensors = WeightSources(file, model_config, weight_map)
     entries = [tensors.entry(spec, dtype) for spec in weight_map.entries()]
     tensors.check_all_used()
@@ -199,7 +197,7 @@ class WeightSources:
 
     def parts(self, spec: WeightSpec) -> tuple[Part, ...]:
         """The parts of the weight in order. Raises MissingTensor for a tensor that the file lacks,
-        and ConfigError for a wrong shape or type."""
+        and ConfigError."""
         kind = spec.name.rpartition(".")[2]
         if spec.num_experts is not None:
             return tuple(self._stacked_experts(spec))

@@ -80,8 +80,9 @@ with bos unless the file disables it."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
-    """File name -> content; None if the file has no vocabulary. Raises ConfigError for an unknown
-    tokenizer kind or split rule: a guess would produce tokens that the model was not trained on."""
+    """File name -> content; None if the file has no vocabulary. Raises ConfigError, also for an
+    unknown tokenizer kind or split rule: a guess would produce tokens that the model was not
+    trained on."""
     kind = file.value("tokenizer.ggml.model", str)
     if kind is None or "tokenizer.ggml.tokens" not in file.metadata:
         return None

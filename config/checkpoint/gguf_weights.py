@@ -44,7 +44,7 @@ def write_safetensors(
     report: Report = unreported,
 ) -> None:
     """Write `entries`, built from the tensors of `file`, to `target`, and sync it to disk. Raises
-    ConfigError for an unsupported tensor type, and for NaN or infinite weights."""
+    ConfigError."""
     # Wider dtypes first, so that every tensor is aligned to its width.
     entries = sorted(entries, key=lambda entry: -DTYPES[entry.dtype][1])
     total, words = sum(entry.num_bytes for entry in entries), f"Converting {file.path.name}"

@@ -50,8 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError if
-    there are no files, or if the index is invalid or names a missing file."""
+    """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)
@@ -146,9 +145,8 @@ def read_shapes(file: Path) -> Shapes:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors in `file`, in byte order. Raises ConfigError for an invalid header, or a header
-    that does not fit the file's size. The safetensors library checks that the tensors cover every
-    byte after the header without overlap."""
+    """The tensors in `file`, in byte order. Raises ConfigError. The safetensors library checks that
+    the tensors cover every byte after the header without overlap."""
     try:
         begin = _check_header_size(file)
         with safe_open(file, framework="numpy"), file.open("rb") as opened:

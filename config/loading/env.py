@@ -161,7 +161,8 @@ def openmp_environment() -> dict[str, str]:
 
 
 def data_parallel_token() -> str:
-    """Token of the engines on other hosts. Raises ConfigError if it is missing or too short."""
+    """Secret that engines present to API servers on another host. Raises ConfigError if it is
+    missing or too short."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
@@ -181,8 +182,7 @@ class LaunchedRank(NamedTuple):
 
 def launched_rank() -> LaunchedRank:
     """Ranks and world size set by the launcher. torch.distributed reads the two rendezvous
-    variables itself (init method env://). Raises ConfigError for a variable that is missing or not
-    a number, and for a rank outside the world size."""
+    variables itself (init method env://). Raises ConfigError."""
     missing = [name for name in (*_RANK_VARIABLES, *_MASTER_VARIABLES) if not os.environ.get(name)]
     if missing:
         raise ConfigError(

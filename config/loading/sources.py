@@ -142,9 +142,9 @@ def _merge(
     default_model: str | None,
     kinds: KindNames = NO_KINDS,
 ) -> Loaded:
-    """Merge the file, the variables and `explicit`, the flags or keyword arguments, in increasing
-    precedence. Raises ConfigError; unknown settings and values of a wrong type are reported
-    together, with `problems`."""
+    """Merge the file, the variables and `explicit` (flags or keyword arguments), in increasing
+    precedence. Raises ConfigError. Its message has all unknown settings and values of a wrong type,
+    and `problems`."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     notes = [*getattr(arguments, "notes", ())]
     layers = [_read_file(files["config"], problems, notes) if "config" in files else []]

@@ -42,8 +42,7 @@ class Spelled(NamedTuple):
 
 
 def respelled(words: Iterable[str], known: Collection[str]) -> Spelled:
-    """`words` with full flag names; `known`: the flags of the parser. Raises ConfigError for a
-    dotted flag without a value or with more than MAX_DOTS dots."""
+    """`words` with full flag names; `known`: the flags of the parser. Raises ConfigError."""
     notes: list[str] = []
     whole = []
     for word in _with_objects(map(_override, map(_long_form, map(with_dashes, words)))):
@@ -78,7 +77,7 @@ def abbreviated(name: str, known: Collection[str]) -> list[str]:
 
 
 def ambiguity(name: str, known: Collection[str]) -> str:
-    """`; it may be ...` for an ambiguous abbreviation, else empty."""
+    """`; it may be ...` for an abbreviation of 2 to MAX_SHOWN flags, else empty."""
     meant = sorted(abbreviated(name, known))
     return f"; it may be {', '.join(meant)}" if 1 < len(meant) <= MAX_SHOWN else ""
 

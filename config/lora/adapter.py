@@ -139,8 +139,8 @@ class LoadedAdapter(NamedTuple):
 
 def read_adapter(folder: AdapterFolder, base: BaseModules, max_rank: int) -> Adapter:
     """Read the adapter in `folder`: of a PEFT folder, the config and the header of the weights; of
-    a GGUF file, also the weights. Raises ConfigError if the adapter does not fit the model or is
-    not supported, and for a GGUF file with far more weights than an adapter of `max_rank`."""
+    a GGUF file, also the weights. Raises ConfigError, also for a GGUF file with far more weights
+    than an adapter of `max_rank`."""
     with _opened(folder, base, max_rank) as (adapter, _, _):
         return adapter
 

@@ -76,8 +76,8 @@ class AdapterFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[FileIO]:
-        """Open a file of the folder; with an empty name, the adapter's own file. Raises ConfigError
-        if the file cannot be read, is not a regular file or is outside `root`."""
+        """Open a file of the folder; with an empty name, the adapter's own file. Raises
+        ConfigError."""
         try:
             descriptor = os.open(os.path.join(self.path, name) if name else self.path, _FLAGS)
         except (OSError, ValueError) as error:

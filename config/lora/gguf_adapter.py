@@ -166,8 +166,8 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 
 
 def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
-    """Raise ConfigError for tensors that are not pairs of LoRA matrices, or that have more elements
-    than allowed."""
+    """Raise ConfigError unless there are pairs of LoRA matrices and no other tensors, with at most
+    the allowed number of elements."""
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
     features = sum(module.in_features + module.out_features for module in base.modules.values())

@@ -27,8 +27,8 @@ STACKED_PARAMETERS = ("gate_up_proj", "down_proj")
 _LAYOUT, _LAYOUTS = "lora_B_layout", "unsloth_fused_expert_lora"
 """Unsloth's fields for the column order: for all parameters, and for each parameter."""
 
-# Training settings without effect on the weights.
-_INFORMATION = frozenset(
+# Accepted fields; other fields must be empty.
+_ACCEPTED = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config"),
@@ -169,7 +169,7 @@ def _check(file: str, fields: Mapping[str, Any]) -> None:
             "save the adapter for the original base (path_initial_model_for_weight_conversion)"
         )
     for name, value in fields.items():
-        if name not in _INFORMATION and value not in (None, False, {}, [], ""):
+        if name not in _ACCEPTED and value not in (None, False, {}, [], ""):
             raise ConfigError(
                 f"{file} has {shown(name)[1:-1]} {shown(value)}, which is not supported"
             )

@@ -26,7 +26,7 @@ def is_native(config: ModelConfig, model_impl: str = AUTO) -> bool:
 
 def decoder_spec(config: ModelConfig, *, has_head: bool = True) -> DecoderSpec:
     """Spec of the decoder. Without `has_head`, architecture names without an output head are
-    accepted too. Raises ConfigError for an unsupported architecture or setting."""
+    accepted too. Raises ConfigError."""
     name = config.architecture
     if not has_head:
         name = causal_name(name)

@@ -140,7 +140,7 @@ class MoESpec:
 
 
 class TemperatureTuning(NamedTuple):
-    """Query scaling by 1 + scale * log(1 + floor((position + offset) / floor))."""
+    """Query scaling by 1 + scale * log(1 + (position + offset) // floor)."""
 
     scale: float
     floor: float

@@ -35,8 +35,7 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. Raises ConfigError if the file cannot be read, is not a JSON
-    object in UTF-8, exceeds MAX_JSON_BYTES, or has a number that does not fit in float32."""
+    """The JSON object in `file`. Its numbers fit in float32. Raises ConfigError."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found
@@ -49,8 +48,7 @@ def parse_json_object(data: bytes, file: str) -> Json:
 
 
 def read_any_json(file: Path) -> Any:
-    """The JSON value in `file`. Raises ConfigError if it cannot be read, is not JSON in UTF-8, or
-    exceeds MAX_JSON_BYTES."""
+    """The JSON value in `file`. Raises ConfigError."""
     try:
         # A FIFO would block the start-up, or the thread that loads an adapter.
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)

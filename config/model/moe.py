@@ -86,8 +86,7 @@ class MoEConfig:
 
 
 def moe_config(names: MoEFields, fields: Fields) -> MoEConfig:
-    """MoE settings from config.json. Raises ConfigError for missing, invalid or contradictory
-    values."""
+    """MoE settings from config.json. Raises ConfigError."""
     num_experts = fields.count(names.num_experts, maximum=MAX_EXPERTS)
     top_k = fields.count(names.top_k)
     if top_k > num_experts:

@@ -58,8 +58,7 @@ def choose_pooler(config: EngineConfig, model: ModelConfig) -> PoolerConfig | No
     """The pooler of `model`; None for a generative model.
 
     With --runner auto, a model is served for pooling if --convert is embed, if its architecture has
-    no language-model head, or if it has sentence-transformers files. Raises ConfigError if settings
-    and files contradict each other, and for an unsupported pooling model.
+    no language-model head, or if it has sentence-transformers files. Raises ConfigError.
     """
     architecture = model.architecture
     sentence = read_sentence_config(model.path)

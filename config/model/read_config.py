@@ -45,9 +45,7 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     transformers 4 (rope_theta, rope_scaling, torch_dtype) and 5 (rope_parameters, dtype). For a
     multimodal model, returns the config of the text model, with the vision settings.
 
-    Raises ConfigError for a missing config.json, a missing or invalid field, an unsupported
-    quantization (with `allow_quantized`, only for invalid settings of a supported method), and a
-    model that is neither a plain decoder nor an encoder of the BERT family.
+    Raises ConfigError, but with `allow_quantized` not for an unsupported quantization.
     """
     file = Path(path) / "config.json"
     if not file.is_file():

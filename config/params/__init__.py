@@ -1,2 +1,1 @@
-"""Parameters of a request (sampling, beam search, pooling, structured output, token ids), and
-settings of adapters, offloading and speculation."""
+"""Parameters of a request, and settings of adapters, offloading and speculation."""

@@ -37,8 +37,9 @@ class DrafterFacts(MethodFacts):
     def model_config(
         self, method: SpeculationMethod, folder: str, target: ModelConfig, num_ranks: int
     ) -> ModelConfig:
-        """ModelConfig of the drafter in `folder`, divided among `num_ranks` tensor-parallel ranks.
-        Raises ConfigError if it does not fit the model `target`."""
+        """ModelConfig of the drafter in `folder`; the target's for a head without a KV cache.
+        Raises ConfigError, also if the drafter cannot be divided among `num_ranks` tensor-parallel
+        ranks."""
         raise NotImplementedError
 
     def weights(
@@ -176,8 +177,7 @@ class HiddenHeadFacts(DrafterFacts):
         raise NotImplementedError
 
     def sizes(self, method: SpeculationMethod, folder: str, target: ModelConfig) -> HeadSizes:
-        """Sizes of the head in `folder`. Raises ConfigError if they do not fit `target` or the
-        settings."""
+        """Sizes of the head in `folder`. Raises ConfigError."""
         file = Path(folder) / "config.json"
         sizes = self.read_sizes(Fields(read_json(file), file), folder, target)
         for name, own, theirs in (

@@ -73,8 +73,7 @@ def launch(
     `front_end_endpoint` of each front end and presents its token there.
 
     `on_exit` is called on another thread when the process ends without `close`. `command` replaces
-    the engine's command line. Raises ConfigError if the device does not support the execution mode
-    or there are too few cards.
+    the engine's command line. Raises ConfigError.
     """
     config, engine = orders.config, orders.engine
     # Checked here so that the caller gets the error; the engine repeats the check and logs the

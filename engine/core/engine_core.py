@@ -289,8 +289,8 @@ class EngineCore:
             self._has_output = True
 
     def control(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Execute a Control and return its value. Raises UserError for an unknown name or an
-        invalid argument, and the errors of `Executor.call`."""
+        """Execute a Control and return its value. Raises UserError, and the errors of
+        `Executor.call`."""
         calls: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
             "reset_prefix_cache": self._reset_prefix_cache,

@@ -27,8 +27,7 @@ class ExternalLauncherExecutor(InprocExecutor):
     early."""
 
     def __init__(self, config: EngineConfig, launched: LaunchedRank) -> None:
-        """Raises ConfigError when the number of launched processes differs from the model's number
-        of ranks, or when the ranks are not all tensor-parallel."""
+        """Raises ConfigError."""
         parallel = config.parallel
         if launched.world_size != parallel.world_size:
             raise ConfigError(

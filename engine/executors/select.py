@@ -38,7 +38,7 @@ def make_executor(
 
     Sockets are created in `directory`. `on_death` is called, on any thread, when a worker process
     ends unexpectedly. `ranks`: first rank of this engine, where several engines share experts.
-    Raises ConfigError if this host cannot run the execution mode or the executor.
+    Raises ConfigError.
     """
     device = chosen_device(config.device)
     if device.startswith("hpu"):

@@ -1,4 +1,4 @@
-"""KV-cache blocks: allocation, reference counts, eviction, prefix hashes, offloading.
+"""KV-cache blocks: allocation, prefix cache and offloading.
 
 Block ids only; the tensors are in hpu/runner/kv_cache.py.
 """

@@ -1,1 +1,2 @@
-"""Operating-system processes: child processes that end with their parent, and isolated calls."""
+"""Operating-system processes: child processes that end with their parent, limits on their restarts,
+the endpoints of engines, and isolated calls."""

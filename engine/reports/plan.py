@@ -140,8 +140,7 @@ def with_sizes(model_config: ModelConfig, model_impl: str) -> ModelConfig:
 
 
 def make_plan(model_config: ModelConfig, config: EngineConfig, target: Target) -> Plan:
-    """Compute a plan. Raises ConfigError if settings and model contradict each other, or if the
-    model cannot be sharded."""
+    """Compute a plan. Raises ConfigError."""
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     not_served = unserved_weights(model_config, config.model_impl)
     chosen_quantization(config.quantization, model_config, target.device)

@@ -75,8 +75,7 @@ class LoRASlots(RequestResource):
         return list(self._by_name.values())
 
     def register(self, info: LoRAInfo) -> None:
-        """Start serving an adapter. Raises UserError if LoRA is off, the name is already loaded or
-        MAX_ADAPTERS are served."""
+        """Start serving an adapter. Raises UserError."""
         self._check_enabled()
         if info.name in self._by_name:
             raise UserError(f"the adapter {info.name} is loaded already", param="lora_name")
@@ -96,7 +95,7 @@ class LoRASlots(RequestResource):
     def unregister(self, name: str) -> int:
         """Stop serving an adapter under this name. If no other name serves the adapter, its memory
         is freed when its last request ends. Returns its number of unfinished requests. Raises
-        UserError if LoRA is off or the name is unknown."""
+        UserError."""
         self._check_enabled()
         info = self._by_name.pop(name, None)
         if info is None:

@@ -1,1 +1,2 @@
-"""Grammars: size checks, compilation in an isolated process, and token-by-token matching."""
+"""Structured output: size checks of grammars, compilation in an isolated process, token-by-token
+matching, and the end of reasoning."""

@@ -104,8 +104,7 @@ TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 def prepare_schema(schema: Any) -> Any:
-    """Return `schema` without keywords that have no effect. Raises UserError if it is too large or
-    the library would not enforce it."""
+    """Return `schema` without keywords that have no effect. Raises UserError."""
     if schema is False:
         raise _refusal("the schema is false, it must allow a value")
     check_schema_size(schema)

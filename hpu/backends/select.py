@@ -25,8 +25,7 @@ def select_backend(
     preparation.
 
     The backend's file in hpu/backends/ has the name of the device's file in config/devices/; its
-    BACKENDS maps device names to constructors. Raises ConfigError if the machine has no such device
-    or the device cannot be used.
+    BACKENDS maps device names to constructors. Raises ConfigError.
     """
     device = env.chosen_device(config.device)
     if config.device == "auto" and not DEVICES[device].is_gaudi and not ranks.rank:

@@ -14,8 +14,7 @@ MAX_FILE_BYTES = 2**20
 
 
 def read_bucket_file(path: str) -> Shapes:
-    """(prompt, decode) shapes of a bucket file. Raises ConfigError if the file cannot be read, or
-    for an invalid line."""
+    """(prompt, decode) shapes of a bucket file. Raises ConfigError."""
     try:
         text = read_limited(path, MAX_FILE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

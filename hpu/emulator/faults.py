@@ -118,7 +118,7 @@ def _small_range(run: Run, args: tuple[Value, ...]) -> Value:
 
 
 def _sdpa(applies: "Callable[[Tensor | None, bool, bool, str], bool]") -> Effect:
-    """A wrong result of the calls of fused attention to which the fault applies: `applies` gets the
+    """Wrong results of the calls of fused attention for which `applies` is true. `applies` gets the
     mask, whether the call is causal, whether it returns statistics, and the mode of its softmax."""
 
     def effect(run: Run, args: tuple[Value, ...]) -> Value:

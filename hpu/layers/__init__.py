@@ -1,5 +1,4 @@
-"""Layers of the models: linear, embedding, norms, MLP, mixture of experts, attention and its
-metadata, and layers with a state.
+"""Layers of the models, and the metadata of attention.
 
 Contains no back end and no kernel library.
 """

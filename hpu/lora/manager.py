@@ -118,8 +118,7 @@ class LoRAManager(Adapters):
         download_dir: str | None = None,
     ) -> None:
         """Wrap the layers of `model`, which is already prepared for its device. `download_dir`:
-        folder of models from the hub. Raises ConfigError for a configured adapter that cannot be
-        read, and if experts of the model cannot have adapters."""
+        folder of models from the hub. Raises ConfigError."""
         super().__init__()
         self._config = config
         self._base = BaseModules(model.config)

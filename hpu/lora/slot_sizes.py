@@ -22,8 +22,7 @@ def adapter_slot_bytes(
     config: EngineConfig, model_config: ModelConfig, *, at: ShardRank, width: int, stage: Stage
 ) -> int:
     """Bytes of the slots of --max-loras adapters on rank `at` of a pipeline stage, with `width`
-    bytes per number; 0 without --enable-lora. Raises ConfigError for an adapter of --lora-modules
-    that cannot be read."""
+    bytes per number; 0 without --enable-lora. Raises ConfigError."""
     lora = config.lora
     if not lora.enable_lora:
         return 0

@@ -40,8 +40,7 @@ appendix E)."""
 
 def decode_flat(parts: Mapping[Role, Tensor], sizes: tuple[int, ...], module: str) -> Tensor:
     """Whole weight (out, in) float32 of shape `sizes`, from tensors as stored. Raises
-    CheckpointError for a quant_state that is invalid or differs in its shape or block size, and for
-    weights that are not finite."""
+    CheckpointError."""
     state = _state(parts["state"], module)
     expected = {"shape": list(sizes), "blocksize": BLOCK}
     scales = parts["blocks"]

@@ -430,7 +430,8 @@ class _Filler:
                 self._collect(parameter, spec, _parts(spec, tensor), spec.num_elements())
 
     def _fill_mxfp4(self, parameter: Tensor, spec: WeightSpec, tensor: Tensor) -> None:
-        """Store the first half; with the second half, dequantize expert by expert."""
+        """Keep the blocks or scales that come first; when the other tensor comes, dequantize expert
+        by expert."""
         if spec.parameter not in self._halves:
             self._halves[spec.parameter] = spec, tensor
             return

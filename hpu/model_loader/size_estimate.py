@@ -35,8 +35,7 @@ def count_parameters(
     stage: Stage = WHOLE,
 ) -> int:
     """Parameters per card of a pipeline stage with `num_cards` cards. Experts are distributed whole
-    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError for an
-    architecture that is not built in and whose files do not give the number of parameters."""
+    over the cards of `num_engines` engines, or each expert is sharded. Raises ConfigError."""
     if config.architecture not in ARCHITECTURES and config.num_parameters is not None:
         return config.num_parameters // num_cards
     own = _own_specs(
@@ -444,7 +443,7 @@ def _index_bytes(config: ModelConfig, num_cards: int, pairs: int, width: int) ->
 
 
 def _layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """The layers; uniform layers from config.json for a model that is not built in."""
+    """Specs of the layers. A model that is not built in has uniform layers, from config.json."""
     if config.architecture in ARCHITECTURES:
         return decoder_spec(config).layers
     return uniform_layers(config)

@@ -89,8 +89,8 @@ class DecoderModel(nn.Module):
 
     def forward(self, tokens: Tensor, inputs: AttentionInputs) -> Tensor:
         """(B, Q) tokens, or (B, Q, hidden) embeddings or hidden states, to (B, Q, hidden). For
-        wider embeddings (B, Q, n * hidden), the first layer reads the first `hidden` numbers; each
-        following part is added to the output of the next layer (Meng et al., DeepStack, 2024). With
+        wider embeddings (B, Q, n * hidden), the first layer reads the first `hidden` numbers; the
+        following parts are added to the outputs of the first n - 1 layers (DeepStack, 2024). With
         `kept_layers`, a pipeline stage before the last appends to its output the hidden states
         before all `kept_layers` up to its last layer; the next stage receives them as the parts
         after the first."""

@@ -78,8 +78,7 @@ def load_pooling_model(
 ) -> PoolingModel:
     """Load the model and its pooler modules: from their files, from `offloaded` weights, or with
     random weights (`is_dummy`). The layers are sharded over the tensor-parallel ranks; the pooler
-    is replicated. Raises ConfigError for an unsupported architecture, and CheckpointError for files
-    that do not match the model."""
+    is replicated. Raises ConfigError and CheckpointError."""
     body = build_body(config, build)
     model = PoolingModel(body, Pooler(pooler, config, build.device))
     if offloaded is not None:

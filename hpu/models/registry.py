@@ -36,8 +36,7 @@ def build_model(
     config: ModelConfig, build: ModelBuild, *, place_layer: PlaceLayer = leave_in_place
 ) -> Decoder:
     """Decoder of `config` with empty parameters: this rank's shard of the layers of this pipeline
-    stage. `place_layer`: see Decoder. Raises ConfigError for an unsupported architecture, or for
-    sizes that the group does not divide."""
+    stage. `place_layer`: see Decoder. Raises ConfigError."""
     _check_groups(config, build)
     spec = decoder_spec(config)
     check_stages(config, build.stage.size)

@@ -124,8 +124,7 @@ def _attend(
 
 def record_calls(run: Callable[[], object]) -> list[AttentionCall]:
     """Attention calls of `run`, a forward pass on the meta device, in order. Raises
-    UnsupportedModelCode for a call that paged attention does not support, and for code that fails
-    on the meta device, for example because its control flow depends on values."""
+    UnsupportedModelCode."""
     calls: list[AttentionCall] = []
     # Keep the tensors, so that no other tensor gets the same identity.
     pairs: list[tuple[Tensor, Tensor]] = []

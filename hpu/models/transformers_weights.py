@@ -59,8 +59,7 @@ def weight_map_of(
     """Weight map of `model`, a PreTrainedModel whose checkpoint tensors have `shapes`. `linears`:
     replacement class of the linear layer at each path. `renamed`: old -> new path of moved
     parameters. `stored`: tensors of the checkpoint, which may hold each expert separately; with
-    `is_text_part` it also holds tensors of image or audio parts. Raises UnsupportedModelCode for
-    tensors that transformers converts on load."""
+    `is_text_part` it also holds tensors of image or audio parts. Raises UnsupportedModelCode."""
     renamings, merges = _conversions(model)
     weight_map = TransformersWeightMap(
         (),

@@ -151,7 +151,8 @@ class BlockFiles(NoFiles):
             )
 
     def close(self, *, deletes: bool = False) -> None:
-        """Finish pending writes within CLOSE_S seconds, or delete all files, and stop."""
+        """Finish pending writes within CLOSE_S seconds, or with `deletes` delete all files, and end
+        the threads."""
         if not deletes:
             self.flush(CLOSE_S)
         with self._changed:

@@ -352,7 +352,8 @@ class GaudiAttention(nn.Module):
         out, highest, inverse, _ = torch.ops.hpu.sdpa_recomp_fwd(
             query, key, value, mask, 0.0, scale, False, True, mode, None, "right"
         )
-        # All results have the model's dtype, except the inverse sums without fast softmax.
+        # The output has the model's dtype. Maxima are float32 in the mode fp32; inverse sums are
+        # float32, except bfloat16 in the mode fast.
         return AttentionPart(
             out.float().view(batch, heads, rows, size),
             highest.float().view(batch, heads, rows, 1),

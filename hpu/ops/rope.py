@@ -110,9 +110,8 @@ def _longrope(
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, *, length: int, max_position: int
 ) -> tuple[Tensor, float]:
-    """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at
-    most `length` tokens of a model trained for `max_position`. Raises ConfigError for an unknown
-    scaling, and for a wrong number of longrope factors."""
+    """(frequencies (rotated size / 2) in float32, factor on cos and sin) for sequences of at most
+    `length` tokens of a model trained for `max_position`. Raises ConfigError."""
     theta, size, scaling = rope.theta, rope.rotated_size(head_dim), rope.scaling
     kind = "default" if scaling is None else scaling.kind
     if scaling is None or kind == "default":

@@ -80,7 +80,8 @@ def mamba2_scan(
         dt, decay = (functional.pad(tensor, (0, 0, 0, padding)) for tensor in (dt, decay))
 
     def fold(tensor: Tensor) -> Tensor:
-        """(B, Q, groups, ...) -> (M, L, features), where M counts the groups of all chunks."""
+        """(B, Q, groups or heads, ...) -> (M, L, features), where M counts the groups of all
+        chunks."""
         tensor = tensor.reshape(batch * count, chunk, groups, -1).transpose(1, 2)
         return tensor.reshape(batch * count * groups, chunk, -1)
 

@@ -1,5 +1,5 @@
-"""Diagnostics: counters and log lines of the compilations, host fallbacks and recipe cache lookups
-that the device's runtime counts in each step."""
+"""Diagnostics: counters of the runtime's compilations, host fallbacks and recipe cache lookups, and
+log lines of compilations and fallbacks."""
 
 import logging
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Quantization methods: how the weights of linear layers and experts are created, converted after
-loading, and multiplied.
+"""Quantization methods of linear layers, experts and the KV cache, and the offline quantization of
+checkpoints.
 
 Device kernels are in hpu/ops/ and hpu/native/: a backend installs them in the layers.
 """

@@ -39,11 +39,10 @@ def compress(
 
     `scheme_name`: name of a compressed-tensors scheme; `modifier`: a class below
     llmcompressor.modifiers; `samples`: calibration texts and conversations, empty for a modifier
-    without calibration;
-    `group_size`: None selects a size that divides all layers; `ignored`: paths of layers that are
-    not quantized, or `re:` and a regular expression; `keeps_activations`: do not quantize the
-    scheme's activations; `keeps_last_layer`: do not quantize the last decoder layer. Raises
-    ConfigError for a size that does not divide the inputs, and for a path that matches no layer.
+    without calibration; `group_size`: None selects a size that divides all layers; `ignored`: paths
+    of layers that are not quantized, or `re:` and a regular expression; `keeps_activations`: do not
+    quantize the scheme's activations; `keeps_last_layer`: do not quantize the last decoder layer.
+    Raises ConfigError.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(folder)

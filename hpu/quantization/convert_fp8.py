@@ -25,9 +25,8 @@ MAX_EXPONENT = 254
 
 
 def convert(folder: str, output: Path) -> None:
-    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError for a
-    checkpoint without FP8 weights, and CheckpointError for an FP8 tensor without scale or a scale
-    that cannot be doubled."""
+    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError and
+    CheckpointError."""
     model_config = read_model_config(folder)
     schemes = model_config.quantization.schemes if model_config.quantization else ()
     floats = [scheme for scheme in schemes if scheme.is_float]

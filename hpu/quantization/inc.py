@@ -63,8 +63,8 @@ class IncScheme:
 
 
 class IncCompressor:
-    """Replaces modules of a model by modules of INC that measure or quantize. Raises ConfigError if
-    the package is missing, and CheckpointError for measurements that do not fit the model."""
+    """Replaces modules of a model by modules of INC that measure or quantize. Raises ConfigError
+    and CheckpointError."""
 
     def __init__(self, config: QuantConfig, group: ProcessGroup) -> None:
         """Create before the model is loaded. `group`: the tensor-parallel ranks."""

@@ -126,8 +126,7 @@ def select_quantization(
 
 def select_patcher(config: EngineConfig, group: ProcessGroup) -> IncCompressor | None:
     """Patcher of the loaded model, on a rank of the tensor-parallel `group`; None if no patcher is
-    configured. Raises ConfigError if Intel Neural Compressor is missing or its configuration is
-    invalid."""
+    configured. Raises ConfigError."""
     if config.quantization != INC:
         return None
     return IncCompressor(read_quant_config(config.quant_config), group)

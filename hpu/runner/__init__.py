@@ -1,2 +1,2 @@
-"""Launches: batch state, input buffers, graph cache, KV cache and async output, for generation and
-for pooling. Sampling and warm-up have their own folders."""
+"""Launches for generation and for pooling, and the state that they keep on the device. Sampling and
+warm-up have their own folders."""

@@ -1,8 +1,9 @@
 """LaunchResults: transfer of a launch's sampled tokens and log-probabilities to the host.
 
 A device that shares the host's memory needs no transfer (SharedResults). On other devices every
-copy has a fixed cost, so a launch makes a single copy: of its sampled rows (CopiedResults), or of a
-table that also has the rows of its prompt log-probabilities (TableResults).
+copy has a fixed cost, so LaunchResults starts a single copy for each launch: of its sampled rows
+(CopiedResults), or of a table that also has the rows of its prompt log-probabilities
+(TableResults). A decode with drafts also copies its accepted tokens.
 """
 
 from abc import ABC, abstractmethod

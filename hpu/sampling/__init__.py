@@ -1,5 +1,4 @@
-"""The sampler: parameter columns, device tables, filters, bitmasks, random numbers and
-log-probabilities.
+"""The sampler: from logits to tokens and log-probabilities.
 
 A single sampler serves every device, over operations with exact or static shapes. Warm-up is in
 hpu/warmup, the launch in hpu/runner.

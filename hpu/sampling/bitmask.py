@@ -30,8 +30,7 @@ class GrammarBitmasks:
         out[len(req_indices) :] = -1
 
     def set_drafted(self, req_index: int, words: npt.NDArray[np.int32]) -> None:
-        """Store the bitmasks (count, num_words) for a request's next token and after its first
-        drafts."""
+        """Store a request's bitmasks (count, num_words): row j is for the token after j drafts."""
         self._drafted[req_index] = words
 
     def write_drafted(

@@ -69,8 +69,8 @@ class Stages(NamedTuple):
         return [name for name in ("few_words", "many_words") if getattr(self, name)]
 
     def merged(self) -> "Stages":
-        """Merge stages, for devices that compile each combination: merged stages run together, or
-        in every draw."""
+        """Stages with fewer combinations, for devices that compile each combination: filters run
+        together, tables run together, and temperature and min_p run in every draw."""
         tables, filters = self.tables, self.top_k or self.top_p
         return self._replace(
             temperature=self.draw,

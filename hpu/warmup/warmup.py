@@ -108,8 +108,7 @@ class Warmup:
 
     def start(self, table: BucketTable, on_progress: Progress) -> list[Bucket]:
         """Run the configured warm-up before the first request; returns the usable buckets. Raises
-        ConfigError when no bucket of a phase fits into memory and can be compiled, when sampling
-        does not fit, or when the traffic file cannot be read."""
+        ConfigError."""
         mode, first = self._config.mode, table.reachable
         if table.limits.merged_prefill:
             self._prompt_width = table.limits.max_prefill_batch

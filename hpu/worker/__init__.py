@@ -1,1 +1,1 @@
-"""Worker of a device: build, load, profile run, warm-up, steps, sleep; and its memory budget."""
+"""Worker of a device, from start-up to sleep, and its memory budget."""

@@ -149,8 +149,7 @@ def build(
     num_rings: int | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Components:
-    """Build all components up to the warm-up. Raises ConfigError if they do not fit, or if the
-    model does not support the configured speculation or offloading.
+    """Build all components up to the warm-up. Raises ConfigError.
 
     Args:
         num_blocks: KV blocks; None: as configured, as in the last start with these settings, or the

@@ -188,7 +188,7 @@ def with_companions(
 def plan_card(model_config: ModelConfig, demand: CardDemand) -> CardPlan:
     """Apply the documented memory split. With pipeline stages, returns the plan of a stage that
     does not fit, or else of the stage with the fewest blocks, since all stages have the same number
-    of blocks. Raises ConfigError if the model cannot be sharded or is not supported."""
+    of blocks. Raises ConfigError."""
     if demand.num_stages > 1 and model_config.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"{model_config.path} is a {model_config.architecture}, which has no native "

@@ -267,8 +267,7 @@ def load(
     link: PipelineLink = SINGLE_STAGE,
 ) -> LoadedModel:
     """Load this rank's part of the model, with `offloaded` weights, random weights (--load-format
-    dummy) or the checkpoint's. Raises ConfigError if the checkpoint, the device and the settings do
-    not match."""
+    dummy) or the checkpoint's. Raises ConfigError."""
     is_pooling = pooler is not None
     is_built_in = is_pooling or is_native(model_config, config.model_impl)
     if not is_pooling:

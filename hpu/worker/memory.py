@@ -164,8 +164,8 @@ def split_memory(
 
 
 def _host_blocks(demand: KVCacheDemand, free: float) -> int:
-    """Number of KV blocks by default, of a rank that shares its `free` bytes of host memory with
-    other programs."""
+    """Default number of KV blocks of a rank that shares its `free` bytes of host memory with other
+    programs."""
     within = num_blocks(free * HOST_MEMORY_FRACTION, demand.block_bytes)
     for_context = num_blocks(free * HOST_CONTEXT_FRACTION, demand.block_bytes)
     return max(min(demand.host_blocks, within), min(demand.context_blocks, for_context))

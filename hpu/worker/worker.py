@@ -109,9 +109,8 @@ class Worker:
         return self._started
 
     def start(self, on_progress: Progress) -> WorkerReady:
-        """Load, build and warm up. Raises ConfigError if the checkpoint, the device and the
-        settings do not fit each other, and ProfileWritten after launches configured for a
-        profile."""
+        """Load, build and warm up. Raises ConfigError, and ProfileWritten after launches configured
+        for a profile."""
         with torch.inference_mode():
             backend = select_backend(
                 self._config, self._ranks, lambda step: on_progress(WarmupProgress(step, 0, 0))

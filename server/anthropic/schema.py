@@ -89,7 +89,7 @@ class OutputFormat(Body):
     """Required format of the text."""
 
     schema_: Schema = Field(alias="schema")
-    type: Literal["json_schema"] = "json_schema"
+    type: Literal["json_schema"] | None = "json_schema"
 
 
 class OutputConfig(Body):

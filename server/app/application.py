@@ -183,7 +183,7 @@ def _unknown_route(request: Request) -> HTTPException:
 
 
 def _flag(request: Request) -> str | None:
-    """The flag that would enable a route for the path of `request`; None if there is no such
+    """The flags that would enable a route for the path of `request`; None if there is no such
     route."""
     if request.scope["path"] == OPENAPI:
         return "--enable-docs"

@@ -120,7 +120,7 @@ class BatchOutput:
 
     def __init__(self, path: Path) -> None:
         """Reads existing responses, and removes an incomplete last line that a killed process left.
-        Raises ConfigError for a file that cannot be opened, is not a batch output or is in use."""
+        Raises ConfigError."""
         self._path = path
         self._answered: dict[int, str | None] = {}
         """Line number -> custom_id of each answered line."""

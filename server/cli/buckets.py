@@ -78,8 +78,7 @@ def buckets_parser(action: str) -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run `show` or `fit`; returns the exit status. Raises ConfigError for an invalid flag or
-    file."""
+    """Run `show` or `fit`; returns the exit status. Raises ConfigError."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2

@@ -122,7 +122,7 @@ def calibrate_parser() -> FlagParser:
 
 def main(argv: list[str]) -> int:
     """Measure, repair, unify and quantize; the last output line shows the command to serve. Raises
-    CheckpointError if a step fails, ConfigError for invalid flags."""
+    ConfigError and CheckpointError."""
     args = calibrate_parser().parse_all(argv)
     if not is_installed(MODULE):
         raise ConfigError(f"Intel Neural Compressor is not installed here: pip install {PACKAGE}")

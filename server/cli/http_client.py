@@ -137,8 +137,7 @@ class HttpClient:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> HttpResponse:
-        """Make a call; returns a response with any status. Raises HttpFailure for a failed
-        connection, and for a response that is not HTTP or is too large."""
+        """Make a call; returns a response with any status. Raises HttpFailure."""
         connection, head = await self._send(method, path, body)
         try:
             content = await self._whole(connection, head)
@@ -162,8 +161,8 @@ class HttpClient:
         return b"".join(pieces)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure
-        for a status other than 200, MissingDone for a stream without [DONE]."""
+        """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure,
+        and MissingDone for a stream without [DONE]."""
         connection, head = await self._send("POST", path, body)
         is_done = False
         try:

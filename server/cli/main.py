@@ -158,8 +158,8 @@ def _serve(argv: list[str]) -> int:
 
 
 def check_early(engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise CheckpointError for a model that does not exist, and ConfigError for a port in use or a
-    device that is not available, before the slow imports of the server."""
+    """Check the port, the model's name and the device's software, before the slow imports of the
+    server. Raises ConfigError."""
     from config.checkpoint.model_name import check_model_name
     from server.process.listening import bind_port
 

@@ -81,8 +81,8 @@ def batch_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the batch; returns 0 once each line has a response, errors included. Raises ConfigError
-    for files that do not match, CommandFailed or EngineDied if the server is lost."""
+    """Run the batch; returns 0 once each line has a response, errors included. Raises ConfigError,
+    CommandFailed and EngineDied."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)

@@ -39,7 +39,7 @@ def install() -> None:
 
 def run(words: list[str]) -> None:
     """Replace this process with the command `vllm`, and put `words` before the arguments. Otherwise
-    the engine processes would import the module that Python started with -m."""
+    the process that `quantize` spawns would import the module that Python started with -m."""
     command = Path(sysconfig.get_path("scripts")) / "vllm"
     os.execv(sys.executable, [sys.executable, str(command), *words, *sys.argv[1:]])
 

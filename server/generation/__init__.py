@@ -1,2 +1,1 @@
-"""The text pipeline: prompt token ids in, text deltas out. Sequences, beam search,
-log-probabilities, answer parsers, limits."""
+"""The text pipeline: prompt token ids in, text deltas out."""

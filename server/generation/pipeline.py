@@ -159,7 +159,8 @@ class Pipeline:
         self, prompts: list[Prompt], params: SamplingParams, param: str
     ) -> tuple[SamplingParams, list[int]]:
         """`params` with bad words as token ids and long lists of token ids packed, and the output
-        limit of each prompt. Raises the exceptions of `start`."""
+        limit of each prompt. Raises UserError, and EngineDied or Overloaded if the engine is not
+        ready."""
         ready = self.ready
         self.check_generates()
         self._check_logprobs(params)
@@ -459,7 +460,7 @@ async def _get(queue: RequestOutputQueue) -> Update:
 
 
 def check_finish(finish: Finish) -> None:
-    """Raise the exception for a failed sequence: UserError if a setting of the request caused it,
+    """Raise the exception for a failed sequence: UserError if the request caused the failure,
     Overloaded if the engine sleeps or has no capacity, DeadlineExceeded after a timeout, otherwise
     RequestFailed."""
     if finish.reason not in ("stop", "length"):

@@ -109,16 +109,13 @@ class Sequence:
         finish = update.finish
         if finish is not None:
             self.is_finished = True
-        if self._params.max_tokens == 0:
-            return Delta(self.index, finish_reason="length") if finish else None
-        if update.tokens:
+        if update.tokens and self._params.max_tokens != 0:
             self._measure(elapsed_s)
-        elif finish is None:
-            return None
-        delta = self._delta(update, finish)
         if finish is not None and (finish.queue_s or finish.prefill_s or finish.decode_s):
             self.timing = Timing(finish.queue_s, finish.prefill_s, finish.decode_s)
-        return delta
+        if self._params.max_tokens == 0:
+            return Delta(self.index, finish_reason="length") if finish else None
+        return self._delta(update, finish) if update.tokens or finish else None
 
     def finish_without_output(self) -> Delta:
         """Finish a choice with max_tokens 0. Returns its only delta."""

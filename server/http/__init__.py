@@ -1,2 +1,1 @@
-"""HTTP that all APIs share: the protocol and its limits, TLS, bodies, authentication, errors,
-streams, the access log, and the proxy to peers."""
+"""HTTP code that the routes of all APIs share."""

@@ -25,8 +25,7 @@ class ApiKeys:
     """API keys of this server. Without keys every request is allowed."""
 
     def __init__(self, keys: Iterable[str], file: str = "") -> None:
-        """`file`: path of a file with additional keys; empty: no file. Raises ConfigError if the
-        file has no keys or cannot be read."""
+        """`file`: path of a file with additional keys; empty: no file. Raises ConfigError."""
         self._given = tuple(keys)
         self._file = file
         self.reload()

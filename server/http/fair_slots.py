@@ -22,8 +22,8 @@ class FairSlots:
     def __init__(
         self, nouns: str, *, total: int, per_client: int, max_waiting: int, max_bytes: int = 0
     ) -> None:
-        """`nouns`: word for the work in error messages. `max_bytes`: limit on the bytes of work
-        that waits or runs; 0 if bytes are not counted."""
+        """`nouns`: plural name of the work, for error messages. `max_bytes`: limit on the bytes of
+        work that waits or runs; 0 if bytes are not counted."""
         self._nouns = nouns
         self._num_free = total
         self._per_client = per_client

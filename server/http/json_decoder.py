@@ -1,5 +1,5 @@
-"""Decoder of strict JSON for request bodies. Values are counted first, and large bodies are decoded
-in pieces, because the decoder holds the GIL during a call."""
+"""Decoder of strict JSON for request bodies. The values of a large body are counted first and then
+decoded in pieces, because the decoder holds the GIL during a call."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ Positions = npt.NDArray[np.int64]
 
 def decode_json(data: bytes) -> Any:
     """Decode `data`. For more than PIECE_BYTES call it on a thread: it is slow, but releases the
-    GIL regularly. Raises UserError for invalid JSON, and for data beyond the limits above."""
+    GIL regularly. Raises UserError."""
     if len(data) <= PIECE_BYTES:
         return _decoded(data)
     if len(data) <= MAX_WHOLE_BYTES and sum(map(data.count, _MARKS)) <= MAX_WHOLE_OBJECTS:

@@ -478,8 +478,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def expire_response(self) -> None:
-        """Handle `read_deadline_s`: close the connection unless the client has read MIN_READ_BYTES,
-        or everything, since it was set."""
+        """Handle `read_deadline_s`: close the connection unless the transport's write buffer is
+        empty, or the client has read MIN_READ_BYTES since the deadline was set."""
         num_unread = num_unread_bytes(self.transport)
         if not self.transport.get_write_buffer_size():
             self.read_deadline_s = math.inf

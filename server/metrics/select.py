@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_tracer(endpoint: str | None, version: str) -> "Tracer | None":
-    """The tracer for --otlp-traces-endpoint; None without this flag. Raises ConfigError if the
-    endpoint is not a URL or OpenTelemetry is not installed."""
+    """The tracer for --otlp-traces-endpoint; None without this flag. Raises ConfigError."""
     if endpoint is None:
         return None
     parts = urlsplit(endpoint)

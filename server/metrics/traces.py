@@ -37,8 +37,8 @@ FAILED_REASONS = frozenset(("abort", "error"))
 
 
 class _Exporter(SpanExporter):
-    """Exports spans; logs a line when the collector becomes unreachable, and when it is reachable
-    again."""
+    """Exports spans; logs a line when the collector stops accepting spans, and when it accepts
+    spans again."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter

@@ -93,8 +93,7 @@ def measure_path(folder: Path, rank: int, num_ranks: int) -> Path:
 def finish_measures(folder: Path, num_ranks: int) -> list[int]:
     """Repair and unify the measurements of all ranks. Writes files for each number of ranks that
     divides `num_ranks`, and returns these numbers: the maximum over all ranks bounds every shard.
-    Raises ConfigError if a rank's file is missing, if the ranks' modules differ, or if a layer
-    measured only zero inputs."""
+    Raises ConfigError."""
     records = [read_measures(measure_path(folder, rank, num_ranks)) for rank in range(num_ranks)]
     unified = unify([repair(record) for record in records])
     _check_measured(unified)

@@ -46,8 +46,7 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 def bind_path(path: str) -> socket.socket:
-    """Bind a Unix socket. Replaces a socket file without a listening server. Raises ConfigError if
-    another server listens on the path, or if the path is not a socket."""
+    """Bind a Unix socket. Replaces a socket file without a listening server. Raises ConfigError."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             raise ConfigError(f"cannot listen on {path}: it exists and is not a socket")

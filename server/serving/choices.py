@@ -161,8 +161,8 @@ def joined_logprobs(parts: Sequence[Choice]) -> Choice:
 def prompt_logprobs_of(
     positions: Iterable[PositionLogprobs | None] | None, width: int
 ) -> list[msgspec.Raw | None] | None:
-    """The `prompt_logprobs` extension: encoded JSON of an entry per token, keyed by token id; the
-    first entry is null."""
+    """The list `prompt_logprobs`: for each prompt token a JSON object, token id -> log-probability,
+    rank and text; null for the first token. None if `positions` is None."""
     if positions is None:
         return None
     result: list[msgspec.Raw | None] = []

@@ -325,8 +325,8 @@ def check_queued_tokens(state: AppState, num_tokens: int, param: str) -> None:
 
 def _admit_beams(state: AppState, num_beams: int, param: str) -> None:
     """Raise UserError for a beam search with too many beams, and Overloaded for too many beams in
-    total. The steps of a search are exempt from the limits on waiting requests, and must leave half
-    of the queue to other requests."""
+    total. The steps of a search after its first step are exempt from the limits on waiting
+    requests, and must leave half of the queue to other requests."""
     max_beams = max(1, state.config.max_queued_requests // 2)
     if num_beams > max_beams:
         raise UserError(

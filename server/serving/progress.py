@@ -1,4 +1,4 @@
-"""Formats start-up progress as text and as a progress bar. Each update is a separate log line,
+"""Formats start-up progress as text and as a progress bar. Each update is a new log line,
 because other processes write to the same log."""
 
 from config.errors import capitalized

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, detokenizer, stop strings."""
+"""Text to tokens and back, and the chat templates that turn messages into text."""

@@ -141,8 +141,7 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """Render the prompt. Raises UserError for invalid arguments, or if the template rejects the
-        chat, takes too long or writes too much text; Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError, and Overloaded if too many renderings wait.
 
         `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
         to all text of the caller; `client`: API key or address, so that clients share the threads

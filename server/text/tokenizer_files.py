@@ -278,8 +278,8 @@ def _not_converted(folder: Path, config: Json, why: str) -> str:
 
 
 def _run(command: list[str], report: Report, folder: str) -> str:
-    """Run `command`; returns the last line of stderr if it fails, a text if it exceeds
-    CONVERT_TIMEOUT_S, otherwise an empty text. Kills the process before it returns or raises."""
+    """Run `command`; returns the reason of a failure (last line of stderr, exit status or timeout),
+    otherwise an empty text. Kills the process before it returns or raises."""
     end_s = time.monotonic() + CONVERT_TIMEOUT_S
     with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as said:
         with running(command, stdout=subprocess.DEVNULL, stderr=said) as process:

@@ -160,12 +160,12 @@ class WeightSpec(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensor is half of an MXFP4 weight."""
+        """Whether the tensor contains the blocks or the scales of an MXFP4 weight."""
         return bool(self.mxfp4)
 
     def packed_bytes(self) -> int | None:
-        """Bytes of an MXFP4 weight that stays packed, including its scales; 0 for the half with the
-        scales. None for a shard that begins or ends inside a block."""
+        """Bytes of an MXFP4 weight that stays packed, including its scales; 0 for the tensor with
+        the scales. None for a shard that begins or ends inside a block."""
         begin, end = self.mxfp4_columns or (0, 0)
         if begin % MXFP4_BLOCK or end % MXFP4_BLOCK:
             return None

@@ -4,11 +4,11 @@ OUTSIDE = "(no text) "
 """Prefix of the mapped names of tensors outside the text model."""
 
 _PREFIXES = {
-    # Names of Kimi K2.5 as saved by transformers 5.24.
+    # The next two: names of Kimi K2.5 as saved by transformers 5.24.
     "language_model.model.blocks.": "model.layers.",
+    "language_model.output.": "output.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
-    "language_model.output.": "output.",
     "language.model.": "model.",
     "language.lm_head.": "lm_head.",
     "thinker.model.": "model.",

@@ -131,7 +131,7 @@ def attention_layers(
     config: ModelConfig, state_kinds: tuple[str, ...] = _STATE_KINDS
 ) -> tuple[bool, ...]:
     """For each layer, True for attention and False for a layer of `state_kinds`, from layer_types;
-    empty if layer_types is absent. Raises ConfigError for a wrong length or an unknown type."""
+    empty if layer_types is absent. Raises ConfigError."""
     fields = config.fields
     kinds: list[Any] = fields.get("layer_types", list, [])
     # check_shapes first maps the model without layers (num_layers 0): skip the length check then.

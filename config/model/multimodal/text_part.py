@@ -183,8 +183,7 @@ def is_unknown_whole(fields: Fields) -> bool:
 
 def text_part(fields: Fields) -> Fields | None:
     """Fields of the text model in a multimodal config; None if `fields` do not describe a
-    multimodal model with a text model. Raises ConfigError for an unsupported text model, and for a
-    model whose prompts have bidirectional attention."""
+    multimodal model with a text model. Raises ConfigError."""
     names = fields.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None

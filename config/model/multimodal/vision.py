@@ -116,8 +116,7 @@ def cross_cache_tiles(facts: CrossFacts, images_per_request: int, max_num_seqs: 
 
 def read_vision(whole: Fields) -> VisionFacts | None:
     """Vision settings from the config.json of a multimodal model; None if the model is served
-    without images, for example if it was saved without its vision tower. Raises ConfigError for a
-    missing or invalid field."""
+    without images, for example if it was saved without its vision tower. Raises ConfigError."""
     names = whole.raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         return None

@@ -32,7 +32,7 @@ part of a module name, as in vLLM."""
 
 
 def read_auto_round(fields: Fields) -> QuantizationConfig:
-    """Quantization of AutoRound checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of AutoRound checkpoints. Raises ConfigError."""
     if fields.raw.get("data_type") == "fp" and fields.raw.get("weight_block_size"):
         return _fp8(fields)
     if fields.raw.get("data_type") in _MX_TYPES:

@@ -27,7 +27,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_awq(fields: Fields) -> QuantizationConfig:
-    """Quantization of AWQ checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of AWQ checkpoints. Raises ConfigError."""
     for name in ("version", "checkpoint_format"):
         version = fields.get(name, str, "gemm")
         if version.lower() != "gemm":

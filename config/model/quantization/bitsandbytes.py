@@ -23,7 +23,7 @@ SCB_FACTOR = 1 / 127
 
 
 def read_bitsandbytes(fields: Fields) -> QuantizationConfig:
-    """Quantization of bitsandbytes checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of bitsandbytes checkpoints. Raises ConfigError."""
     has_8_bits = fields.get("load_in_8bit", bool, False)
     if has_8_bits == fields.get("load_in_4bit", bool, False):
         wanted = f"{not has_8_bits}, since load_in_8bit is {has_8_bits}"
@@ -80,7 +80,7 @@ FORMATS = {
         read=read_bitsandbytes,
         # Early checkpoints have no quant_method.
         marks=("load_in_4bit", "load_in_8bit"),
-        # Without double quantization, the default of the library.
+        # The library's default: no double quantization.
         at_load=(four_bit_scheme(NF4),),
     )
 }

@@ -37,8 +37,7 @@ _BLOCK = re.compile(r"[0-9]{1,9}x[0-9]{1,9}")
 
 
 def read_compressed_tensors(fields: Fields) -> QuantizationConfig:
-    """Quantization of compressed-tensors checkpoints. Raises ConfigError for unsupported
-    settings."""
+    """Quantization of compressed-tensors checkpoints. Raises ConfigError."""
     sparsity = fields.get("sparsity_config", dict, {})
     if sparsity.get("format", "dense") != "dense":
         raise refused(fields, "sparsity_config", sparsity["format"], "'dense'")

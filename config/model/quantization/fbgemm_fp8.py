@@ -19,8 +19,7 @@ from config.model.quantization.fp8 import fp8_scheme
 
 def read_fbgemm_fp8(fields: Fields) -> QuantizationConfig:
     """Quantization of fbgemm_fp8 checkpoints. activation_scale_ub, an upper bound for clipping
-    activations, is ignored: activations are at least as exact without it. Raises ConfigError for
-    unsupported settings."""
+    activations, is ignored: activations are at least as exact without it. Raises ConfigError."""
     scheme = fp8_scheme(fields, "", None, rows=1, suffix="weight_scale", activations="dynamic")
     outputs, inputs = StoredAxis(OUTPUTS), StoredAxis(INPUTS)
     stacked = WeightScheme(

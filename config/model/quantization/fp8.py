@@ -30,7 +30,7 @@ MX_BLOCK = 32
 
 
 def read_fp8(fields: Fields) -> QuantizationConfig:
-    """Quantization of FP8 checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of FP8 checkpoints. Raises ConfigError."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     kind = choice(fields, "activation_scheme", "dynamic", ("dynamic", "static"))
     check_experts(fields, "FP8")
@@ -100,8 +100,7 @@ def _scheme(
 
 
 def read_mxfp8(fields: Fields) -> QuantizationConfig:
-    """Quantization of checkpoints such as MiniMax-M3-MXFP8. Raises ConfigError for unsupported
-    settings."""
+    """Quantization of checkpoints such as MiniMax-M3-MXFP8. Raises ConfigError."""
     choice(fields, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
     choice(fields, "activation_scheme", "dynamic", ("dynamic",))
     choice(fields, "scale_fmt", "ue8m0", ("ue8m0",))

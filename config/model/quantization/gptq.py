@@ -31,7 +31,7 @@ _PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:
-    """Quantization of GPTQ checkpoints. Raises ConfigError for unsupported settings."""
+    """Quantization of GPTQ checkpoints. Raises ConfigError."""
     choice(fields, "checkpoint_format", "gptq", VERSIONS)
     if fields.raw.get("is_marlin_format"):
         raise refused(
@@ -86,7 +86,7 @@ def _packing(packing: str, settings: Fields) -> Packing | None:
     # AutoRound uses this packing by default, so an empty name is accepted.
     if packing and not is_plain and "gptq" not in packing:
         return None
-    # The mode without a model stores zero points minus 1 under each name (AutoRound 0.15.1,
+    # In model-free mode, AutoRound stores zero points minus 1 for every packing_format (0.15.1,
     # quantize_weight_rtn).
     version = VERSION_2 if is_plain and not settings.raw.get("model_free") else None
     raw = {**settings.raw, "desc_act": False, "checkpoint_format": version}

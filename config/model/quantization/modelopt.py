@@ -10,7 +10,7 @@ from config.model.quantization.fp8 import fp8_scheme, mxfp8_scheme
 
 def read_modelopt(fields: Fields) -> QuantizationConfig:
     """Read quantization_config of config.json, or hf_quant_config.json, where the list of ignored
-    modules is called exclude_modules. Raises ConfigError for unsupported settings."""
+    modules is called exclude_modules. Raises ConfigError."""
     if choice(fields, "quant_algo", None, ("FP8", "MXFP8")) == "MXFP8":
         scheme = mxfp8_scheme("weight_scale")
     else:

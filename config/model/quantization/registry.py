@@ -43,8 +43,7 @@ def config_at_load(name: str) -> QuantizationConfig:
 
 def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> QuantizationConfig | None:
     """Quantization of the checkpoint with the config.json `fields`; None for unquantized weights,
-    and for methods in `known`, which the model's family handles. Raises ConfigError for an
-    unsupported method or unsupported settings."""
+    and for methods in `known`, which the model's family handles. Raises ConfigError."""
     own = _settings(fields)
     if own is None:
         return None

@@ -40,9 +40,8 @@ class Overwrites:
         return save
 
     def load(self, original: Function) -> Function:
-        """torch.load. With a `map_location` on the card, and in lazy mode with any other too, it
-        reads tensors to the host and then moves them. In lazy mode `weights_only` is False by
-        default."""
+        """torch.load. If `map_location` is on the card, and always in lazy mode, it reads tensors
+        to the host and then moves them. In lazy mode `weights_only` is False by default."""
 
         def load(
             f: object,
@@ -113,8 +112,9 @@ def object_device(original: Function) -> Function:
 
 
 def set_autocast_enabled(original: Function) -> Function:
-    """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError for the
-    card: autocast would change dtypes of results, and a server does not use it."""
+    """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError when
+    autocast is enabled for the card: it would change dtypes of results, and a server does not use
+    it."""
 
     def change(*args: object) -> None:
         if args[:1] == (DEVICE.type,) and args[1]:

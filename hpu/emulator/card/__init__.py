@@ -1,1 +1,1 @@
-"""The emulated card: tensors, ops, memory, streams, recipes and recorded graphs."""
+"""The emulated card and its rules."""

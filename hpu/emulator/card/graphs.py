@@ -327,8 +327,7 @@ class HPUGraph:
                 self._allocations.append(given.allocation)
 
     def get_user_input_match_indices(self) -> list[int]:
-        """Indices of the inputs that a replay reads in place; others are constants of the graph,
-        into which the wrapper copies."""
+        """Indices of the marked inputs that the graph uses."""
         return [index for index, slot in enumerate(self._input_slots) if slot is not None]
 
     def free_intermediates(self, keep: Sequence[Tensor] = ()) -> None:

@@ -28,11 +28,10 @@ DEQUANTIZED_BITS = 16
 
 
 class PackedLinearMethod(StoredMethod):
-    """LinearMethod whose weight becomes a QuantizedWeight. If groups do not consist of adjacent
-    inputs, the inputs are reordered; if ranks divide the groups, each group is padded with zeros to
-    the size of the largest group, rounded up to GROUP_SIZE. The weight is dequantized if the
-    outputs differ in their groups, or if padding would take more memory than the dequantized
-    weight."""
+    """LinearMethod whose weight becomes a QuantizedWeight. Inputs are reordered so that the inputs
+    of a group are adjacent. If ranks divide groups, each group is padded with zeros to the size of
+    the largest group, rounded up to GROUP_SIZE. The weight is dequantized instead if the outputs
+    differ in their groups, or if padding would take more memory than the dequantized weight."""
 
     def __init__(self, weight: StoredWeight) -> None:
         """`weight` must satisfy `can_pack`."""

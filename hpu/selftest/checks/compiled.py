@@ -65,7 +65,7 @@ def writes(card: Card) -> Iterator[Comparison]:
 
 
 def norms(card: Card) -> Iterator[Comparison]:
-    """L2 norms of queries and keys."""
+    """L2 normalization of queries and keys."""
 
     def function(x: "Tensor") -> "Tensor":
         found: Tensor = x * card.torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

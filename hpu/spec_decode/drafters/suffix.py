@@ -37,8 +37,8 @@ MAX_MATCHES = 64
 
 
 class Outputs:
-    """Outputs of up to `max_requests` ended requests, with at most `max_tokens` tokens and
-    separators in total. The oldest outputs are dropped first."""
+    """Outputs of up to `max_requests` ended or preempted requests, with at most `max_tokens` tokens
+    and separators in total. The oldest outputs are dropped first."""
 
     def __init__(self, max_requests: int, max_tokens: int = MAX_OUTPUT_TOKENS) -> None:
         self._max_requests = max_requests
@@ -155,7 +155,7 @@ class SuffixSearch:
     """Suffix drafting by tensor operations of static shapes: finds the longest suffix of a request
     in its own text and in earlier outputs.
 
-    A ring of tokens on the device contains the outputs of requests that have ended. An output is
+    A ring of tokens on the device contains the outputs of ended or preempted requests. An output is
     copied into the ring from the known tokens on the device, because only the device knows its
     length at that time. SuffixProposer counts the continuations of all longest matches;
     SuffixSearch counts only the latest MAX_MATCHES.

@@ -1,1 +1,1 @@
-"""Responses API: items, stored responses, background responses, stream events."""
+"""Responses API, built on the chat pipeline."""

@@ -45,7 +45,7 @@ _MESSAGE_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class ResponseRequest:
-    """A validated request for a response."""
+    """A validated Responses API request."""
 
     chat: ChatBody
     history: ItemHistory

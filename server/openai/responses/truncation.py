@@ -44,7 +44,7 @@ async def _fits(state: AppState, request: Request, chat: ChatBody) -> bool:
     except UserError as error:
         if not is_too_long(error):
             raise
-        # The frames of the error refer to all messages.
+        # Traceback frames would keep all messages in memory.
         release_frames(error)
         return False
     return count + (chat.limit or 1) <= state.max_model_len

@@ -30,7 +30,7 @@ def prompts_schema(most: int) -> Schema:
 
 
 class CompletionBody(GenerationBody):
-    """Plain text or token ids to complete."""
+    """Body of POST /v1/completions: a text or token ids to complete."""
 
     model_config = ConfigDict(
         json_schema_extra={"example": {"prompt": "Once upon a time", "max_tokens": 32}}
@@ -89,8 +89,8 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_prompt_logprob_lists(self) -> int:
-        """Number of times that the response lists the log-probabilities of a prompt: each choice
-        has them in `logprobs` with echo, and in `prompt_logprobs`."""
+        """Number of lists of a prompt's log-probabilities in the response. Each choice has a list
+        in `logprobs` with echo, and a list in `prompt_logprobs`."""
         is_echoed = bool(self.echo) and self.logprobs is not None
         return (self.n or 1) * max(1, is_echoed + (self.prompt_logprobs is not None))
 

@@ -88,8 +88,8 @@ silently ignoring them would return wrong output with a 200."""
 
 
 class Body(BaseModel):
-    """Base of request bodies: strict types; unknown fields are ignored; an explicit null means the
-    default."""
+    """Base of request bodies: strict types; unknown fields are ignored; null means the default in
+    fields that allow null."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[Unsupported] = {}

@@ -250,8 +250,10 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """Target of a local reference; None if it does not exist."""
-    if not reference.startswith("#") or len(reference) > MAX_REFERENCE_CHARACTERS:
+    """Target of a JSON pointer in the same document; None if it does not exist, and for anchors."""
+    if len(reference) > MAX_REFERENCE_CHARACTERS:
+        return None
+    if reference != "#" and not reference.startswith("#/"):
         return None
     found: Any = root
     for part in reference[1:].split("/")[1:]:

@@ -155,8 +155,7 @@ def named_arguments(
     write: Callable[[Argument], Part],
 ) -> list[Part]:
     """Grammar for the arguments that match `schema`, each produced by `write`, separated by
-    `comma`; without a schema, any number of `free`. Raises UserError for names that must be quoted,
-    and for a schema that cannot be enforced."""
+    `comma`; without a schema, any number of `free`. Raises UserError."""
     if not IDENTIFIER.fullmatch(function):
         raise unenforceable(function, "the name")
     if schema is None:

@@ -563,7 +563,7 @@ async def test_unknown_fields_nulls_and_hints_are_accepted() -> None:
         **{"metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": None},
         **{"system": None, "tools": [], "tool_choice": {"type": "auto"}, "stop_sequences": []},
         **{"thinking": {"type": "disabled"}, "mcp_servers": [], "something": 1},
-        "output_config": {"format": {"schema": {"type": "object"}}},
+        "output_config": {"format": {"type": None, "schema": {"type": "object"}}},
         "context_management": {
             "edits": [
                 {"type": "clear_thinking_20251015", "keep": "all"},

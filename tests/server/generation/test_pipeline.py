@@ -263,6 +263,7 @@ async def test_prompt_logprobs_with_max_tokens_0_generate_no_token() -> None:
     assert (output.text, output.token_ids, output.finish_reason) == ("", [], "length")
     assert generation.num_output_tokens == 0 and client.queues[0].sampling.max_tokens == 0
     assert len(generation.prompt_logprobs[0] or ()) == 2
+    assert generation.timing == Timing(0.25, 0.5, 1.0)
 
 
 async def test_without_a_tokenizer_there_are_ids_but_no_text() -> None:

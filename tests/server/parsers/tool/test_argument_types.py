@@ -31,6 +31,7 @@ CASES: list[tuple[Any, str, Any]] = [
     ({"oneOf": [{"allOf": [STRING]}, {"type": "boolean"}]}, "5", "5"),
     ({"$ref": "#/$defs/Missing"}, "123", 123),
     ({"$ref": "http://x/y"}, "123", 123),
+    ({"$ref": "#anchor"}, "123", 123),
     ({"$ref": "#/$defs/Loop"}, "x y", "x y"),
     ({"const": "5"}, "5", "5"),
     ({"enum": ["5", "6"]}, "5", "5"),
