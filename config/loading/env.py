@@ -161,6 +161,12 @@ def openmp_environment() -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
+def notify_socket() -> str:
+    """Address at which systemd waits for the message that this service is ready; empty outside of a
+    unit with Type=notify."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def data_parallel_token() -> str:
     """Token of the engines on other hosts. Raises ConfigError if it is missing or too short."""
     token = os.environ.get(DATA_PARALLEL_TOKEN, "")
