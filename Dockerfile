@@ -1,5 +1,5 @@
 # docker build -t gaudiserve:cpu .
-# docker run --rm -p 8000:8000 -e GAUDISERVE_API_KEY=secret -v gaudiserve-cache:/cache gaudiserve:cpu
+# docker run --rm -p 127.0.0.1:8000:8000 -e GAUDISERVE_API_KEY=secret -v gaudiserve-cache:/cache gaudiserve:cpu
 #
 # The CPU back end, for x86-64. Dockerfile.hpu is for Gaudi. Built with buildah over Debian 12 and
 # its Python 3.11, not yet with Docker. A test runs the installation in a separate environment.

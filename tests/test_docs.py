@@ -260,7 +260,7 @@ def test_flags_that_the_documents_name_exist() -> None:
     others |= {"--name", "--restart", "--stop-timeout", "--build", "--no-build"}
     others |= {"--for", "--type", "--patch-file"}
     # Flags of systemctl and useradd.
-    others |= {"--now", "--system", "--groups"}
+    others |= {"--now", "--no-block", "--system", "--groups"}
     # A flag of `hf download`.
     others |= {"--local-dir"}
     # Flags of Ray and of torchrun.

@@ -160,6 +160,12 @@ def openmp_environment() -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
+def notify_socket() -> str:
+    """Address at which systemd waits for the message that this service is ready; empty outside of a
+    unit with Type=notify."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def data_parallel_token() -> str:
     """Secret that engines present to API servers on another host. Raises ConfigError if it is
     missing or too short."""

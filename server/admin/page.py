@@ -3,6 +3,7 @@ the data that it requests needs a key if the server has keys."""
 
 import asyncio
 import functools
+import time
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -93,6 +94,7 @@ def page_state(state: AppState) -> dict[str, Any]:
         "status": state.status,
         "progress": state.progress if state.status == "starting" else "",
         "reason": _reason(state),
+        "uptime_s": max(0, int(time.time()) - state.created),
         "restarts": [restart._asdict() for restart in state.engine_restarts],
         "device": ready.device if ready else "",
         "dtype": ready.dtype if ready else "",

@@ -1,6 +1,8 @@
 // Requests to the server: the API key, errors in words, events of a stream.
 
-const KEY_NAME = "gaudiserve-key";
+import { PREFIX } from "./storage.js";
+
+const KEY_NAME = `${PREFIX}key`;
 export const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const TOO_LONG = " You can also start a new chat.";
 const BROKEN = "The connection ended before the answer was complete.";

@@ -3,19 +3,21 @@
 import { ApiError, hasKey } from "./api.js";
 import { hint, putContent, setStreaming, setUpComposer, showFailure, takeContent } from "./composer.js";
 import { drawList, setUpList } from "./conversation_list.js";
-import { byId, copy, paced } from "./dom.js";
+import { byId, paced } from "./dom.js";
+import { cancelEdit, isEditing, startEdit, takeEdit } from "./editing.js";
+import { setUpExport } from "./export.js";
+import { count, shorten } from "./format.js";
 import { AnswerView, questionView, textOf } from "./message_view.js";
+import { setUpModelChoice } from "./model_choice.js";
 import { repeats } from "./repetition.js";
 import { chatBody, completeCalls, fitToContext } from "./request_body.js";
 import { follow, setUpScrolling, toEnd } from "./scrolling.js";
 import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
-import { rememberModel, settings, setUpSettings } from "./settings.js";
-import { curl, lastRequest, python } from "./snippets.js";
+import { settings, setUpSettings } from "./settings.js";
 import { deleteConversation, MAX_CHARACTERS, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
-import { count, shorten, shortName } from "./format.js";
 import { UndoLine } from "./undo.js";
-import { demoHint, welcome } from "./welcome.js";
+import { welcome } from "./welcome.js";
 
 const MAX_TITLE = 60;
 
@@ -36,13 +38,13 @@ function draw() {
   const { messages } = chat;
   byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome(ask)]));
   byId("title").textContent = messages.length ? chat.title : "";
-  for (const id of ["copy-curl", "copy-python"]) byId(id).disabled = !messages.length;
+  for (const id of ["copy-curl", "copy-python", "export"]) byId(id).disabled = !messages.length;
   byId("question").placeholder = pendingCall() ? `Result of ${pendingCall().function.name}` : "Message";
   drawList(chat.id);
 }
 
 function view(message, index) {
-  if (message.role !== "assistant") return questionView(message);
+  if (message.role !== "assistant") return questionView(message, message.role === "user" ? () => edit(index) : null);
   const answer = new AnswerView(message, index === chat.messages.length - 1 ? retry : null);
   answer.update(false);
   return answer.root;
@@ -62,11 +64,47 @@ function ask(content) {
     const isLocked = server.status === "key needed";
     return fail(isLocked ? "The server requires an API key; enter it above." : trouble() || "The server has not answered yet.");
   }
-  const before = [...chat.messages], call = pendingCall();
-  if (!before.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
+  return isEditing() ? askEdited(content) : append(content, [...chat.messages]);
+}
+
+// If no answer comes, the conversation is as `before`.
+function append(content, before) {
+  const call = pendingCall();
+  if (!chat.messages.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
   chat.messages.push(call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content });
   if (pendingCall()) return draw();
   return write(before, content);
+}
+
+function edit(index) {
+  if (writing) return hint("An answer is being written. Stop it (Escape) or wait, then edit.");
+  cancelEdit();
+  startEdit(index, takeContent());
+  putContent(chat.messages[index].content);
+}
+
+// Asks again from the edited question on. The earlier messages can be brought back until the next answer.
+async function askEdited(content) {
+  const { index, draft } = takeEdit(), asked = chat, { title } = chat, before = [...chat.messages];
+  chat.messages = before.slice(0, index);
+  await append(content, before);
+  if (asked.messages === before) {
+    asked.title = title;
+    keep(asked);
+    drawList(chat.id);
+    if (asked === chat) return startEdit(index, draft);
+  }
+  if (draft) putContent(draft);
+  if (asked === chat) offerMessages("The earlier messages were replaced.", before, title);
+}
+
+function offerMessages(text, messages, title) {
+  replacement.offer(text, () => {
+    Object.assign(chat, { messages, title });
+    keep(chat);
+    draw();
+    byId("question").focus();
+  });
 }
 
 async function retry() {
@@ -75,12 +113,7 @@ async function retry() {
   chat.messages.pop();
   await write(before, "");
   if (retried !== chat || chat.messages === before) return;
-  replacement.offer("The earlier answer was replaced.", () => {
-    chat.messages = before;
-    keep(chat);
-    draw();
-    byId("question").focus();
-  });
+  offerMessages("The earlier answer was replaced.", before, chat.title);
 }
 
 // Streams an answer. If nothing of it comes, the conversation is as `before`, and `content` is in the box again.
@@ -166,22 +199,12 @@ function keep(kept) {
 function open(other) {
   writing?.abort();
   endWriting();
+  cancelEdit();
   chat = other;
   showFailure("");
   replacement.clear();
   draw();
   toEnd();
-}
-
-async function copyAs(snippet, name) {
-  let body;
-  try {
-    body = lastRequest(chatBody(settings.model, chat.messages, settings));
-  } catch (error) {
-    return hint(error.message);
-  }
-  const copied = await copy(snippet(new URL("v1", document.baseURI).href, body, hasKey()));
-  hint(copied ? `Copied as ${name}.` : "This browser does not let the page copy: select the text and copy it.");
 }
 
 // The conversations with these ids were deleted. Returns a function that shows them when they are back.
@@ -204,23 +227,6 @@ function deleted(ids) {
   };
 }
 
-function drawModels() {
-  if (!server.facts) return;
-  // The first names are all names of the model, the others of adapters.
-  const { models: [model, ...others], num_names } = server.facts;
-  const models = [model, ...others.slice(num_names - 1)];
-  document.querySelector(".demo-hint")?.replaceWith(demoHint());
-  if (!models.includes(settings.model)) settings.model = models[0];
-  const choice = byId("model-choice");
-  choice.hidden = models.length < 2;
-  byId("attach").hidden = !server.facts.takes_images;
-  // Drawn anew only when it changed: the list may be open.
-  if ([...choice.options].map((option) => option.value).join("\n") !== models.join("\n")) {
-    choice.replaceChildren(...models.map((name) => new Option(shortName(name), name)));
-  }
-  choice.value = settings.model;
-}
-
 export function setUpChat() {
   setUpSettings();
   setUpScrolling();
@@ -235,11 +241,9 @@ export function setUpChat() {
     say: hint,
     deleted,
   });
-  byId("model-choice").addEventListener("change", (event) => rememberModel(event.target.value));
-  byId("copy-curl").addEventListener("click", () => copyAs(curl, "curl"));
-  byId("copy-python").addEventListener("click", () => copyAs(python, "Python"));
+  setUpModelChoice();
+  setUpExport(() => chat);
   window.addEventListener("pagehide", () => writing && keep(chat));
-  onServer(drawModels);
   onServer(clearWhenReady);
   draw();
 }

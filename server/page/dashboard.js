@@ -1,15 +1,16 @@
 // The view of the server: its load, and what its launches and requests did. Without fresh data it shows none.
 
 import { byId, element } from "./dom.js";
-import { count, percent, seconds } from "./format.js";
-import { drawRecent } from "./recent.js";
+import { drawCourse } from "./course.js";
+import { count, duration, percent, seconds } from "./format.js";
+import { drawRecent, isFailed } from "./recent.js";
 import { onServer, server } from "./server_state.js";
 import { drawShapes, setUpShapes } from "./shapes.js";
 
 const sum = (numbers) => Object.values(numbers).reduce((total, value) => total + value, 0);
 
 // A figure and the line below it.
-function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compilations }) {
+function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compilations, recent, restarts, uptime_s }) {
   const launches = sum(lookups);
   const hits = sum(Object.fromEntries(Object.entries(lookups).filter(([name]) => name.endsWith(".hit"))));
   const padding = sum(padding_tokens), computed = padding + sum(useful_tokens);
@@ -26,10 +27,14 @@ function figures({ load, lookups, padding_tokens, useful_tokens, graphs, compila
     padded: `of ${count(computed)} computed tokens`,
     graphs: count(graphs),
     compiled: `${count(compilations)} compiled while serving`,
+    failed: count(recent.filter(isFailed).length),
+    "failed-of": `of the last ${count(recent.length)} ${recent.length === 1 ? "request" : "requests"}`,
+    uptime: duration(uptime_s),
+    restarted: restarts.length ? `${count(restarts.length)} engine ${restarts.length === 1 ? "restart" : "restarts"}` : "",
   };
 }
 
-const FIGURES = "running open waiting waiting-tokens kv kv-blocks hits misses padding padded graphs compiled".split(" ");
+const FIGURES = "running open waiting waiting-tokens kv kv-blocks hits misses padding padded graphs compiled failed failed-of uptime restarted".split(" ");
 
 const restart = ({ engine, ended, seconds: pause, reason }) =>
   element("li", `${new Date(ended * 1000).toLocaleTimeString()}: engine ${engine} was back after ${seconds(pause)}: ${reason}`);
@@ -42,14 +47,21 @@ function draw() {
   for (const link of document.querySelectorAll("[data-docs]")) link.hidden = facts !== null && !facts.has_docs;
   byId("restarts").hidden = !facts?.restarts.length;
   byId("restart-list").replaceChildren(...[...(facts?.restarts ?? [])].reverse().map(restart));
+  drawCourse(facts);
   // A busy engine may not report its launches in time: the last ones stay.
   if (!facts || facts.shapes) drawShapes(facts?.shapes ?? null);
   drawRecent(facts?.recent ?? null);
 }
 
-// The explanation of a word where it is used is that of the list at the end.
+// The explanation of a word is in the list at the end: a tooltip needs a mouse.
 function explain(word) {
-  word.title = byId(`term-${word.dataset.term}`).textContent;
+  const explanation = byId(`term-${word.dataset.term}`);
+  word.title = explanation.textContent;
+  explanation.tabIndex = -1;
+  word.addEventListener("click", () => {
+    byId("glossary").open = true;
+    explanation.focus();
+  });
 }
 
 export function setUpDashboard() {

@@ -13,6 +13,16 @@ export function seconds(value) {
   return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
 }
 
+// A time in its two largest units.
+export function duration(seconds) {
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const first = units.findIndex(([, size]) => seconds >= size);
+  if (first < 0) return "0 s";
+  const [[name, size], next] = units.slice(first);
+  const whole = `${Math.floor(seconds / size)} ${name}`;
+  return next ? `${whole} ${Math.floor((seconds % size) / next[1])} ${next[0]}` : whole;
+}
+
 export function abbreviated(value) {
   if (value < 1000) return `${value}`;
   return value < 1e6 ? `${(value / 1000).toFixed(value < 1e4 ? 1 : 0)}k` : `${(value / 1e6).toFixed(1)}M`;

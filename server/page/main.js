@@ -1,6 +1,6 @@
 // The frame of the page: two views, the server's name and status, the API key.
 
-import { useKey } from "./api.js";
+import { request, useKey } from "./api.js";
 import { setUpChat } from "./chat.js";
 import { setUpDashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
@@ -24,10 +24,12 @@ function drawStatus() {
   byId("status").dataset.state = status;
   setText("trouble", trouble());
   byId("trouble").hidden = !trouble();
+  byId("wake").hidden = status !== "sleeping";
   byId("key-form").hidden = status !== "key needed";
   setText("key-error", server.isKeyRefused ? "The server rejected this key. Check it and enter it again." : "");
   byId("emulated").hidden = facts?.device !== "hpu-emulator";
   setText("facts", facts ? describe(facts) : "");
+  setText("served", facts ? `${facts.model} · ${describe(facts)}` : "");
   if (facts) {
     document.title = `${shortName(facts.model)} · gaudiserve`;
     setText("model", shortName(facts.model));
@@ -64,6 +66,19 @@ function focusWhatIsNext(hadKeyForm) {
   else if (needsKey && isFree && opensNoKeyboard()) byId("key").focus();
 }
 
+async function wake() {
+  byId("wake-button").disabled = true;
+  setText("wake-error", "");
+  try {
+    await request("wake_up", {});
+  } catch (error) {
+    setText("wake-error", error.message);
+  }
+  byId("wake-button").disabled = false;
+  refresh();
+}
+
+byId("wake-button").addEventListener("click", wake);
 byId("skip").addEventListener("click", (event) => {
   // The address names the view.
   event.preventDefault();

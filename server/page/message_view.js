@@ -1,11 +1,13 @@
 // Elements of the messages of a conversation.
 
+import { hint } from "./composer.js";
 import { button, copyButton, element } from "./dom.js";
-import { count, rate, seconds } from "./format.js";
+import { count, rate, seconds, shorten } from "./format.js";
 import { show } from "./markdown.js";
 import { picture } from "./pictures.js";
 import { isEmpty } from "./stream.js";
 
+const MAX_NAME = 40;
 const WAITING = "Waiting for the first token";
 const STATS = "A token is a word or a piece of a word. The time to the first token and the speed are measured in this browser.";
 const NOTES = {
@@ -22,7 +24,8 @@ export function textOf(message) {
   return message.content.filter((part) => part.type === "text").map((part) => part.text).join("\n");
 }
 
-export function questionView(message) {
+// `edit` is called by the button of a question; null: no button.
+export function questionView(message, edit) {
   const isResult = message.role === "tool";
   const view = element("article", "", `message ${message.role}`, { "aria-label": isResult ? "Result of a tool" : "Your message" });
   if (Array.isArray(message.content)) {
@@ -32,7 +35,14 @@ export function questionView(message) {
   }
   if (isResult) view.append(element("p", "Tool result", "quiet"));
   view.append(element("div", textOf(message), "plain"));
+  if (edit) view.append(editButton(textOf(message), edit));
   return view;
+}
+
+function editButton(text, edit) {
+  const made = button("Edit", "small edit", edit);
+  made.setAttribute("aria-label", `Edit ${shorten(text, MAX_NAME) || "the picture"}`);
+  return made;
 }
 
 // The element of an answer, which `update` draws again; `retry` is null for all but the last one.
@@ -46,7 +56,8 @@ export class AnswerView {
     this.text = element("div", "", "markdown");
     this.calls = element("div", "", "calls");
     this.note = element("p", "", "note");
-    this.stats = element("span", "", "quiet", { title: STATS });
+    this.stats = button("", "link quiet stats", () => hint(STATS));
+    this.stats.title = STATS;
     this.foot = element("footer", "", "foot");
     // One group: on a narrow page, all buttons go to the next line together.
     const actions = element("span", "", "actions");

@@ -5,6 +5,9 @@ import { count, rate, seconds } from "./format.js";
 
 const SHORTEST_S = 0.01;
 
+// A stream that broke off has the status 200.
+export const isFailed = (request) => request.status >= 400 || request.end === "error";
+
 // A request is {ended, route, status, ttft_s, seconds, prompt_tokens, output_tokens, end}; `recent` is null if unknown.
 export function drawRecent(known) {
   const recent = known ?? [];
@@ -31,9 +34,7 @@ function drawTicks(decades) {
 
 function bar(request, height) {
   const whole = Math.max(0.02, height(request.seconds));
-  // A stream that broke off has the status 200.
-  const isFailed = request.status >= 400 || request.end === "error";
-  const made = element("span", "", isFailed ? "failed" : "");
+  const made = element("span", "", isFailed(request) ? "failed" : "");
   made.style.setProperty("--whole", whole);
   made.style.setProperty("--first", request.ttft_s === null ? 0 : Math.min(1, height(request.ttft_s) / whole));
   made.title = `${request.route}: ${seconds(request.ttft_s)} to the first token, ${seconds(request.seconds)} in all`;

@@ -1,7 +1,7 @@
 // The body of a chat request from a conversation and the settings.
 
 import { request } from "./api.js";
-import { parseTools } from "./settings.js";
+import { parseOthers, parseTools } from "./settings.js";
 
 // The tool calls of an answer. An answer that broke off has none: their arguments may not be complete.
 export const completeCalls = (message) => (message.end === "tool_calls" ? message.tool_calls : []);
@@ -23,6 +23,7 @@ export function chatBody(model, messages, settings) {
     max_tokens: settings.maxTokens,
     ...(settings.temperature !== "" && { temperature: Number(settings.temperature) }),
     ...(tools.length && { tools }),
+    ...parseOthers(settings.others),
   };
 }
 

@@ -8,7 +8,7 @@ const WORDS = {
   starting: (state) => `${stage(state.progress)}. It accepts no requests yet.`,
   restarting: ({ reason }) => `The engine is being restarted: ${reason}. Requests wait until it is ready.`,
   draining: () => "The server is shutting down. It takes no new requests.",
-  sleeping: () => "The model is asleep. POST /wake_up wakes it.",
+  sleeping: () => "The model is asleep. It answers no requests until it is woken.",
   failed: ({ reason }) => `The engine has failed: ${reason}. The server's log says more.`,
 };
 

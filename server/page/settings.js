@@ -1,11 +1,13 @@
-// The settings dialog: system prompt, sampling, tools.
+// The settings dialog: system prompt, sampling, tools, other fields of a request.
 
 import { byId } from "./dom.js";
 import { loadSettings, saveSettings } from "./storage.js";
 
 export const settings = loadSettings();
 
-const FIELDS = { system: "system", temperature: "temperature", "max-tokens": "maxTokens", tools: "tools" };
+const FIELDS = { system: "system", temperature: "temperature", "max-tokens": "maxTokens", tools: "tools", "other-fields": "others" };
+// Fields that the page sets itself. A second choice would be written into the same answer.
+export const OWN_FIELDS = ["model", "messages", "max_tokens", "temperature", "tools", "stream", "stream_options", "n"];
 
 export function rememberModel(model) {
   settings.model = model;
@@ -25,6 +27,26 @@ export function parseTools(text) {
   return tools;
 }
 
+// The other fields of a request, or an empty object. Raises an Error that says what is wrong.
+export function parseOthers(text) {
+  if (!text.trim()) return {};
+  let others;
+  try {
+    others = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The other fields are not JSON: ${error.message}`);
+  }
+  if (others === null || typeof others !== "object" || Array.isArray(others)) {
+    throw new Error("The other fields are not a JSON object; write { before and } after them.");
+  }
+  const own = Object.keys(others).filter((name) => OWN_FIELDS.includes(name));
+  if (own.length) throw new Error(`The page sets ${own.join(", ")} itself: leave it out of the other fields.`);
+  return others;
+}
+
+// A field of the dialog, and what reads its text.
+const CHECKS = { tools: parseTools, "other-fields": parseOthers };
+
 export function setUpSettings() {
   const dialog = byId("settings");
   byId("open-settings").addEventListener("click", () => {
@@ -35,13 +57,14 @@ export function setUpSettings() {
   });
   byId("cancel-settings").addEventListener("click", () => dialog.close());
   dialog.querySelector("form").addEventListener("submit", (event) => {
-    try {
-      parseTools(byId("tools").value);
-    } catch (error) {
-      event.preventDefault();
-      byId("settings-error").textContent = error.message;
-      byId("tools").focus();
-      return;
+    for (const [id, parse] of Object.entries(CHECKS)) {
+      try {
+        parse(byId(id).value);
+      } catch (error) {
+        event.preventDefault();
+        byId("settings-error").textContent = error.message;
+        return byId(id).focus();
+      }
     }
     for (const [id, name] of Object.entries(FIELDS)) settings[name] = byId(id).value;
     settings.maxTokens = Number(settings.maxTokens);

@@ -1,5 +1,7 @@
 // A chat request as a curl command and as a Python script.
 
+import { OWN_FIELDS } from "./settings.js";
+
 const EXAMPLE = [{ role: "user", content: "What is the capital of Japan?" }];
 
 // The request that asks for the last answer: the conversation without what came after its last question.
@@ -23,7 +25,11 @@ export function curl(baseUrl, body, hasKey) {
 
 export function python(baseUrl, body, hasKey) {
   const key = hasKey ? 'os.environ["OPENAI_API_KEY"]' : '"none"';
-  const fields = Object.entries(body).map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
+  const isOwn = ([name]) => OWN_FIELDS.includes(name);
+  const others = Object.fromEntries(Object.entries(body).filter((field) => !isOwn(field)));
+  // The client has no arguments for fields that OpenAI's API lacks.
+  const sent = [...Object.entries(body).filter(isOwn), ...(Object.keys(others).length ? [["extra_body", others]] : [])];
+  const fields = sent.map(([name, value]) => `    ${name}=${literal(value, 1)},\n`);
   return [
     ...(hasKey ? ["import os", ""] : []),
     "from openai import OpenAI",

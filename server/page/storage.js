@@ -1,12 +1,12 @@
 // What this browser keeps: settings, and conversations up to a limit. Pictures are not kept.
 
 // A reverse proxy may serve several servers on one origin, each below its own path.
-const PREFIX = `gaudiserve:${location.pathname}:`;
+export const PREFIX = `gaudiserve:${location.pathname}:`;
 const CHAT = `${PREFIX}chat:`;
 export const MAX_CONVERSATIONS = 50;
 export const MAX_CHARACTERS = 500_000;
 export const PICTURE_NOT_KEPT = "(The picture is not saved.)";
-const DEFAULTS = { system: "", temperature: "", maxTokens: 1024, endsRepeats: true, tools: "", model: "" };
+const DEFAULTS = { system: "", temperature: "", maxTokens: 1024, endsRepeats: true, tools: "", others: "", model: "" };
 
 export const loadSettings = () => ({ ...DEFAULTS, ...read(`${PREFIX}settings`) });
 export const saveSettings = (settings) => write(`${PREFIX}settings`, settings);

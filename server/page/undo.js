@@ -1,15 +1,16 @@
-// A line that says what was deleted or replaced, with a button that brings it back.
+// A line that says what was deleted, replaced or is edited, with a button that brings the former state back.
 
 import { button, byId, element } from "./dom.js";
 
 export class UndoLine {
-  constructor(id) {
+  constructor(id, name = "Undo") {
     this.root = byId(id);
+    this.name = name;
   }
 
   // The offer stays until the next one or `clear`: nobody has to be quick.
   offer(text, undo) {
-    const act = button("Undo", "small", () => {
+    const act = button(this.name, "small", () => {
       this.clear();
       undo();
     });

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from config.engine import EngineConfig
 from config.errors import ConfigError, EngineDied, bytes_text, counted
 from config.fair_threads import FairThreads
+from config.loading.env import notify_socket
 from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
@@ -48,6 +49,7 @@ from server.metrics.select import make_tracer
 from server.multimodal.inputs import ImageLoader, make_image_inputs
 from server.parsers.registry import GENERIC_TOOL_PARSER, TOOL_PARSERS
 from server.process.addresses import base_urls, endpoints_text
+from server.process.listening import notify_ready
 from server.process.model_download import DownloadProgress
 from server.process.open_files import max_connections
 from server.process.start_probes import (
@@ -534,6 +536,7 @@ class ApiServer:
         # Reference counting frees a request's objects; cycles are rare.
         gc.set_threshold(GC_OBJECTS)
         self._mark_ready()
+        notify_ready(notify_socket())
         logger.info(
             "Ready after %.1f s: %s on %s (%s), context %d tokens; %s",
             time.monotonic() - self._started_s,

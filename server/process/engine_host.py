@@ -9,10 +9,11 @@ from types import FrameType
 
 from config.engine import EngineConfig
 from config.errors import capitalized
-from config.loading.env import data_parallel_token
+from config.loading.env import data_parallel_token, notify_socket
 from config.server import ServerConfig
 from engine.client.launcher import PROFILE_EXIT, EngineOrders, EngineProcesses, SocketDirectory
 from server.process.api_server import FAILED, WRONG_SETTING
+from server.process.listening import notify_ready
 from server.process.model_download import (
     DownloadProgress,
     ModelDownload,
@@ -72,6 +73,8 @@ def serve_engines(
                 on_exit=lambda engine, reason: events.put(reason),
             )
         )
+        # Only the other host knows when the engines are ready.
+        notify_ready(notify_socket())
 
     parallel = engine_config.data_parallel
     try:

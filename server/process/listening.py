@@ -1,12 +1,16 @@
-"""The listening socket of a server: an address and port, or a path."""
+"""The listening socket of a server: an address and port, or a path. The message to systemd that the
+server is ready."""
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import stat
 
 from config.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MAX_PORT = 65535
 
@@ -66,6 +70,21 @@ def remove_path(path: str) -> None:
     """Remove the socket file that `bind_path` created."""
     with contextlib.suppress(OSError):
         os.unlink(path)
+
+
+def notify_ready(address: str) -> None:
+    """Send READY=1 to systemd's socket `address` (sd_notify(3)); nothing if `address` is empty. A
+    failure is logged."""
+    if not address:
+        return
+    # An address with `@` is in the abstract namespace.
+    name = "\0" + address[1:] if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(b"READY=1", name)
+    except OSError as error:
+        logger.warning("The notification of systemd failed at %s: %s", address, error)
 
 
 def _answers(path: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from manifests import KUBERNETES, OVERLAYS, ROOT, Document, documents, pod_templates, rendered
 
+from config.loading.cards import NODES
 from config.loading.env import settings
 from config.server import ServerConfig
 
@@ -306,6 +307,11 @@ def test_the_unit_has_the_command_and_stop_timeout_of_a_server() -> None:
     assert int(service["TimeoutStopSec"]) > float(given["shutdown-timeout"])
     # Its own processes end with the server; SIGTERM is for the server alone.
     assert service["KillMode"] == "mixed"
+    # The server chooses no other device, and has started when it is ready, however long that takes.
+    assert given["device"] == "hpu"
+    assert (service["Type"], service["TimeoutStartSec"]) == ("notify", "infinity")
+    # Each of several API servers is a child of the unit's main process.
+    assert service["NotifyAccess"] == "all"
 
 
 def test_the_unit_has_the_capabilities_of_a_pod_and_the_documented_folders() -> None:
@@ -322,6 +328,19 @@ def test_the_unit_has_the_capabilities_of_a_pod_and_the_documented_folders() -> 
     assert service["AmbientCapabilities"].split() == rights
     assert service["CapabilityBoundingSet"].split() == rights
     assert (service["ProtectSystem"], service["NoNewPrivileges"]) == ("strict", "yes")
+
+
+def test_the_user_of_the_unit_is_in_the_group_that_the_udev_rule_gives_to_the_nodes() -> None:
+    text = (ROOT / "docs" / "gaudi.md").read_text(encoding="utf-8")
+    ((subsystems, group),) = re.findall(r'SUBSYSTEM=="(.*)", GROUP="(\w+)", MODE="0660"', text)
+    (useradd,) = (line for line in LINES if line.startswith("useradd"))
+
+    words = re.findall(r"(?:udevadm trigger .*|groupadd .*)", text)
+
+    assert set(subsystems.split("|")) == {system for _, _, system in NODES}
+    assert f"groupadd --system {group}" in words
+    assert f"udevadm trigger -c add -s {subsystems.replace('|', ' -s ')}" in words
+    assert f"--groups {group} gaudiserve" in useradd
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")

@@ -309,7 +309,8 @@ def test_a_pod_has_no_token_drops_capabilities_and_writes_to_volumes_only(
     # Cache and log folders that the image sets, and the folder of temporary files.
     assert {"/cache", "/tmp", "/var/log/gaudiserve"} <= set(mounts.values())
     # A folder in the claim of recipes would be made by the host's root.
-    assert mounts["hub"] == ("/hub" if "recipes" in mounts else "/cache/huggingface")
+    environment = {item["name"]: item.get("value", "") for item in container["env"]}
+    assert (mounts["hub"], environment["HF_HOME"]) == ("/hub", "/hub")
 
 
 @pytest.mark.parametrize(("path", "template"), WHOLE, ids=ids(WHOLE))

@@ -110,7 +110,7 @@ def test_compose_local_mounts_the_model_at_its_own_path() -> None:
 
 def compose_commands() -> list[tuple[str, str]]:
     """(file, command) of each `docker compose` command of the documents and of the manifests. Where
-    a page shows deploy/.env, its variables precede a command without variables."""
+    a page shows deploy/.env, the variables of this file precede the variables of a command."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.yaml")]
     found = []
     for page in sorted(pages):
@@ -119,9 +119,7 @@ def compose_commands() -> list[tuple[str, str]]:
         dotenv = " ".join(
             re.findall(r"(?:^# |`)((?:API_KEY|MODEL)=[\w/]+)(?:$|`)", text, re.MULTILINE)
         )
-        found += [
-            (page.name, f"{dotenv} {line}" if line.startswith("docker") else line) for line in lines
-        ]
+        found += [(page.name, f"{dotenv} {line}") for line in lines]
     return found
 
 

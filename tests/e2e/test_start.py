@@ -5,6 +5,7 @@ import fcntl
 import re
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,3 +193,16 @@ def test_the_start_log_and_the_metrics_show_the_memory_of_each_process(
     sizes = dict(re.findall(r'process_resident_memory_bytes\{process="([^"]+)"\} (\S+)', page))
     assert sizes.keys() >= names
     assert all(float(size) > 2**20 for size in sizes.values())
+
+
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_systemd_is_told_when_the_server_is_ready(
+    tiny: str, tmp_path: Path, api_servers: int
+) -> None:
+    name = f"gaudiserve-{tmp_path}"
+    flags = ("--max-model-len=64", f"--api-server-count={api_servers}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(f"\0{name}")
+        systemd.settimeout(WAIT_S)
+        with running(tiny, tmp_path / "log", *flags, env={"NOTIFY_SOCKET": f"@{name}"}):
+            assert systemd.recv(100) == b"READY=1"

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -369,7 +370,7 @@ def test_conversations_are_kept_opened_and_deleted(page: Page, server: PageServe
     names = page.locator(".chat-name")
     expect(names).to_have_text(["Second question", "First question"])
     names.nth(1).click()
-    expect(page.locator(".message.user")).to_have_text("First question")
+    expect(page.locator(".message.user .plain")).to_have_text("First question")
     expect(answers(page)).to_have_text("Hello!")
     page.click("[aria-label='Delete First question']")
     expect(names).to_have_text(["Second question"])
@@ -451,7 +452,7 @@ def test_a_deletion_can_be_undone(page: Page, server: PageServer) -> None:
     expect(page.locator("#announcement")).to_have_text("Deleted “Third”.")
     page.click("#deleted button")
     expect(names).to_have_text(["Third", "Second", "First"])
-    expect(page.locator(".message.user")).to_have_text("Third")
+    expect(page.locator(".message.user .plain")).to_have_text("Third")
     expect(page.locator("#deleted")).to_be_hidden()
     page.click("[aria-label='Delete First']")
     page.click("#forget")
@@ -499,6 +500,111 @@ def test_an_answer_that_was_replaced_can_be_brought_back(page: Page, server: Pag
     expect(page.locator("#replaced")).to_be_visible()
     ask(page, "Next")
     expect(page.locator("#replaced")).to_be_hidden()
+
+
+def test_an_edited_question_replaces_the_rest_of_the_conversation(
+    page: Page, server: PageServer
+) -> None:
+    ask(page, "One")
+    ask(page, "Two")
+    page.fill("#question", "a draft")
+    sent = bodies(page)
+    server.answer("Edited!")
+
+    page.get_by_role("button", name="Edit One").press("Enter")
+    expect(page.locator("#question")).to_be_focused()
+    expect(page.locator("#question")).to_have_value("One")
+    expect(page.locator("#announcement")).to_contain_text("You edit an earlier message.")
+    ask(page, "Uno")
+
+    expect(page.locator(".message.user .plain")).to_have_text(["Uno"])
+    expect(answers(page)).to_have_text(["Edited!"])
+    expect(page.locator("#title")).to_have_text("Uno")
+    assert [body["messages"] for body in sent] == [[{"role": "user", "content": "Uno"}]]
+    expect(page.locator("#question")).to_have_value("a draft")
+    expect(page.locator("#edited")).to_be_hidden()
+    page.reload()
+    expect(page.locator(".chat-name")).to_have_text(["Uno"])
+
+
+def test_edited_messages_can_be_brought_back(page: Page) -> None:
+    ask(page, "One")
+    ask(page, "Two")
+    page.get_by_role("button", name="Edit One").click()
+    ask(page, "Uno")
+
+    page.click("#replaced button")
+
+    expect(page.locator(".message.user .plain")).to_have_text(["One", "Two"])
+    expect(page.locator(".chat-name")).to_have_text(["One"])
+
+
+def test_an_edit_that_is_cancelled_or_fails_changes_nothing(page: Page) -> None:
+    ask(page, "One")
+    ask(page, "Two")
+    page.fill("#question", "a draft")
+    page.get_by_role("button", name="Edit One").click()
+    page.press("#question", "Escape")
+    expect(page.locator("#question")).to_have_value("a draft")
+    expect(page.locator("#edited")).to_be_hidden()
+
+    page.get_by_role("button", name="Edit Two").click()
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    ask(page, "Dos")
+
+    expect(page.locator("#failure")).to_be_visible()
+    expect(page.locator(".message.user .plain")).to_have_text(["One", "Two"])
+    expect(page.locator("#question")).to_have_value("Dos")
+    expect(page.locator("#edited")).to_be_visible()
+    page.unroute("**/v1/chat/completions")
+    page.press("#question", "Enter")
+    expect(page.locator(".message.user .plain")).to_have_text(["One", "Dos"])
+    expect(page.locator("#question")).to_have_value("a draft")
+
+
+def test_a_conversation_is_exported_as_markdown(page: Page, server: PageServer) -> None:
+    server.answer(THINKS + MARKDOWN)
+    expect(page.locator("#export")).to_be_disabled()
+    ask(page, "Reverse a string!")
+
+    with page.expect_download() as waiting:
+        page.click("#export")
+
+    text = Path(waiting.value.path()).read_text(encoding="utf-8")
+    assert waiting.value.suggested_filename == "Reverse-a-string.md"
+    assert text.startswith("# Reverse a string!\n\n## You\n\nReverse a string!\n\n## Answer\n\n> ")
+    assert text.strip().endswith(MARKDOWN.strip())
+
+
+def test_other_fields_are_sent_and_the_fields_of_the_page_refused(page: Page) -> None:
+    sent = bodies(page)
+    settle(page, other_fields='{"top_p": 0.9, "seed": 1, "stop": ["END"]}')
+
+    script = copied(page, "#copy-python", "Hi")
+
+    assert [sent[0][name] for name in ("top_p", "seed", "stop")] == [0.9, 1, ["END"]]
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=COPY_S, check=True
+    )
+    assert ran.stdout == "Hello!\n"
+    page.click("#open-settings")
+    for text, error in (
+        ("{", "The other fields are not JSON"),
+        ("[1]", "The other fields are not a JSON object"),
+        ('{"n": 2, "stream": false}', "The page sets n, stream itself"),
+    ):
+        page.fill("#other-fields", text)
+        page.click("#save-settings")
+        expect(page.locator("#settings-error")).to_contain_text(error)
+        expect(page.locator("#other-fields")).to_be_focused()
+
+
+def test_the_words_about_the_speed_need_no_mouse(page: Page) -> None:
+    ask(page, "Hi")
+
+    page.locator(".stats").press("Enter")
+
+    expect(page.locator("#hint")).to_contain_text("A token is a word or a piece of a word.")
 
 
 def test_a_long_title_ends_with_an_ellipsis(page: Page) -> None:
@@ -568,7 +674,7 @@ def test_an_abandoned_answer_does_not_end_the_next_answer(page: Page, server: Pa
 
     expect(answers(page)).to_contain_text("number 2")
     expect(page.locator("#send")).to_have_text("Stop")
-    expect(page.locator(".message.user")).to_have_text("Second")
+    expect(page.locator(".message.user .plain")).to_have_text("Second")
     page.click("#send")
     expect(page.locator(".chat-name")).to_have_text(["Second", "First"])
 

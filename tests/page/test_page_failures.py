@@ -235,6 +235,23 @@ def test_a_wrong_key_is_reported(browser: Browser) -> None:
         expect(page.locator("#failure")).to_be_hidden()
 
 
+def test_a_refused_key_of_a_server_is_not_deleted_for_another_path(browser: Browser) -> None:
+    with serving(api_keys=(KEY,)) as server, window(browser) as page:
+        open_page(page, server.url, "key needed")
+        page.evaluate("sessionStorage.setItem('gaudiserve:/other/:key', 'theirs')")
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-error")).to_contain_text("rejected this key")
+
+        kept = page.evaluate("Object.entries(sessionStorage)")
+
+        assert kept == [["gaudiserve:/other/:key", "theirs"]]
+        page.fill("#key", KEY)
+        page.press("#key", "Enter")
+        expect(page.locator("#status")).to_have_text("ready")
+        assert page.evaluate("sessionStorage.getItem('gaudiserve:/:key')") == KEY
+
+
 def test_an_empty_chat_shows_its_heading_below_the_form_for_the_key(browser: Browser) -> None:
     with serving(api_keys=(KEY,)) as server, window(browser, 360) as page:
         open_page(page, server.url, "key needed")

@@ -2,12 +2,16 @@
 
 import itertools
 import re
+import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from page_browser import HEIGHTS, chromium, open_page, window
-from page_rig import PageServer, serving
+from page_rig import STATS, PageServer, serving
 from playwright.sync_api import Browser, expect
+
+from engine.transport.messages import EngineStats
 
 pytestmark = pytest.mark.page
 
@@ -74,14 +78,71 @@ def test_the_terms_are_explained_where_they_are_used(browser: Browser, server: P
         open_page(page, server.url)
         page.click("#to-server")
 
-        terms = page.locator("#server-view abbr").all()
+        terms = page.locator("#server-view .term").all()
         titles = [term.get_attribute("title") for term in terms]
 
         assert len(titles) > 10 and all(titles)
-        page.click("#glossary summary")
+        # A touch shows no tooltip: it leads to the explanation.
+        page.locator(".term[data-term=padding]").first.click()
+        expect(page.locator("#term-padding")).to_be_focused()
+        expect(page.locator("#term-padding")).to_be_in_viewport()
         explanations = page.locator("#glossary dd").all_inner_texts()
         assert set(filter(None, titles)) <= set(explanations)
-        expect(page.locator("#glossary")).to_contain_text("Padding")
+
+
+def test_the_rate_of_output_tokens_has_a_course(browser: Browser, server: PageServer) -> None:
+    server.fill()
+    server.call(lambda: setattr(server.rig.state, "created", int(time.time()) - 3 * 3600 - 125))
+    with window(browser) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+        expect(page.locator("#failed")).to_have_text("2")
+        expect(page.locator("#failed-of")).to_have_text("of the last 60 requests")
+        expect(page.locator("#uptime")).to_have_text("3 h 2 min")
+        expect(page.locator("#output-rate")).to_have_text("0.0")
+        decoded = {**STATS.useful_tokens, "decode": STATS.useful_tokens["decode"] + 10_000}
+        server.client.stats = msgspec.structs.replace(STATS, useful_tokens=decoded)
+
+        # 10,000 tokens in the two seconds between polls, or a little more.
+        expect(page.locator("#course-figures")).to_contain_text(re.compile(r"highest [345],\d{3}"))
+
+        server.client.stats = STATS
+        # The counters of a restarted engine are lower.
+        expect(page.locator("#output-rate")).to_have_text("\N{EN DASH}")
+        expect(page.locator("#course-lines polyline")).to_have_count(2)
+        tops = page.locator("#course-lines polyline").first.get_attribute("points")
+        assert tops is not None and all(0 <= float(at.split(",")[1]) <= 100 for at in tops.split())
+        expect(page.locator("#course-ticks span").last).to_have_text(re.compile("[4-9].*k|10k"))
+        page.route("**/page/state", lambda route: route.abort())
+        expect(page.locator("#uptime")).to_have_text("\N{EN DASH}")
+        expect(page.locator("#failed")).to_have_text("\N{EN DASH}")
+
+
+def test_a_sleeping_server_can_be_woken(browser: Browser) -> None:
+    served = serving(enable_dev_endpoints=True, api_keys=("k",))
+    with served as server, window(browser, 360) as page:
+        server.client.stats = EngineStats(sleep="weights_offloaded")
+        open_page(page, server.url, "key needed")
+        page.fill("#key", "k")
+        page.press("#key", "Enter")
+        expect(page.locator("#trouble")).to_contain_text("The model is asleep")
+
+        page.click("#wake-button")
+
+        expect(page.locator("#status")).to_have_text("ready")
+        expect(page.locator("#wake")).to_be_hidden()
+
+
+def test_a_server_that_refuses_to_wake_says_so(browser: Browser, server: PageServer) -> None:
+    server.client.stats = EngineStats(sleep="weights_offloaded")
+    with window(browser) as page:
+        open_page(page, server.url, "sleeping")
+
+        # Without --enable-dev-endpoints there is no such route.
+        page.click("#wake-button")
+
+        expect(page.locator("#wake-error")).not_to_be_empty()
+        expect(page.locator("#wake-button")).to_be_enabled()
 
 
 def test_bars_of_short_requests_stay_visible_beside_a_long_request(

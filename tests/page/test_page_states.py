@@ -11,6 +11,7 @@ from page_rig import PageServer, serving
 from playwright.sync_api import Browser, Page, expect
 
 from engine.client.state import Failure
+from engine.transport.messages import EngineStats
 
 pytestmark = pytest.mark.page
 
@@ -118,6 +119,11 @@ def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
     check(page, "engine that was killed under an answer")
     in_view(page, "#failure", "#question", "#send")
 
+    page.locator(".edit").first.click()
+    check(page, "edited question")
+    in_view(page, "#edited button", "#question", "#send")
+    page.press("#question", "Escape")
+
     page.fill("#question", "x" * 3000)
     server.rig.state.is_draining = True
     page.press("#question", "Enter")
@@ -134,6 +140,12 @@ def chat_states(page: Page, server: PageServer, *, is_narrow: bool) -> None:
     expect(page.locator("#status")).to_have_text("restarting")
     check(page, "engine that restarts")
     server.client.lost = None
+    expect(page.locator("#trouble")).to_be_hidden()
+    awake = server.client.stats
+    server.client.stats = EngineStats(sleep="weights_offloaded")
+    expect(page.locator("#wake-button")).to_be_visible()
+    check(page, "model that sleeps")
+    server.client.stats = awake
     expect(page.locator("#trouble")).to_be_hidden()
     if is_narrow:
         page.click("#open-history")
@@ -169,6 +181,8 @@ def server_states(page: Page, server: PageServer) -> None:
     server.fill()
     expect(page.locator("#decode td[data-share]").first).to_be_visible()
     check(page, "server with launches")
+    page.locator(".term").last.click()
+    check(page, "explained word")
     page.click("[data-shows=padding]")
     check(page, "padding")
     page.route("**/page/state", lambda route: route.abort())

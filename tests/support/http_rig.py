@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from waits import WAIT_S
 
 from config.server import ServerConfig
+from config.version import VERSION
 from engine.client.base import EngineClient
 from server.app.application import create_app
 from server.metrics.registry import Metrics
@@ -139,7 +140,7 @@ def make_state(
     names = settings.served_model_names
     scripted = cast(EngineClient, client)
     metrics = Metrics(scripted, names[0])
-    state = AppState(settings, scripted, metrics, "0.1.0", names, root=names[0])
+    state = AppState(settings, scripted, metrics, VERSION, names, root=names[0])
     if client.ready is not None:
         generic_tools = settings.tool_template == "auto"
         source = settings.chat_template or TEMPLATE

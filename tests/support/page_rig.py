@@ -50,11 +50,13 @@ Result = TypeVar("Result")
 
 
 class PageClient(TalkingClient):
-    """A TalkingClient that reports launches."""
+    """A TalkingClient that reports launches and wakes up."""
 
     shapes: list[list[Any]] | None = None
 
     async def control(self, name: str, **arguments: Any) -> Any:
+        if name == "wake_up":
+            self.stats = EngineStats()
         return self.shapes if name == "shapes" else None
 
 

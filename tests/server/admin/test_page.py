@@ -15,6 +15,7 @@ import pytest
 from http_rig import TalkingClient, in_memory, on_port
 
 from config.lora.info import LoRAInfo
+from config.version import VERSION
 from engine.client.state import Failure
 from server.http.auth import PAGE_FILES
 
@@ -129,6 +130,14 @@ def test_the_libraries_are_the_recorded_releases_with_their_licences() -> None:
     assert found == recorded
 
 
+def test_the_pictures_of_the_page_show_this_version() -> None:
+    # The script that makes the pictures writes the line that they show: `make page-pictures`.
+    docs = Path(__file__).parents[3] / "docs"
+    shown = json.loads((docs / "page-pictures.json").read_text(encoding="utf-8"))["shown"]
+
+    assert shown.split(" · ")[0] == f"gaudiserve {VERSION}"
+
+
 def test_the_limits_of_the_page_are_documented() -> None:
     constants = {}
     for name in ("storage.js", "repetition.js"):
@@ -156,6 +165,7 @@ async def test_the_page_state_requires_the_key_and_contains_no_text() -> None:
         state = json.loads(told.text)
         assert (state["model"], state["status"]) == ("demo", "ready")
         assert (state["models"], state["num_names"]) == (["demo", "org/demo"], 2)
+        assert 0 <= state["uptime_s"] < 600
         (recent,) = state["recent"]
         assert recent["route"] == "/v1/chat/completions" and recent["end"] == "stop"
         assert 0 <= recent["ttft_s"] <= recent["seconds"]

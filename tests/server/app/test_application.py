@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from config.model.special_tokens import NAMED_TOKENS
 from config.server import ServerConfig
+from config.version import VERSION
 from server.process.supervisor import bind
 
 ROOT = Path(__file__).parents[3]
@@ -89,7 +90,7 @@ async def test_probes_answer_and_draining_fails_readiness() -> None:
             for path in ("/live", "/health", "/ping", "/ready", "/version", "/is_sleeping")
         }
 
-        assert answers["/version"] == {"version": "0.1.0"}
+        assert answers["/version"] == {"version": VERSION}
         assert answers["/is_sleeping"] == {"is_sleeping": False}
         assert answers["/ready"] == {"status": "ready"}
         rig.state.is_draining = True

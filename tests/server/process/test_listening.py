@@ -1,4 +1,4 @@
-"""server/process/listening.py: Unix sockets."""
+"""server/process/listening.py: Unix sockets, and the message to systemd."""
 
 import socket
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from config.errors import ConfigError
-from server.process.listening import bind_path, remove_path
+from server.process.listening import bind_path, notify_ready, remove_path
 
 
 def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
@@ -37,3 +37,26 @@ def test_a_file_that_is_not_a_socket_is_refused_and_kept(tmp_path: Path) -> None
 def test_the_error_names_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on .*none/s: No such file"):
         bind_path(str(tmp_path / "none" / "s"))
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_systemd_gets_one_datagram(tmp_path: Path, is_abstract: bool) -> None:
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind("\0" + path if is_abstract else path)
+        systemd.settimeout(5)
+
+        notify_ready(f"@{path}" if is_abstract else path)
+
+        assert systemd.recv(100) == b"READY=1"
+
+
+def test_a_missing_socket_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(tmp_path / "none")
+
+    notify_ready("")
+    notify_ready(path)
+
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"The notification of systemd failed at {path}"
+    ]
