@@ -230,6 +230,7 @@ class ExecutionConfig:
         None,
         "File for a Chrome trace of the steps (opens in Perfetto); auto: a file in the cache "
         "folder",
+        metavar="FILE",
         group="Diagnostics",
         name="profiler-trace",
         switches={"profiler": ("auto", None)},
@@ -392,6 +393,7 @@ class WarmupConfig:
         None,
         "File with lengths of real requests, whose buckets are prepared first; none: "
         "--bucketing-traffic, or a mix of chats, code and summaries",
+        metavar="FILE",
         name="warmup-traffic",
     )
     full_guards_off: bool = setting(

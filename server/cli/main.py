@@ -72,7 +72,8 @@ commands:
 
 SERVE = """\
 Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host or --port is set.
---help=WORD shows a part of this text: a group (--help=http) or flags (--help=max-num-seqs).
+--help=WORD shows a part of this text: a group (--help=http) or the flags with WORD in their name
+(--help=max-num-seqs).
 """
 
 TEXTS = {
