@@ -17,6 +17,7 @@ from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence, short_form
 from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_dashes
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
+_MISSING = "the following arguments are required: "
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
 EPILOG = (
     "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the "
@@ -51,6 +52,8 @@ class FlagParser(argparse.ArgumentParser):
         """Converts vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` omits and `--help-all` shows last."""
+        self.hint_of_words = ""
+        """End of the error about a word that is neither a flag nor an argument."""
         self.lists_groups = False
         """Whether the help begins with a list of its groups."""
         self.kinds = NO_KINDS
@@ -139,7 +142,16 @@ class FlagParser(argparse.ArgumentParser):
             self._action_groups = groups
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(_MISSING):
+            words = message.removeprefix(_MISSING).split(", ")
+            raise ConfigError(f"`{self.prog}` needs {' and '.join(map(self._usage_of, words))}")
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
+
+    def _usage_of(self, name: str) -> str:
+        """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
+        flag = name.rpartition("/")[2]
+        action = self._option_string_actions.get(flag)
+        return flag if action is None else f"{flag} {action.metavar}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices and value not in action.choices:
@@ -173,7 +185,7 @@ class FlagParser(argparse.ArgumentParser):
         unknown = [word for word in left if _FLAG.match(word)]
         problems += [self._unknown(word.partition("=")[0]) for word in unknown]
         if left and not unknown:
-            problems.append(f"{self.prog} takes no argument {left[0]!r}")
+            problems.append(f"{self.prog} takes no argument {left[0]!r}{self.hint_of_words}")
         return arguments, problems
 
     def _unknown(self, name: str) -> str:
@@ -303,6 +315,9 @@ def server_parser(
     parser.absence, parser.spell, parser.kinds = absence, respelled, kinds
     parser.set_defaults(given=[], model=None)
     if has_model:
+        parser.hint_of_words = (
+            ": it takes one model; --enable-lora --lora-modules NAME=PATH adds adapters"
+        )
         parser.add_argument(
             "model",
             nargs="?",

@@ -57,11 +57,18 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
         (["doctor", "m"], "gaudiserve doctor takes no argument 'm'"),
         (["plan", "m", "n"], "gaudiserve plan takes no argument 'n'"),
         (["config", "m", "n"], "gaudiserve config takes no argument 'n'"),
-        (["serve", "m", "n"], "gaudiserve serve takes no argument 'n'"),
+        (["serve", "m", "n"], "no argument 'n': it takes one model; --enable-lora --lora-modules "),
+        (["serve", "--host", "256.0.0.1"], "--host 256.0.0.1 cannot be used: "),
         (["fetch-demo", "m"], "gaudiserve fetch-demo takes no argument 'm'"),
         (["bench", "serve", "m"], "gaudiserve bench serve takes no argument 'm'"),
         (["version", "m"], "`gaudiserve version` takes no argument 'm'"),
         (["buckets", "fit"], "`gaudiserve buckets fit` needs --traffic FILE"),
+        (["run-batch"], "`gaudiserve run-batch` needs --input-file FILE and --output-file FILE"),
+        (
+            ["run-batch", "-i", "/no/such", "-o", "/no/such/out"],
+            "--input-file /no/such cannot be read: No such file or directory",
+        ),
+        (["quantize"], "`gaudiserve quantize` needs MODEL and --to KIND and --output DIR"),
         (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
         (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
         (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
@@ -272,6 +279,28 @@ def test_config_lists_what_has_no_effect(
     last = (printed.err if form else printed.out).splitlines()[-1]
     assert last.startswith("without effect here: --weights-load-device cpu (weights are read ")
     assert "--model-loader-extra-config {} (" in last and "VLLM_FOO (" in last
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--device=cpu", "--no-fused-experts", "--gpu-memory-utilization=0.8"],
+            "--no-fused-experts (only a Gaudi reads it); --gpu-memory-utilization (a CPU reads "
+            "--kv-cache-memory-bytes)",
+        ),
+        (
+            ["--device=hpu-emulator", "--compile-fullgraph", "--no-fused-experts"],
+            "--compile-fullgraph (it needs --execution-mode torch-compile, the mode is hpu-graphs)",
+        ),
+    ],
+)
+def test_config_names_flags_without_effect_on_the_device(
+    flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--changed", "m", *flags]) == 0
+
+    assert _lines(capsys)[-1] == f"without effect here: {expected}"
 
 
 def test_config_changed_prints_only_what_a_source_sets(
