@@ -150,8 +150,9 @@ class FlagParser(argparse.ArgumentParser):
     def _usage_of(self, name: str) -> str:
         """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
         flag = name.rpartition("/")[2]
-        action = self._option_string_actions.get(flag)
-        return flag if action is None else f"{flag} {action.metavar}"
+        if flag not in self._option_string_actions:
+            return flag
+        return f"{flag} {self._option_string_actions[flag].metavar}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices and value not in action.choices:

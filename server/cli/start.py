@@ -60,7 +60,7 @@ def main() -> None:
 def start(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until stopped; returns the exit status. The caller has called `check_device`. Raises
     ConfigError and CheckpointError."""
-    if server.chat_template is not None:
+    if server.chat_template:
         # The API server reads it after the engine is launched.
         read_template(server.chat_template)
     names = server.served_model_names or default_names(
