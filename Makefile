@@ -40,7 +40,7 @@ install: $(VENV)/.installed ## Create .venv with what serving on a CPU needs
 install-dev: $(VENV)/.installed-dev ## Add what the tests need to .venv
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gaudiserve needs Python 3.10 or newer, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "gaudiserve needs Python 3.10 to 3.13, $(PYTHON) is " + sys.version.split()[0] + ": set PYTHON, as in make serve PYTHON=python3.13")'
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(COUNTED) 'Creating $(VENV)' $(PYTHON) -m venv $(VENV)
 
@@ -74,7 +74,7 @@ install-hpu: ## On a Gaudi machine: a .venv over the system's packages that keep
 serve: $(VENV)/.installed ## Serve MODEL (or the demo model, fetched at the first start) on PORT
 	@# The server prints its first line after its imports, which may take seconds.
 	@echo "Starting gaudiserve on port $(PORT)"
-	@exec $(BIN)/gaudiserve serve $(MODEL) --port $(PORT) $(ARGS)
+	@exec $(BIN)/gaudiserve serve $(if $(MODEL),"$(MODEL)") --port $(PORT) $(ARGS)
 
 test: style ## Lint, types and the default tests
 	@# Compiling changed kernels takes minutes, longer than the time limit of a test.

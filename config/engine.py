@@ -32,6 +32,7 @@ EXTERNAL_LAUNCHER = "external_launcher"
 EXECUTORS = ("auto", "uni", "mp", RAY, EXTERNAL_LAUNCHER)
 DEFAULT_PREFILL_BATCH, DEFAULT_MERGED_BATCH, DEFAULT_POOLING_BATCH = 1, 4, 16
 DEFAULT_TOKEN_BUDGET = 2048
+DEFAULT_MEMORY_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class CacheConfig:
         minimum=2,
     )
     gpu_memory_utilization: float = setting(
-        0.9,
+        DEFAULT_MEMORY_UTILIZATION,
         "Fraction of the free device memory to use; no effect on CPU",
         aliases=("memory-utilization",),
     )

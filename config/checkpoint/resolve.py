@@ -43,12 +43,16 @@ def resolve(
     which says what is missing or wrong, and SettingError for wrong `hf_overrides`.
     """
     parse_overrides(hf_overrides)
+
+    def checked(folder: str) -> None:
+        check(with_overrides(folder, hf_overrides, cache_dir))
+
     sampling = NO_SAMPLING
     if model in NAMES:
         model, sampling = fetch_demo(cache_dir, progress, report), SAMPLING
     path = Path(os.path.expanduser(model))
     if path.is_dir():
-        folder = _checked(path, has_weights=has_weights)
+        folder = _checked(path, has_weights, checked)
     elif path.suffix.lower() == ".gguf" and path.is_file():
         folder = converted(
             path,
@@ -68,7 +72,7 @@ def resolve(
             model,
             revision,
             download_dir,
-            check=lambda found: check(with_overrides(found, hf_overrides, cache_dir)),
+            check=checked,
             has_weights=has_weights,
             progress=progress,
             report=report,
@@ -78,9 +82,12 @@ def resolve(
     return with_overrides(str(folder), hf_overrides, cache_dir)
 
 
-def _checked(folder: Path, *, has_weights: bool) -> Path:
+def _checked(folder: Path, has_weights: bool, check: Callable[[str], object]) -> Path:
     names = sorted(path.name for path in folder.iterdir())
     has_files = not has_weights or any(name.endswith(".safetensors") for name in names)
+    if "config.json" in names and not has_files:
+        # An unsupported model is reported before its missing weights.
+        check(str(folder))
     if "config.json" not in names or not has_files:
         raise incomplete(str(folder), names, folder / "config.json")
     return folder

@@ -10,8 +10,9 @@ def _problem(installed: Installed) -> str:
     if installed.has_module(RUNTIME):
         return ""
     return (
-        f"device is 'hpu', and {RUNTIME}, the Gaudi runtime, is not installed here; without a "
-        "Gaudi, use --device cpu or hpu-emulator"
+        f"device is 'hpu', and {RUNTIME}, the Gaudi runtime, is not installed here: install it "
+        "with `make install-hpu` or use the HPU image; without a Gaudi, use --device cpu or "
+        "hpu-emulator"
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config.engine import EngineConfig
+from config.engine import DEFAULT_MEMORY_UTILIZATION, EngineConfig
 from config.malloc import retain_freed_memory
 from config.model.kv_cache_dtype import AUTO
 from config.model.model_config import ModelConfig
@@ -376,6 +376,11 @@ def _pack(linear: LinearBase, library: Library | None) -> Kernel | None:
 
 
 def _make(config: EngineConfig, ranks: Ranks, on_step: OnStep) -> CpuBackend:
+    if config.cache.gpu_memory_utilization != DEFAULT_MEMORY_UTILIZATION and not ranks.rank:
+        logger.info(
+            "--gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the "
+            "size of the KV cache"
+        )
     folder = kernel_folder(config.cache_dir) if config.cpu_kernels == "auto" else None
     backend = CpuBackend(
         config.num_threads,

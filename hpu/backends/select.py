@@ -3,8 +3,11 @@
 import logging
 
 from config.devices.base import DEVICES
+from config.devices.hpu import RUNTIME
 from config.engine import EngineConfig
+from config.errors import counted
 from config.loading import env
+from config.loading.cards import card_nodes
 from config.model.quantization.inc import INC
 from config.progress import OnStep, unreported_step
 from hpu.backends.base import Backend
@@ -26,6 +29,8 @@ def select_backend(
     or the device cannot be used.
     """
     device = env.chosen_device(config.device)
+    if config.device == "auto" and not DEVICES[device].is_gaudi and not ranks.rank:
+        _warn_of_unused_cards()
     changed = config.execution.changed_on_gaudi
     if changed and not ranks.rank:
         if DEVICES[device].is_gaudi:
@@ -35,10 +40,23 @@ def select_backend(
                 logger.warning("%s has no effect: %s", flag, why)
         else:
             logger.info(
-                "%s have no effect on this device: they choose how a Gaudi executes the model",
+                "%s %s no effect on this device: only a Gaudi reads %s",
                 ", ".join(changed),
+                *(("has", "it") if len(changed) == 1 else ("have", "them")),
             )
     backend: Backend = DEVICES.counterpart(device, "hpu.backends", "BACKENDS")(
         config, ranks, on_step
     )
     return backend
+
+
+def _warn_of_unused_cards() -> None:
+    """Warn if the machine has Gaudi cards that this process cannot use without their runtime."""
+    if cards := card_nodes():
+        logger.warning(
+            "The model runs on the CPU, although this machine has %s: %s is not installed in this "
+            "Python environment. Install it with `make install-hpu` or use the HPU image; "
+            "--device cpu removes this warning",
+            counted(len(cards), "Gaudi card"),
+            RUNTIME,
+        )

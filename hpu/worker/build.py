@@ -12,6 +12,7 @@ from config.errors import ConfigError, bytes_text
 from config.model.multimodal.vision import cross_cache_tiles, encoder_cache_rows
 from config.model.window_cache import CacheSizes, rings_fit_more_blocks
 from hpu.backends.base import Backend
+from hpu.backends.page_prefaulter import PagePrefaulter
 from hpu.distributed.agreement import Agreement
 from hpu.distributed.process_groups import SINGLE
 from hpu.launch_inputs import LaunchArrays
@@ -90,10 +91,15 @@ class Components:
     offload: Offload = field(default_factory=Offload)
 
     @property
+    def _caches(self) -> list[KVCache | HiddenCache | RequestStates]:
+        """KV caches and recurrent states that the model and its drafter have."""
+        caches = (self.cache, self.states, *self.draft_caches)
+        return [cache for cache in caches if cache is not None]
+
+    @property
     def cache_bytes(self) -> int:
         """Total bytes of KV caches and states."""
-        caches = (self.cache, self.states, *self.draft_caches)
-        return sum(0 if cache is None else cache.bytes for cache in caches)
+        return sum(cache.bytes for cache in self._caches)
 
     @property
     def capacity(self) -> tuple[int | None, int | None]:
@@ -109,24 +115,25 @@ class Components:
         if self.cache is not None and contiguous:
             self.cache.warm_moves()
 
+    @property
+    def _prefaulter(self) -> PagePrefaulter:
+        return PagePrefaulter() if self.cache is None else self.cache.pages_ahead
+
     def start_prefaulting(self) -> None:
         """Start to pre-fault memory of the cache."""
-        if self.cache is not None:
-            self.cache.pages_ahead.start()
+        self._prefaulter.start()
 
     def end_threads(self) -> None:
         """End the threads of the offload and of the cache."""
         self.offload.close()
-        if self.cache is not None:
-            self.cache.pages_ahead.close()
+        self._prefaulter.close()
 
     def close(self) -> None:
         """Free the memory of caches, states and images, and stop the threads."""
         self.end_threads()
         self.images.close()
-        for part in (self.cache, self.states, *self.draft_caches):
-            if part is not None:
-                part.close()
+        for cache in self._caches:
+            cache.close()
 
     @property
     def num_blocks(self) -> int:

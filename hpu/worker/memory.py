@@ -178,8 +178,8 @@ def host_rule(cache: CacheConfig, demand: KVCacheDemand) -> str:
         return ""
     return (
         f" (default: {HOST_TOKENS_PER_SEQ} tokens for each of {demand.max_num_seqs} sequences, at "
-        f"most {HOST_MEMORY_FRACTION:.0%} of the free memory or one full context; "
-        "--kv-cache-memory-bytes sets the size)"
+        f"most {HOST_MEMORY_FRACTION:.0%} of the free memory, {HOST_CONTEXT_FRACTION:.0%} if one "
+        "full context needs it; --kv-cache-memory-bytes sets the size)"
     )
 
 

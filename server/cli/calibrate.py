@@ -124,6 +124,8 @@ def main(argv: list[str]) -> int:
     """Measure, repair, unify and quantize; the last output line shows the command to serve. Raises
     CheckpointError if a step fails, ConfigError for invalid flags."""
     args = calibrate_parser().parse_all(argv)
+    if not is_installed(MODULE):
+        raise ConfigError(f"Intel Neural Compressor is not installed here: pip install {PACKAGE}")
     log.setup("calibrate", log.LogConfig("error"))
     with _failures(args.output):
         return _calibrate(args)
@@ -131,8 +133,6 @@ def main(argv: list[str]) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     samples = read_samples(Path(args.data), args.max_samples)
-    if not is_installed(MODULE):
-        raise ConfigError(f"Intel Neural Compressor is not installed here: pip install {PACKAGE}")
     folder, num_ranks = Path(args.output), args.tensor_parallel_size
     try:
         folder.mkdir(parents=True, exist_ok=True)

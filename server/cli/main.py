@@ -13,7 +13,7 @@ from importlib import import_module
 
 from config import log
 from config.devices.base import DEVICES
-from config.engine import EXTERNAL_LAUNCHER, CacheConfig, EngineConfig
+from config.engine import DEFAULT_MEMORY_UTILIZATION, EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import (
     CheckpointError,
     CommandFailed,
@@ -240,7 +240,7 @@ def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
         return engine.execution.unread_in(mode, uses_compressor=engine.quantization == INC)
     unread = [(flag, "only a Gaudi reads it") for flag in engine.execution.changed_on_gaudi]
     utilization = engine.cache.gpu_memory_utilization
-    if device == "cpu" and utilization != CacheConfig().gpu_memory_utilization:
+    if device == "cpu" and utilization != DEFAULT_MEMORY_UTILIZATION:
         unread.append(("--gpu-memory-utilization", "a CPU reads --kv-cache-memory-bytes"))
     return unread
 

@@ -26,7 +26,7 @@ name."""
 _NOUNS = {IMAGE: "images", VIDEO: "videos"}
 PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
 """Kind -> content part type of OpenAI and vLLM, which is also the field that contains the URL."""
-_ADVICE = "serve a model that reads them, with --limit-mm-per-prompt above 0 (docs/images.md)"
+_ADVICE = "serve a model that reads them, without --limit-mm-per-prompt 0 (docs/images.md)"
 _MEDIA = {
     **dict.fromkeys(
         IMAGE_TYPES,

@@ -789,7 +789,14 @@ def _raw(response: Response) -> bytes:
 
 
 def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
-    """Log how tools are rendered if the chat template does not support them."""
+    """Log how tools are rendered if the chat template does not support them, and warn of a missing
+    chat template."""
+    if not template.source:
+        logger.warning(
+            "The model has no chat template, so chats are refused: use /v1/completions, or start "
+            "the server with --chat-template FILE"
+        )
+        return
     if not template.uses_generic_tools():
         return
     logger.info(

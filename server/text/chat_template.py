@@ -227,7 +227,8 @@ class ChatTemplate:
                 param="chat_template",
             )
         raise UserError(
-            "the model has no chat template; use completions, or start with --chat-template",
+            "the model has no chat template: use /v1/completions, or start the server with "
+            "--chat-template FILE",
             param="messages",
         )
 

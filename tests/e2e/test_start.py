@@ -183,7 +183,8 @@ def test_the_start_log_and_the_metrics_show_the_memory_of_each_process(
     (cache,) = [line for line in live.text().splitlines() if " KV cache: " in line]
     assert cache.endswith(
         ": 32.0 sequences of 64 tokens at once (default: 2048 tokens for each of 32 sequences, at "
-        "most 10% of the free memory or one full context; --kv-cache-memory-bytes sets the size)"
+        "most 10% of the free memory, 25% if one full context needs it; "
+        "--kv-cache-memory-bytes sets the size)"
     )
     names = {f"API server {index}" for index in range(count)} | {"engine 0"}
     assert re.search(r"Memory of each engine: weights [\d.]+ \w+, KV cache [\d.]+ \w+ when", line)

@@ -2,6 +2,7 @@
 work."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def test_a_folder_that_lacks_files_is_refused_with_all_their_names(tmp_path: Pat
 
 
 def test_a_folder_without_weights_is_refused_with_the_flag_that_needs_none(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    make_tiny("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
 
     with pytest.raises(ConfigError, match=r"\*\.safetensors\) too, or .* --load-format dummy$"):
         resolve(str(tmp_path))
@@ -57,6 +59,16 @@ def test_a_gguf_file_is_checked_before_its_weights_are_converted(tmp_path: Path)
 
     assert len(found) == 1 and "model.safetensors" not in found[0]
     assert not list(tmp_path.glob("cache/converted/tiny-*/"))
+
+
+def test_an_unsupported_model_is_reported_before_its_missing_weights(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": -1}))
+
+    with pytest.raises(ConfigError, match="vocab_size"):
+        resolve(str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])

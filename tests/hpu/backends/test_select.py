@@ -10,6 +10,7 @@ from config.devices.base import DEVICES
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.execution import ExecutionConfig
+from config.loading.cards import CardNode
 from config.loading.sources import load
 from hpu.backends.select import select_backend
 
@@ -45,8 +46,27 @@ def test_a_cpu_names_the_changed_flags_that_a_gaudi_reads(
 
     assert without_effect(words, caplog) == [
         "--no-prompt-use-fusedsdpa, --softmax-mode, --block-softmax, --split-qkv have no effect on "
-        "this device: they choose how a Gaudi executes the model"
+        "this device: only a Gaudi reads them"
     ]
+    caplog.clear()
+    assert without_effect(["--split-qkv", "--gpu-memory-utilization=0.5"], caplog) == [
+        "--split-qkv has no effect on this device: only a Gaudi reads it",
+        "--gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the size of "
+        "the KV cache",
+    ]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_cards_that_auto_leaves_unused_are_reported(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [CardNode(f"/dev/accel/accel{i}", "sys", i) for i in range(2)]
+    monkeypatch.setattr("hpu.backends.select.card_nodes", lambda: nodes)
+
+    select_backend(EngineConfig("m", device=device, num_threads=1)).close()
+
+    found = [line for line in caplog.messages if "although this machine has 2 Gaudi cards" in line]
+    assert len(found) == (device == "auto")
 
 
 def test_a_cpu_does_not_report_the_flags_of_contiguous_attention_and_logging(

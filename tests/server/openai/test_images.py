@@ -357,8 +357,8 @@ async def test_models_without_vision_refuse_all_but_text() -> None:
 
     assert [answer.status_code for answer in answers] == [400] * 6
     images = (
-        "and this server does not accept images; serve a model that reads them, with "
-        "--limit-mm-per-prompt above 0 (docs/images.md)"
+        "and this server does not accept images; serve a model that reads them, without "
+        "--limit-mm-per-prompt 0 (docs/images.md)"
     )
     text_only = "it must be text"
     assert [answer.json()["error"]["message"] for answer in answers] == [
@@ -744,7 +744,7 @@ async def test_a_checkpoint_needs_no_processor_if_images_are_disabled(
         refused = await chat(rig, part())
         taken = await chat(rig, text(str(tokenizer.token(vision.image_token_id))))
     assert (refused.status_code, taken.status_code) == (400, 200)
-    assert "--limit-mm-per-prompt above 0" in refused.json()["error"]["message"]
+    assert "--limit-mm-per-prompt 0" in refused.json()["error"]["message"]
     (queue,) = client.queues
     assert vision.image_token_id not in queue.prompt
 

@@ -205,5 +205,5 @@ async def test_an_image_model_refuses_videos(tmp_path: Path) -> None:
     assert (refused.status_code, taken.status_code) == (400, 200)
     assert refused.json()["error"]["message"] == (
         "messages[0].content[0] has type 'video_url', and this server does not accept videos; "
-        "serve a model that reads them, with --limit-mm-per-prompt above 0 (docs/images.md)"
+        "serve a model that reads them, without --limit-mm-per-prompt 0 (docs/images.md)"
     )

@@ -1,4 +1,4 @@
-"""The log line for a chat template without support for tools."""
+"""Log lines for a missing chat template, and for a template without support for tools."""
 
 import logging
 
@@ -32,4 +32,16 @@ def test_a_tool_parser_that_does_not_match_the_generic_template_is_a_warning(
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelname == "WARNING"]
     assert len(warnings) == num_warnings
     assert all("--tool-call-parser llama3_json does not read" in text for text in warnings)
+    template.close()
+
+
+def test_a_missing_chat_template_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(None, {})
+
+    log_generic_tools(template, None)
+
+    assert caplog.messages == [
+        "The model has no chat template, so chats are refused: use /v1/completions, or start the "
+        "server with --chat-template FILE"
+    ]
     template.close()
