@@ -73,6 +73,7 @@ class BucketConfig:
     file: str | None = setting(
         None,
         "File with the shapes; selects the strategy 'file'",
+        metavar="FILE",
         name="bucketing-file",
         aliases=("bucketing-from-file",),
         variables=("VLLM_BUCKETING_FROM_FILE",),
@@ -81,6 +82,7 @@ class BucketConfig:
         None,
         "Lengths of real requests (JSONL, a /metrics page or a request log); selects the "
         "strategy 'fitted'; none: a mix of chats, code and summaries",
+        metavar="FILE",
         name="bucketing-traffic",
     )
     num_graphs: int | None = setting(

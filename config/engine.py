@@ -217,12 +217,15 @@ class EngineConfig:
 
     model: str = field(
         metadata=metadata(
-            "Model folder, .gguf file or Hugging Face id (also the first positional argument)"
+            "Model folder, .gguf file or Hugging Face id (also the first positional argument)",
+            metavar="MODEL",
         )
     )
     revision: str | None = setting(None, "Branch, tag or commit of a Hugging Face model")
     download_dir: str | None = setting(
-        None, "Folder for models of the Hugging Face hub; none: the hub's cache (HF_HOME)"
+        None,
+        "Folder for models of the Hugging Face hub; none: the hub's cache (HF_HOME)",
+        metavar="DIR",
     )
     dtype: str = setting(
         "auto",
@@ -233,6 +236,7 @@ class EngineConfig:
     hf_overrides: str = setting(
         "",
         'Fields that replace fields of config.json, as JSON: {"max_position_embeddings": 8192}',
+        metavar="JSON",
     )
     max_model_len: int | None = setting(
         None,
@@ -290,11 +294,14 @@ class EngineConfig:
         "",
         'Pooling options as JSON: {"pooling_type": "MEAN", "normalize": true}; without them, the '
         "model's options",
+        metavar="JSON",
         aliases=("override-pooler-config",),
     )
     seed: int = setting(0, "Random seed for requests that set none")
     cache_dir: str | None = setting(
-        None, "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve"
+        None,
+        "Folder for converted checkpoints and compiled code; none: ~/.cache/gaudiserve",
+        metavar="DIR",
     )
     device: str = setting(
         "auto",
@@ -353,13 +360,14 @@ class EngineConfig:
         None,
         "JSON file of Intel Neural Compressor for --quantization inc, written by `gaudiserve "
         "calibrate`",
+        metavar="FILE",
         group="Device",
         variables=(VARIABLE,),
     )
     enforce_eager: bool = setting(
         False,
-        "Do not capture graphs; on a Gaudi: execution mode lazy instead of hpu-graphs, eager "
-        "instead of torch-compile",
+        "Do not capture graphs (also -O0); on a Gaudi: execution mode lazy instead of hpu-graphs, "
+        "eager instead of torch-compile",
         group="Device",
     )
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -35,8 +35,9 @@ READ_EVERYWHERE = ("contiguous_pa", "defrag_threshold")
 """Fields of ExecutionConfig that every device reads, besides the group Diagnostics."""
 
 
-def _flag_of(name: str, facts: Setting) -> str:
-    return f"--{facts.name or name.replace('_', '-')}"
+def _flag_of(name: str, facts: Setting, value: object) -> str:
+    """The flag that sets the field `name` to `value`: --no-NAME for False."""
+    return f"--{'no-' if value is False else ''}{facts.name or name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ class ExecutionConfig:
         None,
         "File for a Chrome trace of the steps (opens in Perfetto); auto: a file in the cache "
         "folder",
+        metavar="FILE",
         group="Diagnostics",
         name="profiler-trace",
         switches={"profiler": ("auto", None)},
@@ -278,7 +280,7 @@ class ExecutionConfig:
         """Flags that only a Gaudi reads and whose values are not the defaults."""
         plain = ExecutionConfig()
         return [
-            _flag_of(name, facts)
+            _flag_of(name, facts, getattr(self, name))
             for name, facts in settings_of(self).items()
             if not facts.group and name not in READ_EVERYWHERE
             if getattr(self, name) != getattr(plain, name)
@@ -307,7 +309,10 @@ class ExecutionConfig:
             "disable_mark_scales_as_const": (uses_compressor, "it needs --quantization inc"),
         }
         changed = self.changed_on_gaudi
-        flags = {name: _flag_of(name, facts) for name, facts in settings_of(self).items()}
+        flags = {
+            name: _flag_of(name, facts, getattr(self, name))
+            for name, facts in settings_of(self).items()
+        }
         return [
             (flags[name], why)
             for name, (is_read, why) in rules.items()
@@ -392,6 +397,7 @@ class WarmupConfig:
         None,
         "File with lengths of real requests, whose buckets are prepared first; none: "
         "--bucketing-traffic, or a mix of chats, code and summaries",
+        metavar="FILE",
         name="warmup-traffic",
     )
     full_guards_off: bool = setting(

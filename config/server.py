@@ -32,7 +32,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)
-    uds: str | None = setting(None, "Listen on this Unix socket instead of --host and --port")
+    uds: str | None = setting(
+        None, "Listen on this Unix socket instead of --host and --port", metavar="FILE"
+    )
     root_path: str = setting(
         "",
         "Prefix of all paths that a proxy adds and does not remove, such as /gaudi",
@@ -41,10 +43,14 @@ class ServerConfig:
     ssl_certfile: str = setting(
         "",
         "Certificate chain in PEM; with it, only HTTPS is served. Read again when the file changes",
+        metavar="FILE",
         group="TLS",
     )
     ssl_keyfile: str = setting(
-        "", "Private key of --ssl-certfile in PEM. Read again when the file changes", group="TLS"
+        "",
+        "Private key of --ssl-certfile in PEM. Read again when the file changes",
+        metavar="FILE",
+        group="TLS",
     )
     ssl_keyfile_password: str = setting(
         "", "Password of --ssl-keyfile, if it is encrypted", group="TLS", is_secret=True
@@ -53,6 +59,7 @@ class ServerConfig:
         "",
         "Certificates in PEM of the issuers of client certificates, which are then required. Read "
         "again when the file changes",
+        metavar="FILE",
         group="TLS",
     )
     api_server_count: int = setting(
@@ -70,6 +77,7 @@ class ServerConfig:
         "",
         "File with more API keys, one per line; # begins a comment line. Read again when the file "
         "changes",
+        metavar="FILE",
     )
     cache_salt_per_key: bool = setting(
         False,
@@ -197,23 +205,31 @@ class ServerConfig:
         variables=("VLLM_ALLOW_RUNTIME_LORA_UPDATING",),
     )
     lora_dir: str | None = setting(
-        None, "Folder that must contain all adapters that are loaded at run time", group="LoRA"
+        None,
+        "Folder that must contain all adapters that are loaded at run time",
+        metavar="DIR",
+        group="LoRA",
     )
     served_model_names: tuple[str, ...] = setting(
         (),
         "Names of the model in the API; answers have the first name; none: the value of --model, "
         "and the last part of a path",
+        metavar="NAME",
         group="Text",
         name="served-model-name",
         aliases=("served-model-names",),
         takes_several=True,
     )
     chat_template: str | None = setting(
-        None, "Chat template: a file or the template itself; none: the model's own", group="Text"
+        None,
+        "Chat template: a file or the template itself; none: the model's own",
+        metavar="FILE",
+        group="Text",
     )
     default_chat_template_kwargs: str = setting(
         "",
         'Default variables for the chat template as JSON: {"enable_thinking": false}',
+        metavar="JSON",
         group="Text",
     )
     trust_request_chat_template: bool = setting(
@@ -234,6 +250,7 @@ class ServerConfig:
         "",
         'Default sampling parameters as JSON: {"temperature": 0.5}; max_new_tokens limits '
         "every output, max_tokens outputs without a limit",
+        metavar="JSON",
         group="Text",
     )
     max_logprobs: int = setting(
@@ -294,6 +311,7 @@ class ServerConfig:
         "",
         'Maximum images and videos of a prompt as JSON: {"image": 4, "video": 1}, or '
         "image=4,video=1; 0: none",
+        metavar="JSON",
         group="Images",
     )
     allowed_media_domains: tuple[str, ...] = setting(
@@ -306,6 +324,7 @@ class ServerConfig:
     allowed_local_media_path: str = setting(
         "",
         "Folder for file: URLs of images and videos; none: file: URLs are refused",
+        metavar="DIR",
         group="Images",
     )
     image_fetch_timeout_s: float = setting(
@@ -328,11 +347,13 @@ class ServerConfig:
         "",
         'Frames to read from a video as JSON: {"video": {"num_frames": 32, "fps": 2}}; fps: '
         f"maximum frames per second; num_frames -1: all frames, up to {MAX_FRAMES}",
+        metavar="JSON",
         group="Images",
     )
     mm_processor_kwargs: str = setting(
         "",
         'Arguments of the model\'s image processor as JSON: {"max_pixels": 1003520}',
+        metavar="JSON",
         group="Images",
     )
     mm_processor_cache_gb: float = setting(
@@ -360,6 +381,7 @@ class ServerConfig:
         None,
         "Send a trace of each request to this OpenTelemetry collector: http://host:4317 "
         "(gRPC) or http://host:4318/v1/traces; needs the extra otel",
+        metavar="URL",
         group="Logs",
     )
     enable_log_requests: bool = setting(

@@ -40,6 +40,8 @@ class Setting:
     is_secret: bool = False
     takes_several: bool = False
     """Whether the flag takes all words up to the next flag."""
+    metavar: str = ""
+    """Placeholder of the value in the help; empty: the choices, or the placeholder of the type."""
 
 
 def metadata(help: str, **facts: Any) -> Mapping[str, Setting]:

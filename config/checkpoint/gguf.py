@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from config.checkpoint.shapes import check_num_layers, check_shapes, weight_map_
 from config.errors import ConfigError
 from config.model.json_fields import Fields, Json
 from config.model.model_config import BLOCKS, DTYPES, ModelConfig
-from config.model.read_config import model_config_of
+from config.model.read_config import model_config_of, read_model_config
 from config.progress import CONVERTING, Report, unreported
 from config.whole_folders import is_whole, place_folder, remove, write_json
 
@@ -45,10 +45,12 @@ def converted(
     sampling: Mapping[str, float] = NO_SAMPLING,
     progress: bool = True,
     report: Report = unreported,
+    check: Callable[[str], object] = read_model_config,
 ) -> Path:
     """The folder in `cache` with the converted `source`; created if it does not exist. With
     `keep_blocks` it also has the file BLOCKS. Its generation_config.json has the defaults in
-    `sampling`, which GGUF files lack.
+    `sampling`, which GGUF files lack. `check` gets a folder with all files but the converted
+    weights, before they are written.
 
     A folder appears only when its conversion is complete; a folder that lacks files, or has
     truncated files, is converted again. A second process waits for the conversion of the first.
@@ -74,7 +76,7 @@ def converted(
             remove(partial)
             partial.mkdir()
             try:
-                _convert(source, partial, dtype, keep_blocks, sampling, progress, report)
+                _convert(source, partial, dtype, keep_blocks, sampling, progress, report, check)
                 place_folder(partial, target)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -118,6 +120,7 @@ def _convert(
     sampling: Mapping[str, float],
     progress: bool,
     report: Report,
+    check: Callable[[str], object],
 ) -> None:
     file = open_gguf(source)
     config = model_config(file, dtype)
@@ -131,12 +134,13 @@ def _convert(
         (folder / name).parent.mkdir(exist_ok=True)
         write_json(folder / name, content)
     write_json(folder / "generation_config.json", generation)
-    write_safetensors(file, entries, folder / "model.safetensors", progress, report)
-    if keep_blocks:
-        write_blocks(entries, folder / BLOCKS)
     # MTP layers are not converted.
     config.pop("num_nextn_predict_layers", None)
     write_json(folder / "config.json", config)
+    if keep_blocks:
+        write_blocks(entries, folder / BLOCKS)
+    check(str(folder))
+    write_safetensors(file, entries, folder / "model.safetensors", progress, report)
 
 
 def read_entries(

@@ -62,6 +62,8 @@ def resolve(
             sampling=sampling,
             progress=progress,
             report=report,
+            # A folder with overridden fields would have links to the unfinished folder.
+            check=read_model_config if hf_overrides else check,
         )
     elif path.exists():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file")

@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -12,10 +13,11 @@ from typing import Any, NoReturn
 from config.errors import ConfigError
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.values import Given, joined, nearest
-from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence
+from config.loading.vllm_flags import ACCEPTED, SHORT_FORMS, absence, short_forms
 from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_dashes
 
 _FLAG = re.compile(r"--?[a-zA-Z]")
+_MISSING = "the following arguments are required: "
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
 EPILOG = (
     "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the "
@@ -40,7 +42,7 @@ class FlagParser(argparse.ArgumentParser):
         """`is_raw`: keep the line breaks of description and epilog. `facts`: arguments of
         ArgumentParser; `usage` shows the command, its arguments and required flags, and `[flags]`
         for all other flags."""
-        kind = argparse.RawDescriptionHelpFormatter if is_raw else argparse.HelpFormatter
+        kind = _RawFormatter if is_raw else _Formatter
         facts.setdefault("formatter_class", partial(kind, max_help_position=34, width=100))
         super().__init__(**facts, allow_abbrev=False, add_help=False)
         self.add_argument("-h", "--help", action="help", help="Show this text")
@@ -50,6 +52,10 @@ class FlagParser(argparse.ArgumentParser):
         """Converts vLLM's spellings to flags that the parser knows."""
         self.server_groups: list[argparse._ArgumentGroup] = []
         """Groups that `--help` omits and `--help-all` shows last."""
+        self.hint_of_words = ""
+        """End of the error about a word that is neither a flag nor an argument."""
+        self.lists_groups = False
+        """Whether the help begins with a list of its groups."""
         self.kinds = NO_KINDS
         self.examples: tuple[str, ...] = ()
         """Example command lines that the help shows below the description."""
@@ -80,14 +86,15 @@ class FlagParser(argparse.ArgumentParser):
                     action.help = f"{action.help}; NAME is one of {words}"
 
     def format_help_about(self, word: str) -> str:
-        """The text of `--help=WORD`: flags with `word` in their name or in the title of their
-        group, and the flag whose short form is `word`. Raises ConfigError if nothing matches."""
+        """The text of `--help=WORD`: the groups with a word that begins with `word` in their title,
+        the flags with `word` in their name, and the flag whose short form is `word`. Raises
+        ConfigError if nothing matches."""
         self._show_kinds()
-        formatter, wanted = self._get_formatter(), word.lower().replace("_", "-").lstrip("-")
+        formatter, wanted = self._get_formatter(), _name_of(word.replace("_", "-").lstrip("-"))
         long_form = SHORT_FORMS.get(f"-{wanted}")
         num_found = 0
         for group in self._action_groups:
-            is_whole = wanted in (group.title or "").lower()
+            is_whole = f"-{wanted}" in f"-{_name_of(str(group.title))}"
             found = [
                 action
                 for action in group._group_actions
@@ -104,11 +111,12 @@ class FlagParser(argparse.ArgumentParser):
                 formatter.add_arguments(found)
                 formatter.end_section()
         if not num_found:
-            titles = ", ".join(
-                str(group.title) for group in self._action_groups if group.title not in _UNTITLED
-            )
+            titles = ", ".join(self._titles())
             raise ConfigError(f"no flag of {self.prog} has {word!r} in its name; groups: {titles}")
         return formatter.format_help()
+
+    def _titles(self) -> list[str]:
+        return [str(group.title) for group in self._action_groups if group.title not in _UNTITLED]
 
     def _help_of(self, is_shown: Callable[[argparse._ArgumentGroup], bool]) -> str:
         self._show_kinds()
@@ -117,14 +125,34 @@ class FlagParser(argparse.ArgumentParser):
         self._action_groups = list(filter(is_shown, ordered))
         try:
             usage, description, flags = super().format_help().split("\n\n", 2)
-            lines = "".join(f"\n  {line}" for line in self.examples)
-            examples = [f"examples:{lines}"] if lines else []
-            return "\n\n".join([usage, description, *examples, flags])
+            parts = [usage, description]
+            if self.lists_groups:
+                names = textwrap.fill(
+                    ", ".join(map(_name_of, self._titles())), 96, break_on_hyphens=False
+                )
+                parts.append(
+                    "groups of flags; --help=GROUP shows only this group:\n"
+                    + textwrap.indent(names, "  ")
+                )
+            if self.examples:
+                lines = "".join(f"\n  {line}" for line in self.examples)
+                parts.append(f"examples:{lines}")
+            return "\n\n".join([*parts, flags])
         finally:
             self._action_groups = groups
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(_MISSING):
+            words = message.removeprefix(_MISSING).split(", ")
+            raise ConfigError(f"`{self.prog}` needs {' and '.join(map(self._usage_of, words))}")
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
+
+    def _usage_of(self, name: str) -> str:
+        """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
+        flag = name.rpartition("/")[2]
+        if flag not in self._option_string_actions:
+            return flag
+        return f"{flag} {self._option_string_actions[flag].metavar}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices and value not in action.choices:
@@ -158,7 +186,7 @@ class FlagParser(argparse.ArgumentParser):
         unknown = [word for word in left if _FLAG.match(word)]
         problems += [self._unknown(word.partition("=")[0]) for word in unknown]
         if left and not unknown:
-            problems.append(f"{self.prog} takes no argument {left[0]!r}")
+            problems.append(f"{self.prog} takes no argument {left[0]!r}{self.hint_of_words}")
         return arguments, problems
 
     def _unknown(self, name: str) -> str:
@@ -237,6 +265,26 @@ class _Record(argparse.Action):
         namespace.given = [*getattr(namespace, "given", []), given]
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Help formatter that shows the short forms of flags, which the parser itself never reads."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = super()._format_action_invocation(action)
+        if not isinstance(action, _Record):
+            return shown
+        value = "" if action.nargs == 0 else f" {action.metavar}"
+        return "".join(f"{short}{value}, " for short in short_forms(action.option_strings)) + shown
+
+
+class _RawFormatter(_Formatter, argparse.RawDescriptionHelpFormatter):
+    """The same with the line breaks of description and epilog."""
+
+
+def _name_of(title: str) -> str:
+    """The name of a group for `--help=NAME`."""
+    return title.lower().replace(" ", "-")
+
+
 class _HelpAll(argparse.Action):
     """Prints the help of all flags, including the server flags, and exits."""
 
@@ -268,6 +316,9 @@ def server_parser(
     parser.absence, parser.spell, parser.kinds = absence, respelled, kinds
     parser.set_defaults(given=[], model=None)
     if has_model:
+        parser.hint_of_words = (
+            ": it takes one model; --enable-lora --lora-modules NAME=PATH adds adapters"
+        )
         parser.add_argument(
             "model",
             nargs="?",
@@ -287,6 +338,7 @@ def server_parser(
             parser.add_argument(f"--{name}", action=_Record, help=argparse.SUPPRESS)
     text = "Show the flags of the server as well" if has_own_flags else argparse.SUPPRESS
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+    parser.lists_groups = not has_own_flags
     if has_own_flags:
         parser.server_groups = [
             group for group in parser._action_groups if group.title not in _UNTITLED
@@ -298,7 +350,9 @@ def server_parser(
 
 
 def _choices(words: Iterable[str]) -> str:
-    return "{" + ",".join(words) + "}"
+    """The words in braces; empty without words."""
+    joined_words = ",".join(words)
+    return f"{{{joined_words}}}" if joined_words else ""
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -306,7 +360,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     off = f"; --no-{flag.key} turns it off" if flag.default is True else ""
     default = f" [{flag.shown_default}{off}]" if flag.shown_default else ""
     text = f"{setting.help}{default}".replace("%", "%%")
-    choices = _choices(setting.choices) if setting.choices else METAVARS[flag.kind]
+    shown_value = _choices(setting.choices) or setting.metavar or METAVARS[flag.kind]
     for name in flag.names:
         shown = text if name == flag.key else argparse.SUPPRESS
         if name in flag.all_switches:
@@ -314,7 +368,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         else:
             nargs = "+" if setting.takes_several else None
             group.add_argument(
-                f"--{name}", action=_Record, nargs=nargs, metavar=choices, help=shown
+                f"--{name}", action=_Record, nargs=nargs, metavar=shown_value, help=shown
             )
 
 

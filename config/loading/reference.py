@@ -10,7 +10,15 @@ from textwrap import fill
 from config.checkpoint.gguf_families import FAMILIES as GGUF_FAMILIES
 from config.loading.flags import FILE_FLAGS, FLAGS, GROUPS, Flag
 from config.loading.vendor_variables import VendorVariable, vendor_variables
-from config.loading.vllm_flags import ABSENT, MODEL, NUMBER, SHORT_FORMS, SWITCHES, VALUES
+from config.loading.vllm_flags import (
+    ABSENT,
+    MODEL,
+    NUMBER,
+    SHORT_FORMS,
+    SWITCHES,
+    VALUES,
+    short_forms,
+)
 from config.model.architectures import ARCHITECTURES
 from config.model.multimodal.text_part import WHOLE_MODELS
 
@@ -40,8 +48,9 @@ def _setting(flag: Flag) -> tuple[str, ...]:
     text = setting.help
     if flag.key in _PARSERS:
         text += "; [names](tools.md#parsers)"
-    if len(flag.names) > 1:
-        text += f"; also {listed(f'--{name}' for name in flag.names[1:])}"
+    names = [f"--{name}" for name in flag.names]
+    if others := [*short_forms(names), *names[1:]]:
+        text += f"; also {listed(others)}"
     if others := [name for name in setting.variables if name not in _vendor_names()]:
         text += f"; also the variable {listed(others)}"
     values = f"`{flag.shown_default}`" if flag.shown_default else ""

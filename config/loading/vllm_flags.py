@@ -33,6 +33,13 @@ SHORT_FORMS: Mapping[str, str] = {
     "-cc": "--compilation-config",
 }
 
+
+def short_forms(flags: Iterable[str]) -> list[str]:
+    """The short forms of the flags: -tp for --tensor-parallel-size."""
+    wanted = set(flags)
+    return [short for short, flag in SHORT_FORMS.items() if flag in wanted]
+
+
 GRAMMAR_COMPILERS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 """Names of vLLM's back ends for structured output."""
 _GRAMMAR_OPTIONS = ("disable_any_whitespace", "disable_fallback")

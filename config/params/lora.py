@@ -38,12 +38,14 @@ class LoRAConfig:
         (),
         "Adapters to serve from the start: name=folder, name=file.gguf, name=hub id, or JSON "
         "with name, path and base_model_name",
+        metavar="NAME=PATH",
         takes_several=True,
     )
     default_mm_loras: str = setting(
         "",
         'Adapter for requests with images that name no adapter, as JSON: {"image": '
         '"/models/phi-4/vision-lora"}; its name in the API is image',
+        metavar="JSON",
     )
     max_loras: int = setting(
         1, "Maximum number of adapters whose requests run at once", minimum=1, maximum=1024

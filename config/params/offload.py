@@ -31,6 +31,7 @@ class OffloadConfig:
         None,
         "Folder for files of the KV blocks of --kv-offloading-size, which a restarted server "
         "reuses; none: host memory only",
+        metavar="DIR",
     )
     kv_offloading_dir_size: float = setting(
         32.0,

@@ -38,6 +38,7 @@ class SpeculationConfig:
         'Speculative decoding as JSON: {"method": "ngram", "num_speculative_tokens": 5} or '
         '{"method": "draft_model", "model": "NAME", "num_speculative_tokens": 5}; none: off '
         "(docs/speculation.md)",
+        metavar="JSON",
     )
     speculative_model: str | None = setting(
         None, "Older form of the method: [ngram], or the name of a draft model"

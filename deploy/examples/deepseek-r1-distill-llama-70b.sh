@@ -3,6 +3,6 @@
 set -eu
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/deepseek-r1-distill-llama-70b.yaml
 mkdir -p -m 700 "${preset%/*}"
-gaudiserve presets deepseek-ai/DeepSeek-R1-Distill-Llama-70B --device "${DEVICE:-gaudi3}" --cards "${CARDS:-4}" \
+gaudiserve presets deepseek-ai/DeepSeek-R1-Distill-Llama-70B --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-4}" \
   --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
 exec gaudiserve serve --config "$preset" "$@"

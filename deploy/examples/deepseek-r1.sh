@@ -3,6 +3,6 @@
 set -eu
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/deepseek-r1.yaml
 mkdir -p -m 700 "${preset%/*}"
-gaudiserve presets deepseek-ai/DeepSeek-R1 --device "${DEVICE:-gaudi3}" --cards "${CARDS:-8}" \
+gaudiserve presets deepseek-ai/DeepSeek-R1 --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-8}" \
   --max-model-len "${MAX_MODEL_LEN:-16384}" > "$preset"
 exec gaudiserve serve --config "$preset" "$@"

@@ -3,6 +3,6 @@
 set -eu
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/llama-3.1-405b.yaml
 mkdir -p -m 700 "${preset%/*}"
-gaudiserve presets meta-llama/Llama-3.1-405B-Instruct --device "${DEVICE:-gaudi3}" --cards "${CARDS:-8}" \
+gaudiserve presets meta-llama/Llama-3.1-405B-Instruct --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-8}" \
   --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
 exec gaudiserve serve --config "$preset" "$@"

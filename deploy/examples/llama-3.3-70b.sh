@@ -3,6 +3,6 @@
 set -eu
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/llama-3.3-70b.yaml
 mkdir -p -m 700 "${preset%/*}"
-gaudiserve presets meta-llama/Llama-3.3-70B-Instruct --device "${DEVICE:-gaudi3}" --cards "${CARDS:-4}" \
+gaudiserve presets meta-llama/Llama-3.3-70B-Instruct --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-4}" \
   --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
 exec gaudiserve serve --config "$preset" "$@"

@@ -3,6 +3,6 @@
 set -eu
 preset=${XDG_CACHE_HOME:-$HOME/.cache}/gaudiserve/mixtral-8x7b.yaml
 mkdir -p -m 700 "${preset%/*}"
-gaudiserve presets mistralai/Mixtral-8x7B-Instruct-v0.1 --device "${DEVICE:-gaudi3}" --cards "${CARDS:-2}" \
+gaudiserve presets mistralai/Mixtral-8x7B-Instruct-v0.1 --device "${DEVICE:-gaudi3}" --host-cards "${CARDS:-2}" \
   --max-model-len "${MAX_MODEL_LEN:-4352}" > "$preset"
 exec gaudiserve serve --config "$preset" "$@"

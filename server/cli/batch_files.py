@@ -48,7 +48,7 @@ def open_input(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError(f"--input-file {path} cannot be read: {error.strerror}") from error
 
 
 def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:

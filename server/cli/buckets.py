@@ -32,10 +32,12 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 
 def buckets_parser(action: str) -> FlagParser:
     """Parser with the flags of `show` or `fit` and the flags of `serve`."""
+    does = {
+        "show": "Print the bucket table of a strategy, and its padding for a traffic.",
+        "fit": "Fit a bucket table to a traffic, and write it as a bucket file.",
+    }[action]
     parser = command_parser(
-        f"gaudiserve buckets {action}",
-        "Show or fit bucket tables; needs no model and no device.",
-        has_model=False,
+        f"gaudiserve buckets {action}", f"{does} Needs no model and no device.", has_model=False
     )
     parser.examples = {
         "show": ("gaudiserve buckets show --max-num-seqs 64 --max-model-len 8K",),

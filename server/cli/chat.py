@@ -18,7 +18,7 @@ from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
-from server.cli.http_client import HttpClient, HttpFailure, key_for
+from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
 
@@ -47,16 +47,11 @@ def chat_parser() -> FlagParser:
     parser.examples = (
         "gaudiserve chat",
         "gaudiserve chat /data/model --system-prompt 'Answer in French.'",
-        "gaudiserve chat --url http://localhost:8000 --quick 'Name three fruits.'",
+        "gaudiserve chat --base-url http://localhost:8000 --quick 'Name three fruits.'",
     )
-    add = parser.add_argument_group("Chat").add_argument
-    add(
-        "--base-url",
-        "--url",
-        metavar="URL",
-        help="Use this running server, with the key of --api-key or of the variable "
-        "OPENAI_API_KEY, instead of starting a server for MODEL",
-    )
+    group = parser.add_argument_group("Chat")
+    add = group.add_argument
+    add_base_url(group)
     add("--model-name", metavar="NAME", help="Name of the model [the first model of the server]")
     add("--system-prompt", metavar="TEXT", help="System prompt of the conversation")
     add(
@@ -156,7 +151,7 @@ class _Terminal:
             self._begin(rest)
             state = "the system prompt was changed" if rest else "there is no system prompt"
             print(f"The conversation is forgotten; {state}.")
-        elif text == HELP:
+        elif command == HELP:
             print(f"Commands: {COMMANDS}. Ctrl-C stops an answer, Ctrl-D leaves.")
         elif refusal := unknown_command(text):
             print(refusal)

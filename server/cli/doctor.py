@@ -13,7 +13,8 @@ def doctor_parser() -> FlagParser:
     """Parser with the flags of the command and the flags of `serve`."""
     parser = command_parser(
         "gaudiserve doctor",
-        "Check whether a server with these flags can run on this machine.",
+        "Check whether a server with these flags can run on this machine. Exit status: 0 if it "
+        "can, 1 if not, 2 for wrong flags.",
         has_model=False,
     )
     parser.examples = (

@@ -5,6 +5,7 @@ A general-purpose client takes more time per event than a fast server needs to p
 client only splits bytes, so that a benchmark measures the server.
 """
 
+import argparse
 import asyncio
 import socket
 import ssl
@@ -28,6 +29,18 @@ UNIX = "unix:"
 UNAUTHORIZED, NOT_FOUND = 401, 404
 MODELS_PATH = "/v1/models"
 KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def add_base_url(group: argparse._ArgumentGroup) -> None:
+    """Add `--base-url`, and the other name `--url`, to the flags of a command that can use a
+    running server."""
+    group.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="Use this running server, with the key of --api-key or of the variable "
+        f"{KEY_VARIABLE}, instead of starting a server for MODEL",
+    )
+    group.add_argument("--url", dest="base_url", help=argparse.SUPPRESS)
 
 
 def key_for(api_keys: Sequence[str], base_url: str | None) -> str | None:

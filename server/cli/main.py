@@ -12,7 +12,8 @@ from functools import partial
 from importlib import import_module
 
 from config import log
-from config.engine import EXTERNAL_LAUNCHER, EngineConfig
+from config.devices.base import DEVICES
+from config.engine import DEFAULT_MEMORY_UTILIZATION, EXTERNAL_LAUNCHER, EngineConfig
 from config.errors import (
     CheckpointError,
     CommandFailed,
@@ -22,12 +23,13 @@ from config.errors import (
     ReasonPrinted,
     checkpoint_errors,
 )
-from config.loading.env import chosen_device, disable_autoload, environment
+from config.loading.env import chosen_device, disable_autoload, environment, hpu_mode
 from config.loading.flags import FLAGS
 from config.loading.parser import FlagParser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
 from config.loading.vendor_variables import ignored_variables
+from config.model.quantization.inc import INC
 from config.server import ServerConfig
 from config.version import VERSION, installed_version
 from server.cli.flags import command_parser, log_notes, server_parser
@@ -72,7 +74,8 @@ commands:
 
 SERVE = """\
 Serve a model to OpenAI clients, at http://localhost:8000/v1 unless --host or --port is set.
---help=WORD shows a part of this text: a group (--help=http) or flags (--help=max-num-seqs).
+--help=WORD shows a part of this text: a group (--help=http) or the flags with WORD in their name
+(--help=max-num-seqs).
 """
 
 TEXTS = {
@@ -220,11 +223,26 @@ def _config(argv: list[str]) -> int:
     if loaded.arguments.changed:
         shown = {key: row for key, row in shown.items() if row[1] != DEFAULT}
     print((_as_json if loaded.arguments.json else _as_table)(shown))
-    if without_effect := {**loaded.without_effect, **ignored_variables(environment())}:
+    unread = dict(_unread(loaded.engine))
+    if without_effect := {**loaded.without_effect, **unread, **ignored_variables(environment())}:
         # JSON on stdout is for programs.
         file = sys.stderr if loaded.arguments.json else sys.stdout
         print(f"\nwithout effect here: {_with_reasons(without_effect)}", file=file)
     return 0
+
+
+def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
+    """(flag, reason) of each changed setting that the device or another setting leaves without
+    effect."""
+    device = chosen_device(engine.device)
+    if DEVICES[device].is_gaudi:
+        mode = hpu_mode(engine).mode
+        return engine.execution.unread_in(mode, uses_compressor=engine.quantization == INC)
+    unread = [(flag, "only a Gaudi reads it") for flag in engine.execution.changed_on_gaudi]
+    utilization = engine.cache.gpu_memory_utilization
+    if device == "cpu" and utilization != DEFAULT_MEMORY_UTILIZATION:
+        unread.append(("--gpu-memory-utilization", "a CPU reads --kv-cache-memory-bytes"))
+    return unread
 
 
 def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:

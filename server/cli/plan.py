@@ -37,7 +37,9 @@ def plan_parser() -> FlagParser:
     """Parser with the flags of `serve` and the flags of the command, which may override them."""
     parser = command_parser(
         "gaudiserve plan",
-        "Estimate a model's memory on Gaudi cards from its config.json. Needs no card.",
+        "Estimate a model's memory on Gaudi cards from its config.json; MODEL may also be a path "
+        "of a config.json. Needs no card. Exit status: 0 if the model fits and is served, 1 if "
+        "not, 2 for wrong settings.",
     )
     parser.examples = (
         "gaudiserve plan demo",
@@ -51,8 +53,7 @@ def plan_parser() -> FlagParser:
         "--cards",
         type=number(int, minimum=1),
         metavar="N",
-        help="Number of cards of an engine (sets --tensor-parallel-size); --cards of "
-        "`gaudiserve presets` counts the cards of a host",
+        help="Number of cards of an engine (sets --tensor-parallel-size)",
     )
     group.add_argument(
         "--card-gib",

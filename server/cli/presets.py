@@ -1,5 +1,6 @@
 """`gaudiserve presets`: flags and output, and the preset that `serve` applies by default."""
 
+import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,20 +35,25 @@ def presets_parser() -> FlagParser:
     )
     parser.examples = (
         "gaudiserve presets /data/model",
-        "gaudiserve presets /data/model --cards 2 > serve.yaml",
+        "gaudiserve presets /data/model --host-cards 2 > serve.yaml",
         "gaudiserve presets org/name --device gaudi2 --json",
     )
     parser.conflict_handler = "resolve"
     group = parser.add_argument_group("This command")
     add_device(group)
-    group.add_argument(
-        "--cards",
-        type=number(int, minimum=1),
-        default=1,
-        metavar="N",
-        help="Number of cards of the host [1]; --cards of `gaudiserve plan` counts the cards of an "
-        "engine",
-    )
+    # --cards is the older name, which counts the cards of an engine in `gaudiserve plan`.
+    for name, text in (
+        ("--host-cards", "Number of cards of the host [1]"),
+        ("--cards", argparse.SUPPRESS),
+    ):
+        group.add_argument(
+            name,
+            dest="host_cards",
+            type=number(int, minimum=1),
+            default=1,
+            metavar="N",
+            help=text,
+        )
     group.add_argument(
         "--json", action="store_true", help="Print JSON: the settings, and the plan of an engine"
     )
@@ -59,7 +65,7 @@ def main(argv: list[str]) -> int:
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
-    preset = _preset(loaded, generation_of(args.device), args.cards)
+    preset = _preset(loaded, generation_of(args.device), args.host_cards)
     if args.json:
         settings = config_of(preset, loaded)
         print(json.dumps({"settings": settings, "plan": as_json(preset.plan)}, indent=2))

@@ -25,7 +25,14 @@ from server.cli.batch_files import (
     read_lines,
 )
 from server.cli.flags import command_parser
-from server.cli.http_client import MODELS_PATH, HttpClient, HttpFailure, HttpResponse, key_for
+from server.cli.http_client import (
+    MODELS_PATH,
+    HttpClient,
+    HttpFailure,
+    HttpResponse,
+    add_base_url,
+    key_for,
+)
 from server.cli.main import log_spellings
 from server.cli.private_server import PrivateServer
 from server.cli.selftest import served
@@ -51,7 +58,7 @@ def batch_parser() -> FlagParser:
     parser.usage = "gaudiserve run-batch [MODEL] -i FILE -o FILE [flags]"
     parser.examples = (
         "gaudiserve run-batch /data/model -i requests.jsonl -o answers.jsonl",
-        "gaudiserve run-batch --url http://localhost:8000 -i requests.jsonl -o answers.jsonl",
+        "gaudiserve run-batch --base-url http://localhost:8000 -i requests.jsonl -o answers.jsonl",
     )
     group = parser.add_argument_group("Batch")
     add = group.add_argument
@@ -63,13 +70,7 @@ def batch_parser() -> FlagParser:
         help="File for the answers, one per line; a request with an answer in this file is not "
         "sent again",
     )
-    add(
-        "--base-url",
-        "--url",
-        metavar="URL",
-        help="Use this running server, with the key of --api-key or of the variable "
-        "OPENAI_API_KEY, instead of starting a server for MODEL",
-    )
+    add_base_url(group)
     add(
         "--max-concurrent-requests",
         type=number(int, minimum=1),

@@ -31,6 +31,7 @@ from engine.client.launcher import exit_with_parent, read_orders
 from server.cli.private_server import PrivateServerArgs
 from server.process.engine_host import serve_engines
 from server.process.supervisor import serve
+from server.text.chat_template import read_template
 from server.text.tokenizer_files import tokenizer_folder
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ def main() -> None:
 def start(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until stopped; returns the exit status. The caller has called `check_device`. Raises
     ConfigError and CheckpointError."""
+    if server.chat_template:
+        # The API server reads it after the engine is launched.
+        read_template(server.chat_template)
     names = server.served_model_names or default_names(
         engine.model, {adapter.name for adapter in engine.lora.adapters}
     )

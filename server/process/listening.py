@@ -33,7 +33,7 @@ def bind_port(host: str, port: int, *, shared: bool) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host {host!r} cannot be used: {error}") from error
+        raise ConfigError(f"--host {host} cannot be used: {error.strerror}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

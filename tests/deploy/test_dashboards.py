@@ -92,6 +92,16 @@ def test_the_guide_has_a_remedy_for_each_alert() -> None:
     assert [rule["alert"] for rule in RULES if f"`{rule['alert']}`" not in guide] == []
 
 
+def test_the_runbook_of_an_alert_is_a_section_of_the_guide() -> None:
+    for rule in RULES:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        titles = re.findall(
+            r"^### `(\w+)`$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert anchor == rule["alert"].lower()
+        assert titles.count(rule["alert"]) == 1
+
+
 @pytest.mark.deploy
 @pytest.mark.parametrize("command", [["check", "rules", "deploy/alerts.yaml"],
                                      ["test", "rules", "tests/deploy/alerts_test.yaml"]],

@@ -99,7 +99,7 @@ def test_the_preset_of_an_example_fits_and_is_a_valid_config_file(
     assert status == 0
     assert (loaded.engine.device, loaded.server.port) == ("hpu", 8001)
     parallel = loaded.engine.parallel.tensor_parallel_size
-    assert parallel * loaded.engine.data_parallel.data_parallel_size == arguments.cards
+    assert parallel * loaded.engine.data_parallel.data_parallel_size == arguments.host_cards
     assert f"--max-model-len {loaded.engine.max_model_len}" in " ".join(presets)
 
 
@@ -109,7 +109,7 @@ def test_environment_variables_set_the_context_length_and_the_cards(
 ) -> None:
     presets, serve = commands(script, MAX_MODEL_LEN="2304", CARDS="8", DEVICE="gaudi2")
 
-    assert "--device gaudi2 --cards 8 --max-model-len 2304" in " ".join(presets)
+    assert "--device gaudi2 --host-cards 8 --max-model-len 2304" in " ".join(presets)
     assert serve == ["serve", "--config", preset_of(script, tmp_path)]
 
 

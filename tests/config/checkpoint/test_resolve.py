@@ -11,7 +11,7 @@ import pytest
 import torch
 from demo import demo_gguf
 from safetensors.torch import load_file
-from tiny_gguf import write_gguf
+from tiny_gguf import HEADS, write_gguf
 from tiny_models import make_tiny
 
 from config.cache_folder import CONTAINER_MARKS, in_container
@@ -44,6 +44,21 @@ def test_a_folder_without_weights_is_refused_with_the_flag_that_needs_none(tmp_p
 
     with pytest.raises(ConfigError, match=r"\*\.safetensors\) too, or .* --load-format dummy$"):
         resolve(str(tmp_path))
+
+
+def test_a_gguf_file_is_checked_before_its_weights_are_converted(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    found: list[list[str]] = []
+
+    def refuse(folder: str) -> None:
+        found.append([path.name for path in Path(folder).iterdir()])
+        raise ConfigError(f"{read_model_config(folder).num_heads} heads")
+
+    with pytest.raises(ConfigError, match=f"^{HEADS} heads"):
+        resolve(str(source), cache_dir=str(tmp_path / "cache"), check=refuse)
+
+    assert len(found) == 1 and "model.safetensors" not in found[0]
+    assert not list(tmp_path.glob("cache/converted/tiny-*/"))
 
 
 def test_an_unsupported_model_is_reported_before_its_missing_weights(tmp_path: Path) -> None:

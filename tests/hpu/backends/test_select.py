@@ -45,7 +45,7 @@ def test_a_cpu_names_the_changed_flags_that_a_gaudi_reads(
     words = ["--block-softmax=wsum", "--no-prompt-use-fusedsdpa", "--split-qkv", "--fp32-softmax"]
 
     assert without_effect(words, caplog) == [
-        "--prompt-use-fusedsdpa, --softmax-mode, --block-softmax, --split-qkv have no effect on "
+        "--no-prompt-use-fusedsdpa, --softmax-mode, --block-softmax, --split-qkv have no effect on "
         "this device: only a Gaudi reads them"
     ]
     caplog.clear()

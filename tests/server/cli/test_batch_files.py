@@ -133,7 +133,7 @@ def test_the_output_of_another_batch_and_other_files_are_refused(tmp_path: Path)
     ):
         BatchOutput(tmp_path / "text")
     assert (tmp_path / "text").read_text() == "a letter\n"
-    with pytest.raises(ConfigError, match="in0: No such file"):
+    with pytest.raises(ConfigError, match=r"--input-file .*in0 cannot be read: No such file"):
         open_input(tmp_path / "in0")
 
 

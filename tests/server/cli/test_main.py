@@ -14,7 +14,8 @@ import pytest
 from config.engine import EngineConfig
 from config.errors import ConfigError
 from config.loading.env import chosen_device
-from config.loading.flags import GROUPS
+from config.loading.flags import FLAGS, GROUPS
+from config.loading.vllm_flags import SHORT_FORMS, short_forms
 from config.server import ServerConfig
 from config.version import VERSION
 from server.cli.chat import chat_parser
@@ -56,11 +57,18 @@ def test_version_is_printed(word: str, capsys: pytest.CaptureFixture[str]) -> No
         (["doctor", "m"], "gaudiserve doctor takes no argument 'm'"),
         (["plan", "m", "n"], "gaudiserve plan takes no argument 'n'"),
         (["config", "m", "n"], "gaudiserve config takes no argument 'n'"),
-        (["serve", "m", "n"], "gaudiserve serve takes no argument 'n'"),
+        (["serve", "m", "n"], "no argument 'n': it takes one model; --enable-lora --lora-modules "),
+        (["serve", "--host", "256.0.0.1"], "--host 256.0.0.1 cannot be used: "),
         (["fetch-demo", "m"], "gaudiserve fetch-demo takes no argument 'm'"),
         (["bench", "serve", "m"], "gaudiserve bench serve takes no argument 'm'"),
         (["version", "m"], "`gaudiserve version` takes no argument 'm'"),
         (["buckets", "fit"], "`gaudiserve buckets fit` needs --traffic FILE"),
+        (["run-batch"], "`gaudiserve run-batch` needs --input-file FILE and --output-file FILE"),
+        (
+            ["run-batch", "-i", "/no/such", "-o", "/no/such/out"],
+            "--input-file /no/such cannot be read: No such file or directory",
+        ),
+        (["quantize"], "`gaudiserve quantize` needs MODEL and --to KIND and --output DIR"),
         (["buckets", "show", "--trafic", "x"], "did you mean --traffic?"),
         (["buckets", "show", "--traffic", "/no/such"], "/no/such cannot be read"),
         (["buckets", "show", "--seconds-per-graph", "0"], "must be above 0"),
@@ -273,6 +281,28 @@ def test_config_lists_what_has_no_effect(
     assert "--model-loader-extra-config {} (" in last and "VLLM_FOO (" in last
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--device=cpu", "--no-fused-experts", "--gpu-memory-utilization=0.8"],
+            "--no-fused-experts (only a Gaudi reads it); --gpu-memory-utilization (a CPU reads "
+            "--kv-cache-memory-bytes)",
+        ),
+        (
+            ["--device=hpu-emulator", "--compile-fullgraph", "--no-fused-experts"],
+            "--compile-fullgraph (it needs --execution-mode torch-compile, the mode is hpu-graphs)",
+        ),
+    ],
+)
+def test_config_names_flags_without_effect_on_the_device(
+    flags: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "--changed", "m", *flags]) == 0
+
+    assert _lines(capsys)[-1] == f"without effect here: {expected}"
+
+
 def test_config_changed_prints_only_what_a_source_sets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,7 +358,7 @@ def test_fitted_buckets_are_shown_from_their_file(
         (["doctor"], "--json"),
         (["plan"], "--lengths"),
         (["run-batch"], "--input-file"),
-        (["presets"], "--cards"),
+        (["presets"], "--host-cards"),
         (["config"], "--json"),
         (["buckets", "show"], "--traffic"),
     ],
@@ -358,6 +388,47 @@ def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) 
     for group in ("Model:", "KV cache:", "Scheduling:", "Buckets:", "HTTP:", "Logs:"):
         assert f"\n{group}\n" in text
     assert "Port to listen on; 0: a free port [8000]" in text
+
+
+def test_help_of_serve_begins_with_the_names_of_its_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+
+    text = capsys.readouterr().out
+    found = re.search(r"groups of flags; --help=GROUP .*:\n((?:  .+\n)+)\nexamples:", text)
+    assert found is not None and text.index(found[0]) < 700
+    names = re.split(r",\s+", found[1].strip())
+    assert len(names) == len(GROUPS) + 1
+    for name in names:
+        with pytest.raises(SystemExit):
+            main(["serve", f"--help={name}"])
+        titles = re.findall(r"^(\S.*):$", capsys.readouterr().out, re.M)
+        assert name in [title.lower().replace(" ", "-") for title in titles]
+
+
+def test_help_shows_short_forms_and_the_kind_of_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+
+    text = capsys.readouterr().out
+    shown = {flag.key for flag in FLAGS} & {name[2:] for name in SHORT_FORMS.values()}
+    assert len(shown) > 8
+    for key in shown:
+        (short, *_) = short_forms([f"--{key}"])
+        assert re.search(rf"^  {short} .*--{key}\b|^  {short}, --{key}\b", text, re.M), key
+    placeholders = [("api-key-file", "FILE"), ("cache-dir", "DIR"), ("hf-overrides", "JSON")]
+    for key, placeholder in [*placeholders, ("lora-modules", "NAME=PATH")]:
+        assert f"--{key} {placeholder}" in text
+    # A text that names a file, a folder or JSON has a placeholder that says so.
+    unclear = [
+        flag.key
+        for flag in FLAGS
+        if re.search("as JSON|^(JSON )?[Ff]ile |^Folder ", flag.setting.help)
+        if not flag.setting.metavar
+    ]
+    assert unclear == []
 
 
 def test_the_config_command_loads_no_torch_and_no_web_framework() -> None:
@@ -424,6 +495,9 @@ def test_a_port_in_use_is_refused_before_the_model_is_resolved() -> None:
         ("max_num_seqs", "--max-num-seqs", "--port"),
         ("http", "--port", "--max-num-seqs"),
         ("KV cache", "--block-size", "--port"),
+        ("kv-cache", "--block-size", "--port"),
+        # HTTP contains tp, and no word of HTTP begins with tp.
+        ("tp", "-tp N, --tensor-parallel-size N", "--port"),
         ("pp", "--pipeline-parallel-size", "--port"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
 ) -> None:  # fmt: skip
     folder = model("model", config)
 
-    assert main(["presets", folder, "--device", device, "--cards", str(cards)]) == 0
+    assert main(["presets", folder, "--device", device, "--host-cards", str(cards)]) == 0
     text = capsys.readouterr().out
     (tmp_path / "preset.yaml").write_text(text)
     loaded = load(["--config", str(tmp_path / "preset.yaml")], environ={})
@@ -65,7 +65,7 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
         ["plan", "--config", str(tmp_path / "preset.yaml"), "--device", device, "--json"]
     )  # fmt: skip
     plan = json.loads(capsys.readouterr().out)
-    assert main(["presets", folder, "--device", device, "--cards", str(cards), "--json"]) == 0
+    assert main(["presets", folder, "--device", device, "--host-cards", str(cards), "--json"]) == 0
     preset = json.loads(capsys.readouterr().out)
 
     settings = yaml.safe_load(text)
@@ -80,8 +80,8 @@ def test_a_preset_is_a_config_file_whose_plan_fits(
 
 
 def test_more_weights_take_more_cards(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    small = preset_of(capsys, model("8b", LLAMA_8B), "--cards", "8")
-    large = preset_of(capsys, model("70b", LLAMA_70B), "--cards", "8")
+    small = preset_of(capsys, model("8b", LLAMA_8B), "--host-cards", "8")
+    large = preset_of(capsys, model("70b", LLAMA_70B), "--host-cards", "8")
 
     assert (small["tensor-parallel-size"], small["data-parallel-size"]) == (1, 8)
     assert large["tensor-parallel-size"] >= 2
@@ -191,7 +191,7 @@ def test_a_preset_has_the_given_settings_and_its_plan_is_repeated(
     folder, file = model(name, known[name]), tmp_path / "preset.yaml"
     given = load([folder, *words], environ={}).sources
 
-    argv = ["presets", folder, "--device", "gaudi2", "--cards", str(cards), *words]
+    argv = ["presets", folder, "--device", "gaudi2", "--host-cards", str(cards), *words]
     assert main(argv) == 0
     file.write_text(capsys.readouterr().out)
     assert main([*argv, "--json"]) == 0
@@ -244,7 +244,7 @@ def test_settings_of_variables_and_a_file_are_in_the_preset_except_secrets(
 def test_given_engines_that_need_more_cards_are_refused(
     model: Any, capsys: pytest.CaptureFixture[str], words: list[str], error: str
 ) -> None:
-    assert main(["presets", model("8b", LLAMA_8B), "--cards", "2", *words]) == 2
+    assert main(["presets", model("8b", LLAMA_8B), "--host-cards", "2", *words]) == 2
 
     captured = capsys.readouterr()
     assert error in captured.err
@@ -255,7 +255,7 @@ def test_cards_of_engines_on_other_hosts_are_not_counted(
     model: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--data-parallel-size", "4", "--data-parallel-size-local", "2"]
-    words += ["--data-parallel-address", "10.0.0.1", "--device", "gaudi2", "--cards", "4"]
+    words += ["--data-parallel-address", "10.0.0.1", "--device", "gaudi2", "--host-cards", "4"]
 
     assert main(["presets", model("70b", LLAMA_70B), *words]) == 0
 
@@ -269,9 +269,9 @@ def test_cards_of_engines_on_other_hosts_are_not_counted(
 def test_unused_cards_are_named(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = model("70b", LLAMA_70B)
 
-    main(["presets", folder, "--device", "gaudi2", "--cards", "3"])
+    main(["presets", folder, "--device", "gaudi2", "--host-cards", "3"])
     three = capsys.readouterr().out
-    main(["presets", folder, "--device", "gaudi2", "--cards", "4"])
+    main(["presets", folder, "--device", "gaudi2", "--host-cards", "4"])
     four = capsys.readouterr().out
 
     assert "# 1 card of 3 is not used: an engine takes 2 cards\n" in three
@@ -341,7 +341,7 @@ def test_free_cards_are_counted_with_their_generation(tmp_path: Path) -> None:
 
 
 def test_a_wrong_number_of_cards_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["presets", "--cards", "0"]) == 2
+    assert main(["presets", "--host-cards", "0"]) == 2
 
     assert "at least 1" in capsys.readouterr().err
 
@@ -358,7 +358,7 @@ def test_the_plans_of_a_preset_share_a_weight_map(
         return decoder_weight_map(config, spec)
 
     monkeypatch.setattr(size_estimate, "decoder_weight_map", counted)
-    preset = preset_of(capsys, model("r1", deepseek_r1), "--cards", "8")
+    preset = preset_of(capsys, model("r1", deepseek_r1), "--host-cards", "8")
 
     assert preset["tensor-parallel-size"] == 8
     # A map of its 90,000 tensors takes a second or two.

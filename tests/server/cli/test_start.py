@@ -45,6 +45,15 @@ def test_the_error_names_a_missing_adapter_and_its_flag_before_anything_starts(
         start.resolve_checkpoint(engine, ServerConfig(), unreported)
 
 
+def test_a_missing_chat_template_ends_the_start_before_any_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "serve", lambda *_: pytest.fail("a process was started"))
+
+    with pytest.raises(ConfigError, match=r"missing\.jinja.* No such file"):
+        start.start(EngineConfig("tiny"), ServerConfig(chat_template="missing.jinja"))
+
+
 def test_a_flag_that_the_model_does_not_allow_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
