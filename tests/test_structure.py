@@ -39,7 +39,7 @@ LIMITS = {
     "parameters of ModelRunner": 1,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1233,
+    "uses of Any": 1206,
     "optional fields of launches": 40,
     "mark_step outside back ends": 38,
     "poll constants": 15,
