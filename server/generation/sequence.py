@@ -111,7 +111,7 @@ class Sequence:
             self.is_finished = True
         if update.tokens and self._params.max_tokens != 0:
             self._measure(elapsed_s)
-        if finish is not None and (finish.queue_s or finish.prefill_s or finish.decode_s):
+        if finish and (finish.queue_s or finish.prefill_s or finish.decode_s):
             self.timing = Timing(finish.queue_s, finish.prefill_s, finish.decode_s)
         if self._params.max_tokens == 0:
             return Delta(self.index, finish_reason="length") if finish else None
