@@ -259,6 +259,10 @@ class ChatTemplate:
             if not future.done():
                 job.stop()
                 future.cancel()
+            elif not future.cancelled():
+                # Retrieve the error of a rendering that ends while its caller is cancelled: asyncio
+                # logs errors that nobody retrieves.
+                future.exception()
             # The future's exception would keep the template's variables alive.
             del future
         raise UserError(f"the chat template {excess}", param="messages")

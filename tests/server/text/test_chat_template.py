@@ -590,6 +590,30 @@ async def test_a_cancelled_caller_stops_the_template() -> None:
     assert "Hello" in rendered
 
 
+async def test_an_error_of_a_rendering_whose_caller_is_cancelled_at_its_end_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    template = ours(CHATML, time_limit_s=60, threads=1)
+    begins, fails = threading.Event(), threading.Event()
+
+    def mark(_: Any) -> Any:
+        begins.set()
+        fails.wait(WAIT_S)
+        raise UserError("refused")
+
+    left = asyncio.create_task(template.render(HELLO, mark=mark))
+    await asyncio.to_thread(begins.wait, WAIT_S)
+    fails.set()
+    # Blocks the loop until the thread has ended the rendering and the loop has to handle the end.
+    template._threads.shutdown(wait=True)
+    asyncio.get_running_loop().call_soon(left.cancel)
+    await asyncio.wait([left], timeout=WAIT_S)
+    del left
+    gc.collect()
+
+    assert "never retrieved" not in caplog.text
+
+
 DOUBLING = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = GROW %}{% endfor %}"
 
 
