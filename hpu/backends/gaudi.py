@@ -54,6 +54,7 @@ from hpu.gaudi_devices import (
 from hpu.layers.embedding import ParallelLMHead
 from hpu.layers.linear import QKVParallelLinear, split_products
 from hpu.ops.kernels import Kernels, SliceSizes
+from hpu.ops.products import Matmul, matmul_by_element, matmul_in_parts
 from hpu.quantization.base import LinearMethod, MoEMethod
 from hpu.quantization.inc import IncCompressor
 from hpu.quantization.kv_cache import FLOATS, HpuFp8Format, KVCacheFormat, cast_format
@@ -309,6 +310,14 @@ class GaudiBackend(Backend):
             )
         return int(self._hpu.current_device())
 
+    @property
+    def _float32_matmul(self) -> Matmul:
+        """Product of float32 matrices on this card."""
+        if self._facts.multiplies_float32:
+            return torch.matmul
+        writes_float32 = self._has_kernel("matmul.float32_out", self._generation())
+        return matmul_in_parts if writes_float32 else matmul_by_element
+
     def _make_kernels(self, model: FusibleModel, patcher: IncCompressor | None) -> Kernels:
         """Kernels for `model`. Settings override these defaults, which follow the vendor's plug-in
         for vLLM (vllm_gaudi/extension/features.py):
@@ -355,7 +364,7 @@ class GaudiBackend(Backend):
             slices=None if sizes is None else SliceSizes(*sizes),
             end_slice=self._end_recipe,
             products=module.ProductForms(
-                are_split=not self._facts.multiplies_float32,
+                matmul=self._float32_matmul,
                 write_float32=not patcher and self._has_kernel("matmul.float32_out", card),
             ),
         )
@@ -621,7 +630,7 @@ class GaudiBackend(Backend):
 
     def adapt(self, model: nn.Module) -> None:
         if not self._facts.multiplies_float32:
-            split_products(model)
+            split_products(model, self._float32_matmul)
 
     def prepare(self, model: nn.Module, patcher: IncCompressor | None = None) -> nn.Module:
         self.synchronize()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpu.distributed.process_groups import SINGLE, ProcessGroup
-from hpu.ops.products import Multiplies, matmul_in_parts
+from hpu.ops.products import Matmul, Multiplies
 from hpu.quantization.base import LinearLayer, LinearMethod
 from hpu.quantization.quantized_weight import QuantizedWeight
 from hpu.quantization.unquantized import UNQUANTIZED, UnquantizedLinearMethod
@@ -160,20 +160,23 @@ class RowParallelLinear(LinearBase):
         return out if self.group.size == 1 else self.group.all_reduce(out)
 
 
-class LinearMethodInParts(UnquantizedLinearMethod):
+class SplitLinearMethod(UnquantizedLinearMethod):
     """LinearMethod of float32 weights on a card that multiplies no float32 matrices."""
+
+    def __init__(self, matmul: Matmul) -> None:
+        self._matmul = matmul
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         assert isinstance(layer.weight, Tensor)
-        out = matmul_in_parts(x, layer.weight.t())
+        out = self._matmul(x, layer.weight.t())
         return out + bias if isinstance(bias, Tensor) else out
 
 
-def split_products(model: nn.Module) -> None:
-    """Compute float32 products of `model` by products of bfloat16: in recurrent layers, in block
-    indexers, and in linear layers with float32 weights (router gates, poolers)."""
+def split_products(model: nn.Module, matmul: Matmul) -> None:
+    """Compute float32 products of `model` by `matmul`: in recurrent layers, in block indexers, and
+    in linear layers with float32 weights (router gates, poolers)."""
     for module in model.modules():
         if isinstance(module, Multiplies):
-            module.matmul = matmul_in_parts
+            module.matmul = matmul
         elif isinstance(module, LinearBase) and module.dtype == torch.float32:
-            module.method = LinearMethodInParts()
+            module.method = SplitLinearMethod(matmul)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpu.ops.attention import MASKED
-from hpu.ops.products import matmul_in_parts
+from hpu.ops.products import Matmul
 
 
 class Blocks(NamedTuple):
@@ -26,15 +26,12 @@ class Blocks(NamedTuple):
     """(N) int64: sequence of each block; any for padding."""
     mapping: Tensor
     """(B, N) float32: 1 where the block belongs to the sequence."""
-    in_parts: bool = False
-    """Whether products of float32 are computed by products of bfloat16."""
+    matmul: Matmul = torch.matmul
+    """Product of float32 matrices."""
 
     def summed(self, values: Tensor) -> Tensor:
         """Sums (B, M) float32 over the blocks of each sequence, of `values` (N, M) float32."""
-        if not self.in_parts:
-            return self.mapping @ values
-        # bfloat16 represents the mapping exactly.
-        return matmul_in_parts(self.mapping.bfloat16(), values)
+        return self.matmul(self.mapping, values)
 
 
 class Reference(NamedTuple):

@@ -63,12 +63,12 @@ Attention = TypeVar("Attention", bound="GaudiAttention")
 class ProductForms(NamedTuple):
     """Forms of products on a card.
 
-    * `are_split`: products of float32 are computed by products of bfloat16.
+    * `matmul`: product of float32 matrices.
 
     * `write_float32`: a product of bfloat16 can write float32; else its result is converted.
     """
 
-    are_split: bool = False
+    matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul
     write_float32: bool = True
 
 
@@ -451,7 +451,7 @@ class GaudiAttention(nn.Module):
                     highest.view(count, heads).float(),
                     operands.rows,
                     operands.sum_mapping,
-                    self.products.are_split,
+                    self.products.matmul,
                 ),
                 sums.view(count, heads).float(),
                 options.sinks,

@@ -1,6 +1,6 @@
 """Products of float32 matrices, also on cards that multiply no float32 matrices (Gaudi 2B, 2C and
 2D): three bfloat16 numbers hold the 24 bits of a float32 number, and the products of the parts are
-summed in float32."""
+summed in float32. Where a product of bfloat16 cannot write float32, elements are multiplied."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -12,6 +12,8 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 """Product (..., M, N) float32 of matrices (..., M, K) and (..., K, N)."""
 
 NUM_PARTS = 3
+MAX_ELEMENTS = 1 << 26
+"""Maximum products of elements in memory at once, for each matrix of a batch: 256 MiB."""
 
 
 @runtime_checkable
@@ -51,6 +53,17 @@ def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
         torch.cat(second, dim=-2),
         out=torch.empty(shape, dtype=torch.float32, device=left.device),
     )
+
+
+def matmul_by_element(left: Tensor, right: Tensor) -> Tensor:
+    """`wide_matmul` by products of elements, for releases whose product of bfloat16 cannot write
+    float32. Slower than `matmul_in_parts`; slices of rows limit the memory."""
+    turned = right.float().transpose(-1, -2).unsqueeze(-3)
+    rows = max(1, MAX_ELEMENTS // (turned.shape[-1] * turned.shape[-2]))
+    parts = [
+        (part.float().unsqueeze(-2) * turned).sum(-1) for part in torch.split(left, rows, dim=-2)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def _parts(values: Tensor) -> list[Tensor]:

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
+from config.execution import EMULATED_RELEASE
 from hpu.emulator import settings
 from hpu.emulator.install import Emulator, install
 from hpu.emulator.settings import EmulatorConfig
+from hpu.ops.products import matmul_by_element, matmul_in_parts
+
+WRITES_FLOAT32 = "1.24.1"
+"""A release whose product of bfloat16 can write float32."""
+
+SPLIT_PRODUCTS = [
+    pytest.param(matmul_in_parts, WRITES_FLOAT32, id="parts"),
+    pytest.param(matmul_by_element, EMULATED_RELEASE, id="elements"),
+]
+"""Products of float32 on a card that multiplies no float32 matrices, each with a release that uses
+it."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import change_cards, emulated
+from emulated import SPLIT_PRODUCTS, WRITES_FLOAT32, change_cards, emulated
 from tiny_models import make_tiny
 from torch import Tensor
 from torch.nn import functional
@@ -17,6 +17,7 @@ from config.execution import ExecutionConfig
 from hpu.emulator.install import install
 from hpu.emulator.settings import EmulatorConfig
 from hpu.ops.block_softmax import REFERENCES, Blocks
+from hpu.ops.products import Matmul
 
 BFLOAT16 = torch.bfloat16
 
@@ -43,7 +44,10 @@ def test_nothing_compiles_without_the_path_of_the_compilers_kernels(lazy: bool) 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "eager"])
 def test_gaudi_2d_refuses_products_with_a_float32_operand(lazy: bool) -> None:
-    with torch.inference_mode(), emulated(lazy=lazy, multiplies_float32=False):
+    with (
+        torch.inference_mode(),
+        emulated(lazy=lazy, multiplies_float32=False, release=WRITES_FLOAT32),
+    ):
         narrow = _ones(2, 2, dtype=BFLOAT16)
         wide = torch.empty(2, 2, device="hpu")
         torch.matmul(narrow, narrow, out=wide)
@@ -55,15 +59,18 @@ def test_gaudi_2d_refuses_products_with_a_float32_operand(lazy: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", ["index_reduce", "wsum"])
-def test_sums_over_blocks_in_bfloat16_parts_equal_sums_in_float32(name: str) -> None:
+@pytest.mark.parametrize(("matmul", "release"), SPLIT_PRODUCTS)
+def test_split_sums_over_blocks_equal_sums_in_float32(
+    name: str, matmul: Matmul, release: str
+) -> None:
     torch.manual_seed(0)
     mapping = (torch.rand(5, 40) < 0.3).float()
     values = torch.rand(40, 6) * torch.logspace(-6, 3, 40).unsqueeze(1)
     exact = (mapping.double() @ values.double()).float()
-    with torch.inference_mode(), emulated(multiplies_float32=False):
+    with torch.inference_mode(), emulated(multiplies_float32=False, release=release):
         on_card = [given.to("hpu") for given in (values, mapping)]
         rows = torch.zeros(40, dtype=torch.int64).to("hpu")
-        blocks = Blocks(on_card[0], rows, on_card[1], in_parts=True)
+        blocks = Blocks(on_card[0], rows, on_card[1], matmul=matmul)
 
         torch.testing.assert_close(blocks.summed(on_card[0]).cpu(), exact, rtol=1e-6, atol=0.0)
         means = REFERENCES[name].of(blocks).cpu()

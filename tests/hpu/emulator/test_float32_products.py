@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import change_cards, emulated
+from emulated import SPLIT_PRODUCTS, WRITES_FLOAT32, change_cards, emulated
 from tiny_encoders import Reader, make_pooling
 from tiny_models import make_tiny
 from torch import Tensor
 from two_prompts import SLICE, greedy, working
 from worker_rig import BLOCK_SIZE
 
-from config.execution import ExecutionConfig
+from config.execution import EMULATED_RELEASE, ExecutionConfig
 from hpu.emulator.card import rules
-from hpu.ops.products import matmul_in_parts
+from hpu.ops.products import Matmul, matmul_by_element, matmul_in_parts
 from hpu.ops.ssm import (
     gated_delta_scan,
     gated_delta_step,
@@ -43,30 +43,40 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
         ((2, 3, 5, 40), (2, 3, 40, 1)),
     ],
 )
-def test_a_product_in_bfloat16_parts_is_as_exact_as_in_float32(
-    left: tuple[int, ...], right: tuple[int, ...]
+@pytest.mark.parametrize(("matmul", "release"), SPLIT_PRODUCTS)
+def test_a_split_product_is_as_exact_as_in_float32(
+    left: tuple[int, ...], right: tuple[int, ...], matmul: Matmul, release: str
 ) -> None:
     factors = _random(*left), _random(*right, seed=1) * torch.logspace(-3, 3, right[-1])
     exact = factors[0].double() @ factors[1].double()
     scale = factors[0].double().abs() @ factors[1].double().abs()
-    with torch.inference_mode(), emulated(multiplies_float32=False):
-        found = matmul_in_parts(*(factor.to("hpu") for factor in factors)).cpu()
+    with torch.inference_mode(), emulated(multiplies_float32=False, release=release):
+        found = matmul(*(factor.to("hpu") for factor in factors)).cpu()
 
     assert found.dtype == torch.float32
     assert float(((found - exact).abs() / scale).max()) < 2**-21
 
 
-def test_a_product_of_bfloat16_has_the_exact_sum_in_float32() -> None:
+@pytest.mark.parametrize(("matmul", "release"), SPLIT_PRODUCTS)
+def test_a_product_of_bfloat16_has_the_exact_sum_in_float32(matmul: Matmul, release: str) -> None:
     factors = _random(4, 16).bfloat16(), _random(16, 8, seed=1).bfloat16()
-    with torch.inference_mode(), emulated(multiplies_float32=False):
-        found = matmul_in_parts(*(factor.to("hpu") for factor in factors)).cpu()
+    with torch.inference_mode(), emulated(multiplies_float32=False, release=release):
+        found = matmul(*(factor.to("hpu") for factor in factors)).cpu()
 
     torch.testing.assert_close(found, factors[0].float() @ factors[1].float())
 
 
+def test_a_product_of_elements_in_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = _random(2, 7, 40), _random(2, 40, 6, seed=1)
+    expected = matmul_by_element(left, right)
+    monkeypatch.setattr("hpu.ops.products.MAX_ELEMENTS", 3 * 40 * 6)
+
+    assert torch.equal(matmul_by_element(left, right), expected)
+
+
 def _on_card(function: Callable[..., Any], *given: Tensor) -> list[Tensor]:
     """Results of `function` on a card that multiplies no float32 matrices."""
-    with torch.inference_mode(), emulated(multiplies_float32=False):
+    with torch.inference_mode(), emulated(multiplies_float32=False, release=WRITES_FLOAT32):
         found = function(*(tensor.to("hpu") for tensor in given), matmul=matmul_in_parts)
         return [tensor.cpu() for tensor in (found if isinstance(found, tuple) else (found,))]
 
@@ -130,9 +140,12 @@ WITH_STATES = ("qwen3_5_text", "granitemoehybrid")
 @pytest.mark.parametrize(
     "mode", ["hpu-graphs", pytest.param("torch-compile", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "release"),
+    [*((family, EMULATED_RELEASE) for family in FAMILIES), ("qwen3_5_text", WRITES_FLOAT32)],
+)
 def test_states_indexers_and_routers_need_no_products_of_float32(
-    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, release: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny(family, tmp_path, **FAMILIES[family])
     settings: dict[str, Any] = {"dtype": "bfloat16"}
@@ -141,7 +154,7 @@ def test_states_indexers_and_routers_need_no_products_of_float32(
     with working(folder, **settings) as rig:
         expected = greedy(rig)
     settings |= {"device": "hpu-emulator", "execution": ExecutionConfig(mode=mode)}
-    change_cards(monkeypatch, multiplies_float32=False, strict=True)
+    change_cards(monkeypatch, multiplies_float32=False, strict=True, release=release)
     with working(folder, **settings) as rig:
         # Later tokens of random weights may follow from rounding.
         assert [found[:4] for found in greedy(rig)] == [found[:4] for found in expected]
