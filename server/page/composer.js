@@ -1,6 +1,6 @@
 // The box in which a message is written, the line of hints below it, and the failure above it.
 
-import { byId } from "./dom.js";
+import { byId, isComposing } from "./dom.js";
 import { hasPictures, putPictures, setUpPictures, takePictures } from "./pictures.js";
 
 const HINT_MS = 8000;
@@ -65,14 +65,14 @@ export function setUpComposer(actions) {
   });
   box.addEventListener("input", fit);
   box.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
     event.preventDefault();
     if (isStreaming()) hint(IS_WRITING);
     else byId("ask").requestSubmit();
   });
   document.addEventListener("keydown", (event) => {
     // Escape closes a dialog, a list and an input method before it stops an answer.
-    const isTaken = event.isComposing || event.target.closest?.("dialog, select");
+    const isTaken = isComposing(event) || event.target.closest?.("dialog, select");
     if (event.key === "Escape" && !isTaken && !byId("chat-view").hidden && isStreaming()) actions.stop();
   });
   byId("failure-close").addEventListener("click", () => showFailure(""));

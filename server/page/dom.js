@@ -6,6 +6,9 @@ const REDRAW_COST = 5;
 
 export const byId = (id) => document.getElementById(id);
 
+/** Whether a key belongs to an input method. Safari ends a composition before the event of the key that ended it. */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+
 export function element(tag, text = "", classes = "", attributes = {}) {
   const made = document.createElement(tag);
   made.textContent = text;

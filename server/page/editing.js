@@ -1,14 +1,14 @@
 // The question that is edited in the box: its index in the conversation, and what was in the box before.
 
 import { putContent, takeContent } from "./composer.js";
-import { byId } from "./dom.js";
+import { byId, isComposing } from "./dom.js";
 import { UndoLine } from "./undo.js";
 
 const line = new UndoLine("edited", "Cancel");
 let edited = null;
 
 byId("question").addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !event.isComposing) cancelEdit();
+  if (event.key === "Escape" && !isComposing(event)) cancelEdit();
 });
 
 export const isEditing = () => edited !== null;

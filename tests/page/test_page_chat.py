@@ -839,6 +839,16 @@ def test_copied_commands_contain_a_key_variable_only_if_the_page_has_a_key(page:
     )
 
 
+def test_enter_that_ends_a_composition_sends_nothing(page: Page) -> None:
+    sent = bodies(page)
+    page.fill("#question", "にほん")
+    key = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true})"
+
+    page.evaluate(f"document.getElementById('question').dispatchEvent({key})")
+
+    assert page.input_value("#question") == "にほん" and not sent
+
+
 def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:
     names = []
     for _ in range(20):
