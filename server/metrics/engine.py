@@ -137,7 +137,7 @@ class _EngineMetrics:
         is_up = engine.is_alive and engine.ready is not None
         yield self._gauge(
             "gaudiserve:engine_up",
-            "1 while the engine accepts requests, else 0.",
+            "1 while the engine has started and lives, also while it sleeps; else 0.",
             is_up,
         )
         if engine.ready is not None:

@@ -819,8 +819,9 @@ def log_generic_tools(template: ChatTemplate, tool_parser: str | None) -> None:
 def _log_default_limit(defaults: Mapping[str, float]) -> None:
     if (limit := defaults.get(DEFAULT_MAX_TOKENS)) is not None:
         logger.info(
-            "A request without max_tokens generates at most %d tokens, the limit set by "
-            "--generation-config or --override-generation-config",
+            "A request without max_tokens generates at most %d tokens, the limit in "
+            "the model's generation_config.json, --generation-config or "
+            "--override-generation-config",
             limit,
         )
 
