@@ -28,7 +28,6 @@ from jinja2.sandbox import (
     SandboxedFormatter,
 )
 from jinja2.utils import Namespace, pass_environment
-from markupsafe import Markup, soft_str
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -169,18 +168,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """`str.format` and `str.format_map` within the limits; None for other values."""
         if not super().wrap_str_format(value):
             return None
-        form: str = value.__self__
+        form: Any = value.__self__
         is_map = value.__name__ == "format_map"
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             formatter = (
                 _EscapeFormatter(self, escape=form.escape)
-                if isinstance(form, Markup)
+                if hasattr(form, "__html__")
                 else _Formatter(self)
             )
             if is_map:
                 (kwargs,), args = args, ()
-            return type(form)(formatter.vformat(form, args, kwargs))
+            text: str = type(form)(formatter.vformat(form, args, kwargs))
+            return text
 
         return formatted
 
@@ -359,7 +359,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(wrapped)
         def written(*args: object, **kwargs: object) -> object:
             passed, (value, *rest) = args[:num_passed], args[num_passed:]
-            text = soft_str(self._sized(value))
+            # A text that is marked as safe stays marked.
+            text = value if isinstance(value, str) else str(self._sized(value))
             options = (*rest, *kwargs.values())
             if wrapped.__name__ == "do_format":
                 self._check_printf(text, options)
