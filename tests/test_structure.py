@@ -39,7 +39,7 @@ LIMITS = {
     "parameters of ModelRunner": 1,
     "parameters of EngineCore": 6,
     "parameters of Scheduler": 7,
-    "uses of Any": 1189,
+    "uses of Any": 1190,
     "optional fields of launches": 40,
     "mark_step outside back ends": 0,
     "poll constants": 15,
