@@ -141,7 +141,6 @@ class ModelRunner(StepRunner):
             output.end = launches[-1].end if launches else self._backend.event()
 
     def _begin_step(self, num_launches: int) -> None:
-        """Begin a step of `num_launches` launches on the link to the other pipeline stages."""
         if self._link.stage.size > 1:
             with self._backend.recipe:
                 self._link.begin_step(self._last_tokens, num_launches)
@@ -187,7 +186,6 @@ class ModelRunner(StepRunner):
         return self._sampler.captured_settings
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """See StepRunner.warm_up."""
         hidden: Tensor | None = None
         for number, sampling in enumerate(samplings):
             self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
@@ -342,7 +340,6 @@ class ModelRunner(StepRunner):
         return forward
 
     def _fill_dummy(self, arrays: LaunchArrays) -> None:
-        """Write inputs that use only the pad block."""
         self._batch_state.fill_dummy(arrays)
         for feature in self._features:
             feature.fill_dummy(arrays)

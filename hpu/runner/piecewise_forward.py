@@ -33,7 +33,7 @@ def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: 
 
 class PiecewiseForward:
     """Piecewise forward pass of a model. While a part runs, the weights of the next offloaded layer
-    are copied to the device. Each part may be a graph; copies run between parts."""
+    are copied to the device. Each part may be a graph; copies are started between parts."""
 
     def __init__(
         self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend
