@@ -79,7 +79,8 @@ class Worker:
         self._awake: Serving | None = None
         """None while asleep."""
         self._capacity: tuple[int | None, int | None] = (None, None)
-        """Numbers of KV blocks and rings; kept at each wake-up."""
+        """Numbers of KV blocks and rings, which a wake-up keeps; None: not chosen yet, or no KV
+        cache."""
         self._counters = Counters()
         self._handlers: Handlers = {
             GrammarMasks: self.mask,
