@@ -1,4 +1,5 @@
-"""Decoder shared by all plain model families; DecoderSpec describes the differences.
+"""Decoder shared by all built-in families of generating models; DecoderSpec describes the
+differences.
 
 Embedding; layers of attention (or a recurrence) and an MLP or a mixture of experts
 (decoder_layer.py); norm; head. Module paths are the paths of vLLM's Llama, so that calibration
@@ -108,7 +109,6 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs)
 
     def _end(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Apply the final norm and the non-finite guard."""
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden if self.guard is None else self.guard(hidden, inputs)
@@ -172,8 +172,8 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(LoadableModel):
-    """Decoder model. Parameters are allocated, not filled: hpu/model_loader/loader.py fills them. A
-    decoder without a head returns hidden states and no logits."""
+    """Decoder model. Parameters are allocated, not filled. A decoder without a head returns hidden
+    states and no logits."""
 
     def __init__(
         self,

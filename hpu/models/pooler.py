@@ -93,8 +93,7 @@ class Pooler(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits. Its
-    tensors are listed by head_weights in config/checkpoint/weight_maps/encoder.py."""
+    """Classification head of an encoder or a decoder: (B, hidden) -> (B, labels) logits."""
 
     def __init__(self, model: ModelConfig, num_labels: int, device: torch.device) -> None:
         super().__init__()

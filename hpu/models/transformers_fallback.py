@@ -222,7 +222,6 @@ class TransformersModel(LoadableModel):
     def _replace_linears(
         self, causal: Any, plan: Mapping[str, type[LinearBase]], head: nn.Module | None
     ) -> None:
-        """Replace torch's linear layers with our linear layers."""
         for path, kind in plan.items():
             linear: Any = causal.get_submodule(path)
             replacement = kind(
