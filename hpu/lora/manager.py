@@ -102,8 +102,7 @@ class Adapters:
 
 class LoRAManager(Adapters):
     """The adapters of a worker. A thread reads adapters; all other methods run on the worker's
-    thread. The engine decides which adapter is read, dropped, and put into which slot; all ranks
-    get the same calls."""
+    thread. All ranks get the same calls."""
 
     is_on = True
 

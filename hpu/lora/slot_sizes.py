@@ -1,7 +1,4 @@
-"""Memory of the adapter slots of a card, computed from the model's config. Imports no torch.
-
-A test compares it with the slots that LoRAManager creates.
-"""
+"""Memory of the adapter slots of a card, computed from the model's config. Imports no torch."""
 
 from collections.abc import Iterator
 

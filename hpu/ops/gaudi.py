@@ -1,15 +1,9 @@
-"""GaudiKernels: the vendor's fused operations. Imported only by the Gaudi back end, after it has
-set up the runtime, and by gaudi_flex.py.
+"""GaudiKernels: the vendor's fused operations. The import needs the vendor's package.
 
 Sources of the call forms: the bridge's kernels package (FusedSDPA, FusedRMSNorm, rotary) in
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
 and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced attention (SlicedFusedSDPA in
 vllm_gaudi/extension/utils.py).
-
-How the plug-in handles other kinds of scores: sinks are passed as logits to newer releases of
-FusedSDPA, appended as a column to the scores of _naive_prompt_attention, and added to the sum of
-each block of a decode; ALiBi is not supported with FusedSDPA and is otherwise added in float32;
-soft caps are not supported; windows and chunks are masks.
 """
 
 import warnings

@@ -1,5 +1,5 @@
 """LinearMethod and MoEMethod: how a linear layer, or the experts of a layer, store and multiply
-their weights. Each kind has its own file in this folder; registry.py chooses."""
+their weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class _WithoutExperts:
-    """Base of the schemes that quantize after loading. They do not support models with experts."""
+    """Base of the schemes that do not support models with experts."""
 
     def moe_method(self, experts: ExpertsShards) -> None:
         return
