@@ -312,7 +312,6 @@ class GaudiBackend(Backend):
 
     @property
     def _float32_matmul(self) -> Matmul:
-        """Product of float32 matrices on this card."""
         if self._facts.multiplies_float32:
             return torch.matmul
         writes_float32 = self._has_kernel("matmul.float32_out", self._generation())

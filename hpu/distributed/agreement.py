@@ -29,7 +29,6 @@ class Agreement:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is a single rank."""
         return self._host.size == 1
 
     def least(self, number: int) -> int:

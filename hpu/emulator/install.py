@@ -1,8 +1,7 @@
 """Installs and uninstalls the emulated package; importing this file has no effect.
 
 `install(config, environment)` makes `import habana_frameworks.torch` and the device `hpu` work in
-this process, for every thread; `Emulator.uninstall` restores what was patched. card/tensor.py
-explains how tensors get their device.
+this process, for every thread; `Emulator.uninstall` restores what was patched.
 """
 
 import importlib
@@ -42,7 +41,7 @@ RESIZING_FACTORIES = {"arange": ("default", "start", "start_step"), "eye": ("def
 
 
 class Emulator:
-    """An installed emulator: its counters, and the phases that a test or a server sets."""
+    """An installed emulator."""
 
     def __init__(self, config: EmulatorConfig, environment: MutableMapping[str, str]) -> None:
         if hasattr(torch, "hpu") or "habana_frameworks" in sys.modules:
@@ -271,7 +270,6 @@ class Emulator:
 
 
 def _methods(names: Iterable[str]) -> Iterator[tuple[str, Callable[..., object]]]:
-    """Name and method of torch's ProcessGroup, for each name that this release of torch has."""
     for name in names:
         if hasattr(dist.ProcessGroup, name):
             yield name, getattr(dist.ProcessGroup, name)

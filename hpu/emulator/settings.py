@@ -62,8 +62,7 @@ class EmulatorConfig:
     reads_kernel_path: bool = False
     """Whether compilation fails if GC_KERNEL_PATH is empty or not set."""
     pins_memory: bool = False
-    """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
-    it."""
+    """Whether the runtime can allocate pinned host memory."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
     runs_on_host: bool = False

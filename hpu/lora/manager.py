@@ -167,7 +167,6 @@ class LoRAManager(Adapters):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stacked matrices."""
         stacked = (
             slots for slots in self.slots.values() if isinstance(slots, PaddedSlots | ExpertSlots)
         )

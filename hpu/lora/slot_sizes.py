@@ -35,7 +35,6 @@ def adapter_slot_bytes(
 
 
 def _tied_heads(entries: list[WeightSpec]) -> Iterator[WeightSpec]:
-    """Specs of the head that shares the weights of the token embedding."""
     for spec in entries:
         module = module_of(spec)
         if module is not None and module.kind == EMBEDDING:

@@ -65,9 +65,7 @@ class Loadable(Protocol):
     """A model, or several models that share a checkpoint."""
 
     @property
-    def weight_map(self) -> WeightMap:
-        """The tensors that the checkpoint must contain."""
-        ...
+    def weight_map(self) -> WeightMap: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their paths in `weight_map`."""
@@ -151,7 +149,6 @@ class _Source(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shard."""
         dim, intervals = self.shard.stored
         if intervals is None:
             return self.stored.num_bytes
@@ -246,7 +243,6 @@ class _QuantizedWeights:
 
 
 def _part_of(whole: Tensor, shard: Shard) -> Tensor:
-    """The part `shard` of a weight (out, in)."""
     if shard.intervals is None:
         return whole
     return torch.cat([whole.narrow(shard.dim, a, b - a) for a, b in shard.intervals], shard.dim)
@@ -485,7 +481,6 @@ def _padded_shard(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor
 
 
 def _parts(spec: WeightSpec, tensor: Tensor) -> Iterable[Tensor]:
-    """The tensor of each expert if `tensor` stacks experts; else `tensor` alone."""
     return tensor if spec.num_experts is not None else (tensor,)
 
 

@@ -167,7 +167,6 @@ def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
 
 
 def _rotated_sizes(config: ModelConfig) -> list[int]:
-    """Rotated size of each rotary table."""
     ropes = {"default": config.rope, "local": config.local_rope}
     used = {layer.rope for layer in _layers(config)}
     return [

@@ -84,7 +84,6 @@ class DecoderModel(nn.Module):
 
     @property
     def rotary_embs(self) -> list[RotaryEmbedding]:
-        """Rotary embeddings in use."""
         both = (self.rotary_emb, self.local_rotary_emb)
         return [rotary for rotary in both if rotary is not None]
 
@@ -124,7 +123,6 @@ class DecoderModel(nn.Module):
         return self._end(hidden, inputs) if end == len(self.layers) else hidden
 
     def _rotations(self, inputs: AttentionInputs) -> dict[str, Rotation]:
-        """Rotations by rope name."""
         rotated = rotated_positions(inputs)
         rotations: dict[str, Rotation] = {}
         if self.rotary_emb is not None:
@@ -226,7 +224,6 @@ class Decoder(LoadableModel):
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """Attention layers with keys and values."""
         attentions = (layer.self_attn for layer in self.layers)
         return [
             attention
@@ -252,7 +249,6 @@ class Decoder(LoadableModel):
 
     @property
     def state_layers(self) -> list[StateLayer]:
-        """Layers with a state."""
         attentions = (layer.self_attn for layer in self.layers)
         return [attention for attention in attentions if isinstance(attention, StateLayer)]
 

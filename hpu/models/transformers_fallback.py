@@ -350,7 +350,6 @@ def _refusal(config: ModelConfig, reason: str) -> ConfigError:
 
 
 def _named(config: ModelConfig) -> str:
-    """Start of an error message about `config`."""
     built_in = (
         "" if config.architecture in ARCHITECTURES else ", which has no native implementation,"
     )
@@ -358,7 +357,6 @@ def _named(config: ModelConfig) -> str:
 
 
 def _neighbours(config: ModelConfig) -> str:
-    """End of an error message about a model that is not built in."""
     return "" if config.architecture in ARCHITECTURES else f"; {nearest(config.architecture)}"
 
 
@@ -397,7 +395,6 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
 
 
 def _config_fields(file: Path) -> Json:
-    """Fields of the text model in a config.json."""
     fields = Fields(read_json(file), file)
     return (text_part(fields) or fields).raw
 

@@ -102,7 +102,6 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply (..., in) to (..., out)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs))
         self._library.multiply(self.product, x, x.numel() // self.product.width, out)

@@ -466,7 +466,6 @@ class GaudiAttention(nn.Module):
 
 
 def _in_float32(operands: PromptOperands) -> PromptOperands:
-    """`operands` with queries, keys and values in float32."""
     read = operands.read
 
     def wide(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

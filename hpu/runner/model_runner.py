@@ -257,7 +257,6 @@ class ModelRunner(StepRunner):
             self._scrub_allocated(plan)
 
     def _add_request(self, new: NewRequest) -> Tokens:
-        """Add a request to all components. Returns its tokens."""
         tokens = self._batch_state.add_request(new)
         for feature in self._features:
             feature.add_request(new, tokens)
@@ -267,7 +266,6 @@ class ModelRunner(StepRunner):
         return tokens
 
     def _remove_request(self, req_index: int) -> None:
-        """Remove a request from all components."""
         self._batch_state.remove_request(req_index)
         for feature in self._features:
             feature.remove_request(req_index)

@@ -27,7 +27,6 @@ def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tens
 
 
 def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: Tensor) -> Tensor:
-    """Run a later part on the previous part's hidden states."""
     return part(hidden, inputs.split(*tensors).context)
 
 

@@ -267,7 +267,6 @@ class Worker:
         raise RequestFailed(f"the worker cannot wake up and stays asleep: {why}")
 
     def _drop(self) -> None:
-        """Drop everything but the weights and the back end."""
         if self._awake is not None:
             assert not self._awake.in_flight, "sleep with a plan"
             self._awake.close(frees=True)

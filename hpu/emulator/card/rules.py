@@ -1,6 +1,5 @@
 """Rules of single ops, for example for which ops the host waits, and how the device handles -1
-indices and wide dtypes. Functions of CPU tensors, without state. registry.py lists the ops of the
-device."""
+indices and wide dtypes."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -140,7 +140,7 @@ class BiasedExperts:
         return gate_up[:, ::2], gate_up[:, 1::2]
 
     def _dequantized(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """A weight (out, in) bfloat16."""
+        """(out, in) bfloat16."""
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
             raise RuntimeError(
                 f"mixture_of_experts: weights in MXFP4 are uint8, got {codes.dtype} with scales "

@@ -18,7 +18,6 @@ MIB = 1 << 20
 
 
 def _fill(targets: "Iterable[Tensor]", *hosts: "Tensor") -> None:
-    """Overwrite the inputs of a graph."""
     for target, host in zip(targets, hosts, strict=True):
         target.copy_(host)
 
