@@ -1,5 +1,5 @@
 """GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in any of the four
-modes. The fused kernels are in hpu/ops/gaudi.py.
+modes.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
 `_end_recipe` and `_mark_layers` end segments within a launch, for smaller recipes.

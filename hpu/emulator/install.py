@@ -210,8 +210,8 @@ class Emulator:
             vars(self._modules[HCCL])["initialize_distributed_hpu"]()
 
     def _device_libraries(self) -> tuple[Library, Library]:
-        """Kernels for ops that do not arrive in `__torch_dispatch__`: factories, which have no
-        device tensor as an argument, and composite ops that the card runs undecomposed."""
+        """Kernels for factories, which have no device tensor as an argument and so do not arrive in
+        `__torch_dispatch__`, and for composite ops, which torch would otherwise decompose first."""
 
         def factory(op: Any, *args: Any, **kwargs: Any) -> Any:
             return self.device.run(op, args, kwargs, tensors_in((args, kwargs)))
@@ -298,8 +298,7 @@ def _through_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(config: EmulatorConfig, environment: MutableMapping[str, str]) -> Emulator:
-    """Install an emulated card in this process. The runtime's variables are in `environment` (the
-    process's own, or a dictionary of a test).
+    """Install an emulated card in this process. `environment`: the runtime's variables.
 
     Raises ConfigError if the real package or another emulator is loaded already.
     """

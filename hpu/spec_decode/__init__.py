@@ -1,2 +1,2 @@
 """Speculative decoding in the worker: proposers of draft tokens, the number of drafts, and their
-verification. drafters/ has a file for each draft method."""
+verification."""

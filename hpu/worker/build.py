@@ -1,4 +1,4 @@
-"""Builds a worker's components in dependency order: memory split, KV cache, runner."""
+"""Builds a worker's components."""
 
 import gc
 import logging

@@ -1,6 +1,4 @@
-"""The emulated `hccl` backend over gloo: ranks from arguments or from the environment,
-initialization before the first use of the card, and detection of ranks that run different
-collectives."""
+"""The emulated `hccl` backend over gloo, which detects ranks that run different collectives."""
 
 import functools
 import zlib

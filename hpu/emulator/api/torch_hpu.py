@@ -1,4 +1,4 @@
-"""The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
+"""The module `torch.hpu`."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -284,7 +284,7 @@ def _with_int64(args: Arguments, number: int) -> tuple[Any, ...]:
 
 
 def _take(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
-    """Take with indices in int32 too (the bridge's test_hpu_take.py)."""
+    """`take`, also with int32 indices (the bridge's test_hpu_take.py)."""
     return func(*_with_int64(args, 1), **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Checks of captured graphs, which the mode hpu-graphs replays for each launch."""
+"""Checks of captured graphs."""
 
 import contextlib
 import gc
