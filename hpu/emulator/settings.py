@@ -66,8 +66,7 @@ class EmulatorConfig:
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
     runs_on_host: bool = False
-    """Whether the vendor's operators also take tensors of the host, for tests of layers that need
-    no card; the bridge refuses such tensors."""
+    """Whether the vendor's operators also take tensors of the host, which the bridge refuses."""
     unknown_variables: frozenset[str] = frozenset()
     """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
@@ -75,7 +74,7 @@ class EmulatorConfig:
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ops."""
 
     faults: frozenset[str] = frozenset()
-    """Names of the faults that this card emulates (hpu/emulator/faults.py)."""
+    """Names of the faults that this card emulates."""
 
     def __post_init__(self) -> None:
         check_names(self.faults)

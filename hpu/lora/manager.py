@@ -342,9 +342,9 @@ class LoRAManager(Adapters):
 def keep_adapted_experts(
     config: LoRAConfig, model_config: ModelConfig, model: nn.Module, download_dir: str | None
 ) -> None:
-    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Called before
-    `model` is prepared for its device. Raises ConfigError if the router weights scale the inputs of
-    the experts."""
+    """Prevent fused operators from replacing the MoEMethod if experts have adapters. Must be called
+    before `model` is prepared for its device. Raises ConfigError if the router weights scale the
+    inputs of the experts."""
     if EXPERTS not in extra_targets(config, BaseModules(model_config), download_dir):
         return
     for module in model.modules():

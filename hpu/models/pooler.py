@@ -38,7 +38,7 @@ class PoolingInputs(NamedTuple):
     firsts: Tensor
     """Index of the first pooled token in the flattened (B * Q)."""
     lasts: Tensor
-    """Index of the last token in the flattened (B * Q)."""
+    """(B,): index of each text's last token in the flattened (B * Q) tokens."""
     dimensions: Tensor
     """Leading dimensions of a vector that are returned; other dimensions become 0."""
     normalizes: Tensor

@@ -549,8 +549,7 @@ def register_stored_buffers(causal: Any) -> None:
 
 
 def _compare(weight_map: WeightMap, stored: Shapes, config: ModelConfig) -> None:
-    """Raise ConfigError unless the `stored` tensors have the shapes that the model needs. Called
-    before allocation."""
+    """Raise ConfigError unless the `stored` tensors have the shapes that the model needs."""
     shapes = {weight_map.map_name(name): shape for name, shape in stored.items()}
     file = Path(config.path, "config.json")
     for spec in weight_map.entries():

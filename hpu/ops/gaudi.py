@@ -80,7 +80,7 @@ class GaudiKernels:
 
     * `block_softmax`: computes the weights of the blocks of a decode: the kernel
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
-      REFERENCES in hpu/ops/block_softmax.py.
+      block_softmax.REFERENCES.
 
     * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
       without biases are limited to `max_experts` in a call.

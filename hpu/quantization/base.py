@@ -46,9 +46,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `x` (..., in) by the weight and add `bias`: (..., out). Methods of
-        `Backend.linear_method` may use operators of their device, other methods use plain torch
-        operations; a backend may install a faster kernel in the layer."""
+        """Multiply `x` (..., in) by the weight and add `bias`: (..., out)."""
         ...
 
 

@@ -57,8 +57,8 @@ class Proposer(Protocol):
 
     def measure(self, max_num_seqs: int) -> DraftingCosts | None:
         """Measure the cost of drafting for up to `max_num_seqs` requests; None if drafting is cheap
-        compared with a launch. Called after the warm-up, on all ranks of the last pipeline stage at
-        once."""
+        compared with a launch. Must be called after the warm-up, on all ranks of the last pipeline
+        stage at once."""
         ...
 
 

@@ -86,7 +86,7 @@ class DeviceModelDrafter:
     def draft(
         self, bucket: Bucket, first: DraftBatch, follow: Callable[[Tensor], DraftBatch]
     ) -> Tensor:
-        """Draft tokens for a decode. See DeviceDrafter.draft in hpu/spec_decode/device.py."""
+        """Draft tokens for a decode. See DeviceDrafter.draft."""
         found = self._run(bucket, self._first, first, is_first=True)
         drafts = [found[0].unsqueeze(1)]
         while len(drafts) < self._max_drafts:
