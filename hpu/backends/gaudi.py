@@ -532,7 +532,7 @@ class GaudiBackend(Backend):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        # The vendor's software does not use pinned memory.
+        # Not pinned, as in the vendor's plug-in for vLLM.
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -89,8 +89,9 @@ def load_weights(
     Tensors that match a parameter in host memory are read directly into it. Other tensors are freed
     once they are copied; tensors that are combined (parts of a quantized weight, halves of an MXFP4
     weight, parts of a device parameter) stay in memory until the last of them is read. Raises
-    CheckpointError before anything is read if tensors are missing, unexpected, duplicate, or of a
-    wrong shape or dtype; while reading, for invalid values.
+    CheckpointError before any tensor is read if tensors are missing, unexpected, duplicate, or of a
+    wrong shape or dtype; while reading, for invalid values. Raises ConfigError if a file cannot be
+    read.
     """
     parameters = dict(model.named_parameters())
     at = shard_rank(group, expert_group)
