@@ -89,8 +89,9 @@ def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec,
 
 def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     """Bytes of the tensor on a Gaudi, with `width` bytes per unquantized number. Weights stay
-    quantized, FP8 weights with a scale per output; bitsandbytes weights, the matrices that latent
-    attention absorbs and, with `expands_experts`, experts are dequantized."""
+    quantized; FP8 weights that are multiplied in FP8 have a scale per output. Bitsandbytes weights,
+    the matrices that latent attention absorbs and, with `expands_experts`, experts are
+    dequantized."""
     scheme, part = spec.scheme, spec.part
     if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
