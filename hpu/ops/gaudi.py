@@ -85,7 +85,7 @@ class GaudiKernels:
     * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
       without biases are limited to `max_experts` in a call.
 
-    * `end_slice`: called after each slice of attention.
+    * `end_slice`: ends the recipe within attention, for example after each slice.
 
     * `products`: forms of products.
     """
