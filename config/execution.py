@@ -523,7 +523,7 @@ def choose_mode(
     `has_vendor_torch`: whether torch is the vendor's build, which lazy mode and HPU graphs need.
     `release`: version of the runtime; empty if unknown.
 
-    PT_HPU_LAZY_MODE  enforce_eager  mode
+        PT_HPU_LAZY_MODE  enforce_eager  mode
         0                 no             torch-compile
         0                 yes            eager
         1                 no             hpu-graphs
