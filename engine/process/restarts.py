@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 STABLE_S = 60.0
-"""Time after which a process that was ready is stable, so that its count of consecutive restarts is
-reset; seconds."""
+"""Seconds of being ready after which the count of consecutive restarts is reset."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 """Wait before the second consecutive restart, which doubles with each further restart, and the
 default maximum wait; seconds. The first restart is immediate."""
@@ -52,8 +51,7 @@ class RestartLimit:
         return 0.0 if self.in_a_row == 1 else min(self._max_wait_s, wait_s)
 
     def describe(self, wait_s: float) -> str:
-        """Text for the log, such as `it is started again in 0.5 s, restart 2 of at most 5 in a
-        row`."""
+        """Text for the log: `it is started again in 0.5 s, restart 2 of at most 5 in a row`."""
         wait = f" in {wait_s:g} s" if wait_s else ""
         return (
             f"it is started again{wait}, restart {self.in_a_row} of at most {self.max_restarts} in "
