@@ -68,8 +68,8 @@ class Speculation:
 
     def measure(self, costs: LaunchCosts, max_num_seqs: int) -> None:
         """Set the `costs` of decodes, and measure the cost of drafting for up to `max_num_seqs`
-        requests. Afterwards, the number of drafts adapts to both. Called on all ranks of the last
-        pipeline stage at once."""
+        requests. Afterwards, the number of drafts adapts to both. Must be called on all ranks of
+        the last stage at once."""
         self.lengths.costs = costs
         self.lengths.drafting = self._proposer.measure(max_num_seqs)
 
