@@ -114,7 +114,6 @@ class _MessageBuilder:
         """tool_use id -> tool name."""
 
     def add_system(self, system: str | list[Any] | None) -> None:
-        """Add the system prompt."""
         if system:
             self._add_system_text(_blocks(system, "system"))
 
@@ -277,7 +276,6 @@ def _blocks(content: str | list[Any], where: str) -> Iterator[tuple[Any, str]]:
 
 
 def _image(block: Any, where: str) -> Part:
-    """Convert an image block to a content part of a chat message."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
