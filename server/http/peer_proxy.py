@@ -299,7 +299,6 @@ async def _handle(
 
 
 def _scope(request: ForwardedRequest, abort: Callable[[], None]) -> Scope:
-    """ASGI scope of a forwarded request. `abort` closes the connection."""
     return {
         "abort_connection": abort,
         "type": "http",

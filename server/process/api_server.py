@@ -785,7 +785,6 @@ def load_tokenizer(
 
 
 def _raw(response: Response) -> bytes:
-    """The bytes of an HTTP/1.1 response."""
     fields = b"".join(b"\r\n%s: %s" % field for field in response.raw_headers)
     line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}"
     return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)

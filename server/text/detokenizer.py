@@ -89,9 +89,9 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Detokenizer for decoders in which a token's text depends on neighbouring tokens (WordPiece,
-    Metaspace, ...). Decodes a short window twice, with and without the new tokens; the additional
-    text is new. The window advances when its text ends with a complete character."""
+    """Detokenizer for decoders in which a token's text depends on neighbouring tokens, such as
+    WordPiece and Metaspace. Decodes a short window twice, with and without the new tokens; the
+    additional text is new. The window advances when its text ends with a complete character."""
 
     def __init__(
         self,

@@ -144,7 +144,6 @@ class _Source:
 
 
 def _least(rule: TextInputOptions, most: int | None) -> int | None:
-    """The smallest limit on a text; None: unlimited."""
     limits = [limit for limit in (most, rule.most if rule.cuts else None) if limit is not None]
     return min(limits, default=None)
 
@@ -175,7 +174,6 @@ def _written(text: str, rule: TextInputOptions) -> str:
 def _truncated(
     encoder: BoundedEncoder, both: list[Encoding], rule: TextInputOptions
 ) -> list[Encoding]:
-    """A truncated text, or the two truncated texts of a pair."""
     limits = (rule.max_first_tokens, rule.max_second_tokens)
     both = [_shortened(part, most, rule) for part, most in zip(both, limits, strict=False)]
     if not rule.cuts:
