@@ -207,8 +207,9 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`, without None entries; None if all are None. A
-        set that contradicts the earlier sets is ignored."""
+        """The intersection of the sets in `found`, in which integer is a kind of number; None if
+        all entries are None. None, ANY_TYPE, and a set that contradicts the earlier sets do not
+        restrict the result."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):
@@ -250,7 +251,8 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """Target of a JSON pointer in the same document; None if it does not exist, and for anchors."""
+    """The object in `root` that the JSON pointer `reference` names; None if it does not exist, and
+    for anchors."""
     if len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     if reference != "#" and not reference.startswith("#/"):
