@@ -137,7 +137,7 @@ def is_public_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How other hosts are reached."""
+    """Access to other hosts: name resolution, address check and TLS."""
 
     resolve: Resolve = field(default_factory=SystemResolver)
     """Returns the addresses of (host, port). Raises OSError."""

@@ -62,7 +62,7 @@ Entries = list[dict[str, Any]]
 
 
 class PoolingJob(RunningRequest[PoolingStream]):
-    """A pooling request that has passed all checks and runs in the engine."""
+    """A pooling request that was sent to the engine."""
 
     def usage(self) -> dict[str, int]:
         """The usage object: tokens of all inputs."""
@@ -280,7 +280,6 @@ async def _inputs(
 async def _cohere_inputs(
     state: AppState, request: Request, body: CohereEmbedBody
 ) -> list[PoolingInput]:
-    """The inputs of a body in Cohere's format."""
     processor = _processor(state)
     facts = processor.facts
     params = PoolingParams(task=EMBED, dimensions=body.output_dimension)
