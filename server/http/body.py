@@ -151,7 +151,6 @@ class BodyReader:
             )
 
     def _max_buffered(self, size: int) -> int:
-        """Limit on the buffered bytes of all bodies, for a new body of `size` bytes."""
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
         return max_buffered + (
             MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0

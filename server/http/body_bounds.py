@@ -118,7 +118,6 @@ def _integers(max_length: int) -> Callable[[object], list[int]]:
 
 
 def _are_integers(values: list[Any]) -> bool:
-    """Whether all values are integers that fit 64 bits."""
     if not set(map(type, values)) <= {int}:
         return False
     try:
@@ -182,7 +181,6 @@ def _structure(max_characters: int = MAX_FIELD_CHARACTERS) -> BeforeValidator:
 
 
 def _check_structure(value: object, max_characters: int) -> None:
-    """Raise ValueError for too many values or characters; stops reading at the limit."""
     num_values = num_characters = 0
     pending: list[Any] = [[value]]
     while pending:

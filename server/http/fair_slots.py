@@ -109,8 +109,6 @@ class FairSlots:
 
 
 class _Client:
-    """Waiting and running work of a client."""
-
     __slots__ = ("num_bytes", "num_running", "waiting")
 
     def __init__(self) -> None:

@@ -74,7 +74,6 @@ def _text_pieces(text: str) -> Iterator[bytes]:
 
 
 def _list_pieces(values: list[Any] | tuple[Any, ...]) -> Iterator[bytes]:
-    """Encode runs of small entries in a single call, and large entries separately."""
     separator, left, start = b"[", PIECE_WEIGHT, 0
     for index, entry in enumerate(values):
         left = _weight_left(entry, left)

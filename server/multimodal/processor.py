@@ -278,8 +278,6 @@ class ImagePreprocessor:
 
 @dataclass(slots=True)
 class _Job:
-    """An image or video that is being processed."""
-
     task: "asyncio.Future[ProcessedImage]"
     num_waiting: int = 0
     """Number of callers that wait for the image or video."""

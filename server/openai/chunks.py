@@ -13,8 +13,6 @@ from server.serving.job import ServingRequest
 
 
 class _Chunks:
-    """Base of the chunk writers of chat and completions."""
-
     def __init__(self, job: ServingRequest, kind: str) -> None:
         self._job = job
         self._envelope = job.envelope(kind)

@@ -207,7 +207,6 @@ def _base64_pieces(vectors: Vectors) -> Iterator[bytes]:
 
 
 def _number_pieces(vectors: Vectors) -> Iterator[bytes]:
-    """JSON in pieces of at most PIECE_WEIGHT values."""
     yield b"["
     if vectors.ndim == 2 and vectors.shape[1] > PIECE_WEIGHT:
         for index, row in enumerate(vectors):

@@ -207,7 +207,6 @@ def pooling_routes(state: AppState) -> APIRouter:
 
 
 def _processor(state: AppState) -> InputProcessor:
-    """The input processor. Raises like `check_awake`, and UserError for a generative model."""
     state.check_awake()
     processor = make_input_processor(state.client.ready, state.tokenizer)
     if processor is None:
@@ -218,7 +217,6 @@ def _processor(state: AppState) -> InputProcessor:
 async def _parse(
     state: AppState, request: Request, kind: type[B], chat: type[Chat] | None = None
 ) -> B | Chat:
-    """Parse the body, as `chat` if it has messages, and check its model and fields."""
     _processor(state)
     received = await state.bodies.read_object(request)
     body: B | Chat
@@ -241,7 +239,6 @@ async def _inputs(
     *,
     task_field: str = "model",
 ) -> list[PoolingInput]:
-    """The inputs of a body. `task_field`: field that determines the task, for errors."""
     processor = _processor(state)
     processor.check(params, task_field)
     options = InputOptions(
@@ -404,7 +401,6 @@ def _vector_entries(
     *,
     all_rows: bool = False,
 ) -> Entries:
-    """Entries with object type `kind`, and the vectors in `field`."""
     return [
         {
             "index": index,

@@ -506,8 +506,6 @@ class ApiServer:
     async def _open(
         self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
     ) -> None:
-        """Load the tokenizer while the engine loads the model; then open the server for
-        requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
         probes = self._start_probes(listener, folder)

@@ -279,7 +279,6 @@ def num_prompt_logprobs(body: GenerationBody, params: SamplingParams, prompts: l
 def _check_prompt_logprobs(
     body: GenerationBody, params: SamplingParams, prompts: list[Prompt]
 ) -> None:
-    """Raise UserError for more than MAX_PROMPT_LOGPROBS prompt log-probabilities."""
     count = num_prompt_logprobs(body, params, prompts)
     if count <= MAX_PROMPT_LOGPROBS:
         return

@@ -180,7 +180,6 @@ def _search(
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
-    """A copy of `encoder` with added tokens renamed according to `names`."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -102,7 +102,6 @@ def _first(encoding: Encoding) -> int:
 
 
 def _cut(encoder: BoundedEncoder, texts: Sequence[Text], rule: TextInputOptions) -> list[Encoding]:
-    """Encodings of truncated texts, including special tokens."""
     sources: list[_Source] = []
     for text in texts:
         if isinstance(text, str):
@@ -131,7 +130,6 @@ class _Source:
 
     @property
     def first_part(self) -> str:
-        """The part of the text to tokenize first; see `read_part`."""
         if self.most is None:
             return self.text
         size = initial_characters(self.most)

@@ -322,8 +322,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, wrapped: Function) -> Function:
-        """Wrap a filter or test that compares or hashes its arguments, to check the arguments
-        first."""
 
         @wraps(wrapped)
         def compared(*args: object, **kwargs: object) -> object:
@@ -353,7 +351,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return compared
 
     def _written(self, wrapped: Function) -> Function:
-        """Wrap a filter that converts its first argument to text."""
         num_passed = 1 if hasattr(wrapped, "jinja_pass_arg") else 0
 
         @wraps(wrapped)
@@ -476,8 +473,6 @@ class _Generation(Extension):
 
 
 class _Formatter(SandboxedFormatter):
-    """Formatter of `str.format` that checks the length of each field."""
-
     _env: Sandbox
 
     def convert_field(self, value: object, conversion: Any) -> object:

@@ -174,8 +174,6 @@ async def _with_references(
 
 
 class _Found(NamedTuple):
-    """Referenced items as JSON, by id."""
-
     items: dict[str, bytes]
     num_bytes: int
     """JSON bytes of the items, counted for each reference."""
@@ -187,7 +185,6 @@ class _Found(NamedTuple):
 
 
 def _find(ids: list[str], entries: list[StoredResponse]) -> _Found:
-    """The items of `entries` with `ids`. Raises NotFound, and UserError for too many bytes."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
         # Item ids contain the number of their response, so previous responses are not searched.

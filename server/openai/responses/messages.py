@@ -107,7 +107,6 @@ class _MessageBuilder:
         self.messages.append(message)
 
     def finish(self) -> list[Message]:
-        """Join the text pieces, and return the messages of all items."""
         self._end_assistant()
         return self.messages
 

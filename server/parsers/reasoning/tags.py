@@ -181,7 +181,6 @@ class ReasoningTagParser(ReasoningParser):
         yield from source.skip_whitespace()
 
     def _skip_header(self, tag: str) -> Steps[None]:
-        """Skip the header after `tag`, if any."""
         form, source = self._form, self._source
         if form.header is None or tag != form.header_tag:
             return
