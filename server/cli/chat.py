@@ -226,7 +226,7 @@ class _Terminal:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # Other servers lack this route.
+            # Other servers may lack this route.
             return wanted
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))

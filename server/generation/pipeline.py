@@ -209,7 +209,6 @@ class Pipeline:
         if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
-        # Bad words are encoded on the event loop.
         most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
         if length > most:
             raise UserError(

@@ -42,7 +42,7 @@ class RequestRecord:
     """ASGI `send` that bypasses all middleware, for later parts of the body: middleware reads only
     the start of a response."""
     owner: str = ""
-    """Owner of the request's API key (see ApiKeys.check); never logged."""
+    """Owner of the request (see ApiKeys.check); never logged."""
     started_s: float = field(default_factory=time.perf_counter)
     status: int = 0
     route: str = "unmatched"

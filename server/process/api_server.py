@@ -79,8 +79,8 @@ MAX_THREADS = 8
 """Threads for request work that would block the event loop, shared fairly: each client uses at most
 one thread at a time."""
 GC_OBJECTS = 10_000
-"""Allocations between garbage collections. Python's default of 700 costs a few per cent of a
-request's time."""
+"""Threshold of the youngest generation in Python's garbage collector. A value in the hundreds costs
+a few per cent of a request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1

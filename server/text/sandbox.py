@@ -113,7 +113,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for name in ("sort", "unique", "groupby", "min", "max"):
             self.filters[name] = self._compared_items(self.filters[name])
         self.filters["dictsort"] = self._compared(self.filters["dictsort"])
-        # These tests divide, and a division of a text is a format.
+        # jinja's own tests use `%`, which formats if its left operand is a text.
         self.tests["odd"] = lambda value: bool(self._modulo(value, 2) == 1)
         self.tests["even"] = lambda value: bool(self._modulo(value, 2) == 0)
         self.tests["divisibleby"] = lambda value, num: bool(self._modulo(value, num) == 0)
