@@ -45,9 +45,7 @@ class Recording(Protocol):
     """A capture in progress."""
 
     @property
-    def held_bytes(self) -> int:
-        """Device memory that the graph keeps in use."""
-        ...
+    def held_bytes(self) -> int: ...
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """Record an op on CPU tensors. `result`: its result as device tensors; `used`: storages of
@@ -807,7 +805,6 @@ class EmulatedDevice:
 def _targets(
     func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[HpuTensor]:
-    """Arguments that an op writes to."""
     found: list[HpuTensor] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:
