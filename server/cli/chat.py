@@ -66,7 +66,9 @@ def chat_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the chat. Raises CommandFailed if the server cannot be reached."""
+    """Run the chat; returns 1 if the only message of --quick has failed, otherwise 0. Raises
+    ConfigError, CommandFailed if the server cannot be reached, and the errors of
+    PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None

@@ -655,8 +655,8 @@ class ApiServer:
                     os.kill(engine.pid, signal.SIGKILL)
 
     def _log_lost_engines(self) -> None:
-        """Log each dead engine while other engines still run. With several API servers, the
-        supervisor logs local engines."""
+        """Log dead engines while other engines still run. Only the first API server logs; if there
+        are several, the supervisor logs the local engines instead."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -752,7 +752,7 @@ def load_tokenizer(
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
     all three are None; the image loader is also None for models without vision, and if
-    `make_image_inputs` returns None."""
+    `make_image_inputs` returns None. Raises ConfigError."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
