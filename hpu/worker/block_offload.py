@@ -249,8 +249,7 @@ def _identity(loaded: LoadedModel, widths: tuple[int, ...]) -> dict[str, object]
 
 
 def _weights(model: str, load_format: str) -> list[object]:
-    """Name, size and modification time of each weight file, to detect changed weights in this
-    folder."""
+    """Name, size and modification time of each weight file; the load format for random weights."""
     path = Path(model)
     if load_format == DUMMY:
         return [load_format]

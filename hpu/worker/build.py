@@ -1,4 +1,4 @@
-"""Builds a worker's components in dependency order: memory split, KV cache, runner."""
+"""Builds a worker's components."""
 
 import gc
 import logging
@@ -120,7 +120,6 @@ class Components:
         return PagePrefaulter() if self.cache is None else self.cache.pages_ahead
 
     def start_prefaulting(self) -> None:
-        """Start to pre-fault memory of the cache."""
         self._prefaulter.start()
 
     def end_threads(self) -> None:
@@ -631,7 +630,8 @@ def _split(
 
 
 def _agreed(split: MemorySplit, loaded: LoadedModel) -> MemorySplit:
-    """The split that fits on all ranks: the minimum of each size."""
+    """The split that fits on all ranks: the minimum number of blocks and the minimum graph
+    budget."""
     count = loaded.agreement.least(split.num_blocks)
     if count < split.num_blocks:
         logger.info(

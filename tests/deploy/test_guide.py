@@ -66,6 +66,7 @@ NAME_NO_FILE = (
     "wait",
     "patch",
     "port-forward",
+    "set",
 )
 
 
