@@ -62,8 +62,7 @@ from hpu.models.transformers_attention import (
     register,
 )
 from hpu.models.transformers_experts import divide_experts, replace_experts
-from hpu.models.transformers_norms import replace_norms
-from hpu.models.transformers_sparsity import replace_sparsity
+from hpu.models.transformers_replacements import replace_norms, replace_sparsity
 from hpu.models.transformers_weights import weight_map_of
 from hpu.models.transformers_writes import ViewWriteTrial, WithoutViewWrites
 from hpu.ops.kernels import AttentionForm, Kernels

@@ -24,8 +24,7 @@ from hpu.offload.block_copies import (
     layout_of,
 )
 from hpu.offload.block_files import HEADER_BYTES, BlockFiles, NoFiles, acquire, remove_others
-from hpu.offload.host_blocks import HostBlocks
-from hpu.offload.sizes import MIN_SLOTS
+from hpu.offload.host_blocks import MIN_SLOTS, HostBlocks
 from hpu.protocol import (
     HASH_BYTES,
     BlocksFetched,

@@ -26,7 +26,7 @@ from hpu.models.base import CausalLM
 from hpu.models.decoder import Decoder
 from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
-from hpu.offload.sizes import staging_bytes
+from hpu.offload.host_blocks import staging_bytes
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
 from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.runner.batch_state import BatchState
