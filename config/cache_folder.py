@@ -18,13 +18,13 @@ CONTAINER_MARKS = (".dockerenv", "run/.containerenv")
 
 
 def in_container(root: Path = Path("/")) -> bool:
-    """Whether a file that container runtimes create exists below `root`."""
+    """Whether `root` has a file that container runtimes create."""
     return any((root / mark).exists() for mark in CONTAINER_MARKS)
 
 
 def cache_path(cache_home: str, name: str) -> Path:
-    """The cache folder `name`, which need not exist yet. Raises ConfigError if another user can
-    write to it: the server loads code, weights and tokenizers from there."""
+    """Path of the cache folder `name`, which need not exist. Raises ConfigError for a folder that
+    `foreign_writer` rejects: the server loads code and weights from cache folders."""
     folder = Path(cache_home) / name
     reason = foreign_writer(folder)
     if reason:
@@ -33,9 +33,9 @@ def cache_path(cache_home: str, name: str) -> Path:
 
 
 def foreign_writer(folder: Path) -> str:
-    """Reason why another user can write to `folder`: it, or a symbolic link to it, belongs to
-    neither this user nor root, or it is world-writable. Empty if nobody else can write to it, or if
-    it does not exist. The group is trusted, since a Kubernetes volume is group-writable."""
+    """Reason not to trust `folder`: it, or a symbolic link to it, belongs to neither this user nor
+    root, or it is world-writable. Empty otherwise, also if its status cannot be read. The group is
+    trusted, since a Kubernetes volume is group-writable."""
     try:
         link, found = folder.lstat(), folder.stat()
     except OSError:
@@ -94,8 +94,6 @@ def _check_folder(path: Path) -> None:
 
 
 def _foreign_file(status: os.stat_result, path: Path) -> str:
-    """Reason why a user other than this user and root can write to the file with this status; empty
-    if there is none. The group is trusted, as in `foreign_writer`."""
     if reason := _foreign_owner(status, path.parent):
         return reason
     is_open = not stat.S_ISLNK(status.st_mode) and status.st_mode & stat.S_IWOTH

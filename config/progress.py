@@ -13,7 +13,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 NUM_LINES = 10
-"""Number of log lines for a download or conversion without a progress bar."""
+"""Maximum number of log lines for a download or conversion without a progress bar."""
 
 DOWNLOADING = "downloading the model"
 """Stage of a Report."""

@@ -31,8 +31,7 @@ class Setting:
     """Environment variables that set a switch in `switches`; they win over `variables`."""
     choices: tuple[str, ...] = ()
     has_kinds: bool = False
-    """Whether kinds defined in other packages are additional choices. The command-line parser gets
-    their names (config/loading/parser.py)."""
+    """Whether kinds defined in other packages are additional choices."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Alternative words for a choice, or for true and false of a switch."""
     minimum: float | None = None

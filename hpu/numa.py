@@ -1,5 +1,5 @@
 """NUMA binding of a worker: to the cores near its card, or to its share of the host's cores. Reads
-the kernel's files below `root`, which tests replace. Opens no device.
+the kernel's files below `root`. Opens no device.
 
 Memory needs no binding: Linux allocates it on the node of the core that first writes it.
 """

@@ -76,7 +76,7 @@ SINGLE_RANK = Ranks()
 
 
 class RequestSampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Sampling parameters of a request. The engine draws the seed if the caller gave none."""
+    """Sampling parameters of a request."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -112,8 +112,6 @@ def _check(weights: Iterable[WeightSpec], shapes: Shapes, source: Path) -> None:
 
 
 def _fields(weight: WeightSpec) -> str:
-    """The config fields and the quantization that determine the tensor's shape, for error
-    messages."""
     scheme = weight.scheme
     if scheme is None:
         return weight.fields

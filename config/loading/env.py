@@ -126,9 +126,8 @@ def cache_home() -> str:
 
 
 def runtime_environment(config: EngineConfig) -> dict[str, str]:
-    """Variables that a process with a worker needs before it starts, because the OpenMP libraries
-    read them when they are loaded. The user's variables win, except for the thread count, which a
-    flag may override."""
+    """Variables that a process with a worker needs before it starts: libraries read them when they
+    are loaded. The user's variables win, except for the thread count, which a flag may override."""
     chosen = openmp_environment()
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         # Prevents a warning of the tokenizers library after a fork.
@@ -333,7 +332,6 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
 
 
 def _runtime_release(config: EngineConfig) -> str:
-    """Release of the vendor's runtime; empty if unknown."""
     if chosen_device(config.device) == "hpu-emulator":
         return EMULATED_RELEASE
     return installed_version(RUNTIME_DISTRIBUTION)

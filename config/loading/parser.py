@@ -148,7 +148,6 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
 
     def _usage_of(self, name: str) -> str:
-        """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
         flag = name.rpartition("/")[2]
         if flag not in self._option_string_actions:
             return flag
@@ -277,7 +276,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _RawFormatter(_Formatter, argparse.RawDescriptionHelpFormatter):
-    """The same with the line breaks of description and epilog."""
+    """A _Formatter that keeps the line breaks of description and epilog."""
 
 
 def _name_of(title: str) -> str:
@@ -350,7 +349,6 @@ def server_parser(
 
 
 def _choices(words: Iterable[str]) -> str:
-    """The words in braces; empty without words."""
     joined_words = ",".join(words)
     return f"{{{joined_words}}}" if joined_words else ""
 

@@ -75,7 +75,7 @@ class Loaded:
     arguments: argparse.Namespace
     """Parsed command line, including flags specific to the command."""
     words: tuple[str, ...] = ()
-    """The command line. Append flags and call `load` again to change single settings."""
+    """The command line."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""

@@ -42,7 +42,7 @@ class Given:
     """The flag's name or an alias of the flag."""
     value: object
     source: str
-    """Source for error messages: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+    """Source for error messages, such as flag --port or variable GAUDISERVE_PORT."""
 
 
 def shown(value: object) -> str:

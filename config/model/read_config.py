@@ -73,8 +73,7 @@ def model_config_of(
 ) -> ModelConfig:
     """ModelConfig from the contents of config.json and generation_config.json, without quantization
     and vision settings. `path`: the model folder, whose tokenizer files name the EOS token.
-    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)

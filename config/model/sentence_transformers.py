@@ -112,7 +112,6 @@ def _check_modalities(fields: Fields) -> None:
 
 
 def _fields(file: Path) -> Fields:
-    """The fields of an optional file."""
     return Fields(read_json(file) if file.is_file() else {}, file)
 
 

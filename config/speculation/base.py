@@ -77,17 +77,14 @@ class SpeculationMethod:
 
     @property
     def facts(self) -> MethodFacts:
-        """Facts of the method."""
         return DRAFT_METHODS[self.method]
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a draft model or a draft head proposes tokens."""
         return self.facts.has_drafter
 
     @property
     def reads_earlier_outputs(self) -> bool:
-        """See MethodFacts.reads_earlier_outputs."""
         return self.facts.reads_earlier_outputs(self.settings)
 
 

@@ -448,7 +448,8 @@ def _processor_time(pid: int) -> int:
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], int]) -> int:
-    """Run `work` on a thread with `stack_bytes` of stack, and return its result."""
+    """Run `work` on a thread with `stack_bytes` of stack, and return its result; _OUT_OF_MEMORY if
+    `work` raises."""
     codes: list[int] = []
     threading.stack_size(stack_bytes)
     thread = threading.Thread(target=lambda: codes.append(work()))

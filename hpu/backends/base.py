@@ -1,4 +1,4 @@
-"""Backend: the device interface. All code above this folder uses devices only through it."""
+"""Backend: interface of a device."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

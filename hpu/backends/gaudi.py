@@ -1,5 +1,5 @@
 """GaudiBackend: a Gaudi card through the vendor's runtime (habana_frameworks), in any of the four
-modes. The fused kernels are in hpu/ops/gaudi.py.
+modes.
 
 In lazy mode operations are collected until mark_step ends the segment, which becomes a recipe.
 `_end_recipe` and `_mark_layers` end segments within a launch, for smaller recipes.
@@ -312,7 +312,6 @@ class GaudiBackend(Backend):
 
     @property
     def _float32_matmul(self) -> Matmul:
-        """Product of float32 matrices on this card."""
         if self._facts.multiplies_float32:
             return torch.matmul
         writes_float32 = self._has_kernel("matmul.float32_out", self._generation())
@@ -533,7 +532,7 @@ class GaudiBackend(Backend):
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def host_tensor(self, size: int, dtype: torch.dtype) -> Tensor:
-        # The vendor's software does not use pinned memory.
+        # Not pinned, as in the vendor's plug-in for vLLM.
         return torch.zeros(size, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ MAX_BATCH_STEP = 32
 """Largest default step of batches."""
 
 Axes = dict[str, tuple[int, ...]]
-"""Parameters by dimension name. PARAMETERS in select.py lists the parameters of each strategy."""
+"""Parameters by dimension name; their number depends on the strategy."""
 
 
 def range_axes(config: BucketConfig, limits: BucketLimits) -> tuple[Axes, Axes]:

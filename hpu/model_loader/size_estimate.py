@@ -1,8 +1,5 @@
-"""Memory that a model needs on each card, computed from its config: weights, KV blocks,
-activations.
-
-Imports no torch. A test compares the number of parameters with the built models.
-"""
+"""Memory that a model needs on each card, computed from its config: weights, KV blocks, states,
+activations. Imports no torch."""
 
 import math
 from collections.abc import Iterator
@@ -76,8 +73,7 @@ def _own_specs(
 @lru_cache(maxsize=8)
 def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec, int], ...]:
     """(tensor, number of layers with this tensor) for a pipeline stage; equal layers are listed
-    once. Cached, because `gaudiserve presets` makes many plans for a model, and a large mixture of
-    experts has 90,000 tensors."""
+    once. Cached, because a large mixture of experts has 90,000 tensors."""
     weight_map = decoder_weight_map(config, decoder_spec(config))
     outer = _outer_entries(weight_map, stage, is_tied=config.tie_word_embeddings)
     counted = [(spec, 1) for spec in outer]
@@ -171,7 +167,6 @@ def rotary_peak_bytes(config: ModelConfig, length: int) -> int:
 
 
 def _rotated_sizes(config: ModelConfig) -> list[int]:
-    """Rotated size of each rotary table."""
     ropes = {"default": config.rope, "local": config.local_rope}
     used = {layer.rope for layer in _layers(config)}
     return [

@@ -32,12 +32,10 @@ class EncoderCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows."""
         return self.embeddings.nbytes
 
     @property
     def num_free(self) -> int:
-        """Number of free rows."""
         return len(self._free)
 
     def allocate(self, content: bytes, count: int) -> Rows:

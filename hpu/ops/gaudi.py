@@ -1,15 +1,9 @@
-"""GaudiKernels: the vendor's fused operations. Imported only by the Gaudi back end, after it has
-set up the runtime, and by gaudi_flex.py.
+"""GaudiKernels: the vendor's fused operations. The import needs the vendor's package.
 
 Sources of the call forms: the bridge's kernels package (FusedSDPA, FusedRMSNorm, rotary) in
 HabanaAI/gaudi-pytorch-bridge, and, in vllm-project/vllm-gaudi, the flat paged attention (flat_pa
 and pipelined_pa in vllm_gaudi/extension/ops.py) and the sliced attention (SlicedFusedSDPA in
 vllm_gaudi/extension/utils.py).
-
-How the plug-in handles other kinds of scores: sinks are passed as logits to newer releases of
-FusedSDPA, appended as a column to the scores of _naive_prompt_attention, and added to the sum of
-each block of a decode; ALiBi is not supported with FusedSDPA and is otherwise added in float32;
-soft caps are not supported; windows and chunks are masks.
 """
 
 import warnings
@@ -86,7 +80,7 @@ class GaudiKernels:
 
     * `block_softmax`: computes the weights of the blocks of a decode: the kernel
       block_softmax_adjustment (ADJUSTMENT), which some cards and releases lack, or a key of
-      REFERENCES in hpu/ops/block_softmax.py.
+      block_softmax.REFERENCES.
 
     * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
       without biases are limited to `max_experts` in a call.
@@ -472,7 +466,6 @@ class GaudiAttention(nn.Module):
 
 
 def _in_float32(operands: PromptOperands) -> PromptOperands:
-    """`operands` with queries, keys and values in float32."""
     read = operands.read
 
     def wide(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -199,6 +199,5 @@ class VllmMixtureOfExpertsOp(nn.Module):
 
 
 def _matmuls(weights: Tensor, biases: Tensor | None) -> nn.ModuleList:
-    """A MoeMatmul for each expert."""
     each_bias = (None,) * len(weights) if biases is None else biases
     return nn.ModuleList(map(MoeMatmul, weights, each_bias))

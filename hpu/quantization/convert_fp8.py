@@ -25,8 +25,8 @@ MAX_EXPONENT = 254
 
 
 def convert(folder: str, output: Path) -> None:
-    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError and
-    CheckpointError."""
+    """Write the checkpoint in `folder` with converted weights to `output`. Raises ConfigError or
+    CheckpointError if the checkpoint cannot be converted."""
     model_config = read_model_config(folder)
     schemes = model_config.quantization.schemes if model_config.quantization else ()
     floats = [scheme for scheme in schemes if scheme.is_float]

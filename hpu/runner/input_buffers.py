@@ -274,7 +274,6 @@ class InputBuffers(Generic[A_co]):
 
     @property
     def context(self) -> AttentionInputs:
-        """Attention inputs."""
         return self._current.tensors.context
 
     @property

@@ -141,7 +141,6 @@ class ModelRunner(StepRunner):
             output.end = launches[-1].end if launches else self._backend.event()
 
     def _begin_step(self, num_launches: int) -> None:
-        """Begin a step of `num_launches` launches on the link to the other pipeline stages."""
         if self._link.stage.size > 1:
             with self._backend.recipe:
                 self._link.begin_step(self._last_tokens, num_launches)
@@ -187,7 +186,6 @@ class ModelRunner(StepRunner):
         return self._sampler.captured_settings
 
     def warm_up(self, bucket: Bucket, *samplings: RequestSampling, prompts: bool = False) -> None:
-        """See StepRunner.warm_up."""
         hidden: Tensor | None = None
         for number, sampling in enumerate(samplings):
             self._sampler.add_request(self.dummy_req_index, sampling, np.zeros(1, np.uint32), 1)
@@ -259,7 +257,6 @@ class ModelRunner(StepRunner):
             self._scrub_allocated(plan)
 
     def _add_request(self, new: NewRequest) -> Tokens:
-        """Add a request to all components. Returns its tokens."""
         tokens = self._batch_state.add_request(new)
         for feature in self._features:
             feature.add_request(new, tokens)
@@ -269,7 +266,6 @@ class ModelRunner(StepRunner):
         return tokens
 
     def _remove_request(self, req_index: int) -> None:
-        """Remove a request from all components."""
         self._batch_state.remove_request(req_index)
         for feature in self._features:
             feature.remove_request(req_index)
@@ -342,7 +338,6 @@ class ModelRunner(StepRunner):
         return forward
 
     def _fill_dummy(self, arrays: LaunchArrays) -> None:
-        """Write inputs that use only the pad block."""
         self._batch_state.fill_dummy(arrays)
         for feature in self._features:
             feature.fill_dummy(arrays)

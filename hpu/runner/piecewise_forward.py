@@ -27,13 +27,12 @@ def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tens
 
 
 def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: Tensor) -> Tensor:
-    """Run a later part on the previous part's hidden states."""
     return part(hidden, inputs.split(*tensors).context)
 
 
 class PiecewiseForward:
     """Piecewise forward pass of a model. While a part runs, the weights of the next offloaded layer
-    are copied to the device. Each part may be a graph; copies run between parts."""
+    are copied to the device. Each part may be a graph; copies are started between parts."""
 
     def __init__(
         self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend

@@ -22,8 +22,7 @@ missing, a prefill computes all of them but the last."""
 
 @runtime_checkable
 class DraftLauncher(Protocol):
-    """Runs a draft model or a head over the blocks of the running requests
-    (hpu/runner/drafting/draft_runner.py)."""
+    """Runs a draft model or a head over the blocks of the running requests."""
 
     block_size: int
     max_model_len: int

@@ -37,7 +37,6 @@ def by_use(
 
 
 def _shares(table: BucketTable, traffic: list[Lengths] | None) -> dict[Bucket, float]:
-    """Share of each bucket in all launches."""
     limits = table.limits
     launches = launches_of(traffic, limits) if traffic else general_launches(limits)
     return {use.bucket: use.share for use in padding_of(launches, table.buckets, limits)}

@@ -55,7 +55,7 @@ class Warmup:
        and replayed, within the memory reserved for graphs. Nothing else allocates then, so the
        growth of memory is the size of the graph.
 
-    A bucket without a graph runs compiled.
+    A bucket without a graph can still be used.
     """
 
     def __init__(

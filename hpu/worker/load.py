@@ -605,8 +605,8 @@ def check_memory(
     weights: int,
 ) -> None:
     """Raise ConfigError if `weights` bytes exceed the device's total memory, or if the rotary table
-    exceeds the host's. Called before allocation: some systems overcommit memory and kill the
-    process later."""
+    exceeds the host's. Without this check, some systems overcommit memory and kill the process
+    later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "

@@ -1,7 +1,6 @@
 """Memory split after loading: KV blocks, graphs, and a reserve.
 
-Pure functions without torch. A worker calls them before anything is captured; `gaudiserve plan`
-uses the same split.
+Pure functions without torch.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Middleware around all routes: request ids, access log and metrics, API keys and errors, CORS, and
-direct dispatch to fixed paths."""
+"""Middleware around all routes: path prefix, request ids, access log and metrics, API keys and
+errors, CORS, and direct dispatch to fixed paths."""
 
 import inspect
 import logging

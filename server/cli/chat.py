@@ -102,8 +102,6 @@ def unknown_command(text: str) -> str:
 
 
 class _Terminal:
-    """Terminal chat: the conversation and its input loop."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
     ) -> None:
@@ -223,13 +221,12 @@ class _Terminal:
             print(NORMAL, end="")
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
-        """--max-tokens, or the remaining context if it is smaller."""
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # Other servers lack this route.
+            # Other servers may lack this route.
             return wanted
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))

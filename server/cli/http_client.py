@@ -99,7 +99,8 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket."""
+        """`base_url`: an HTTP or HTTPS URL, or unix: followed by the path of a socket. Raises
+        ConfigError for another URL."""
         self._url = base_url
         self._socket_path: str | None = None
         if base_url.startswith(UNIX):
@@ -161,7 +162,6 @@ class HttpClient:
         return HttpResponse(head.status, head.fields, content)
 
     async def _whole(self, connection: _Connection, head: _ResponseHead) -> bytes:
-        """Complete content of a response. Raises HttpFailure for more than MAX_ANSWER_BYTES."""
         pieces, num_bytes = [], 0
         async for piece in self._content(connection, head):
             pieces.append(piece)
@@ -295,7 +295,6 @@ class HttpClient:
             ) from None
 
     def _size(self, text: bytes, base: int) -> int:
-        """Parse a Content-Length or a chunk size. Raises HttpFailure."""
         try:
             size = int(text[:20], base)
         except ValueError:

@@ -251,7 +251,6 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    """Settings as text, in the groups of `--help`: a title, then a line per setting."""
     rows = [
         (flag.setting.group, flag.key, flag.shown(shown[flag.key][0]), shown[flag.key][1])
         for flag in FLAGS

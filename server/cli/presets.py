@@ -113,7 +113,6 @@ def as_yaml(preset: Preset, loaded: Loaded) -> str:
 
 
 def _given(loaded: Loaded) -> dict[str, Any]:
-    """Settings that a flag, variable or file sets -> value."""
     return {key: value for key, (value, source) in loaded.sources.items() if source != DEFAULT}
 
 

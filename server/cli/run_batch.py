@@ -105,7 +105,6 @@ def main(argv: list[str]) -> int:
 
 
 def _unanswered(file: IO[bytes], output: BatchOutput) -> Iterator[BatchLine | InvalidLine]:
-    """Input lines without a response. The file is read lazily."""
     return (line for line in read_lines(file) if not output.has(line))
 
 
@@ -188,7 +187,6 @@ async def _answer_all(
 
 
 async def _ask(client: HttpClient, line: BatchLine) -> HttpResponse:
-    """Send a line, and retry while the server answers 503."""
     while True:
         answer = await client.ask("POST", line.url, line.body)
         if answer.status != BUSY:

@@ -73,7 +73,6 @@ def start(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def _checked(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
-    """Call `resolve_checkpoint`; its errors, except SettingError, are raised as CheckpointError."""
     with checkpoint_errors():
         return resolve_checkpoint(engine, server, report)
 

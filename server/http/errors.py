@@ -159,7 +159,6 @@ def fault_of(error: Exception) -> Fault:
 
 
 def _without_folders(error: Exception) -> str:
-    """The error text without the folders of paths; the log has the full paths."""
     return _FOLDER.sub("", str(error))
 
 

@@ -115,7 +115,6 @@ class _Pieces:
     every piece."""
 
     def __init__(self, data: bytes) -> None:
-        """Raises UserError for unmatched brackets or quotes, or too many values."""
         self._data = data
         self._at, self._depth = _structure(data)
         """Positions of brackets, commas and colons outside strings, and the nesting depth after
@@ -123,7 +122,6 @@ class _Pieces:
         self._kinds = np.frombuffer(data, np.uint8)[self._at]
 
     def value(self) -> Any:
-        """Decode the whole body."""
         return self._value(0, len(self._data), 0, len(self._at), 1)
 
     def _value(self, start: int, end: int, first: int, last: int, depth: int) -> Any:
@@ -152,8 +150,6 @@ class _Pieces:
         return self._container(first, last - 1, depth)
 
     def _container(self, opener: int, closer: int, depth: int) -> Any:
-        """Decode a list or object: runs of short entries in a single call, long entries
-        separately."""
         data, at = self._data, self._at
         is_list = data[at[opener] : at[opener] + 1] == b"["
         result: Any = [] if is_list else {}
@@ -263,7 +259,6 @@ def _check_counts(num_values: int, num_objects: int) -> None:
 
 
 def _text(data: bytes, start: int, end: int) -> Any:
-    """Decode a long string, or a number, true, false or null."""
     opens = data.find(b'"', start, min(end, start + MAX_SHORT_BYTES))
     closes = data.rfind(b'"', max(start, end - MAX_SHORT_BYTES), end)
     if opens < 0 and end - start <= MAX_SHORT_BYTES:
@@ -276,8 +271,6 @@ def _text(data: bytes, start: int, end: int) -> Any:
 
 
 def _text_parts(data: bytes, position: int, closes: int) -> Iterator[str]:
-    """Decode the content of a long string in parts of about TEXT_PIECE_BYTES. Raises UserError for
-    more than MAX_TEXT_BYTES of memory."""
     length, width = 0, 1
     while position < closes:
         stop = min(position + TEXT_PIECE_BYTES, closes)

@@ -78,7 +78,8 @@ class UnreadStream(UnreadAnswer):
 class UnreadAnswers:
     """Bounds the memory of unread responses and streams. Over `max_bytes`, drops responses to slow
     clients, and over twice `max_bytes`, responses to any client. The client with the most unread
-    bytes loses its oldest response first. A long response is kept while there is no other."""
+    bytes is first; it loses its long responses, oldest first, and then its streams. The only long
+    response is kept."""
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -128,7 +129,6 @@ class UnreadAnswers:
         self._counts.add(loop.call_later(SLOW_AFTER_S / 5, self._count))
 
     def _count(self) -> None:
-        """Update the unread bytes of all streams; repeats while there are streams."""
         self._counts.clear()
         if not self._streams:
             return
@@ -184,7 +184,6 @@ class UnreadAnswers:
             del self._answers[answer]
 
     def _trim_after(self, num_bytes: int) -> None:
-        """After the end of a large response, schedule returning freed memory to the OS."""
         if num_bytes > TRIMMED_BYTES and not self._trims:
             loop = asyncio.get_running_loop()
             self._trims.add(loop.call_later(TRIM_DELAY_S, self._trim))

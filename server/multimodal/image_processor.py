@@ -196,7 +196,6 @@ def _check_ratio(image: Image.Image) -> None:
 def _image_processor(
     folder: Path, files: ProcessorFiles, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Create the checkpoint's image processor. Raises ConfigError."""
     try:
         own = OWN_PROCESSORS.get(str(files.config.get("model_type")))
         if own is not None:

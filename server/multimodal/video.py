@@ -194,7 +194,6 @@ def _equal(frames: list[Image.Image]) -> list[Image.Image]:
 
 
 def _check_frames(files: list[bytes]) -> None:
-    """Raise BadImage for too many frames, or for too many pixels in total. Decodes no frame."""
     _check_count(len(files))
     first, pixels = None, 0
     for data in files:

@@ -79,8 +79,8 @@ MAX_THREADS = 8
 """Threads for request work that would block the event loop, shared fairly: each client uses at most
 one thread at a time."""
 GC_OBJECTS = 10_000
-"""Allocations between garbage collections. Python's default of 700 costs a few per cent of a
-request's time."""
+"""Threshold of the youngest generation in Python's garbage collector. A value in the hundreds costs
+a few per cent of a request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
@@ -506,8 +506,6 @@ class ApiServer:
     async def _open(
         self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
     ) -> None:
-        """Load the tokenizer while the engine loads the model; then open the server for
-        requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
         probes = self._start_probes(listener, folder)
@@ -785,7 +783,6 @@ def load_tokenizer(
 
 
 def _raw(response: Response) -> bytes:
-    """The bytes of an HTTP/1.1 response."""
     fields = b"".join(b"\r\n%s: %s" % field for field in response.raw_headers)
     line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}"
     return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)

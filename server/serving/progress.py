@@ -21,7 +21,7 @@ def describe(progress: Progress) -> str:
 
 def bar(progress: Progress) -> str:
     """Progress as a progress bar: `[######------------------] warming up, 12 of 48, about 3
-    min left`."""
+    min left`. Without a total, only the text."""
     if not progress.total:
         return describe(progress)
     filled = WIDTH * min(progress.done, progress.total) // progress.total
@@ -29,8 +29,8 @@ def bar(progress: Progress) -> str:
 
 
 class ProgressReporter:
-    """Rate limiter for progress lines: at most a line per INTERVAL_S. If the text has not changed,
-    the line says for how long."""
+    """Rate limiter for progress lines: at most a line per INTERVAL_S. A line also says for how long
+    the text has been unchanged, from INTERVAL_S / 2 on."""
 
     def __init__(self, started_s: float) -> None:
         self._last = ""

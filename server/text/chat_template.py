@@ -287,7 +287,6 @@ class ChatTemplate:
 
 
 def _check_roles(messages: list[Message], source: str) -> None:
-    """Raise UserError for a role that is neither in ROLES nor mentioned in the template."""
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
@@ -311,8 +310,6 @@ def may_run_inline(compiled: CompiledTemplate) -> bool:
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether there are at most MAX_INLINE_MESSAGES messages, with only role and text, and at most
-    SHORT_CHARACTERS in total."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
@@ -333,7 +330,6 @@ class _Job(Generic[T]):
         self._was_stopped = False
 
     def run(self) -> T:
-        """Run the call and return its result. Raises TooSlow if it is stopped."""
         with self._lock:
             self._thread = threading.get_ident()
             self._clock = time.pthread_getcpuclockid(self._thread)
@@ -384,7 +380,6 @@ class _InlineWatchdog:
         self._is_closed = False
 
     def run(self, call: Callable[[], str]) -> str:
-        """Run `call` and return its result. Raises TooSlow."""
         self._num_calls += 1
         if not self._is_watched:
             self._start()

@@ -37,7 +37,6 @@ def quantized_weights(
 
 
 def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
-    """The tensors of a weight that stacks all experts."""
     if weight.transposed:
         experts, rows, columns = weight.shape
         fields = weight.fields.split(" x ")
@@ -51,8 +50,8 @@ def _stacked(weight: WeightSpec, scheme: WeightScheme) -> Iterator[WeightSpec]:
 
 
 def _is_linear(weight: WeightSpec, *, has_head: bool) -> bool:
-    """Whether `weight` belongs to a linear layer, including linear layers of experts. Routers,
-    convolutions, norms and embeddings are never quantized."""
+    """Whether `weight` is a matrix that a quantization may cover: a projection, a matrix of an
+    expert or, with `has_head`, the output head."""
     if not weight.name.endswith(_WEIGHT) or len(weight.shape) != 2:
         return False
     if weight.parameter == _HEAD:

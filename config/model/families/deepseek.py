@@ -99,7 +99,6 @@ def _moe(config: ModelConfig) -> MoESpec:
 
 
 def _choice(config: ModelConfig, name: str, kinds: Mapping[str, Kind]) -> Kind:
-    """Look up the value of field `name` in `kinds`. Raises ConfigError for an unknown value."""
     value = config.fields.get(name, str, None)
     if value not in kinds:
         raise ConfigError(

@@ -60,7 +60,7 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
 
 
 def is_served(fields: Fields) -> bool:
-    """Whether `read_quantization` supports the method in config.json."""
+    """Whether `read_quantization` supports the method of the checkpoint."""
     own = _settings(fields)
     return own is not None and own.raw["quant_method"] in METHODS
 

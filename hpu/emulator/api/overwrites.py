@@ -113,8 +113,7 @@ def object_device(original: Function) -> Function:
 
 def set_autocast_enabled(original: Function) -> Function:
     """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError when
-    autocast is enabled for the card: it would change dtypes of results, and a server does not use
-    it."""
+    autocast is enabled for the card: it would change dtypes of results."""
 
     def change(*args: object) -> None:
         if args[:1] == (DEVICE.type,) and args[1]:

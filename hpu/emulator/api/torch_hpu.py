@@ -1,4 +1,4 @@
-"""The module `torch.hpu`: device, memory, events, streams, random numbers and graphs."""
+"""The module `torch.hpu`."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -407,7 +407,7 @@ NOT_MODELLED = frozenset(
         "get_stream_info",
     )
 )
-"""Names of the newest torch.hpu (2025) that no server uses."""
+"""Names of the newest torch.hpu (2025) that the emulator does not model."""
 SWITCHES = {
     "inference_mode": "is_inference_mode_enabled",
     "quantization": None,

@@ -571,7 +571,6 @@ class EmulatedDevice:
         self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
-        """The part of an argument that belongs to a recipe's signature."""
         if type(value) in SCALARS:
             return value
         if isinstance(value, HpuTensor):
@@ -739,7 +738,6 @@ class EmulatedDevice:
         self.counters.counts["launch_joins"] += self.launches.join()
 
     def _wait_for_large_copy(self, target: Tensor) -> None:
-        """Apply the fault LARGE_COPIES."""
         if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
             return
         if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":

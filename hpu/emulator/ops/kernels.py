@@ -158,7 +158,7 @@ def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]
 def _on_card(
     name: str, kernel: Callable[..., object], check: Callable[[str], None]
 ) -> Callable[..., object]:
-    """A kernel behind a check."""
+    """Wrap `kernel` to call `check(name)` first."""
 
     def run(*args: object, **kwargs: object) -> object:
         check(name)

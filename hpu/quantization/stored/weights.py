@@ -55,7 +55,6 @@ class StoredWeight:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether zero points are stored."""
         return any(part.role == "zeros" for part in self.scheme.parts)
 
     def create_parameters(

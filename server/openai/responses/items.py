@@ -26,9 +26,9 @@ PREFIXES = {
 }
 ROLES = ("user", "system", "developer", "assistant")
 _OURS = ("output_text",)
-"""Content part types of assistant messages, for errors."""
+"""Content part types of assistant messages."""
 _CONTENT = ("role", "content", "text")
-"""Fields of an item whose content the model sees."""
+"""Fields that may have content for the model."""
 _SHOWN = 40
 
 

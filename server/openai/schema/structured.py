@@ -131,7 +131,6 @@ def _bad_field(parent: Mapping[str, object], field: str, where: str, wanted: str
 
 
 def _spec_for(field: str, requested: Mapping[str, Any]) -> GrammarSpec | None:
-    """Call `grammar_spec`; errors name the first component of the path `field`."""
     try:
         return grammar_spec(requested, field)
     except UserError as error:

@@ -65,7 +65,6 @@ class NestedSchema:
 
 
 def _property(name: str, schema: Mapping[str, Any]) -> Any:
-    """Subschema of property `name` directly in `schema`; None if there is none."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -73,7 +72,6 @@ def _property(name: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _items(schema: Mapping[str, Any]) -> Any:
-    """Subschema of the items directly in `schema`; None if there is none."""
     return schema["items"] if isinstance(schema.get("items"), dict) else None
 
 
@@ -138,7 +136,6 @@ def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
 
 
 def _reference_nodes(reference: str) -> int:
-    """Cost of resolving `reference`, in subschemas."""
     return min(len(reference), MAX_REFERENCE_CHARACTERS) // CHARACTERS_PER_NODE
 
 
@@ -161,7 +158,6 @@ class _Search:
         return self.num_nodes > MAX_SCHEMA_NODES
 
     def types_of(self, name: str, schema: Any) -> frozenset[str]:
-        """The types that `schema` allows for property `name` (see the function `types_of`)."""
         types = self.types(self.composed(schema, partial(_property, name), 0), 0)
         if self.is_exhausted:
             return frozenset((ANY_TYPE,))
@@ -207,8 +203,9 @@ class _Search:
         return self.all_of(iter(found))
 
     def all_of(self, found: "Iterator[frozenset[str] | None]") -> frozenset[str] | None:
-        """The intersection of the sets in `found`, without None entries; None if all are None. A
-        set that contradicts the earlier sets is ignored."""
+        """The intersection of the sets in `found`, in which integer is a kind of number; None if
+        all entries are None. None, ANY_TYPE, and a set that contradicts the earlier sets do not
+        restrict the result."""
         allowed: frozenset[str] | None = None
         for types in found:
             if types is None or (ANY_TYPE in types and allowed is not None):
@@ -250,7 +247,8 @@ def _num_nodes(schema: Any) -> int:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> Any:
-    """Target of a JSON pointer in the same document; None if it does not exist, and for anchors."""
+    """The object in `root` that the JSON pointer `reference` names; None if it does not exist, and
+    for anchors."""
     if len(reference) > MAX_REFERENCE_CHARACTERS:
         return None
     if reference != "#" and not reference.startswith("#/"):

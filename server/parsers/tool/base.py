@@ -199,7 +199,6 @@ class ToolCallParser(StreamParser):
         return False
 
     def _read_raw_arguments(self) -> Steps[None]:
-        """Emit the rest of arguments that cannot be parsed."""
         reader, source, output = self._reader, self._source, self._output
         yield from source.read_until(
             (*reader.ends, *reader.markers), output.add_arguments, leave=True

@@ -101,7 +101,6 @@ class Elements(ToolCallFormat):
     def _read_arguments(
         self, source: Source, output: EventBuffer, schema: NestedSchema, between: list[str]
     ) -> Steps[None]:
-        """Read the arguments, and the tag that ends the call."""
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
@@ -136,7 +135,6 @@ class Elements(ToolCallFormat):
                 return tag
 
     def _ends_call(self, source: Source) -> Steps[bool]:
-        """Whether a tag that ends the call comes next."""
         ends = (self.call_end, self.section_end, self.opening)
         return bool((yield from source.peek_word(*ends)))
 
@@ -152,7 +150,6 @@ class Elements(ToolCallFormat):
         return tag[1:].strip() if is_tag else ""
 
     def _take_tag(self, source: Source, tag: str) -> Steps[None]:
-        """Consume the namespace and the following tag, if any."""
         source.take(len(self.namespace))
         if tag:
             yield from source.collect_until((">",), most=MAX_NAME_CHARACTERS)
@@ -240,7 +237,6 @@ class Elements(ToolCallFormat):
         return ToolCallGrammar(by_marker, self.ignored_markers)
 
     def _call(self, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
-        """Grammar for a call after `opening`."""
         check_name(name, name, (">",))
         gap = regex("\\n?")
         if schema is None:
