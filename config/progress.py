@@ -44,8 +44,8 @@ def unreported_step(step: str) -> None:
 
 
 class ProgressReporter:
-    """Rate limiter for progress lines: at most a line per INTERVAL_S. If the text has not changed,
-    the line says for how long."""
+    """Rate limiter for progress lines: at most a line per INTERVAL_S. A line also says for how long
+    the text has been unchanged, from INTERVAL_S / 2 on."""
 
     def __init__(self, started_s: float, prefix: str = "Starting: ") -> None:
         self._prefix = prefix
