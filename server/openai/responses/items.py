@@ -142,7 +142,7 @@ def _message(item: Item, where: str, taken: tuple[str, ...]) -> Item:
     return {"role": role, "status": "completed", "content": parts}
 
 
-def _check_number(parts: list[Any], where: str) -> None:
+def _check_number(parts: list[object], where: str) -> None:
     if len(parts) > MAX_PARTS:
         raise error_at_path(f"{where} has {len(parts)} parts, at most {MAX_PARTS} are allowed")
 

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from server.parsers.stream.text_stream import WHITESPACE, ParseError, Sink, Source, Steps
 
@@ -209,7 +208,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(name)
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """`value` as JSON; lone surrogates become `?`. Raises ValueError for NaN and infinity."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
