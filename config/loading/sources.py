@@ -504,5 +504,6 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         return f"--{flags[0].key}" if len(flags) == 1 else match.group()
 
     # A field name is the first word, or has an underscore; a limit of a range also has a dot.
-    renamed = re.sub(r"^[a-z]+\b|\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b", rename, message)
+    # A word in double quotes belongs to an example in JSON.
+    renamed = re.sub(r'^[a-z]+\b|(?<!")\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b', rename, message)
     return with_sources(renamed, sources)

@@ -563,7 +563,7 @@ class ApiServer:
 
     def _log_memory(self, ready: Ready) -> None:
         sizes = self.state.metrics.processes.sizes()
-        resident = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+        resident = ", ".join(f"{bytes_text(size)} in {name}" for name, size in sizes.items())
         logger.info(
             "Memory of each engine: weights %s, KV cache %s when full; resident now: %s",
             bytes_text(ready.weight_bytes),
