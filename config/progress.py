@@ -102,11 +102,9 @@ class ProgressLines:
         reporter = ProgressReporter(time.monotonic(), self._prefix)
         while not self._ended.wait(INTERVAL_S):
             line = reporter.line(self._text(), time.monotonic(), has_bar=self._has_bar)
-            if line is None:
-                continue
-            if logging.root.hasHandlers():
+            if line and logging.root.hasHandlers():
                 logger.info("%s", line)
-            else:
+            elif line:
                 print(line, file=sys.stderr, flush=True)
 
 
