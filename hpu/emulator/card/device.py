@@ -83,6 +83,8 @@ class OpFacts:
     """Whether `rules.waits_for_data` depends on the arguments."""
     is_collective: bool
     is_random: bool
+    is_integer_op: bool
+    """Whether `rules.check_bytes` depends on the arguments."""
     is_vendors: bool
     """Whether the op is of the vendor's namespace, which has kernels for the card alone."""
     may_mix_devices: bool
@@ -106,6 +108,7 @@ def op_facts(func: Any) -> OpFacts:
         may_wait=rules.may_wait_for_data(name),
         is_collective=name.startswith("c10d::"),
         is_random=name in rules.RANDOM,
+        is_integer_op=name in rules.SHIFTS or name in rules.DIFFERENCES,
         is_vendors=name.startswith("hpu::"),
         may_mix_devices=name == "aten::copy_" or name.startswith(("c10d", "_c10d")),
     )
@@ -267,6 +270,7 @@ class EmulatedDevice:
         if name == "aten::_to_copy" and _goes_to_cpu(kwargs):
             return self._host_copy(args[0], kwargs)
         if op.is_host_read:
+            rules.check_number(name, args)
             self.host_sync(name)
             return self._host_value(func, args, kwargs)
         if op.may_wait and rules.waits_for_data(name, args, kwargs):
@@ -372,6 +376,8 @@ class EmulatedDevice:
             rules.check_put(op.name, args, self._report_misuse)
         if op.name == "aten::cumsum_" and self.runs_eagerly():
             rules.check_running_sum(args, self._report_misuse)
+        if op.is_integer_op:
+            rules.check_bytes(op.name, args, self._report_misuse, is_compiled=self.in_region)
         if not self.config.multiplies_float32:
             rules.check_product(op.name, args)
         if op.name == "aten::matmul" and "out" in kwargs and not self._writes_float32:
@@ -609,6 +615,7 @@ class EmulatedDevice:
                 else:
                     found = HpuTensor(value, self, base.allocation, base.lifetime)
                     found.is_view = base.is_view or not op.is_alias
+                    found.kinds = base.kinds if op.is_alias else rules.add_kind(base.kinds, op.name)
             elif found.shape != value.shape:
                 raise RuntimeError(
                     f"{op.name}: the emulator does not resize tensors, here from "

@@ -56,6 +56,8 @@ class HpuTensor(Tensor):
     lifetime: Lifetime | None
     uid: int
     is_view: bool
+    kinds: tuple[str, ...]
+    """How the view was made: the operators, first the first; empty for a whole tensor."""
 
     # Torch declares a method here; assigning the disabled form switches it off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,6 +81,7 @@ class HpuTensor(Tensor):
         tensor.lifetime = lifetime
         tensor.uid = next(owner.uids)
         tensor.is_view = False
+        tensor.kinds = ()
         return tensor
 
     @classmethod
