@@ -44,7 +44,7 @@ _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 HLS_MODULE_ID = "HLS_MODULE_ID"
 
-# Variables that Kubernetes sets in every pod for a service named gaudiserve, gaudiserve-* or vllm.
+# Endings of the variables that Kubernetes sets in every pod for each service.
 _SERVICE_LINK = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
