@@ -724,7 +724,7 @@ class GaudiBackend(Backend):
     def compile_only(self) -> Iterator[bool]:
         """PT_COMPILE_ONLY_MODE, as in the warm-up of vLLM's Gaudi plug-in (warmup_model in
         vllm_gaudi/v1/worker/hpu_model_runner.py): the bridge compiles a recipe, and skips synLaunch
-        (its graph.cpp). A runtime that is too old for it raises KeyError."""
+        (its graph.cpp). Yields False if the runtime does not know this variable."""
         if self._mode not in (HPU_GRAPHS, TORCH_COMPILE):
             yield False
             return

@@ -73,7 +73,7 @@ def padding_points(low: int, step: int, high: int, pad_max: int, pad_percent: in
     """`low`, doubled until it is at least `step`, then the fewest multiples of `step` whose padding
     is at most `pad_max` and at most `pad_percent` of the bucket.
 
-    Multiples of `pad_max` among them are always included. The last point is `high`.
+    Multiples of both `step` and `pad_max` are always included. The last point is `high`.
     """
     points = [low]
     while points[-1] < step and points[-1] < high:

@@ -24,7 +24,7 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone does work such as writing a file."""
+        """Whether this is rank 0."""
         return self._host.rank == 0
 
     @property

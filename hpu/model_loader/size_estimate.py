@@ -89,8 +89,9 @@ def _counted_specs(config: ModelConfig, stage: Stage) -> tuple[tuple[WeightSpec,
 
 def _card_bytes(spec: WeightSpec, width: int, *, expands_experts: bool) -> int:
     """Bytes of the tensor on a Gaudi, with `width` bytes per unquantized number. Weights stay
-    quantized, FP8 weights with a scale per output; bitsandbytes weights, the matrices that latent
-    attention absorbs and, with `expands_experts`, experts are dequantized."""
+    quantized; FP8 weights that are multiplied in FP8 have a scale per output. Bitsandbytes weights,
+    the matrices that latent attention absorbs and, with `expands_experts`, experts are
+    dequantized."""
     scheme, part = spec.scheme, spec.part
     if scheme is None or part is None or scheme.is_flat or ".kv_b_proj." in spec.parameter:
         return spec.num_elements() * width
@@ -255,9 +256,9 @@ def weight_bytes(
 def kv_block_bytes(
     config: ModelConfig, *, num_cards: int, width: int, block_size: int, stage: Stage = WHOLE
 ) -> int:
-    """Bytes of a KV block of a stage's attention layers on a card: keys and values of the card's
-    shard of heads, or the latents, and index keys; every card has all latents and index keys.
-    Layers that share keys and values count once if `config` gives the number of cached elements."""
+    """Bytes of a KV block of a stage's attention layers on a card. A block has the keys and values
+    of the card's heads, or all latents, and all index keys. Layers that share keys and values count
+    once if `config` gives the number of cached elements."""
     if config.cached_numbers is not None:
         return config.cached_numbers // num_cards * width * block_size
     num_layers = len(stage.layers(config.num_layers)) - len(states_of(config))

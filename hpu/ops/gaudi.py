@@ -85,7 +85,7 @@ class GaudiKernels:
     * `fused_experts`: routed experts use the vendor's operator if it supports them. Experts
       without biases are limited to `max_experts` in a call.
 
-    * `end_slice`: called after each slice of attention.
+    * `end_slice`: ends the recipe within attention, for example after each slice.
 
     * `products`: forms of products.
     """
@@ -193,10 +193,10 @@ class GaudiAttention(nn.Module):
     """AttentionImpl whose operators are modules, for the FP8 compressor. Every layer has all of
     the modules, because a calibration file lists them all.
 
-    The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the
-    scores it would change the range that the file gives for the query. Scores have the model's
-    dtype; float32 if that is float16, or if the softmax runs in float32 (written by the matmul
-    where it can do that).
+    The scale is multiplied into the query before a Matmul, as in vllm-gaudi: applied to the scores
+    it would change the range that the file gives for the query. Scores have the model's dtype, or
+    float32 if the model's dtype is float16 or the softmax runs in float32. The matmul writes
+    float32 scores where it can.
     """
 
     def __init__(

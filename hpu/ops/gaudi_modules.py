@@ -94,9 +94,9 @@ class ModuleFusedSDPA(nn.Module):
 class VLLMKVCache(nn.Module):
     """KVCacheOps of a single cache of a layer.
 
-    Callers ignore the result of `forward` and read through `fetch_from_cache`: once quantized,
-    the cache holds FP8, `forward` returns a dequantized copy of the whole cache, and
-    `fetch_from_cache` dequantizes only what it reads.
+    Read through `fetch_from_cache`, not the result of `forward`: once quantized, the cache holds
+    FP8, `forward` returns a dequantized copy of the whole cache, and `fetch_from_cache` dequantizes
+    only what it reads.
     """
 
     def __init__(self, *, is_v_cache: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Conversion of FP8 checkpoints to the range of a Gaudi 2, whose FP8 ends at 240: weights are
-halved and their scales doubled. Method of the vendor's converter of such checkpoints (calibration/
-in vllm-project/vllm-gaudi)."""
+halved and their scales doubled. Follows the vendor's converter (calibration/ in
+vllm-project/vllm-gaudi)."""
 
 import shutil
 from pathlib import Path

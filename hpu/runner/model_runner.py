@@ -129,8 +129,8 @@ class ModelRunner(StepRunner):
             else:
                 output.deferred.append((index, launch))
         if output.deferred:
-            # Run after all other launches, and only the first deferred launch: nothing that writes
-            # the inputs of its bucket may run between a forward pass and its sampling, and memory
+            # Only the first deferred launch runs now, after all other launches. Nothing that writes
+            # the inputs of its bucket may run between its forward pass and its sampling, and memory
             # was measured for the logits of a single launch. Several deferred launches are rare,
             # and the first keeps the device busy.
             output.deferred_forward = self._begin(output.deferred[0][1], output)

@@ -83,7 +83,7 @@ def batch_parser() -> FlagParser:
 
 def main(argv: list[str]) -> int:
     """Run the batch; returns 0 once each line has a response, errors included. Raises ConfigError,
-    CommandFailed and EngineDied."""
+    CommandFailed, and the errors of PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=batch_parser())
     arguments = loaded.arguments
     log.setup("run-batch", loaded.server.log)

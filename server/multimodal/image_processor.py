@@ -46,7 +46,8 @@ list as `size`, which has no effect."""
 
 
 def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
-    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's."""
+    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's. Raises ConfigError for
+    invalid pixel limits."""
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
     own = {name: fields[name] for name in names if fields.get(name)}
     given = fields.get("size")

@@ -29,6 +29,7 @@ from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
+from config.progress import ProgressReporter
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, SingleEngineClient
@@ -59,7 +60,7 @@ from server.process.start_probes import (
     has_large_tokenizer,
 )
 from server.process.watched_files import WatchedFiles
-from server.serving.progress import ProgressReporter, bar
+from server.serving.progress import bar
 from server.serving.state import AppState, PastRestart
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
@@ -316,6 +317,8 @@ class ApiServer:
         self._app = create_app(self.state)
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
+        self._has_bar = False
+        """Whether the download draws a progress bar on a terminal."""
         self._stopping = asyncio.Event()
         self._is_interrupt = False
         self._interrupted = asyncio.Event()
@@ -413,6 +416,7 @@ class ApiServer:
                     progress.text,
                 )
         self.state.stage = progress.text
+        self._has_bar = progress.total_bytes > 0
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
 
@@ -620,12 +624,10 @@ class ApiServer:
         return await self._drain()
 
     def _log_progress(self, reporter: ProgressReporter) -> None:
-        # On a terminal, the download shows a progress bar instead.
-        if not self._checkpoint.done() and sys.stderr.isatty():
-            return
         progress = self._client.progress
         text = self.state.stage if progress is None else bar(progress)
-        if (line := reporter.line(text, time.monotonic())) is not None:
+        has_bar = self._has_bar and not self._checkpoint.done() and sys.stderr.isatty()
+        if (line := reporter.line(text, time.monotonic(), has_bar=has_bar)) is not None:
             logger.info("%s", line)
 
     async def _publish_metrics(self) -> None:
@@ -655,8 +657,8 @@ class ApiServer:
                     os.kill(engine.pid, signal.SIGKILL)
 
     def _log_lost_engines(self) -> None:
-        """Log each dead engine while other engines still run. With several API servers, the
-        supervisor logs local engines."""
+        """Log dead engines while other engines still run. Only the first API server logs; if there
+        are several, the supervisor logs the local engines instead."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -752,7 +754,7 @@ def load_tokenizer(
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
     all three are None; the image loader is also None for models without vision, and if
-    `make_image_inputs` returns None."""
+    `make_image_inputs` returns None. Raises ConfigError."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(

@@ -467,8 +467,9 @@ async def start_job(
     *,
     id_prefix: str,
 ) -> ServingRequest:
-    """Send the request to the engine, if it can be admitted. After an exception, nothing of the
-    request is left in the engine."""
+    """Send the request to the engine, if it can be admitted. Raises UserError, Overloaded, and the
+    other errors of `start_tracked`; after an exception, nothing of the request is left in the
+    engine."""
     params, prompts, param = prepared.params, prepared.prompts, prepared.prompt_field
     num_sequences = len(prompts) * params.n
     check_admission(state, body, num_sequences, param)

@@ -77,7 +77,7 @@ class TooMuchText(TemplateError):
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Environment in which templates can only read their variables and write at most
-    `max_characters`."""
+    `max_characters`. A violation raises a TemplateError."""
 
     intercepted_binops = frozenset(["+", "-", "*", "**", "%", "//"])
 

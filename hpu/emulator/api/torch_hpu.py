@@ -392,7 +392,7 @@ LAZY_ONLY = (
     "wrap_in_hpu_graph_func",
     "make_graphed_callables",
 )
-"""Functions of lazy mode (the bridge's torch/hpu/__init__.py)."""
+"""Names that exist only in lazy mode (the bridge's torch/hpu/__init__.py)."""
 NOT_MODELLED = frozenset(
     (
         # Aliases of torch.tensor with a dtype.

@@ -145,7 +145,7 @@ def _add_common(parser: FlagParser) -> None:
 
 
 def throughput(argv: Sequence[str]) -> int:
-    """Run `bench throughput`. Raises ConfigError for invalid flags."""
+    """Run `bench throughput`; returns 0. Raises ConfigError, for example for invalid flags."""
     llm, options = _opened(argv, throughput_parser())
     with llm:
         requests = _requests(llm, options)
@@ -175,7 +175,7 @@ def throughput(argv: Sequence[str]) -> int:
 
 
 def latency(argv: Sequence[str]) -> int:
-    """Run `bench latency`. Raises ConfigError for invalid flags."""
+    """Run `bench latency`; returns 0. Raises ConfigError, for example for invalid flags."""
     llm, options = _opened(argv, latency_parser())
     with llm:
         shape = Shape(options.batch_size, options.input_len, options.output_len)
