@@ -203,8 +203,8 @@ class _Pieces:
 
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     """Positions of brackets, commas and colons outside strings, and the depth after each position.
-    numpy releases the GIL. Raises UserError for unmatched brackets or quotes, and for too many
-    values, without scanning the rest."""
+    numpy releases the GIL. Raises UserError for a bracket that is never closed or never opened,
+    for a string without an end, and for too many values (without scanning the rest)."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     last_quote = 0

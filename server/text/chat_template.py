@@ -75,7 +75,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders chats within `time_limit_s`."""
+    """Renders chats with a time limit."""
 
     def __init__(
         self,
@@ -88,8 +88,9 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source`: a template, templates by name (default, tool_use), or None. `renderer`: None: a
-        Renderer with its default limits. `isolation`: renders request templates (see
+        """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
+        limit of a rendering without `isolation`. `renderer`: None: a Renderer with its default
+        limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
