@@ -83,8 +83,8 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
-    """Description and byte position of the problem in `data`, found by the standard library's
-    decoder. `error`: msgspec's error, which does not say what was expected."""
+    """Description and byte position of the problem in `data`. The standard library's decoder says
+    what was expected; `error`, msgspec's error, is used if that decoder accepts `data`."""
     try:
         text = data.decode()
         json.loads(text)

@@ -1,8 +1,8 @@
 """Chat templates: selects the template for a chat, and the thread or process that renders it.
 
 The model's own template runs on threads with a time limit. Short chats are rendered on the event
-loop if the last short rendering was fast; a watchdog thread stops slow renderings. Templates in
-requests run in a disposable process with limits.
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. An API server
+renders templates in requests in a disposable process with limits.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     def uses_generic_tools(self) -> bool:
         """Whether tools are rendered as text because the model's template does not support them.
-        The first call renders the template, within its time limit."""
+        The first call may render the template, within its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools
