@@ -117,8 +117,6 @@ class HpuTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    # Torch's own versions of the methods below need a device guard, which comes with a driver.
-
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
 
