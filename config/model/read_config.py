@@ -137,8 +137,8 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """Fields of a decoder that is not built in. Errors say that it is not built in, because the
-    model may use another field name."""
+    """Fields of a decoder that is not built in. An error about a field also says that the
+    architecture is not supported: the model may have another name for the field."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:

@@ -16,6 +16,7 @@ from config.errors import CommandFailed
 from config.loading.parser import FlagParser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
+from config.progress import ProgressLines
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
@@ -161,14 +162,16 @@ class _Terminal:
 
     async def _open(self) -> None:
         if self._server is not None:
-            await self._server.wait_ready(self._client, self._show_stage)
-            self._show_stage("")
+            if sys.stderr.isatty():
+                await self._server.wait_ready(self._client, _draw)
+                _draw("")
+            else:
+                with ProgressLines(prefix="") as lines:
+                    await self._server.wait_ready(
+                        self._client, lambda stage: lines.show(lambda: stage)
+                    )
         if self._model is None:
             self._model = await first_model(self._client)
-
-    def _show_stage(self, stage: str) -> None:
-        if sys.stderr.isatty():
-            print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
 
     def _begin(self, system_prompt: str | None) -> None:
         self._messages = []
@@ -240,3 +243,8 @@ class _Terminal:
                 raise HttpFailure(str(error.get("message", error)))
             for choice in event["choices"]:
                 yield choice["delta"]
+
+
+def _draw(stage: str) -> None:
+    """Replace the last line of the terminal by `stage`."""
+    print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)

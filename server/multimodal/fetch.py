@@ -25,13 +25,11 @@ import msgspec
 
 from config.errors import UserError
 from server.http.fair_slots import FairSlots
-from server.multimodal.messages import IMAGE, VIDEO, Video
+from server.multimodal.messages import IMAGE, MAX_FRAMES, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Maximum size of an image file."""
 MAX_VIDEO_BYTES = 64 * 2**20
-MAX_FRAMES = 768
-"""Maximum number of frames in a data: URL of frames."""
 MAX_FETCHES = 32
 """Maximum concurrent fetches of https: URLs of all clients."""
 MAX_FETCHES_PER_CLIENT = 8

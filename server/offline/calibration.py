@@ -119,12 +119,14 @@ def _check_measured(record: Record) -> None:
 
 def read_measures(path: Path) -> Record:
     """Read measurements from the JSON file, which has the same content as INC's pickled file.
-    Raises ConfigError if the file cannot be opened."""
+    Raises ConfigError if the file cannot be read."""
     file = path.with_suffix(".json")
     try:
         record: Record = json.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"no measurements were written: {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} holds no measurements: {error}; measure again") from error
     return record
 
 

@@ -29,6 +29,7 @@ from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
+from config.progress import ProgressReporter
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, SingleEngineClient
@@ -59,7 +60,7 @@ from server.process.start_probes import (
     has_large_tokenizer,
 )
 from server.process.watched_files import WatchedFiles
-from server.serving.progress import ProgressReporter, bar
+from server.serving.progress import bar
 from server.serving.state import AppState, PastRestart
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
@@ -316,6 +317,8 @@ class ApiServer:
         self._app = create_app(self.state)
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
+        self._has_bar = False
+        """Whether the download draws a progress bar on a terminal."""
         self._stopping = asyncio.Event()
         self._is_interrupt = False
         self._interrupted = asyncio.Event()
@@ -413,6 +416,7 @@ class ApiServer:
                     progress.text,
                 )
         self.state.stage = progress.text
+        self._has_bar = progress.total_bytes > 0
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
 
@@ -559,7 +563,7 @@ class ApiServer:
 
     def _log_memory(self, ready: Ready) -> None:
         sizes = self.state.metrics.processes.sizes()
-        resident = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+        resident = ", ".join(f"{bytes_text(size)} in {name}" for name, size in sizes.items())
         logger.info(
             "Memory of each engine: weights %s, KV cache %s when full; resident now: %s",
             bytes_text(ready.weight_bytes),
@@ -620,12 +624,10 @@ class ApiServer:
         return await self._drain()
 
     def _log_progress(self, reporter: ProgressReporter) -> None:
-        # On a terminal, the download shows a progress bar instead.
-        if not self._checkpoint.done() and sys.stderr.isatty():
-            return
         progress = self._client.progress
         text = self.state.stage if progress is None else bar(progress)
-        if (line := reporter.line(text, time.monotonic())) is not None:
+        has_bar = self._has_bar and not self._checkpoint.done() and sys.stderr.isatty()
+        if (line := reporter.line(text, time.monotonic(), has_bar=has_bar)) is not None:
             logger.info("%s", line)
 
     async def _publish_metrics(self) -> None:

@@ -33,8 +33,8 @@ SCHEMES_AT_LOAD: dict[str, WeightScheme] = {
 
 
 def config_at_load(name: str) -> QuantizationConfig:
-    """QuantizationConfig of a checkpoint whose weights are already in the format `name`, a key of
-    SCHEMES_AT_LOAD."""
+    """QuantizationConfig of weights that are quantized to the format `name`, a key of
+    SCHEMES_AT_LOAD, while loading."""
     scheme = SCHEMES_AT_LOAD[name]
     return QuantizationConfig(
         name, (Rule(("Linear",), scheme),), ignored=NEVER_QUANTIZED, stacked=scheme

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from server.parsers.stream.json_stream import quoted, value_of
+from server.parsers.stream.json_stream import to_json, value_of
 from server.parsers.stream.python_stream import literal_of
 
 MAX_SCHEMA_NODES = 1000
@@ -303,14 +303,14 @@ def cast(text: str, types: frozenset[str]) -> str:
     if "null" in types and bare.lower() == "null":
         bare = "null"
     if bare[:1] == '"' and "string" in types:
-        return quoted(text)
+        return to_json(text)
     value = value_of(bare)
     if value is None and types & _NUMBERS and "string" not in types:
         value = _without_leading_zeros(bare)
     if value is None and types & _CONTAINERS and "string" not in types:
         value = literal_of(bare) if bare[:1] in ("[", "(", "{") else None
     if value is None or ("string" in types and not _fits(value, types)):
-        return quoted(text)
+        return to_json(text)
     return value
 
 

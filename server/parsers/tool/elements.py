@@ -6,7 +6,7 @@ from typing import Any
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import MAX_DEPTH, quoted
+from server.parsers.stream.json_stream import MAX_DEPTH, to_json
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import (
     ANY_TYPE,
@@ -104,12 +104,12 @@ class Elements(ToolCallFormat):
         output.add_arguments("{")
         num_keys = 0
         while key := (yield from self._next_key(source, between, num_keys)):
-            output.add_arguments(f"{', ' if num_keys else ''}{quoted(key)}: ")
+            output.add_arguments(f"{', ' if num_keys else ''}{to_json(key)}: ")
             num_keys += 1
             if schema.types_of(key) == TEXT:
                 output.add_arguments('"')
                 yield from self._read_text(
-                    source, key, lambda piece: output.add_arguments(quoted(piece)[1:-1])
+                    source, key, lambda piece: output.add_arguments(to_json(piece)[1:-1])
                 )
                 output.add_arguments('"')
             else:
@@ -286,7 +286,7 @@ def _joined(elements: list[tuple[str, str]], types: frozenset[str]) -> str:
     for name, value in elements:
         values.setdefault(name, []).append(value)
     members = [
-        f"{quoted(name)}: {found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'}"
+        f"{to_json(name)}: {found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'}"
         for name, found in values.items()
     ]
     return "{" + ", ".join(members) + "}"

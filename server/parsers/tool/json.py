@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from server.parsers.kinds import ParserKind, by_name
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import object_of, read_short_string, read_value
+from server.parsers.stream.json_stream import object_of, read_short_string, read_value, to_json
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps
 from server.parsers.tool.base import (
     MAX_NAME_CHARACTERS,
@@ -212,7 +212,7 @@ def read_inner_arguments(
     if len(wrappers) == 1 and values.keys() <= {*wrappers, *NAMES}:
         (wrapper,) = wrappers
         if wrapper not in parameters and isinstance(values[wrapper], dict):
-            text = json.dumps(values[wrapper])
+            text = to_json(values[wrapper])
     output.add_arguments(text)
     return True
 

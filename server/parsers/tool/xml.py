@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.parsers.stream.base import EventBuffer, Tools
-from server.parsers.stream.json_stream import object_of, quoted, value_of
+from server.parsers.stream.json_stream import object_of, to_json, value_of
 from server.parsers.stream.text_stream import ParseError, Sink, Source, Steps, UnexpectedEnd
 from server.parsers.tool.argument_types import (
     ANNOTATIONS,
@@ -238,7 +238,7 @@ class Tags(ToolCallFormat):
         if is_text and types <= TEXT and not arguments.is_wrapper(key):
             arguments.add(key, '"')
             yield from self._read_raw(
-                source, arguments, key, lambda piece: arguments.more(quoted(piece)[1:-1])
+                source, arguments, key, lambda piece: arguments.more(to_json(piece)[1:-1])
             )
             arguments.more('"')
             return
@@ -386,7 +386,7 @@ class _Arguments:
     def _add(self, key: str, value: str) -> None:
         comma = ", " if self._keys else ""
         self._keys.add(key)
-        self._output.add_arguments(f"{comma}{json.dumps(key)}: {value}")
+        self._output.add_arguments(f"{comma}{to_json(key)}: {value}")
 
 
 def _call(family: Tags, name: str, schema: Mapping[str, Any] | None, shared: SharedTypes) -> Part:
