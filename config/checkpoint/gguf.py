@@ -1,4 +1,4 @@
-"""Conversion of GGUF files to Hugging Face folders, once per file, in the cache folder."""
+"""Converts GGUF files to Hugging Face folders in the cache folder."""
 
 import fcntl
 import hashlib
@@ -84,7 +84,6 @@ def converted(
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
-    """Hash of _FORMAT, `sampling`, and the size, time, first and last MiB of the file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     if sampling:
@@ -98,10 +97,7 @@ def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
 
 @contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold a file lock, which the kernel releases when the process dies.
-
-    Waits without a time limit while another process converts.
-    """
+    """Hold a file lock. The kernel releases it when the process dies."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from config.checkpoint.safetensors_files import incomplete
 from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
-from config.progress import DOWNLOADING, Report, TenthLines, bar_size, unreported
+from config.progress import DOWNLOADING, Report, bar_size, unreported
 
 if TYPE_CHECKING:
     import huggingface_hub.errors
@@ -84,10 +84,10 @@ def download_files(
 ) -> Path:
     """The local folder with the files of a model that match `patterns`. Without a network, files of
     an earlier download are used. Damaged files are downloaded again: the hub library keeps a file
-    of an earlier download as it is. `progress` shows progress bars on a terminal, and log lines
-    elsewhere. Raises ConfigError if the hub does not provide the files."""
+    of an earlier download as it is. `progress` shows progress bars on a
+    terminal. Raises ConfigError if the hub does not provide the files."""
     cache_dir = None if folder is None else os.path.expanduser(folder)
-    bar, started_s = _reporting(report, model, progress), time.time()
+    bar, started_s = _reporting(report, progress), time.time()
     try:
         path = Path(
             huggingface_hub.snapshot_download(
@@ -101,7 +101,7 @@ def download_files(
         )
         for name in _damaged(path, started_s):
             logger.warning("%s of %s is damaged, and is downloaded again", name, model)
-            # Without a network, the error names the damaged file where it is used.
+            # Without a network, the reader of the damaged file reports it.
             with suppress(*_errors()):
                 huggingface_hub.hf_hub_download(
                     model, name, revision=revision, cache_dir=cache_dir, force_download=True
@@ -147,7 +147,6 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
-    """The message for the user about a failed download."""
     errors, constants = huggingface_hub.errors, huggingface_hub.constants
     hub = constants.ENDPOINT
     if isinstance(error, errors.HFValidationError):
@@ -194,13 +193,12 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _reporting(report: Report, model: str, progress: bool) -> type:
-    """A progress bar class for the hub library that reports byte counts, and logs lines if stderr
-    is not a terminal. The library creates two byte bars (received, written), and either may not
+def _reporting(report: Report, progress: bool) -> type:
+    """A progress bar class for the hub library that reports byte counts, and draws bars only on a
+    terminal. The library creates two byte bars (received, written), and either may not
     advance; older versions create no byte bars here and only count files."""
     done = total = 0
     is_terminal = sys.stderr.isatty()
-    lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
 
     bar = import_module("huggingface_hub.utils.tqdm").tqdm
 
@@ -218,8 +216,6 @@ def _reporting(report: Report, model: str, progress: bool) -> type:
             done = max(done, self._done_bytes)
             total = max(total, int(self.total or 0) * self._unit_bytes)
             report(DOWNLOADING, done, total)
-            if lines is not None:
-                lines.update(done, total)
             is_shown: bool | None = super().update(n)
             return is_shown
 

@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: str
-    """Dtype name in the safetensors header: F32, BF16, I8."""
+    """Dtype name in the safetensors header, such as BF16."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the first byte in the file."""
@@ -50,7 +50,8 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if there is one. Raises ConfigError."""
+    """The safetensors files of a checkpoint, from its index if it has an index. Raises
+    ConfigError."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(index)
@@ -95,8 +96,6 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
 
 
 def _conversion(model: str, config: Path) -> str:
-    """A command that converts `model` to safetensors, into a new folder in the working
-    directory."""
     architectures = read_json(config).get("architectures") if config.is_file() else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
@@ -184,7 +183,6 @@ def _not_whole(file: Path, reason: str) -> ConfigError:
 
 
 def _check_header_size(file: Path) -> int:
-    """Offset of the first byte after the header. Raises ConfigError if the header is too large."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         # Opening a FIFO blocks until there is a writer.

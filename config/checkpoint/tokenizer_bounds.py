@@ -39,9 +39,8 @@ MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes of the text that the decoder may produce for a token, according to the bound
 computed here."""
 MAX_TOKENS = MAX_MERGES = 2**20
-"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each;
-StartProbes answers health probes during this time. The largest known vocabulary has 262,144 tokens
-and 514,906 merges."""
+"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each.
+The largest known vocabulary has 262,144 tokens and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
 """Maximum number of added tokens. Loading takes 50 us for each; the largest known vocabulary has
 6,500."""
@@ -138,7 +137,6 @@ class _Checker:
         return longest
 
     def _check_tokens(self, file: _File) -> int:
-        """The length of the longest token. Raises ConfigError if a limit is exceeded."""
         longest_added = self.check_added([token.content for token in file.added_tokens or ()])
         model = file.model or _Model()
         vocab = model.vocab
@@ -303,14 +301,14 @@ _GROWTH = "bytes per byte of text after its normalizer and pre_tokenizer"
 
 
 def _regex(step: Mapping[str, Any]) -> str:
-    """The regular expression of a step; empty if there is none."""
+    """The regular expression of a step; empty if it has none, and `(`, an invalid expression, if it
+    is not a string."""
     pattern = step.get("pattern")
     text = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
     return text if isinstance(text, str) else "("
 
 
 def _times(factor: float) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Growth rule for a step that multiplies the length by a constant."""
     return lambda step: (factor, 0.0)
 
 

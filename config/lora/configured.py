@@ -28,7 +28,7 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 
 
 def check_adapter_paths(config: LoRAConfig) -> None:
-    """Raise SettingError for an adapter that neither exists on this machine nor has a valid hub
+    """Raise SettingError for an adapter whose path neither exists on this machine nor is a hub
     id."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):

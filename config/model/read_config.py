@@ -73,8 +73,7 @@ def model_config_of(
 ) -> ModelConfig:
     """ModelConfig from the contents of config.json and generation_config.json, without quantization
     and vision settings. `path`: the model folder, whose tokenizer files name the EOS token.
-    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
@@ -138,8 +137,8 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """Fields of a decoder that is not built in. Errors say that it is not built in, because the
-    model may use another field name."""
+    """Fields of a decoder that is not built in. An error about a field also says that the
+    architecture is not supported: the model may have another name for the field."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:

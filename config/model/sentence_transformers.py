@@ -75,7 +75,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
     lengths = _fields(next((file for file in named if file.is_file()), named[0]))
     _check_modalities(lengths)
-    # Default: the tokenizer's limit.
+    # Its model_max_length is the default of max_seq_length.
     tokenizer = _fields(path / "tokenizer_config.json")
     settings = _fields(path / "config_sentence_transformers.json")
     prompts = settings.get("prompts", dict, {})
@@ -112,7 +112,6 @@ def _check_modalities(fields: Fields) -> None:
 
 
 def _fields(file: Path) -> Fields:
-    """The fields of an optional file."""
     return Fields(read_json(file) if file.is_file() else {}, file)
 
 

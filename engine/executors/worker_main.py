@@ -115,7 +115,7 @@ def main() -> None:
     orders = read_orders(WorkerOrders)
     set_title(f"worker {orders.ranks.rank}")
     setup_log("worker", rank=orders.ranks.rank, config=orders.log)
-    # Must run before torch counts the cores and before any memory is allocated.
+    # Must run before torch counts the cores and before the worker allocates memory.
     config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
 

@@ -338,12 +338,10 @@ class Guide:
 
     @property
     def mean_step_s(self) -> float:
-        """See Grammar.mean_step_s."""
         return self._grammar.mean_step_s
 
     @property
     def limits_time(self) -> bool:
-        """See Grammar.limits_time."""
         return self._grammar.limits_time
 
     def fork(self) -> "Guide":

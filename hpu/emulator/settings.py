@@ -62,13 +62,11 @@ class EmulatorConfig:
     reads_kernel_path: bool = False
     """Whether compilation fails if GC_KERNEL_PATH is empty or not set."""
     pins_memory: bool = False
-    """Whether the runtime can allocate pinned host memory. The vendor's plug-in for vLLM never uses
-    it."""
+    """Whether the runtime can allocate pinned host memory."""
     launch_submit_s: float = 0.0
     """Seconds that a thread of the runtime takes to submit a launch of lazy mode."""
     runs_on_host: bool = False
-    """Whether the vendor's operators also take tensors of the host, for tests of layers that need
-    no card; the bridge refuses such tensors."""
+    """Whether the vendor's operators also take tensors of the host, which the bridge refuses."""
     unknown_variables: frozenset[str] = frozenset()
     """Runtime variables that an older release does not know."""
     extra_supported: frozenset[str] = frozenset()
@@ -76,7 +74,7 @@ class EmulatorConfig:
     """Op names (`aten::sort`) that fall back to the host, in addition to all unlisted ops."""
 
     faults: frozenset[str] = frozenset()
-    """Names of the faults that this card emulates (hpu/emulator/faults.py)."""
+    """Names of the faults that this card emulates."""
 
     def __post_init__(self) -> None:
         check_names(self.faults)

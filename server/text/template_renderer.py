@@ -1,8 +1,5 @@
 """Renders Jinja chat templates with the same results as transformers, within the limits of the
-sandbox.
-
-server/text/chat_template.py chooses the thread or process.
-"""
+sandbox."""
 
 import re
 import threading

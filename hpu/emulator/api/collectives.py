@@ -1,6 +1,4 @@
-"""The emulated `hccl` backend over gloo: ranks from arguments or from the environment,
-initialization before the first use of the card, and detection of ranks that run different
-collectives."""
+"""The emulated `hccl` backend over gloo, which detects ranks that run different collectives."""
 
 import functools
 import zlib
@@ -193,7 +191,6 @@ class CollectiveCheck:
         raise RuntimeError(f"deadlock: {message}")
 
     def _gather(self, group: Any, own: Tensor) -> list[Tensor]:
-        """The tensors of all ranks of the group."""
         gathered = [torch.zeros_like(own) for _ in range(group.size())]
         backend = group._get_backend(torch.device("cpu"))
         backend.allgather([gathered], [own]).wait()
@@ -201,7 +198,6 @@ class CollectiveCheck:
 
 
 def _group_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The process group among the arguments of an operator of c10d."""
     for given in (*args, *kwargs.values()):
         if isinstance(given, torch.ScriptObject) and "ProcessGroup" in str(given._type()):
             return dist.ProcessGroup.unbox(given)

@@ -17,10 +17,9 @@ class RotaryPosEmbeddingMode(Enum):
 
 
 class FusedSDPA:
-    """Attention over [batch, heads, seq, head_dim]; check_sdpa in hpu/emulator/ops/attention.py
-    rejects unsupported inputs. The query heads that share a key head become a dimension, as in the
-    bridge's FusedSDPA.py. Like `apply` of every autograd function, it accepts no keyword
-    arguments."""
+    """Attention over [batch, heads, seq, head_dim]; check_sdpa rejects unsupported inputs. The
+    query heads that share a key head become a dimension, as in the bridge's FusedSDPA.py. Like
+    `apply` of every autograd function, it accepts no keyword arguments."""
 
     @staticmethod
     def apply(

@@ -45,9 +45,7 @@ class Recording(Protocol):
     """A capture in progress."""
 
     @property
-    def held_bytes(self) -> int:
-        """Device memory that the graph keeps in use."""
-        ...
+    def held_bytes(self) -> int: ...
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any, used: list[Allocation]) -> None:
         """Record an op on CPU tensors. `result`: its result as device tensors; `used`: storages of
@@ -577,7 +575,6 @@ class EmulatedDevice:
         self.segment.add(name, parts, largest)
 
     def _describe(self, value: Any) -> object:
-        """The part of an argument that belongs to a recipe's signature."""
         if type(value) in SCALARS:
             return value
         if isinstance(value, HpuTensor):
@@ -746,7 +743,6 @@ class EmulatedDevice:
         self.counters.counts["launch_joins"] += self.launches.join()
 
     def _wait_for_large_copy(self, target: Tensor) -> None:
-        """Apply the fault LARGE_COPIES."""
         if LARGE_COPIES not in self.config.faults or target.nbytes < LARGE_BYTES:
             return
         if self.is_lazy() and self.variables.native("PT_HPU_ENABLE_D2H_ASYNC_THREAD") != "0":
@@ -816,7 +812,6 @@ class EmulatedDevice:
 def _targets(
     func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[HpuTensor]:
-    """Arguments that an op writes to."""
     found: list[HpuTensor] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info and argument.alias_info.is_write:

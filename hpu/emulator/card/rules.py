@@ -1,6 +1,5 @@
 """Rules of single ops, for example for which ops the host waits, and how the device handles -1
-indices and wide dtypes. Functions of CPU tensors, without state. registry.py lists the ops of the
-device."""
+indices and wide dtypes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -323,7 +322,7 @@ def _with_int64(args: Arguments, number: int) -> tuple[Any, ...]:
 
 
 def _take(func: Any, args: Arguments, kwargs: Keywords, report: Report) -> Any:
-    """Take with indices in int32 too (the bridge's test_hpu_take.py)."""
+    """`take`, also with int32 indices (the bridge's test_hpu_take.py)."""
     return func(*_with_int64(args, 1), **kwargs)
 
 

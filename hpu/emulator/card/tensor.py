@@ -311,7 +311,6 @@ def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, li
 
 
 def _width(part: Any) -> int:
-    """Number of dimensions that a part of the key consumes."""
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):

@@ -165,7 +165,7 @@ def _limited(kernel: Callable[..., object], limit: int) -> Callable[..., object]
 def _on_card(
     name: str, kernel: Callable[..., object], check: Callable[[str], None]
 ) -> Callable[..., object]:
-    """A kernel behind a check."""
+    """Wrap `kernel` to call `check(name)` first."""
 
     def run(*args: object, **kwargs: object) -> object:
         check(name)
@@ -181,9 +181,10 @@ def define_ops(
     has_fault: Callable[[str], bool],
     check_on_card: Callable[[str], None],
 ) -> Library:
-    """Define and implement every op that `card` has with this release; destroying the library
-    removes them. `runs_eagerly`: as in quantized.Int4Conversion. `has_fault`: whether the card has
-    a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the host."""
+    """Define and implement the modelled ops that `card` has with this release; destroying the
+    library removes them. `runs_eagerly`: as in quantized.Int4Conversion. `has_fault`: whether the
+    card has a fault. `check_on_card(name)` raises NotImplementedError for a call on tensors of the
+    host."""
     library = Library("hpu", "DEF")  # type: ignore[no-untyped-call]  # torch's own
     fp8 = quantized.Fp8(generation(card).fp8_max, runs_eagerly)
     int4 = quantized.Int4Conversion(runs_eagerly)
