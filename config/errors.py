@@ -145,8 +145,8 @@ class ConfigError(GaudiserveError):
 
 
 class SettingError(ConfigError):
-    """A setting that this model does not support. The message names the flag to change; with
-    another value the model can be served."""
+    """A setting that is invalid, or that this model does not support. The message names the flag to
+    change; with another value the model can be served."""
 
 
 class ProfileWritten(ConfigError):

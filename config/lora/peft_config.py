@@ -87,8 +87,7 @@ class PeftConfig:
 
     @classmethod
     def read(cls, folder: AdapterFolder) -> "PeftConfig":
-        """Read the config of the adapter in `folder`. Raises ConfigError, which names the file, for
-        unsupported settings."""
+        """Read the config of the adapter in `folder`. Raises ConfigError, which names the file."""
         return cls.of(folder.read_config()[1], folder.file(CONFIG_FILE))
 
     @classmethod

@@ -259,7 +259,7 @@ class QuantizationFormat:
     """Registry entry of a quantization format."""
 
     read: Callable[[Fields], QuantizationConfig]
-    """Reads the quantization config. Raises ConfigError for unsupported settings."""
+    """Reads the quantization config. Raises ConfigError."""
     methods: tuple[str, ...] = ()
     """Additional values of quant_method, besides the format's name."""
     spellings: tuple[str, ...] = ()
