@@ -79,7 +79,7 @@ class PeftConfig:
     expression."""
     alphas: Pattern[float]
     parameters: frozenset[str] = frozenset()
-    """Names or path suffixes of parameters that stack experts."""
+    """Names or path suffixes in target_parameters."""
     grouped: frozenset[str] = frozenset()
     """Stacked-expert parameters whose lora_B columns are GROUPED."""
     ties_weights: bool = False
