@@ -167,7 +167,7 @@ class FlagParser(argparse.ArgumentParser):
     def _needs_value(self, name: str) -> str:
         action = self._option_string_actions[name]
         self._show_kinds()
-        shown = str(action.metavar or (action.dest.upper() if action.choices is None else ""))
+        shown = str(action.metavar or ("" if action.choices else action.dest.upper()))
         choices = [str(choice) for choice in action.choices or ()] or (
             shown.strip("{}").split(",") if shown.startswith("{") else []
         )
