@@ -347,7 +347,7 @@ def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
 def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
-    # ValueError: an invalid date, or an integer with more digits than Python converts.
+    # ValueError: for example an invalid date, or an integer with more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else clipped(_yaml_reason(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
