@@ -206,7 +206,7 @@ class WeightMap:
     renamed: tuple[tuple[str, str], ...] = ()
     """(old, new) substrings of names, for checkpoints with other names."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Name prefixes of tensors that a checkpoint may contain and that are not loaded."""
+    """Name prefixes of tensors that are ignored if this map does not list them."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
     """Tensors that a checkpoint may contain; some are alternative names of the same tensor."""
@@ -274,7 +274,8 @@ class WeightMap:
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:
-        """Whether this map neither requires nor loads the tensor with the mapped name `name`."""
+        """Whether a tensor with the mapped name `name` that this map does not list may be
+        ignored."""
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )

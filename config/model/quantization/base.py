@@ -174,7 +174,7 @@ class QuantizationConfig:
     has_head: bool = False
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Suffixes of tensor names that a checkpoint may contain and that are not loaded."""
+    """Suffixes of tensor names that are ignored if the model does not have the tensor."""
     stacked: WeightScheme | None = None
     """Scheme of stacked experts, with a tensor per projection and part. A part's suffix follows the
     tensor name without a dot. None: quantized experts are stored separately."""
