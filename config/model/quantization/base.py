@@ -176,8 +176,8 @@ class QuantizationConfig:
     ignored_suffixes: tuple[str, ...] = ()
     """Suffixes of tensor names that are ignored if the model does not have the tensor."""
     stacked: WeightScheme | None = None
-    """Scheme of stacked experts, with a tensor per projection and part. A part's suffix follows the
-    tensor name without a dot. None: quantized experts are stored separately."""
+    """Scheme of stacked experts, with a tensor per stacked weight and part. A part's suffix follows
+    the tensor name without a dot. None: quantized experts are stored separately."""
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
