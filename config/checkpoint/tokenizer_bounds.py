@@ -38,7 +38,7 @@ of a text with all tokens that start with the same characters: 10 us per charact
 vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes of the text that the decoder may produce for a token, according to the bound
-computed here."""
+computed here; also the maximum characters that the post-processor may add."""
 MAX_TOKENS = MAX_MERGES = 2**20
 """Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each.
 The largest known vocabulary has 262,144 tokens and 514,906 merges."""
@@ -248,8 +248,6 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """Raise ConfigError if the decoder may produce more than MAX_TOKEN_TEXT_BYTES for a token,
-        or has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)

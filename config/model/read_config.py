@@ -124,8 +124,8 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
-    """`fields` with the family's names and defaults converted to the common names, and `absent` for
-    fields without a value."""
+    """`fields` with the family's names converted to the common names. Fields without a value get
+    the value in `absent`, else the family's default."""
     present = _renamed(
         family, {key: value for key, value in fields.raw.items() if value is not None}
     )
