@@ -239,7 +239,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
-    """(flag, reason) of each changed setting that the device or another setting leaves without
+    """(flag, reason) of changed settings that the device or another setting leaves without
     effect."""
     device = chosen_device(engine.device)
     if DEVICES[device].is_gaudi:

@@ -357,8 +357,8 @@ class ApiServer:
             engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count the crash of an engine, and log a poison request and the requests that other
-        engines resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
+        """Count and log a poison request of a crashed engine, and the requests that other engines
+        resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(

@@ -137,7 +137,7 @@ class AppState:
 
     @property
     def media_kinds(self) -> tuple[bytes, ...]:
-        """Kinds of media that the model supports besides text."""
+        """Kinds of media besides text; empty without an image loader."""
         return () if self.images is None else tuple(self.images.marks)
 
     @property

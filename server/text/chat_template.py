@@ -37,7 +37,7 @@ from server.text.template_renderer import (
 )
 
 TIME_LIMIT_S = 1.5
-"""Time limit of a rendering."""
+"""Default time limit of a rendering in this process."""
 MAX_PENDING = 1_024
 """Maximum number of renderings that wait for a thread or run there; for templates in requests, of
 the waiting renderings alone."""
@@ -142,7 +142,7 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """Render the prompt. Raises UserError, and Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError and Overloaded.
 
         `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
         to all text of the caller; `client`: API key or address, so that clients share the threads

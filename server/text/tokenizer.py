@@ -131,8 +131,7 @@ class Tokenizer:
         *,
         special_tokens_as_text: bool = False,
     ) -> "Tokenizer":
-        """Load the tokenizer of a checkpoint's folder. Raises ConfigError if the folder has no
-        readable tokenizer."""
+        """Load the tokenizer of a checkpoint's folder. Raises ConfigError."""
         files = read_text_files(path, Path(cache_dir or cache_home()))
         return cls(files, threads, special_tokens_as_text=special_tokens_as_text)
 

@@ -81,8 +81,8 @@ def ignored_items(given: Any) -> Iterator[str]:
 
 
 def _is_ignored_item(item: Any) -> bool:
-    """Whether `item` belongs to a tool or memory of another server. Items whose content the model
-    sees are never ignored."""
+    """Whether `item` has an unknown type, except input_ types, and no content for the model, such
+    as a call of a hosted tool."""
     kind = type_of(item)
     if kind is None or kind in PREFIXES or kind == "item_reference" or kind.startswith("input_"):
         return False

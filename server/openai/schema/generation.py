@@ -95,8 +95,7 @@ class Body(BaseModel):
     instead: ClassVar[Mapping[str, str]] = {}
     """Unsupported field -> what to send instead."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields of other servers that cannot change any response of this server, so they are ignored
-    silently."""
+    """Fields that cannot change any response of this server, so they are ignored silently."""
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
