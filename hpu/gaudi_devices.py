@@ -42,9 +42,6 @@ NO_FLOAT32_PRODUCTS = {"gaudi2": (2, 3, 4)}
 """PCI revisions of a generation that multiply no float32 matrices: Gaudi 2B, 2C and 2D
 (HabanaAI/Intel_Gaudi3_Software, release 1.18: osal_linux.cpp, mme_node.cpp)."""
 
-FP8_RESCALE = 240 / 448
-"""Ratio of the FP8 ranges of Gaudi 2 and Gaudi 3. Checkpoints use the range of Gaudi 3."""
-
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
     (1, 24, 0): (2, 10),

@@ -365,10 +365,6 @@ class Guide:
         self.error = self.error or self._grammar.refusal or None
         return self.error
 
-    def allowed(self) -> set[int]:
-        """Set of the allowed next tokens."""
-        return set(tokens_in(self.bitmask).tolist())
-
     def _update(self) -> None:
         if self._grammar_state is not None and self._grammar_state.error is not None:
             self.error = self._grammar_state.error

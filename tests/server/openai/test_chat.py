@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from http_rig import EOS, TOKENIZER, TalkingClient, events, ids, in_memory
 from scripted_client import columns
+from text_folders import id_of
 
 from config.errors import UserError
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS, ChatBody, check_messages
@@ -180,7 +181,7 @@ async def test_logprobs_have_one_entry_a_token_with_its_own_bytes() -> None:
 
 async def test_partial_characters_and_minus_infinity_are_valid_json() -> None:
     client = TalkingClient()
-    half = TOKENIZER.id_of("ð")
+    half = id_of(TOKENIZER, "ð")
 
     def say(queue: Any) -> bool:
         rows = columns([([half, 70], [float("-inf"), -0.5], 9)])
