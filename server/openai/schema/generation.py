@@ -29,7 +29,7 @@ from server.http.body_bounds import (
     Words,
     whole,
 )
-from server.http.held_bodies import NOT_HELD, HeldBody
+from server.http.held_bodies import NOT_HELD, HeldBody, memory_of
 from server.http.json_encoder import weighs_more
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
@@ -118,19 +118,31 @@ class Body(BaseModel):
         """Accounted memory of the body."""
         return self._held
 
+    _left_bytes: int | None = PrivateAttr(default=None)
+
+    def measure(self) -> None:
+        """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
+        self._left_bytes = memory_of(self._left())
+
     def drop_prompt(self, left_bytes: int = 0) -> None:
         """Empty the prompt fields, because the running request needs only the other fields.
         `left_bytes`: memory that the request still needs besides the body. If the other fields are
-        large, the whole body stays accounted for."""
+        large, they stay accounted for; without `measure`, the whole body."""
         for name in self.prompt_fields:
             if value := getattr(self, name):
                 setattr(self, name, type(value)())
-        left = [
-            value.__dict__ if isinstance(value, BaseModel) else value
-            for value in self.__dict__.values()
-        ]
-        if not weighs_more(left, LEFT_WEIGHT):
+        if not weighs_more(self._left(), LEFT_WEIGHT):
             self._held.free(left_bytes)
+        elif self._left_bytes is not None:
+            self._held.free(left_bytes + self._left_bytes)
+
+    def _left(self) -> list[Any]:
+        """Values of the fields besides the prompt fields."""
+        return [
+            value.__dict__ if isinstance(value, BaseModel) else value
+            for name, value in self.__dict__.items()
+            if name not in self.prompt_fields
+        ]
 
     other_routes: ClassVar[OtherRoutes] = {}
     """Field of another route's body -> (field that this body needs instead, other route)."""

@@ -191,7 +191,7 @@ async def test_decoded_conversations_share_the_memory_of_bodies(
         assert rig.state.bodies._held.num_bytes == 0
         # Another request has the memory: this request waits, and is then refused.
         monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
-        other = await rig.state.bodies._held.hold(2**40, 2**41)
+        other = await rig.state.bodies._held.hold(2**40, 2**41, "127.0.0.1")
         decoded.clear()
         refused = await rig.post(ROUTE, {"input": "b", "previous_response_id": first["id"]})
         other.free()
