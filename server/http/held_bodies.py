@@ -35,9 +35,10 @@ def decoded_bytes(data: bytes) -> int:
 
 def memory_of(value: Any) -> int:
     """Estimated memory of a decoded value. Takes up to 0.5 us for each value in it."""
-    num_bytes, pending = 0, [[value]]
+    num_bytes = 0
+    pending: list[Any] = [[value]]
     while pending:
-        container: Any = pending.pop()
+        container = pending.pop()
         num_bytes += OBJECT_BYTES + VALUE_BYTES * len(container)
         if isinstance(container, dict):
             num_bytes += KEY_BYTES * len(container) + sum(map(sys.getsizeof, container))
