@@ -1,5 +1,6 @@
 """Long conversations and many references cost time and memory in proportion to their size."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -167,6 +168,31 @@ def test_items_that_are_refused_for_their_number_are_not_all_examined() -> None:
 
     assert chat_request.previous_number(body) == ""
     assert examined == MAX_MESSAGES
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"role": "user", "content": "a"}] * 1_000,
+        [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 600}],
+    ],
+    ids=["items", "parts"],
+)
+async def test_many_items_are_converted_on_a_thread(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, are_main = chat_request.read_items, list[bool]()
+
+    def watched(*arguments: Any) -> Any:
+        are_main.append(threading.current_thread() is threading.main_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(chat_request, "read_items", watched)
+    async with in_memory(TalkingClient("x", max_model_len=500_000)) as rig:
+        await made(rig, "short")
+        await made(rig, given)
+
+    assert are_main == [True, False]
 
 
 async def test_decoded_conversations_share_the_memory_of_bodies(
