@@ -5,8 +5,7 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 from config.errors import Overloaded
 from server.http.json_decoder import MAX_OBJECTS, MAX_VALUES
@@ -33,10 +32,10 @@ def decoded_bytes(data: bytes) -> int:
     return len(data) + num_bytes
 
 
-def memory_of(value: Any) -> int:
+def memory_of(value: object) -> int:
     """Estimated memory of a decoded value. Takes up to 0.5 us for each value in it."""
     num_bytes = 0
-    pending: list[Any] = [[value]]
+    pending: list[Collection[object]] = [[value]]
     while pending:
         container = pending.pop()
         num_bytes += OBJECT_BYTES + VALUE_BYTES * len(container)

@@ -1,6 +1,7 @@
 """Base classes of all request bodies: strict types, sampling fields, unsupported fields."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -118,7 +119,7 @@ class Body(BaseModel):
         """Accounted memory of the body."""
         return self._held
 
-    _left_bytes: int | None = PrivateAttr(default=None)
+    _left_bytes: int = PrivateAttr(default=sys.maxsize)
 
     def measure(self) -> None:
         """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
@@ -131,12 +132,10 @@ class Body(BaseModel):
         for name in self.prompt_fields:
             if value := getattr(self, name):
                 setattr(self, name, type(value)())
-        if not weighs_more(self._left(), LEFT_WEIGHT):
-            self._held.free(left_bytes)
-        elif self._left_bytes is not None:
-            self._held.free(left_bytes + self._left_bytes)
+        is_small = not weighs_more(self._left(), LEFT_WEIGHT)
+        self._held.free(left_bytes if is_small else left_bytes + self._left_bytes)
 
-    def _left(self) -> list[Any]:
+    def _left(self) -> list[object]:
         """Values of the fields besides the prompt fields."""
         return [
             value.__dict__ if isinstance(value, BaseModel) else value
