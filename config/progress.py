@@ -70,8 +70,8 @@ class ProgressReporter:
 
 
 class ProgressLines:
-    """Logs the current work of a `with` block every INTERVAL_S, from a thread. The lines go to
-    stderr if logging is not set up."""
+    """Logs the current work of a `with` block every INTERVAL_S, from a thread, unless a progress
+    bar shows that it changes. The lines go to stderr if logging is not set up."""
 
     def __init__(self, text: str = STARTING, *, prefix: str = "Starting: ") -> None:
         self._text: Callable[[], str] = lambda: text

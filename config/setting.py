@@ -70,7 +70,8 @@ def is_count(word: str) -> bool:
 
 
 def check_settings(config: object) -> None:
-    """Raise ConfigError for a field whose value is out of range or not among its choices."""
+    """Raise ConfigError for a field whose value is out of range or not among its choices. The
+    choices of a field with `has_kinds` are not checked."""
     for name, facts in settings_of(config).items():
         value = getattr(config, name)
         if value is None:

@@ -58,7 +58,8 @@ def check_device(device: str) -> None:
 
 
 def check_checkpoint(config: EngineConfig, folder: str) -> None:
-    """Raise ConfigError for a model that cannot be served with `config`."""
+    """Check the settings in `config` against the model in `folder`, its weights and its drafter.
+    Raises ConfigError."""
     model_config, pooler = check_model_config(config, folder)
     if config.load_format == DUMMY:
         check_limits(model_config)

@@ -405,12 +405,10 @@ class BucketLimits:
 
     @property
     def max_query(self) -> int:
-        """Maximum new tokens of a sequence in a launch."""
         return min(self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def blocks_per_seq(self) -> int:
-        """Blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property

@@ -102,7 +102,7 @@ def _default(architecture: str, field: str, usual: float) -> Any:
 
 
 def _windows(file: GgufFile) -> dict[str, Any]:
-    """Fields for sliding-window layers, if the file has them: a number n if every n-th layer uses
+    """Fields for sliding-window layers, if any. The file has a number n, if every n-th layer uses
     full attention, or a list with true for each sliding-window layer."""
     found = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern")
     if not isinstance(found, list):

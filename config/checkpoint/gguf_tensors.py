@@ -166,8 +166,8 @@ class WeightSources:
         self._layer_prefix = weight_map.layer_prefix
 
     def check_all_used(self) -> None:
-        """Raise ConfigError for a tensor that no weight uses. MTP layers, which follow the other
-        layers, are not loaded."""
+        """Raise ConfigError for a tensor that no weight uses, except tensors of MTP layers, which
+        follow the other layers and are not loaded, and tensors in _OTHERS."""
         for name in self._file.tensors:
             block = _BLOCK.match(name)
             is_mtp = block is not None and int(block[1]) >= self._facts.num_layers

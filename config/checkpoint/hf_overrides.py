@@ -9,7 +9,7 @@ from typing import Any
 
 from config.cache_folder import cache_errors, cache_path, check_own, sync
 from config.errors import ConfigError, SettingError
-from config.json_text import parse_json
+from config.json_text import json_setting_problem, parse_json
 from config.loading.env import cache_home
 from config.model.json_fields import Json, read_json
 from config.model.read_config import read_model_config
@@ -25,7 +25,8 @@ def parse_overrides(text: str) -> Json:
         value = parse_json(text or "{}")
     except ValueError as error:
         raise SettingError(
-            f"--hf-overrides is {text!r}, it must be a JSON object: {error}"
+            f"--hf-overrides is {text!r}, "
+            + json_setting_problem(error, '{"max_position_embeddings": 8192}')
         ) from None
     if not isinstance(value, dict):
         raise SettingError(f"--hf-overrides is {text!r}, it must be a JSON object")

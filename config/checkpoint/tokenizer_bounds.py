@@ -17,6 +17,7 @@ import msgspec
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 from config.errors import ConfigError
 from config.model.json_fields import shown
+from config.whole_files import read_limited
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
@@ -97,7 +98,7 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
             raise ConfigError(
                 f"{path} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
             )
-        data = path.read_bytes()
+        data = read_limited(path, MAX_TOKENIZER_BYTES, takes_pipes=False)
         return _Checker(path).check(msgspec.json.decode(data, type=_File))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

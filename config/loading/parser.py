@@ -19,6 +19,17 @@ from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_das
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _MISSING = "the following arguments are required: "
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
+_NO_VALUE = re.compile(r"^argument (\S+): expected (?:one|at least one|\d+) arguments?$")
+_WRONG_TYPE = re.compile(r"^argument (\S+): invalid (\w+) value: (.*)$")
+_TYPES = {"int": "a whole number such as 8", "float": "a number such as 0.5", "Path": "a path"}
+_SAMPLES = {"N": "8", "X": "0.5"}
+_DEFAULT_OF = {
+    f"--{name}": flag.shown_default
+    for flag in FLAGS
+    if flag.kind in (int, float) and isinstance(flag.default, int | float)
+    for name in flag.names
+}
+"""Flag -> its default, for numbers."""
 EPILOG = (
     "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the "
     "YAML file. A flag takes precedence over a variable, a variable over the file. "
@@ -145,7 +156,24 @@ class FlagParser(argparse.ArgumentParser):
         if message.startswith(_MISSING):
             words = message.removeprefix(_MISSING).split(", ")
             raise ConfigError(f"`{self.prog}` needs {' and '.join(map(self._usage_of, words))}")
+        if missing := _NO_VALUE.match(message):
+            raise ConfigError(self._needs_value(missing[1].rpartition("/")[2]))
+        if wrong := _WRONG_TYPE.match(message):
+            name, kind, word = wrong.groups()
+            allowed = _TYPES.get(kind, f"a {kind}")
+            raise ConfigError(f"{name.rpartition('/')[2]} is {word}, it must be {allowed}")
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
+
+    def _needs_value(self, name: str) -> str:
+        action = self._option_string_actions[name]
+        self._show_kinds()
+        shown = str(action.metavar or ("" if action.choices else action.dest.upper()))
+        choices = [str(choice) for choice in action.choices or ()] or (
+            shown.strip("{}").split(",") if shown.startswith("{") else []
+        )
+        example = choices[0] if choices else _DEFAULT_OF.get(name, _SAMPLES.get(shown, ""))
+        words = f", such as {name} {example}" if example else f": {name} {shown}"
+        return f"{name} needs a value{words}"
 
     def _usage_of(self, name: str) -> str:
         flag = name.rpartition("/")[2]

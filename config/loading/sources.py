@@ -313,7 +313,8 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
     """Drop a --chat-template that is a file of vLLM's image and does not exist here; yields a note
     about it.
 
-    The model's own template is used instead, and selects the tool-call parser.
+    The model's own template is used instead, and selects the tool-call parser unless
+    --tool-call-parser is none.
     """
     template, source = values.get("chat-template", (None, ""))
     if not isinstance(template, str) or not is_chat_template(template) or Path(template).exists():
@@ -504,5 +505,6 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         return f"--{flags[0].key}" if len(flags) == 1 else match.group()
 
     # A field name is the first word, or has an underscore; a limit of a range also has a dot.
-    renamed = re.sub(r"^[a-z]+\b|\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b", rename, message)
+    # A word in double quotes belongs to an example in JSON.
+    renamed = re.sub(r'^[a-z]+\b|(?<!")\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b', rename, message)
     return with_sources(renamed, sources)

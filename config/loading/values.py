@@ -62,6 +62,12 @@ def clipped(message: str) -> str:
     return f"{message[:half]} [...] {message[-half:]}"
 
 
+MAX_LISTED = 30
+"""Maximum number of choices that an error lists."""
+NUM_NEAREST = 3
+"""Number of names in an error with more choices."""
+
+
 def nearest(word: str, known: Collection[str]) -> str:
     """`; did you mean x?` if a known word is spelled similarly; otherwise empty, since a wrong hint
     is worse than none. The lengths may differ by 2, or by a quarter in long words, unless one word
@@ -213,15 +219,23 @@ def _choice(flag: Flag, given: Given) -> str:
 
 def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
     """The error for a word that is not in `choices`, with the most similar choice."""
+    word = str(given.value).lower()
+    if len(choices) > MAX_LISTED:
+        near = difflib.get_close_matches(word, choices, n=NUM_NEAREST, cutoff=0.0)
+        return wrong(
+            given,
+            f"one of {len(choices)} names, the nearest are {', '.join(near)}; `gaudiserve serve "
+            f"--help={given.name}` lists all",
+        )
     # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
-    near = difflib.get_close_matches(str(given.value).lower(), choices, n=1)
+    near = difflib.get_close_matches(word, choices, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return wrong(given, f"one of {', '.join(choices)}{hint}")
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
-    """A list of strings, from a list, a JSON list, or one string. Commas separate entries, except
-    in a secret."""
+    """Non-empty strings from a list, a JSON list, or one string. Commas separate the entries of a
+    string, except in a secret or in a JSON object."""
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -229,7 +243,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):
-        # A JSON object is a single entry, including its commas.
         value = (
             [value]
             if is_secret or value.lstrip().startswith("{")

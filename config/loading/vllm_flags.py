@@ -341,7 +341,8 @@ class Accepted:
 
 
 def _plain(value: object) -> str:
-    """`value` as text, without _GRAMMAR_OPTIONS; JSON as json.dumps writes it."""
+    """`value` as text, without _GRAMMAR_OPTIONS; an object, also as JSON text, as json.dumps writes
+    the object."""
     if not isinstance(value, Mapping):
         try:
             value = parse_json(str(value))

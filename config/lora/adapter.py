@@ -46,9 +46,9 @@ _BASE_TENSOR = re.compile(r"(.+?)(?:\.base_layer)?\.(weight|bias)")
 
 
 class ExpertPart(NamedTuple):
-    """An expert's slice of the LoRA matrices of stacked experts. As in ParamWrapper of
-    peft.tuners.lora.layer, the first matrix is (experts * rank, in), and the second is (out, rank *
-    experts) with the expert as the fastest-varying index."""
+    """An expert's slice of the LoRA matrices of stacked experts. The first matrix is (experts *
+    rank, in). The second is (out, rank * experts), with the expert as the fastest-varying index, as
+    in ParamWrapper of peft.tuners.lora.layer, unless `is_grouped`."""
 
     expert: int
     num_experts: int

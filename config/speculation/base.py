@@ -30,8 +30,9 @@ class MethodFacts:
     """Whether the drafter uses the target's embedding."""
 
     def is_inferred(self, model: str) -> bool:
-        """Whether settings without a method, and with the `model` (in lower case), select this
-        method. The last such method in the order of the files is selected."""
+        """Whether the draft model's name `model`, in lower case, suggests this method. Of several
+        suggested methods, settings without a method get the last method in the order of the
+        files."""
         return False
 
     def default_drafts(self, options: Options) -> int | None:

@@ -65,7 +65,7 @@ def facts_of(method: SpeculationMethod) -> DrafterFacts:
 def check_vocabulary(
     method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
 ) -> None:
-    """Raise ConfigError if the vocabularies of a drafter and its target differ."""
+    """Raise ConfigError if the vocabulary sizes of a drafter and its target differ."""
     if model_config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model {method.model} has {model_config.vocab_size} tokens in its "

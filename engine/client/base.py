@@ -2,8 +2,8 @@
 of the clients of a single engine."""
 
 import asyncio
-import contextlib
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +31,7 @@ from engine.transport.messages import (
     LOAD_ADAPTER,
     RESTART_SHIFT,
     SLEEP,
+    UNLOAD_ADAPTER,
     WAKE_UP,
     Abort,
     Adapters,
@@ -48,6 +49,8 @@ from engine.transport.messages import (
     ToEngine,
 )
 from hpu.protocol import TOKEN_BYTES
+
+logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 30.0
 SLOW_CONTROLS_S = {SLEEP: 600.0, WAKE_UP: 7200.0, LOAD_ADAPTER: 600.0}
@@ -167,6 +170,8 @@ class SingleEngineClient:
         self._registered: Mapping[str, LoRAInfo] = {}
         """The adapters that the engine has now, without adapters that it must load again after a
         crash."""
+        self.wanted_adapters: Callable[[], Mapping[str, LoRAInfo]] = lambda: self.state.adapters
+        """Returns the adapters that a restarted engine must serve, by name."""
         self._on_stats: Callable[[EngineStats], None] = _ignore
         self._on_prompt: Callable[[list[bytes]], None] = _ignore
         self._on_failure: Callable[[int, Failure], None] = lambda engine, failure: self.end(failure)
@@ -439,26 +444,56 @@ class SingleEngineClient:
             self._attribute_crash(self.state, end.is_external)
 
     def _reload_adapters(self) -> None:
-        """Load the adapters that the crashed engine had loaded at run time, then resume."""
-        missing = [
-            adapter for name, adapter in self.state.adapters.items() if name not in self._registered
-        ]
+        """Make the adapters of the restarted engine the `wanted_adapters`, then resume."""
+        configured = tuple(self._registered)
 
         async def reload() -> None:
-            for adapter in missing:
-                # Another front end may have loaded the adapter. Requests for an adapter that cannot
-                # be loaded fail on their own.
-                with contextlib.suppress(UserError, RequestFailed, Overloaded):
-                    await self._call(LOAD_ADAPTER, {"adapter": adapter.named})
+            tried: set[tuple[str, str]] = set()
+            # The wanted adapters may change meanwhile.
+            while calls := {
+                call: arguments
+                for call, arguments in self._adapter_calls(configured).items()
+                if call not in tried
+            }:
+                for (control, name), arguments in calls.items():
+                    await self._change_adapter(control, name, arguments)
+                tried.update(calls)
             self._restore()
 
         self._stop_reloading()
-        if missing:
+        if self._adapter_calls(configured):
             task = asyncio.ensure_future(reload())
             self._reloading.add(task)
             task.add_done_callback(self._reloading.discard)
         else:
             self._restore()
+
+    def _adapter_calls(self, configured: Sequence[str]) -> dict[tuple[str, str], dict[str, object]]:
+        """Arguments of the calls after which the restarted engine serves the wanted adapters, by
+        control and adapter name. Adapters that are not in `configured`, the names at the start of
+        the engine, are not unloaded: another front end may have loaded them."""
+        wanted, has = self.wanted_adapters(), self._registered
+        changed = [
+            name
+            for name in configured
+            if name in has and (name not in wanted or wanted[name].content != has[name].content)
+        ]
+        calls: dict[tuple[str, str], dict[str, object]] = {
+            (UNLOAD_ADAPTER, name): {"lora_name": name} for name in changed
+        }
+        for name, info in wanted.items():
+            if name not in has:
+                calls[LOAD_ADAPTER, name] = {"adapter": info.named}
+        return calls
+
+    async def _change_adapter(self, control: str, name: str, arguments: dict[str, object]) -> None:
+        """Make a call of `_adapter_calls`. Another front end may have unloaded the adapter.
+        Requests for an adapter that cannot be loaded fail on their own."""
+        try:
+            await self._call(control, arguments)
+        except (UserError, RequestFailed, Overloaded) as error:
+            if control == LOAD_ADAPTER:
+                logger.warning("The restart has lost the adapter %s: %s", name, error)
 
     def _stop_reloading(self) -> None:
         """Stop loading adapters, since the restarted engine or this client has ended. The task
@@ -508,7 +543,7 @@ class SingleEngineClient:
         elif isinstance(message, Adapters):
             self._registered = {info.name: info for info in message.infos}
             # A request for an adapter that will be loaded again is accepted meanwhile.
-            self.adapters = {**self.state.adapters, **self._registered}
+            self.adapters = self.state.adapters if self.state.is_lost else self._registered
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, Ready):

@@ -26,7 +26,7 @@ UNREAD_PART_BYTES = 1_200
 
 
 class Update(msgspec.Struct, gc=False):
-    """All output that arrived since the queue was last read."""
+    """Output of a request that the reader has not read, or a part of it (see `take_first`)."""
 
     tokens: list[int] = []
     num_merged: int = 0

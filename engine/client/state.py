@@ -63,6 +63,8 @@ class EngineState:
     """Whether the engine has ended for good."""
     adapters: Mapping[str, LoRAInfo] = {}
     """Adapters that a crashed engine served, by name."""
+    since_s = 0.0
+    """Monotonic time of the crash, while the engine is being restarted."""
     num_requests = 0
     """Open requests at the crash."""
     is_pending = False
@@ -134,7 +136,7 @@ class Lost(EngineState):
         self.lost: Failure = cause
         self.adapters = dict(adapters)
         self.is_pending = False
-        self._since_s = time.monotonic()
+        self.since_s = time.monotonic()
 
     def check_running(self) -> None:
         raise self.restarting()
@@ -168,7 +170,7 @@ class Lost(EngineState):
             self._timer.cancel()
 
     def pause(self) -> Pause:
-        return Pause(self.lost, self.num_requests, time.monotonic() - self._since_s)
+        return Pause(self.lost, self.num_requests, time.monotonic() - self.since_s)
 
     def explain(self, failure: Failure) -> None:
         if not self.lost.is_logged:

@@ -72,8 +72,8 @@ class CallKilled(Exception):
 
 
 class CallInterrupted(CallKilled):
-    """The process of a call ended for a reason that may lie outside of the call: its wall time on a
-    busy machine, or a signal of another process. A repeated call may succeed."""
+    """The call has no result for a reason that may lie outside of the call, such as its wall time
+    on a busy machine or a signal of another process. A repeated call may succeed."""
 
 
 class CallBroken(Exception):

@@ -108,7 +108,7 @@ class _Writer:
             begin, content = _string(tag, "begin"), self._rule("call", self.part(tag["content"], 1))
             if (special := self._literal(begin)).startswith("<["):
                 calls.append(f"{special} {content}")
-            # The spelled-out word and the special token have the same text.
+            # Match the trigger in ordinary tokens too: its text equals the special token's text.
             lazy = self._rule("trigger", f"TEXT {_quoted(begin)}", "[lazy]")
             calls.append(f"{lazy} {content}")
             if starts:

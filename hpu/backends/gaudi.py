@@ -718,7 +718,12 @@ class GaudiBackend(Backend):
         for name in ("cache_size_limit", "accumulated_cache_size_limit"):
             setattr(limits, name, max(getattr(limits, name), MAX_SHAPES))
         for part in parts:
-            part.compile(**options)
+            if type(part).__module__.startswith(nn.__name__):
+                # Module.compile has no effect on torch's own modules: the tracer skips their
+                # frames, and wraps only a function that is not Module._call_impl.
+                part.forward = torch.compile(part.forward, **options)
+            else:
+                part.compile(**options)
 
     @contextlib.contextmanager
     def compile_only(self) -> Iterator[bool]:

@@ -61,7 +61,6 @@ class BucketTable:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """Phases of this table's launches."""
         return (PREFILL,) if self.limits.is_pooling else (PREFILL, DECODE)
 
     @classmethod

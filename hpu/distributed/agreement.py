@@ -24,7 +24,6 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
         return self._host.rank == 0
 
     @property

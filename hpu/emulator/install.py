@@ -108,6 +108,8 @@ class Emulator:
             self._patch(
                 dist.ProcessGroup, name, collectives.with_known_types(name, method, is_lazy)
             )
+        for name, method in _methods(collectives.MOVERS):
+            self._patch(dist.ProcessGroup, name, collectives.without_short(method))
         for name, method in _methods(collectives.CARRIERS):
             self._patch(dist.ProcessGroup, name, collectives.without_host_tensors(method))
         # Otherwise Module.to would assign the data of a device tensor to a CPU parameter.
@@ -189,6 +191,7 @@ class Emulator:
         """Emulate the side effects of importing the vendor's package, which imports hccl. Outside
         of lazy mode the package has no graph functions."""
         environment = self.device.variables.environment
+        compiled.read_switches(environment)
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment.setdefault("HABANA_PROFILE", "profile_api_light")
         hpu = vars(self._modules[f"{ROOT}.hpu"])

@@ -101,13 +101,17 @@ class RuntimeVariables:
     _native: dict[str, str] = field(default_factory=dict, init=False)
 
     def lazy(self) -> bool:
-        """Whether the mode is lazy. Read once; any number but 0 means lazy. Raises RuntimeError for
-        a word, which the runtime's library cannot read (parse_env_numeric in the bridge's
-        env_flags.cpp)."""
+        """Whether the mode is lazy. Read once. Raises RuntimeError for a word, which the runtime's
+        library cannot read (parse_env_numeric in the bridge's env_flags.cpp), and
+        NotImplementedError for a number above 1: such a lazy mode launches each operator, but no
+        event and no change of the stream launches any (lazy_kernels.cpp, HPUStream.cpp,
+        HPUEvent.cpp)."""
         if self._lazy is None:
             text = self.environment.get("PT_HPU_LAZY_MODE")
             if text and not text.isdigit():
                 raise RuntimeError(_unreadable("PT_HPU_LAZY_MODE", text))
+            if text and int(text) > 1:
+                raise NotImplementedError(f"PT_HPU_LAZY_MODE={text} is not modelled")
             self._lazy = self.default_lazy if text is None else text != "0"
         return self._lazy
 

@@ -300,7 +300,6 @@ class PagedAttention(nn.Module):
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Key cache and value cache."""
         return self._keys, self._values
 
     def forward(

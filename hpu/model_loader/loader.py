@@ -374,7 +374,6 @@ def _mismatches(spec: WeightSpec, stored: StoredTensor, file: Path) -> Iterator[
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of `names`, and the number of names that are not shown."""
     more = len(names) - MAX_NAMES_IN_ERROR
     shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
     return f"{shown} and {more} more" if more > 0 else shown
@@ -474,7 +473,6 @@ class _Filler:
 
 
 def _padded_shard(spec: WeightSpec, tensor: Tensor, parameter: Tensor) -> Tensor:
-    """`tensor`, padded with zero rows to the size of `parameter`."""
     missing = parameter.shape[0] - tensor.shape[0] if spec.rounds_up else 0
     if not missing:
         return tensor

@@ -128,7 +128,6 @@ def stage_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iter
 
 
 def _outer_entries(weight_map: WeightMap, stage: Stage, *, is_tied: bool) -> Iterator[WeightSpec]:
-    """Tensors of a pipeline stage that belong to no layer."""
     for spec in weight_map.outer:
         if spec.parameter.startswith("model.embed_"):
             is_head = is_tied and stage.is_last and spec.parameter == _EMBEDDING
@@ -358,7 +357,6 @@ def _kv_size(config: ModelConfig, num_cards: int) -> int:
 
 
 def _query_size(config: ModelConfig, num_cards: int) -> int:
-    """Elements of a token's queries in a layer on a card."""
     mla = latents_of(config)
     head_dim = config.head_dim if mla is None else mla.padded_head_dim
     return config.num_heads // num_cards * head_dim

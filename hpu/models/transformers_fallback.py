@@ -110,7 +110,6 @@ class _BodyStub(nn.Module):
 
     @property
     def decoder(self) -> "_BodyStub":
-        """Part of the body that OPT's head calls."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""Replaces functions of transformers' modules with ours: RMS norms, and the sparse activation of
+"""Replaces parts of transformers' models with our versions: RMS norms, and the sparse activation of
 Gemma 3n."""
 
 import copy

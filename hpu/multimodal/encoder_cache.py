@@ -27,7 +27,6 @@ class EncoderCache:
 
     @property
     def pad_row(self) -> int:
-        """Write target of padding."""
         return self.num_rows
 
     @property

@@ -593,7 +593,6 @@ def _run_compiler(
 
 
 def _reason(status: int | None, output: str) -> str:
-    """Reason of a failed compilation, in a single line."""
     if status is None:
         return f"it was not done within {COMPILE_TIMEOUT_S:g} s"
     # The lines before the first error only name the file.

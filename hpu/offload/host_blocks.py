@@ -1,5 +1,5 @@
-"""HostBlocks: slots of host memory for KV blocks, with checksums; and the numbers of blocks per
-copy."""
+"""HostBlocks: slots of host memory for KV blocks, with checksums; and the sizes of copies of
+blocks."""
 
 import zlib
 from collections.abc import Iterable, Sequence

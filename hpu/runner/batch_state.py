@@ -361,7 +361,6 @@ class BatchState:
     def _fill_blocks(
         self, launch: Launch, indices: Integers, positions: Integers, out: DecodeArrays
     ) -> None:
-        """Write the blocks that a decode of `indices` at `positions` reads."""
         n, batch, total = len(indices), len(out.req_indices), len(out.block_list)
         used = positions // self.block_size + 1
         # One entry per block, grouped by request:

@@ -278,7 +278,6 @@ class InputBuffers(Generic[A_co]):
 
     @property
     def uploaded(self) -> Mapping[str, Tensor]:
-        """Tensors of the last upload, by name of the input."""
         return self._current.uploaded
 
     @property

@@ -313,7 +313,6 @@ class ModelRunner(StepRunner):
         the token after each of its drafts."""
 
     def _begin(self, launch: Launch, output: AsyncStepOutput) -> ForwardOutput:
-        """Fill the bucket's inputs and run the forward pass."""
         start = time.perf_counter()
         inputs = self._input_buffers.get((launch.phase, *launch.bucket))
         arrays = inputs.host_arrays()
@@ -361,7 +360,6 @@ class ModelRunner(StepRunner):
         return forward
 
     def _finish(self, forward: ForwardOutput, output: AsyncStepOutput) -> AsyncLaunchOutput:
-        """Sample after the forward pass, and start the copies to the host."""
         done = forward.launch
         if not self._samples:
             done.end = self._backend.event()

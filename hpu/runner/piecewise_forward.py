@@ -21,7 +21,6 @@ class PartedModel(Protocol):
 
 
 def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tensor:
-    """Run the first part on tensors shaped like `inputs.graph_inputs`."""
     split = inputs.split(*tensors)
     return part(split.tokens, split.context)
 

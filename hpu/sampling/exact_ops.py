@@ -231,5 +231,4 @@ def _probabilities(scores: Tensor, best: filters.Argmax, params: Params, stages:
 
 
 def _writable(scores: Tensor, logits: Tensor) -> Tensor:
-    """Copy of `scores` if they are the caller's logits, else `scores`."""
     return scores.clone() if scores is logits else scores

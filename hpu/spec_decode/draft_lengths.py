@@ -222,7 +222,6 @@ class DraftLengths:
 
 
 def _level(num_agreed: int) -> int:
-    """Level of a draft for a match of `num_agreed` tokens."""
     return min(num_agreed.bit_length(), NUM_LEVELS - 1)
 
 

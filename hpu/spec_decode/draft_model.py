@@ -144,7 +144,6 @@ class DraftModelProposer:
         return max(1, num_tokens - state.length - len(state.processed))
 
     def _text(self, history: Tokens) -> Tokens:
-        """Tokens in the order of the drafter's positions."""
         return history[1:] if self._reads_hidden else history
 
     def _catch_up(self, req_index: int, history: Tokens) -> int:

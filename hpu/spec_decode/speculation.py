@@ -134,7 +134,6 @@ class Speculation:
         return Drafts(req_indices, [proposal.tokens[:count] for proposal, count in pairs])
 
     def _propose(self, req_indices: Sequence[int], num_requests: int) -> dict[int, Proposal]:
-        """Proposals for the requests that should draft in a launch of `num_requests`."""
         state, lengths = self._histories, self.lengths
         drafting, limits = [], []
         for req_index in req_indices:

@@ -92,13 +92,11 @@ class Components:
 
     @property
     def _caches(self) -> list[KVCache | HiddenCache | RequestStates]:
-        """KV caches and recurrent states that the model and its drafter have."""
         caches = (self.cache, self.states, *self.draft_caches)
         return [cache for cache in caches if cache is not None]
 
     @property
     def cache_bytes(self) -> int:
-        """Total bytes of KV caches and states."""
         return sum(cache.bytes for cache in self._caches)
 
     @property

@@ -142,7 +142,6 @@ class CardPlan:
 
     @property
     def context_blocks(self) -> int:
-        """Number of blocks of a full context."""
         return math.ceil(self.demand.max_model_len / self.demand.block_size)
 
     @property
@@ -350,7 +349,6 @@ def changes(model_config: ModelConfig, plan: CardPlan) -> list[str]:
 
 
 def _smaller_demands(plan: CardPlan) -> Iterator[str]:
-    """Settings that would make the model fit on these cards."""
     demand, needed = plan.demand, (plan.context_blocks + 1) * plan.block_bytes
     free = plan.free_bytes
     if plan.num_blocks >= plan.context_blocks:

@@ -62,7 +62,6 @@ class KVCacheDemand:
 
     @property
     def context_blocks(self) -> int:
-        """Number of blocks of a full context."""
         return math.ceil(self.max_model_len / self.block_size)
 
     @property
@@ -73,7 +72,6 @@ class KVCacheDemand:
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of the blocks of a full context and the pad block."""
         return (self.context_blocks + 1) * self.block_bytes
 
 

@@ -130,7 +130,7 @@ def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
     return [
         (
             lora_routes(state),
-            "--allow-runtime-lora-updating",
+            "--enable-lora, --allow-runtime-lora-updating, --lora-dir and --api-key",
             config.allow_runtime_lora_updating,
         ),
         (

@@ -109,7 +109,7 @@ class RecordMiddleware:
 
 class AuthMiddleware:
     """Checks the API key, and converts exceptions into error responses. An exception in the middle
-    of a response is only logged."""
+    of a response is only logged. ClientGone has no response and no log entry of its own."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

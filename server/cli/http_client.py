@@ -44,8 +44,8 @@ def add_base_url(group: argparse._ArgumentGroup) -> None:
 
 
 def key_for(api_keys: Sequence[str], base_url: str | None) -> str | None:
-    """Key of the requests: the first of --api-key, or for a running server at `base_url` the
-    variable of OpenAI's SDK; None: none."""
+    """API key for requests: the first of `api_keys`, otherwise the value of OPENAI_API_KEY if
+    `base_url` is set. None: requests have no key."""
     if api_keys:
         return api_keys[0]
     return environment().get(KEY_VARIABLE) if base_url else None

@@ -147,9 +147,9 @@ class ParserConfig:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The reasoning that may precede the constrained part of an answer to `prompt`; None: no
+        """The reasoning at the start of an answer to `prompt`, before a grammar applies; None: no
         reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not disable reasoning.
-        `is_free`: the text after the reasoning is not constrained."""
+        `is_free`: no grammar constrains the text after the reasoning."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None

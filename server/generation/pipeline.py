@@ -387,8 +387,8 @@ class Generation:
         return outputs
 
     def abort(self) -> None:
-        """Abort all unfinished choices and end the iteration. May be called at any time and more
-        than once."""
+        """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
+        called at any time and more than once."""
         self._aborted = self._aborted or bool(self._queues)
         queues, self._queues = self._queues, {}
         if queues:

@@ -37,7 +37,7 @@ class BodyModel(Protocol):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
-        """Fields of `data` that the body does not define."""
+        """Names of unknown fields of `data`, and of ignored entries."""
         ...
 
     def hold(self, held: HeldBody) -> None:

@@ -81,7 +81,8 @@ _STATUSES: Mapping[type[UserError], tuple[int, str | None]] = {
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so no response can be sent."""
+    """Ends a request without a further response: the client has disconnected, or its response
+    cannot be completed."""
 
 
 class EngineFailed(EngineDied):

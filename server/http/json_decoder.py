@@ -83,8 +83,8 @@ def _decoded(data: bytes, start: int | None = None) -> Any:
 
 
 def _problem(data: bytes, error: Exception) -> tuple[str, int]:
-    """Description and byte position of the problem in `data`, found by the standard library's
-    decoder. `error`: msgspec's error, which does not say what was expected."""
+    """Description and byte position of the problem in `data`. The standard library's decoder says
+    what was expected; `error`, msgspec's error, is used if that decoder accepts `data`."""
     try:
         text = data.decode()
         json.loads(text)
@@ -203,8 +203,8 @@ class _Pieces:
 
 def _structure(data: bytes) -> tuple[Positions, npt.NDArray[np.int32]]:
     """Positions of brackets, commas and colons outside strings, and the depth after each position.
-    numpy releases the GIL. Raises UserError for unmatched brackets or quotes, and for too many
-    values, without scanning the rest."""
+    numpy releases the GIL. Raises UserError for a bracket that is never closed or never opened,
+    for a string without an end, and for too many values (without scanning the rest)."""
     positions: list[Positions] = []
     num_values, num_strings, num_opened, is_inside = 1, 0, 0, 0
     last_quote = 0

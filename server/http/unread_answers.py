@@ -47,8 +47,7 @@ class UnreadAnswer:
         return waited_s >= SLOW_AFTER_S and num_read < MIN_BYTES_PER_S * waited_s
 
     def read(self, num_bytes: int) -> None:
-        """Account for bytes that the client has read. Raises ClientGone if the response was
-        dropped."""
+        """Account for bytes that were sent. Raises ClientGone if the response was dropped."""
         if self.is_dropped:
             raise ClientGone
         self.num_left -= num_bytes

@@ -83,9 +83,13 @@ def lora_routes(state: AppState) -> APIRouter:
         allowed_folder(state.config)
         body = await parse(UnloadAdapterBody, await state.bodies.read_object(request))
         name = body.lora_name
-        if name not in state.client.adapters:
+        if len(name) > MAX_NAME_CHARACTERS:
             raise _no_such_adapter(state, name)
-        left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
+        try:
+            # An adapter that only some engines serve is not in `adapters`, and is unloaded too.
+            left = await state.client.control(UNLOAD_ADAPTER, lora_name=name)
+        except UserError:
+            raise _no_such_adapter(state, name) from None
         return json_response(
             {
                 "message": f"Success: LoRA adapter '{name}' removed successfully.",

@@ -1,5 +1,5 @@
-"""POST /v1/embeddings, /v2/embed, /pooling, /classify, /score and /rerank, for texts, token ids,
-conversations and pairs of texts."""
+"""Routes of pooling models: embeddings, pooling, classification, scores and reranking, for texts,
+token ids, conversations and pairs of texts."""
 
 import asyncio
 import dataclasses

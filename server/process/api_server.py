@@ -73,6 +73,9 @@ WRONG_SETTING = 2
 ENGINE_GONE = 4
 """Exit code of an API server whose last engine has died or has written a profile, if there are
 several API servers."""
+UNREADABLE = 5
+"""Exit code of an API server that cannot be started again, although its settings were right at the
+first start: the checkpoint's files have changed."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -563,7 +566,7 @@ class ApiServer:
 
     def _log_memory(self, ready: Ready) -> None:
         sizes = self.state.metrics.processes.sizes()
-        resident = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+        resident = ", ".join(f"{bytes_text(size)} in {name}" for name, size in sizes.items())
         logger.info(
             "Memory of each engine: weights %s, KV cache %s when full; resident now: %s",
             bytes_text(ready.weight_bytes),

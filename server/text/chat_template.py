@@ -1,8 +1,8 @@
 """Chat templates: selects the template for a chat, and the thread or process that renders it.
 
 The model's own template runs on threads with a time limit. Short chats are rendered on the event
-loop if the last short rendering was fast; a watchdog thread stops slow renderings. Templates in
-requests run in a disposable process with limits.
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. An API server
+renders templates in requests in a disposable process with limits.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders chats within `time_limit_s` of CPU time each."""
+    """Renders chats with a time limit."""
 
     def __init__(
         self,
@@ -92,8 +92,9 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source`: a template, templates by name (default, tool_use), or None. `renderer`: None: a
-        Renderer with its default limits. `isolation`: renders request templates (see
+        """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
+        limit on the CPU time of a rendering without `isolation`. `renderer`: None: a Renderer with its default
+        limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
@@ -127,7 +128,7 @@ class ChatTemplate:
 
     def uses_generic_tools(self) -> bool:
         """Whether tools are rendered as text because the model's template does not support them.
-        The first call renders the template, within its time limit."""
+        The first call may render the template, within its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools

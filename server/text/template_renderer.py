@@ -201,7 +201,7 @@ class CompiledTemplate:
         return messages
 
     def shows_tools(self) -> bool:
-        """Whether a prompt contains the tools."""
+        """Whether a prompt contains the tools; True if the probe fails."""
         if self._shows_tools is None:
             try:
                 text = self.template.render(

@@ -84,12 +84,12 @@ def main() -> None:
         with chromium() as browser:
             page = opened(browser, server.url, DESK, "light")
             page.screenshot(path=DOCS / "page.png")
+            shown = page.locator("#facts").inner_text()
+            FACTS.write_text(json.dumps({"shown": shown}) + "\n", encoding="utf-8")
             phone = opened(browser, server.url, PHONE, "dark")
             phone.screenshot(path=DOCS / "page-phone.png")
             fill(server)
             worked(browser, server).screenshot(path=DOCS / "page-server.png")
-            shown = page.locator("#facts").inner_text()
-            FACTS.write_text(json.dumps({"shown": shown}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

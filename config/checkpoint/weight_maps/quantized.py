@@ -28,7 +28,7 @@ def quantized_weights(
             yield weight
             continue
         if weight.transposed:
-            # Quantized formats store weights as (out, in).
+            # The parts of a scheme describe a weight of shape (out, in).
             fields = " x ".join(reversed(weight.fields.split(" x ")))
             weight = weight._replace(shape=weight.shape[::-1], fields=fields, transposed=False)
         module = weight.name.removesuffix(_WEIGHT)

@@ -50,7 +50,7 @@ class VisionFacts:
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """Properties of a vision family that are not in config.json."""
+    """Properties of a vision family that config.json lacks or may lack."""
 
     uses_mrope: bool = False
     whole_images: bool = False

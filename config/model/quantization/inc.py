@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_problem, parse_json
 from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 
@@ -83,7 +83,7 @@ def read_quant_config(path: str | None) -> QuantConfig:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{path}, the file of --quant-config or {VARIABLE}, is not JSON: {error}"
+            f"{path}, the file of --quant-config or {VARIABLE}, is not JSON: {json_problem(error)}"
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}, the file of --quant-config or {VARIABLE}, is not a JSON object")

@@ -47,6 +47,10 @@ CARRIERS = (
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
 )
 """ProcessGroup methods with tensor arguments."""
+MOVERS = (
+    *("broadcast", "allgather", "_allgather_base", "all_gather_single", "gather", "send", "recv"),
+)
+"""ProcessGroup methods that move numbers without a conversion to float32."""
 TEXT_BYTES = 1024
 """Size limit of a collective's description, which ranks exchange when they disagree."""
 
@@ -64,6 +68,21 @@ def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
         return original(*args, **kwargs)
 
     return reduce
+
+
+def without_short(original: Callable[..., object]) -> Callable[..., object]:
+    """Wrap a method in MOVERS: raises RuntimeError for int16 on the card, which the bridge cannot
+    name to its library (hcclDataType in hccl_kernels.cpp)."""
+
+    @functools.wraps(original)
+    def run(*args: object, **kwargs: object) -> object:
+        if any(given.dtype == torch.int16 for given in device_tensors((args, kwargs))):
+            raise RuntimeError(
+                "Input tensor data type is not supported for HCCL process group: Short"
+            )
+        return original(*args, **kwargs)
+
+    return run
 
 
 def with_known_types(

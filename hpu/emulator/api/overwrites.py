@@ -26,7 +26,6 @@ class Overwrites:
         self._device = device
 
     def _is_lazy(self) -> bool:
-        """Whether the package was imported in lazy mode."""
         variables = self._device.variables
         return variables.mode_is_read() and variables.lazy()
 

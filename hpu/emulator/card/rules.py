@@ -35,6 +35,17 @@ VIEWS = _names("""
     view_as lift_fresh movedim swapaxes chunk
 """)
 
+RESHAPES = _names("view _unsafe_view reshape _reshape_alias view_as")
+
+
+def add_kind(kinds: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """The kinds of a view of a view. Of adjacent reshapes only the last counts (get_view_hash in
+    the bridge's bindings.cpp), and its shape is part of a graph's key anyway."""
+    if name not in RESHAPES:
+        return (*kinds, name)
+    return kinds if kinds[-1:] == ("reshape",) else (*kinds, "reshape")
+
+
 ALIASES = _names("detach alias lift_fresh")
 """Views that the runtime treats as the tensor itself."""
 
@@ -204,6 +215,33 @@ def check_running_sum(args: tuple[Tensor, ...], report: Report) -> None:
     from the fourth entry on (test_hpu_cumulative_ops.py)."""
     if args[0].dtype in (torch.bfloat16, torch.float16):
         report("running_sum", "cumsum_ of 16-bit floats is wrong in eager mode", "aten::cumsum_")
+
+
+def check_number(name: str, args: tuple[Tensor, ...]) -> None:
+    """Raise NotImplementedError for the number in an FP8 tensor: the bridge reads none
+    (local_scalar_dense.cpp)."""
+    dtype = args[0].dtype
+    if name == "aten::_local_scalar_dense" and dtype in FP8:
+        kind = "Float8_e4m3fn" if dtype == torch.float8_e4m3fn else "Float8_e5m2"
+        raise NotImplementedError(f"\"_local_scalar_dense\" not implemented for '{kind}'")
+
+
+SHIFTS = _names("""
+    __rshift__ __lshift__ __irshift__ __ilshift__ bitwise_right_shift bitwise_right_shift_
+    bitwise_left_shift bitwise_left_shift_
+""")
+DIFFERENCES = _names("sub sub_ rsub subtract subtract_")
+BYTES = (torch.int8, torch.uint8)
+
+
+def check_bytes(name: str, args: tuple[Tensor, ...], report: Report, *, is_compiled: bool) -> None:
+    """Report a difference of 8-bit integers, which the bridge does not support
+    (test_hpu_convert_from_int4.py), and a shift of 8-bit integers outside of compiled code, which
+    its tests expect to fail (test_hpu_bitwise_shift.py of lazy and of eager mode)."""
+    if name not in DIFFERENCES and (name not in SHIFTS or is_compiled):
+        return
+    if torch.result_type(args[0], args[1]) in BYTES:
+        report("byte_arithmetic", "a difference or a shift of 8-bit integers", name)
 
 
 COPIED_DIMS = {"aten::copy_": 8, "aten::_to_copy": 8}

@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.library import Library
 
 from hpu.emulator.ops import biased_experts, fp8_attention, measured_experts, quantized
-from hpu.emulator.ops.attention import SDPA, SDPA_FWD, sdpa, sdpa_with_probabilities
+from hpu.emulator.ops.attention import (
+    SDPA,
+    SDPA_FWD,
+    WINDOW,
+    has_window,
+    sdpa,
+    sdpa_with_probabilities,
+)
 from hpu.gaudi_devices import generation, has_kernel, max_experts, release_of
 
 RMS_NORM = "rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)"
@@ -187,8 +194,9 @@ def define_ops(
         return bool(has_kernel(kernel, card, release_of(release)))
 
     grouped = has("convert_from_uint4.g_idx")
+    window = WINDOW if has_window(release) else ""
     table: dict[str, Callable[..., object]] = {
-        SDPA: sdpa,
+        SDPA.format(window=window): sdpa,
         SDPA_FWD: sdpa_with_probabilities,
         RMS_NORM: rms_norm,
         RMS_NORM_FAST: rms_norm,
@@ -218,7 +226,7 @@ def define_ops(
     for suffix in ("", "_not_staged"):
         table[BLOCK_SOFTMAX_CONST_MAX.format(suffix=suffix)] = block_softmax_const_max
     attention = fp8_attention.Fp8Attention(fp8)
-    table[fp8_attention.FP8_SDPA] = attention.sdpa
+    table[fp8_attention.FP8_SDPA.format(window=window)] = attention.sdpa
     for name, scale, default in fp8_attention.SOFTMAX_OVERLOADS:
         schema = fp8_attention.SOFTMAX_FP8.format(name=name, scale=scale, default=default)
         table[schema] = attention.softmax

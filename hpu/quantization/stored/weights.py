@@ -147,7 +147,6 @@ class StoredExperts:
 
     @property
     def named_weights(self) -> tuple[tuple[str, StoredWeight], ...]:
-        """Both weights with the prefixes of their parameters."""
         return ((W13, self.w13), (W2, self.w2))
 
     def expanding_op(

@@ -109,7 +109,7 @@ async def resolve_request(
 def previous_number(body: ResponseBody) -> str:
     """Number of the response that `body` continues, or of the first response whose item `body`
     references; it identifies the process that stores the conversation. Empty for a new conversation
-    and for an item id of another server. Only MAX_MESSAGES items are searched, because a longer
+    and for an item id of another form. Only MAX_MESSAGES items are searched, because a longer
     input is rejected later."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)

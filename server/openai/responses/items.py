@@ -38,7 +38,7 @@ def item_id(kind: str, number: str, place: str) -> str:
 
 
 def number_in(given_id: str) -> str | None:
-    """Number of the response in an item id; None for ids of other servers."""
+    """Number of the response in an item id; None if `given_id` has another form."""
     prefix, _, rest = given_id.partition("_")
     number, _, place = rest.partition("_")
     return number if prefix in PREFIXES.values() and number and place else None

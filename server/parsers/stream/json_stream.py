@@ -166,7 +166,7 @@ def read_members(
 
 
 def object_of(text: str) -> str | None:
-    """`text` as a JSON object if `read_value` accepts it as an object, otherwise None."""
+    """`text` as a JSON object if `value_of` accepts it as an object, otherwise None."""
     value = value_of(text.strip(WHITESPACE))
     return value if value is not None and value.startswith("{") else None
 

@@ -117,8 +117,8 @@ class SharedTypes:
 
 
 def num_keywords(schema: Mapping[str, Any], root: Mapping[str, Any]) -> int:
-    """Upper bound on the keywords that `referenced` copies for `schema`, including entries of
-    lists. A $ref counts as several keywords, depending on its length."""
+    """Upper bound on the keywords that `referenced` copies for `schema`, plus the entries of lists.
+    A long $ref counts as several keywords."""
     count = 0
     current: Any = schema
     for _ in range(MAX_SCHEMA_DEPTH):
