@@ -93,8 +93,8 @@ class ChatTemplate:
         generic_tools: bool = True,
     ) -> None:
         """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
-        limit on the CPU time of a rendering without `isolation`. `renderer`: None: a Renderer with its default
-        limits. `isolation`: renders request templates with its own limits (see
+        limit on the CPU time of a rendering without `isolation`. `renderer`: None: a Renderer with
+        its default limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
