@@ -5,7 +5,6 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
-import os
 import re
 import shlex
 import stat
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from config.errors import ConfigError
 from config.model.json_fields import read_json, shown
+from config.whole_files import is_present
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,9 +53,9 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, from its index if it has an index. Raises
     ConfigError."""
     index = folder / INDEX
-    if index.is_file():
+    if is_present(index):
         return _indexed(index)
-    if (folder / SINGLE).is_file():
+    if is_present(folder / SINGLE):
         return [folder / SINGLE]
     files = sorted(folder.glob("*.safetensors"))
     if files:
@@ -96,7 +96,7 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
 
 
 def _conversion(model: str, config: Path) -> str:
-    architectures = read_json(config).get("architectures") if config.is_file() else None
+    architectures = read_json(config).get("architectures") if is_present(config) else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
         name = "AutoModelForCausalLM"
@@ -122,8 +122,7 @@ def _indexed(index: Path) -> list[Path]:
             raise ConfigError(
                 f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
-        # Path.is_file raises for a name that file systems do not accept.
-        if not os.path.isfile(file):
+        if not is_present(file):
             raise ConfigError(f"{index} names {shown(name)[1:-1]}, which does not exist")
         files.append(file)
     return files

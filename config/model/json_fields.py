@@ -42,8 +42,7 @@ def read_json(file: Path) -> Json:
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. Raises ConfigError if it is not a JSON
-    object in UTF-8."""
+    """The JSON object in `data`, which is read from `file`. Raises ConfigError."""
     return _object(_parse(data, file), file)
 
 

@@ -81,11 +81,12 @@ class _State:
 class DraftLengths:
     """Chooses the number of drafts per request and launch from statistics of the running requests.
     A new request starts with the rates of all earlier requests. All ranks that see the same tokens
-    choose the same numbers. If `costs` is None, all drafts are verified."""
+    choose the same numbers."""
 
-    def __init__(self, max_drafts: int, costs: LaunchCosts | None) -> None:
+    def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
-        self.costs = costs
+        self.costs: LaunchCosts | None = None
+        """Cost of decodes; None: all drafts are verified."""
         self.drafting: DraftingCosts | None = None
         """Cost of drafting; None: drafting is free."""
         self._shared = AcceptanceRates(FIRST_RATES, FIRST_WEIGHT, SHARED_DECAY)

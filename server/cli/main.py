@@ -134,6 +134,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
 def _serve(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
+    # Settings are sent to other processes as UTF-8.
+    for word in argv:
+        if word.encode(errors="replace").decode() != word:
+            raise ConfigError(f"the argument {word!r} is not UTF-8: rename the file or folder")
     parser = server_parser("gaudiserve serve", SERVE)
     parser.examples = (
         "gaudiserve serve",

@@ -18,7 +18,7 @@ from config.fair_threads import FairThreads, current_client
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
-from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
+from server.http.held_bodies import MAX_VALUES_BYTES, HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 from server.http.pacing import LoopPacer
@@ -42,6 +42,10 @@ class BodyModel(Protocol):
 
     def hold(self, held: HeldBody) -> None:
         """Count the body's memory in `held` for as long as the body is referenced."""
+        ...
+
+    def measure(self) -> None:
+        """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
         ...
 
 
@@ -113,9 +117,11 @@ class BodyReader:
                 chunks.append(chunk)
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
-            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size))
+            client = current_client.get() or ""
+            num_decoded_bytes = min(num_decoded_bytes, size + MAX_VALUES_BYTES)
+            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size), client)
             pacer = self._short_pacer if size <= SHORT_BODY_BYTES else self._pacer
-            await pacer.wait(current_client.get() or "")
+            await pacer.wait(client)
             decoded = await self._decode(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None
@@ -133,7 +139,8 @@ class BodyReader:
         # Two requests that keep their bytes while they wait would wait for each other.
         total = held.num_bytes + num_bytes
         held.free()
-        return await self._held.hold(total, self._max_buffered(total))
+        client = current_client.get() or ""
+        return await self._held.hold(total, self._max_buffered(total), client)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run `call`, which decodes large values, on the thread that decodes bodies; clients take
@@ -192,7 +199,10 @@ async def parse(kind: type[B], body: ReceivedBody) -> B:
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
             body.record.ignored_fields = unknown[: MAX_IGNORED_FIELDS + 1]
-        return validate_fields(kind, body.fields)
+        parsed = validate_fields(kind, body.fields)
+        if body.num_bytes > MANY_BYTES:
+            parsed.measure()
+        return parsed
 
     parsed = validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
     body.fields = {}

@@ -335,11 +335,6 @@ class Tokenizer:
         whole = "\0".join(words)
         return frozenset(i for i, text in texts.items() if text and text in whole)
 
-    def id_of(self, token: str) -> int | None:
-        """The id of `token`; None if it is not in the vocabulary."""
-        token_id: int | None = self._encoder.token_to_id(token)
-        return token_id
-
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of a token, which may be a partial character; b"" for an unknown id."""
         return self._pieces[token_id]

@@ -29,7 +29,7 @@ def moe_weights(config: ModelConfig, spec: DecoderSpec, hidden: Axis) -> Iterato
         return
     parameter = f"{names.block}.shared_experts"
     if names.layout == "merged":
-        yield from merged_mlp_weights("shared_mlp", parameter, shared, hidden)
+        yield from merged_mlp_weights(parameter, shared, hidden)
     else:
         yield from mlp_weights(f"{names.block}.{names.shared}", parameter, shared, hidden, spec)
     if names.shared_gate:

@@ -49,10 +49,10 @@ class QuantConfig:
     def measures(self) -> bool:
         return self.mode == MEASURE
 
-    def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
+    def measure_file(self, rank: int, num_ranks: int) -> Path:
         """File with the maximum magnitudes of activations and weights that `rank` measured."""
         ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
-        return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
+        return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}.npz")
 
     def check_files(self, num_ranks: int) -> None:
         """Raise ConfigError if measurements that quantization needs are missing for a rank."""
