@@ -91,7 +91,7 @@ def serve(
     count = server_config.api_server_count
     raise_limit()
     warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
-    if server_config.uds is not None:
+    if server_config.uds:
         listener = bind_path(server_config.uds)
     else:
         listener = bind(server_config.host, server_config.port, shared=count > 1)
@@ -119,7 +119,7 @@ def serve(
     finally:
         has_stopped = download.close()
         directory.close()
-        if server_config.uds is not None:
+        if server_config.uds:
             remove_path(server_config.uds)
     if not has_stopped:
         end_process(code)
