@@ -277,9 +277,10 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 
 class Supervisor:
-    """Runs several API servers and the engines. Restarts API servers that exit, within limits.
-    Stops everything if an API server may not be restarted or the last engine (of coupled engines,
-    the first) has exited; logs the exit of an engine while other engines run."""
+    """Runs several API servers and the engines. Restarts API servers that exit, within limits
+    unless the checkpoint has become unreadable. Stops everything if an API server may not be
+    restarted or the last engine (of coupled engines, the first) has exited; logs the exit of an
+    engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
