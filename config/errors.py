@@ -39,8 +39,8 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """The prompt (`num_prompt_tokens`, or more with `at_least`), plus `max_tokens` if set, exceeds
-    `max_model_len`."""
+    """The prompt (`num_prompt_tokens`, or more with `at_least`) and its output (`max_tokens`, if
+    set) do not fit `max_model_len`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Overloaded(GaudiserveError):
 
 
 class DeadlineExceeded(GaudiserveError):
-    """The request's timeout has passed; 504. The message says how far the request got."""
+    """The request's timeout has passed; 504."""
 
     def __init__(self, message: str, *, has_started: bool = False) -> None:
         super().__init__(message)
@@ -118,7 +118,7 @@ class EngineDied(GaudiserveError):
     """Whether the failed process has already logged the cause."""
 
     def __init__(self, message: str | None = None, *, is_external: bool = False) -> None:
-        """`is_external`: another process killed the engine (operator, OOM killer)."""
+        """`is_external`: another process, such as the OOM killer, killed the engine."""
         super().__init__(message)
         self.is_external = is_external
 
@@ -145,8 +145,8 @@ class ConfigError(GaudiserveError):
 
 
 class SettingError(ConfigError):
-    """A setting that this model does not support. The message names the flag to change; with
-    another value the model can be served."""
+    """A setting that is invalid, or that this model does not support. The message names the flag to
+    change; with another value the model can be served."""
 
 
 class ProfileWritten(ConfigError):

@@ -29,6 +29,12 @@ def json_problem(error: ValueError) -> str:
     return f"{_PROBLEMS.get(error.msg, error.msg)}, at column {column}"
 
 
+def json_setting_problem(error: ValueError, example: str) -> str:
+    """Message for the error that `parse_json` raised for the text of a setting, with an `example`
+    of the setting as a shell takes it."""
+    return f"which is not JSON: {json_problem(error)}; write it as '{example}'"
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse `text`. Raises ValueError for invalid JSON and for values that are nested too
     deeply."""

@@ -67,7 +67,6 @@ class OwnedDirectory:
 
 
 def _create(parent: str, prefix: str) -> tuple[str, int]:
-    """Create a directory and lock it; returns its path and the descriptor of the lock."""
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         # Not inheritable: a child that outlives this process must not hold the lock.
@@ -90,7 +89,7 @@ def _remove_stale(parent: str, prefix: str) -> None:
     with suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
-                # A directory that cannot be opened, locked or removed is in use or belongs to
+                # A directory that cannot be opened, locked or removed may be in use or belong to
                 # another user.
                 with suppress(OSError):
                     _remove_if_stale(entry.path)

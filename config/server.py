@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.errors import ConfigError, UserError
-from config.json_text import parse_json
+from config.json_text import json_setting_problem, parse_json
 from config.log import FORMATS, TEXT, LogConfig
 from config.model.model_config import GENERATION_FIELDS, GENERATION_LIMITS
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
@@ -28,7 +28,7 @@ AUTO_OR_NONE = ("auto", "none")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Settings of the supervisor and the API servers: HTTP, restarts, text, images and logs."""
+    """Settings of the supervisor and the API servers."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)
@@ -547,6 +547,12 @@ _PAIR = r"\w+=(?:true|false|-?\d{1,18}(?:\.\d{1,18})?)"
 _PAIRS = re.compile(rf"{_PAIR}(?:,{_PAIR})*")
 
 
+_EXAMPLES = {
+    "limit_mm_per_prompt": '{"image": 4, "video": 1}',
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+}
+
+
 def _object(name: str, text: str) -> dict[str, Any]:
     """An object from JSON, or from name=value pairs as in older releases of vLLM: image=4,video=1.
     Raises ConfigError."""
@@ -556,7 +562,8 @@ def _object(name: str, text: str) -> dict[str, Any]:
     try:
         value = parse_json(text or "{}")
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}, it must be JSON: {error}") from None
+        problem = json_setting_problem(error, _EXAMPLES.get(name, '{"name": "value"}'))
+        raise ConfigError(f"{name} is {text!r}, {problem}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{name} is {text!r}, it must be a JSON object")
     return value

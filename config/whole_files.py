@@ -70,8 +70,8 @@ def _too_large(path: str | Path, max_bytes: int, size: str) -> OSError:
 
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write or replace a file atomically: readers see either the old or the new content. A path
-    that is not a regular file, such as /dev/stdout, is written directly. Raises OSError; the old
-    content is then kept, and no temporary file remains."""
+    that is not a regular file, such as /dev/stdout, is written directly. Raises OSError; a regular
+    file then keeps its old content."""
     path = Path(path).resolve()
     if path.exists() and not path.is_file():
         path.write_bytes(content)

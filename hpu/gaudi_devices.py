@@ -42,9 +42,6 @@ NO_FLOAT32_PRODUCTS = {"gaudi2": (2, 3, 4)}
 """PCI revisions of a generation that multiply no float32 matrices: Gaudi 2B, 2C and 2D
 (HabanaAI/Intel_Gaudi3_Software, release 1.18: osal_linux.cpp, mme_node.cpp)."""
 
-FP8_RESCALE = 240 / 448
-"""Ratio of the FP8 ranges of Gaudi 2 and Gaudi 3. Checkpoints use the range of Gaudi 3."""
-
 TORCH_OF_RELEASE: dict[Release, tuple[int, int]] = {
     (1, 24, 1): (2, 11),
     (1, 24, 0): (2, 10),
@@ -101,8 +98,8 @@ KERNELS = {
     # calls it on Gaudi 3 only.
     "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494), ("gaudi2",)),
     "softmax_fa2": Kernel(BOTH, None),
-    # A product of bfloat16 with float32 as its result: vllm-gaudi gave no result tensor to older
-    # releases (its commit a8211ff1).
+    # A bfloat16 matmul with a float32 result: vllm-gaudi gave no result tensor to older releases
+    # (its commit a8211ff1).
     "matmul.float32_out": Kernel(BOTH, (1, 24, 0, 171)),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),

@@ -1,5 +1,4 @@
-"""Resources of the host: cores, memory, instruction sets. Reads the kernel's files below `root`,
-which tests replace."""
+"""Resources of the host: cores, memory, instruction sets. Reads the kernel's files below `root`."""
 
 import math
 import os
@@ -99,7 +98,7 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """CPU quota of the control group in cores; None if unlimited."""
+    """CPU quota of the control group in cores; None if unlimited or unknown."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

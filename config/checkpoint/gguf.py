@@ -1,4 +1,4 @@
-"""Conversion of GGUF files to Hugging Face folders, once per file, in the cache folder."""
+"""Converts GGUF files to Hugging Face folders in the cache folder."""
 
 import fcntl
 import hashlib
@@ -79,14 +79,13 @@ def converted(
             fresh = Path(made, "model")
             fresh.mkdir()
             _convert(source, fresh, dtype, keep_blocks, sampling, progress, report, check)
-            # A process that had stopped may have finished first.
+            # A process that was stuck may have finished first.
             if not is_whole(target, _UNLISTED):
                 place_folder(fresh, target)
     return target
 
 
 def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
-    """Hash of _FORMAT, `sampling`, and the size, time, first and last MiB of the file."""
     status = source.stat()
     digest = hashlib.sha256(f"{_FORMAT} {status.st_size} {status.st_mtime_ns}".encode())
     if sampling:
@@ -100,11 +99,9 @@ def _fingerprint(source: Path, sampling: Mapping[str, float]) -> str:
 
 @contextmanager
 def _locked(target: Path, report: Report) -> Iterator[None]:
-    """Hold the lock file of `target`, which the kernel releases when the process dies.
-
-    Waits while another process converts, and not for a process that has stopped, or whose host is
-    gone: the holder of the lock sets the time of the file every _BEAT_S.
-    """
+    """Hold the lock of `target`, unless the target is complete or the holder of the lock is stuck.
+    The holder sets the time of the lock file every _BEAT_S. The kernel releases the lock when the
+    holder dies."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     lock = os.open(target.with_name(f"{target.name}.lock"), flags, 0o600)
     try:
@@ -152,7 +149,7 @@ def _has_locked(lock: int) -> bool:
 
 def _beat(lock: int, ended: threading.Event) -> None:
     while True:
-        # A file system that does not set the time costs a second conversion.
+        # If the time cannot be set, a waiting process converts the file, too.
         with suppress(OSError):
             os.utime(lock)
         if ended.wait(_BEAT_S):

@@ -31,8 +31,7 @@ class GgufFamily(NamedTuple):
     optional: Mapping[str, str] = {}
     """Optional metadata keys -> fields of config.json."""
     derive: Callable[[GgufFile, Json], Json] = _nothing
-    """Computes fields that override the common fields. `config`: the fields that all architectures
-    have in common."""
+    """Computes fields that override or extend `config`, the fields computed before."""
 
 
 def has(file: GgufFile, part: str) -> bool:
@@ -42,8 +41,8 @@ def has(file: GgufFile, part: str) -> bool:
 
 
 def layer_kv_heads(file: GgufFile) -> list[int]:
-    """Number of KV heads of each layer, 0 for a layer without attention; empty if the file has a
-    single number for all layers."""
+    """Number of KV heads of each layer, 0 for a layer without attention; empty if the file has no
+    list of these numbers."""
     key = f"{file.architecture}.attention.head_count_kv"
     if not isinstance(file.metadata.get(key), list):
         return []
@@ -106,7 +105,7 @@ def _soft_caps(file: GgufFile) -> Json:
 
 
 def _qwen_moe(file: GgufFile, config: Json) -> Json:
-    # Constant of the architecture in llama.cpp.
+    # Constants of the architecture in llama.cpp.
     return {"norm_topk_prob": file.architecture != "qwen2moe", "decoder_sparse_step": 1}
 
 
@@ -124,7 +123,7 @@ def _qwen3_next(file: GgufFile, config: Json) -> Json:
 
 
 def _deepseek2(file: GgufFile, config: Json) -> Json:
-    # In newer files, attention.key_length is the size of the latent.
+    # In newer files, attention.key_length is kv_lora_rank plus the rope dimensions.
     key = file.get("attention.key_length_mla", int) or file.count("attention.key_length")
     value = file.get("attention.value_length_mla", int) or file.count("attention.value_length")
     rotated = file.count("rope.dimension_count")
@@ -444,7 +443,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 
 def architecture_of(model_config: ModelConfig) -> str:
-    """Architecture of `model_config`, with the ending that FAMILIES uses."""
+    """Architecture of `model_config` in the form of GgufFamily.name."""
     if model_config.encoder is not None:
         return f"{model_config.encoder.family}Model"
     return causal_name(model_config.architecture)

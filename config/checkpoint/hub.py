@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from config.checkpoint.safetensors_files import incomplete
 from config.checkpoint.tokenizer_bounds import MAX_TOKENIZER_BYTES
 from config.errors import ConfigError
-from config.progress import DOWNLOADING, Report, TenthLines, bar_size, unreported
+from config.progress import DOWNLOADING, Report, bar_size, unreported
 
 if TYPE_CHECKING:
     import huggingface_hub.errors
@@ -38,7 +38,7 @@ _DISK_ERRORS = frozenset(
         *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EIO),
     )
 )
-"""OS errors for a folder that is full, read-only or not a folder."""
+"""OS errors for a folder to which nothing can be written."""
 
 
 def download_model(
@@ -52,10 +52,9 @@ def download_model(
     report: Report = unreported,
 ) -> Path:
     """The local folder of a model on the hub, below `folder` (None: the hub's own cache). `check`
-    is called with the folder when all files except the weights are downloaded; it raises
-    ConfigError for a model that cannot be served. Raises ConfigError also if the hub does not have
-    the model, or if its weights are not in safetensors. Without `has_weights` no weights are
-    downloaded."""
+    is called with the folder before the weights are downloaded; it raises ConfigError for a model
+    that cannot be served. Raises ConfigError also if the hub does not have the model, or if its
+    weights are not in safetensors. Without `has_weights` no weights are downloaded."""
     report(DOWNLOADING, 0, 0)
     path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
@@ -84,10 +83,10 @@ def download_files(
 ) -> Path:
     """The local folder with the files of a model that match `patterns`. Without a network, files of
     an earlier download are used. Damaged files are downloaded again: the hub library keeps a file
-    of an earlier download as it is. `progress` shows progress bars on a terminal, and log lines
-    elsewhere. Raises ConfigError if the hub does not provide the files."""
+    of an earlier download as it is. `progress` shows progress bars on a terminal. Raises
+    ConfigError."""
     cache_dir = None if folder is None else os.path.expanduser(folder)
-    bar, started_s = _reporting(report, model, progress), time.time()
+    bar, started_s = _reporting(report, progress), time.time()
     try:
         path = Path(
             huggingface_hub.snapshot_download(
@@ -101,7 +100,7 @@ def download_files(
         )
         for name in _damaged(path, started_s):
             logger.warning("%s of %s is damaged, and is downloaded again", name, model)
-            # Without a network, the error names the damaged file where it is used.
+            # Without a network, the reader of the damaged file reports it.
             with suppress(*_errors()):
                 huggingface_hub.hf_hub_download(
                     model, name, revision=revision, cache_dir=cache_dir, force_download=True
@@ -120,7 +119,7 @@ def _damaged(folder: Path, before_s: float) -> list[str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a JSON or safetensors file ends where its content says. Reads no weights."""
+    """False for a truncated JSON file and an invalid safetensors file. Reads no weights."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="np"):
@@ -147,7 +146,6 @@ def _errors() -> tuple[type[Exception], ...]:
 
 
 def _reason(error: Exception, model: str, revision: str | None, folder: str | None) -> str:
-    """The message for the user about a failed download."""
     errors, constants = huggingface_hub.errors, huggingface_hub.constants
     hub = constants.ENDPOINT
     if isinstance(error, errors.HFValidationError):
@@ -194,13 +192,12 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _reporting(report: Report, model: str, progress: bool) -> type:
-    """A progress bar class for the hub library that reports byte counts, and logs lines if stderr
-    is not a terminal. The library creates two byte bars (received, written), and either may not
+def _reporting(report: Report, progress: bool) -> type:
+    """A progress bar class for the hub library that reports byte counts, and draws bars only on a
+    terminal. The library creates two byte bars (received, written), and either may not
     advance; older versions create no byte bars here and only count files."""
     done = total = 0
     is_terminal = sys.stderr.isatty()
-    lines = TenthLines(f"Fetching {model}") if progress and not is_terminal else None
 
     bar = import_module("huggingface_hub.utils.tqdm").tqdm
 
@@ -218,8 +215,6 @@ def _reporting(report: Report, model: str, progress: bool) -> type:
             done = max(done, self._done_bytes)
             total = max(total, int(self.total or 0) * self._unit_bytes)
             report(DOWNLOADING, done, total)
-            if lines is not None:
-                lines.update(done, total)
             is_shown: bool | None = super().update(n)
             return is_shown
 

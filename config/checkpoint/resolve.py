@@ -38,9 +38,9 @@ def resolve(
     `download_dir` after `check` of its other files (config/checkpoint/hub.py). With `keep_blocks`
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
     `has_weights` a folder may lack *.safetensors, and no weights are downloaded. `hf_overrides`:
-    JSON object with fields that override config.json. `progress` shows progress bars on a terminal,
-    and log lines elsewhere; `report` is called with the same progress. Raises CheckpointError,
-    which says what is missing or wrong, and SettingError for wrong `hf_overrides`.
+    JSON object with fields that override config.json. `progress` shows progress bars on a terminal;
+    `report` is called with the same progress. Raises CheckpointError; SettingError if a setting
+    such as `hf_overrides` is wrong.
     """
     parse_overrides(hf_overrides)
 

@@ -42,7 +42,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     dtype: str
-    """Dtype name in the safetensors header: F32, BF16, I8."""
+    """Dtype name in the safetensors header, such as BF16."""
     shape: tuple[int, ...]
     offset: int
     """Offset of the first byte in the file."""
@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index if there is one. Raises
+    """The safetensors files of a checkpoint, from its index if it has an index. Raises
     CheckpointError."""
     index = folder / INDEX
     if is_present(index):
@@ -96,8 +96,6 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> CheckpointErro
 
 
 def _conversion(model: str, config: Path) -> str:
-    """A command that converts `model` to safetensors, into a new folder in the working
-    directory."""
     architectures = read_json(config).get("architectures") if is_present(config) else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
@@ -186,8 +184,6 @@ def _not_whole(file: Path, reason: str) -> CheckpointError:
 
 
 def _check_header_size(file: Path) -> int:
-    """Offset of the first byte after the header. Raises CheckpointError if the header is too
-    large."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         # Opening a FIFO blocks until there is a writer.

@@ -1,7 +1,7 @@
 """Checks that the regular expressions of a tokenizer.json take linear time on every text. The
 tokenizers library matches by backtracking. The patterns come from the checkpoint and run on every
-text of a client, so only a small class of patterns, which covers the known families, is
-accepted."""
+text of a client, so only a small class of patterns counts as linear; it covers the known
+families."""
 
 from dataclasses import dataclass
 
@@ -78,7 +78,7 @@ def _is_linear(branch: _Branch, texts: set[str]) -> bool:
     if _choices(branch) > _MAX_CHOICES:
         return False
     first = next((place for place, item in enumerate(branch) if item.is_unbounded), None)
-    # Nothing after the first unbounded item can fail, so the search never backtracks into it.
+    # If nothing after the first unbounded item can fail, the search never backtracks into it.
     if first is None or not any(item.can_fail for item in branch[first + 1 :]):
         return True
     if _text(branch) in _SPACE_BRANCHES:
@@ -156,13 +156,12 @@ class _Parser:
         if high is not None and not is_unbounded:
             choices *= high - low + 1
         quantifier = self._pattern[start : self._place]
-        # A zero-width item consumes no characters, whether or not it matches.
         least = low * characters
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 
     def _group(self, depth: int) -> tuple[int, int]:
-        """(minimum characters, number of alternatives) of a group. Raises _Unknown for a group with
-        an unbounded item."""
+        """(minimum characters, number of alternatives) of a group. Raises _Unknown, also for a
+        group with an unbounded item."""
         is_zero_width = False
         if self._pattern[self._place] == "?":
             for opening in ("?i:", "?:", "?=", "?!", "?<=", "?<!"):

@@ -38,11 +38,10 @@ of a text with all tokens that start with the same characters: 10 us per charact
 vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes of the text that the decoder may produce for a token, according to the bound
-computed here."""
+computed here; also the maximum characters that the post-processor may add."""
 MAX_TOKENS = MAX_MERGES = 2**20
-"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each;
-StartProbes answers health probes during this time. The largest known vocabulary has 262,144 tokens
-and 514,906 merges."""
+"""Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each.
+The largest known vocabulary has 262,144 tokens and 514,906 merges."""
 MAX_ADDED_TOKENS = 65_536
 """Maximum number of added tokens. Loading takes 50 us for each; the largest known vocabulary has
 6,500."""
@@ -139,7 +138,6 @@ class _Checker:
         return longest
 
     def _check_tokens(self, file: _File) -> int:
-        """The length of the longest token. Raises ConfigError if a limit is exceeded."""
         longest_added = self.check_added([token.content for token in file.added_tokens or ()])
         model = file.model or _Model()
         vocab = model.vocab
@@ -250,8 +248,6 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """Raise ConfigError if the decoder may produce more than MAX_TOKEN_TEXT_BYTES for a token,
-        or has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)
@@ -304,14 +300,14 @@ _GROWTH = "bytes per byte of text after its normalizer and pre_tokenizer"
 
 
 def _regex(step: Mapping[str, Any]) -> str:
-    """The regular expression of a step; empty if there is none."""
+    """The regular expression of a step; empty if it has none, and `(`, an invalid expression, if it
+    is not a string."""
     pattern = step.get("pattern")
     text = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
     return text if isinstance(text, str) else "("
 
 
 def _times(factor: float) -> Callable[[Mapping[str, Any]], tuple[float, float]]:
-    """Growth rule for a step that multiplies the length by a constant."""
     return lambda step: (factor, 0.0)
 
 

@@ -1,5 +1,5 @@
-"""The only module that reads and sets environment variables: settings from variables, and the
-variables of a worker."""
+"""Environment variables: settings from variables, and the variables of workers. No other module
+reads os.environ."""
 
 import importlib.util
 import os
@@ -44,7 +44,7 @@ _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 HLS_MODULE_ID = "HLS_MODULE_ID"
 
-# Variables that Kubernetes sets in every pod for a service named gaudiserve, gaudiserve-* or vllm.
+# Endings of the variables that Kubernetes sets in every pod for each service.
 _SERVICE_LINK = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -71,7 +71,7 @@ def variable_table() -> dict[str, str]:
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(flag, value, variable) of each setting in `environ`, in increasing precedence. An empty
     variable counts as unset. An empty secret is an error: an empty API key would open the server.
-    Raises ConfigError, with a similar name or a reason, for unknown GAUDISERVE_ variables."""
+    Raises ConfigError, also for unknown GAUDISERVE_ variables."""
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
     unknown = [
@@ -99,8 +99,8 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
     name = variable.removeprefix(PREFIX)
     if reason := absence(name.lower().replace("_", "-")):
         return f"{variable} is not supported: {reason}"
-    # Compare without the prefix, which makes any two variables similar, and like flags: two dashes
-    # make similar what differs by two swapped letters (PROT, PORT).
+    # Compare without the prefix, which makes any two variables similar. The two dashes of a flag
+    # raise the similarity enough to find two swapped letters (PROT, PORT).
     flags = [f"--{key.removeprefix(PREFIX)}" for key in known if key.startswith(PREFIX)]
     hint = nearest(f"--{name}", flags).replace("--", PREFIX)
     return f"the variable {variable} is not a setting{hint or '; see `gaudiserve serve --help`'}"
@@ -126,9 +126,8 @@ def cache_home() -> str:
 
 
 def runtime_environment(config: EngineConfig) -> dict[str, str]:
-    """Variables that a process with a worker needs before it starts, because the OpenMP libraries
-    read them when they are loaded. The user's variables win, except for the thread count, which a
-    flag may override."""
+    """Variables that a process with a worker needs before it starts: libraries read them when they
+    are loaded. The user's variables win, except for the thread count, which a flag may override."""
     chosen = openmp_environment()
     if "TOKENIZERS_PARALLELISM" not in os.environ:
         # Prevents a warning of the tokenizers library after a fork.
@@ -236,8 +235,8 @@ def device_environment(
 
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
-    """All environment variables of a worker process. Raises ConfigError for an impossible execution
-    mode."""
+    """Environment of a worker process: this process's variables and the variables that the worker
+    needs. Raises ConfigError."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
     if chosen_device(config.device) == "hpu":
@@ -252,9 +251,8 @@ def worker_environment(config: EngineConfig) -> dict[str, str]:
 def selftest_environment(
     config: EngineConfig, recipe_folder: str, tested: Collection[str], *, is_lazy: bool
 ) -> dict[str, str]:
-    """All environment variables of a self-test process: the variables of a worker with the given
-    `is_lazy`. Variables in `tested`, which the self-test may set for a server, have their
-    defaults."""
+    """Environment of a self-test process: the variables of a worker with the given `is_lazy`.
+    Variables in `tested`, which the self-test may set for a server, have their defaults."""
     own = {name: word for name, word in os.environ.items() if name not in tested}
     fixed = {
         "PT_HPU_LAZY_MODE": str(int(is_lazy)),
@@ -307,7 +305,8 @@ def module_id(device_index: int, world_size: int) -> int | None:
 
 
 def card_environment(device: str, card: str) -> dict[str, str]:
-    """Additional variables of a worker with a single visible card, `card`."""
+    """Additional variables of an HPU worker with a single visible card, `card`; empty for other
+    devices."""
     # Without this variable, a process without a process group takes the first free card.
     return {HLS_MODULE_ID: card} if device == "hpu" else {}
 
@@ -320,8 +319,7 @@ def chosen_device(device: str) -> str:
 
 
 def hpu_mode(config: EngineConfig) -> ModeChoice:
-    """The execution mode of a Gaudi or its emulator. Raises ConfigError for contradictory
-    settings."""
+    """The execution mode of a Gaudi or its emulator. Raises ConfigError."""
     is_emulated = chosen_device(config.device) == "hpu-emulator"
     return choose_mode(
         config.execution.mode,
@@ -333,7 +331,6 @@ def hpu_mode(config: EngineConfig) -> ModeChoice:
 
 
 def _runtime_release(config: EngineConfig) -> str:
-    """Release of the vendor's runtime; empty if unknown."""
     if chosen_device(config.device) == "hpu-emulator":
         return EMULATED_RELEASE
     return installed_version(RUNTIME_DISTRIBUTION)
@@ -341,7 +338,7 @@ def _runtime_release(config: EngineConfig) -> str:
 
 def hpu_environment(config: EngineConfig) -> dict[str, str]:
     """The variables of the HPU runtime, which reads them at its first import; empty for other
-    devices. Raises ConfigError for an impossible execution mode."""
+    devices. Raises ConfigError."""
     device = chosen_device(config.device)
     if not DEVICES[device].is_gaudi:
         return {}
@@ -403,7 +400,7 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
     """The folder in which the worker's runtime caches compiled recipes; None without a cache, or if
-    the runtime deletes it on start. Raises ConfigError for an impossible execution mode."""
+    the runtime deletes it on start. Raises ConfigError."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     folder = keeps_recipes({**hpu_environment(config), **os.environ})

@@ -19,6 +19,17 @@ from config.loading.vllm_spelling import Spelled, ambiguity, respelled, with_das
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _MISSING = "the following arguments are required: "
 _OF_NUMBER = re.compile(r"^argument --([\w-]+)(?:/--[\w-]+)*: is ")
+_NO_VALUE = re.compile(r"^argument (\S+): expected (?:one|at least one|\d+) arguments?$")
+_WRONG_TYPE = re.compile(r"^argument (\S+): invalid (\w+) value: (.*)$")
+_TYPES = {"int": "a whole number such as 8", "float": "a number such as 0.5", "Path": "a path"}
+_SAMPLES = {"N": "8", "X": "0.5"}
+_DEFAULT_OF = {
+    f"--{name}": flag.shown_default
+    for flag in FLAGS
+    if flag.kind in (int, float) and isinstance(flag.default, int | float)
+    for name in flag.names
+}
+"""Flag -> its default, for numbers."""
 EPILOG = (
     "Every flag is also a variable (--max-num-seqs: GAUDISERVE_MAX_NUM_SEQS) and a key of the "
     "YAML file. A flag takes precedence over a variable, a variable over the file. "
@@ -40,8 +51,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, *, is_raw: bool = False, **facts: Any) -> None:
         """`is_raw`: keep the line breaks of description and epilog. `facts`: arguments of
-        ArgumentParser; `usage` shows the command, its arguments and required flags, and `[flags]`
-        for all other flags."""
+        ArgumentParser. `usage` should show the command, its arguments, its required flags, and
+        `[flags]`."""
         kind = _RawFormatter if is_raw else _Formatter
         facts.setdefault("formatter_class", partial(kind, max_help_position=34, width=100))
         super().__init__(**facts, allow_abbrev=False, add_help=False)
@@ -145,10 +156,26 @@ class FlagParser(argparse.ArgumentParser):
         if message.startswith(_MISSING):
             words = message.removeprefix(_MISSING).split(", ")
             raise ConfigError(f"`{self.prog}` needs {' and '.join(map(self._usage_of, words))}")
+        if missing := _NO_VALUE.match(message):
+            raise ConfigError(self._needs_value(missing[1].rpartition("/")[2]))
+        if wrong := _WRONG_TYPE.match(message):
+            name, kind, word = wrong.groups()
+            allowed = _TYPES.get(kind, f"a {kind}")
+            raise ConfigError(f"{name.rpartition('/')[2]} is {word}, it must be {allowed}")
         raise ConfigError(_OF_NUMBER.sub(r"--\1 is ", message))
 
+    def _needs_value(self, name: str) -> str:
+        action = self._option_string_actions[name]
+        self._show_kinds()
+        shown = str(action.metavar or ("" if action.choices else action.dest.upper()))
+        choices = [str(choice) for choice in action.choices or ()] or (
+            shown.strip("{}").split(",") if shown.startswith("{") else []
+        )
+        example = choices[0] if choices else _DEFAULT_OF.get(name, _SAMPLES.get(shown, ""))
+        words = f", such as {name} {example}" if example else f": {name} {shown}"
+        return f"{name} needs a value{words}"
+
     def _usage_of(self, name: str) -> str:
-        """A flag that argparse names -i/--input-file, with its value; an argument as it is."""
         flag = name.rpartition("/")[2]
         if flag not in self._option_string_actions:
             return flag
@@ -277,7 +304,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _RawFormatter(_Formatter, argparse.RawDescriptionHelpFormatter):
-    """The same with the line breaks of description and epilog."""
+    """A _Formatter that keeps the line breaks of description and epilog."""
 
 
 def _name_of(title: str) -> str:
@@ -350,7 +377,6 @@ def server_parser(
 
 
 def _choices(words: Iterable[str]) -> str:
-    """The words in braces; empty without words."""
     joined_words = ",".join(words)
     return f"{{{joined_words}}}" if joined_words else ""
 

@@ -75,7 +75,7 @@ class Loaded:
     arguments: argparse.Namespace
     """Parsed command line, including flags specific to the command."""
     words: tuple[str, ...] = ()
-    """The command line. Append flags and call `load` again to change single settings."""
+    """The command line."""
 
     def shown(self) -> dict[str, tuple[object, str]]:
         """`sources` with secrets masked."""
@@ -143,8 +143,8 @@ def _merge(
     kinds: KindNames = NO_KINDS,
 ) -> Loaded:
     """Merge the file, the variables and `explicit` (flags or keyword arguments), in increasing
-    precedence. Raises ConfigError. Its message has all unknown settings and values of a wrong type,
-    and `problems`."""
+    precedence. Raises ConfigError; unknown settings and values of a wrong type are reported
+    together with `problems`."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     notes = [*getattr(arguments, "notes", ())]
     layers = [_read_file(files["config"], problems, notes) if "config" in files else []]
@@ -313,7 +313,8 @@ def _without_absent_template(values: dict[str, tuple[object, str]]) -> Iterator[
     """Drop a --chat-template that is a file of vLLM's image and does not exist here; yields a note
     about it.
 
-    The model's own template is used instead, and selects the tool-call parser.
+    The model's own template is used instead, and selects the tool-call parser unless
+    --tool-call-parser is none.
     """
     template, source = values.get("chat-template", (None, ""))
     if not isinstance(template, str) or not is_chat_template(template) or Path(template).exists():
@@ -346,7 +347,7 @@ def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
 def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
-    # ValueError: an invalid date, or an integer with more digits than Python converts.
+    # ValueError: for example an invalid date, or an integer with more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else clipped(_yaml_reason(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
@@ -406,8 +407,8 @@ def _is_switch(name: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Parse YAML. Raises ValueError for aliases, which can expand a small file to a huge value, and
-    for values that are nested too deeply; raises the YAML library's errors for other problems."""
+    """Parse YAML. Raises ValueError, also for aliases, which can expand a small file to a huge
+    value, and for values that are nested too deeply; raises the YAML library's errors."""
     depth = 0
     # Parse a stream, because YAML errors for a string quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
@@ -428,7 +429,6 @@ def _parsed(text: str) -> object:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Message of a YAML error on one line, with its position in the file."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark
@@ -504,5 +504,6 @@ def _named(message: str, values: Mapping[str, tuple[object, str]]) -> str:
         return f"--{flags[0].key}" if len(flags) == 1 else match.group()
 
     # A field name is the first word, or has an underscore; a limit of a range also has a dot.
-    renamed = re.sub(r"^[a-z]+\b|\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b", rename, message)
+    # A word in double quotes belongs to an example in JSON.
+    renamed = re.sub(r'^[a-z]+\b|(?<!")\b[a-z]+(?:_[a-z]+)+(?:\.[a-z_]+)?\b', rename, message)
     return with_sources(renamed, sources)

@@ -42,7 +42,7 @@ class Given:
     """The flag's name or an alias of the flag."""
     value: object
     source: str
-    """Source for error messages: flag --port, variable GAUDISERVE_PORT, file serve.yaml, ..."""
+    """Source for error messages, such as flag --port or variable GAUDISERVE_PORT."""
 
 
 def shown(value: object) -> str:
@@ -60,6 +60,12 @@ def clipped(message: str) -> str:
         return message
     half = MAX_MESSAGE_CHARACTERS // 2
     return f"{message[:half]} [...] {message[-half:]}"
+
+
+MAX_LISTED = 30
+"""Maximum number of choices that an error lists."""
+NUM_NEAREST = 3
+"""Number of names in an error with more choices."""
 
 
 def nearest(word: str, known: Collection[str]) -> str:
@@ -95,8 +101,7 @@ def joined(problems: Iterable[str]) -> str:
 
 
 def convert(flag: Flag, given: Given) -> object:
-    """Convert a given value for the field of `flag`. Raises ConfigError with the value, the allowed
-    values, and the source."""
+    """Convert a given value for the field of `flag`. Raises ConfigError."""
     switches = flag.all_switches
     accepts_auto = flag.kind in (int, float) or (
         flag.is_optional and (flag.kind is bool or bool(flag.setting.choices))
@@ -140,8 +145,7 @@ def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigErro
 
 
 def with_sources(message: str, sources: Iterable[str]) -> str:
-    """`message` with the sources of the invalid values: variables, files, and flags that `message`
-    does not name."""
+    """`message` with the sources of the invalid values, except flags that `message` names."""
     words = set(_FLAG_NAME.findall(message))
     left = [source for source in sources if source.removeprefix("flag ") not in words]
     return message + (f" (from {', '.join(left)})" if left else "")
@@ -212,16 +216,24 @@ def _choice(flag: Flag, given: Given) -> str:
 
 
 def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
-    """The error for a word that is not in `choices`, with the most similar choice."""
+    """The error for a word that is not in `choices`."""
+    word = str(given.value).lower()
+    if len(choices) > MAX_LISTED:
+        near = difflib.get_close_matches(word, choices, n=NUM_NEAREST, cutoff=0.0)
+        return wrong(
+            given,
+            f"one of {len(choices)} names, the nearest are {', '.join(near)}; `gaudiserve serve "
+            f"--help={given.name}` lists all",
+        )
     # All choices are listed, so the hint may be less similar: bf16 for bfloat16.
-    near = difflib.get_close_matches(str(given.value).lower(), choices, n=1)
+    near = difflib.get_close_matches(word, choices, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     return wrong(given, f"one of {', '.join(choices)}{hint}")
 
 
 def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
-    """A list of strings, from a list, a JSON list, or one string. Commas separate entries, except
-    in a secret."""
+    """Non-empty strings from a list, a JSON list, or one string. Commas separate the entries of a
+    string, except in a secret or in a JSON object."""
     value = given.value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -229,7 +241,6 @@ def _texts(given: Given, *, is_secret: bool) -> tuple[str, ...]:
         except ValueError:
             raise wrong(given, "a JSON list of strings", is_secret=is_secret) from None
     elif isinstance(value, str):
-        # A JSON object is a single entry, including its commas.
         value = (
             [value]
             if is_secret or value.lstrip().startswith("{")

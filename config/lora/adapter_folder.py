@@ -252,7 +252,6 @@ class OpenWeights:
         return data
 
     def _read_header(self) -> bytes:
-        """The bytes before the first tensor's data."""
         head = bytearray(min(_LENGTH_BYTES, self.num_bytes))
         _fill(self._opened, memoryview(head), self._file)
         length = int.from_bytes(head, "little")

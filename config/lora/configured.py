@@ -29,7 +29,7 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
 
 
 def check_adapter_paths(config: LoRAConfig) -> None:
-    """Raise SettingError for an adapter that neither exists on this machine nor has a valid hub
+    """Raise SettingError for an adapter whose path neither exists on this machine nor is a hub
     id."""
     for adapter in config.adapters:
         if not Path(adapter.path).exists() and not is_hub_id(adapter.path):
@@ -40,8 +40,8 @@ def check_adapter_paths(config: LoRAConfig) -> None:
 
 
 def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None = None) -> None:
-    """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads the
-    adapters like read_adapter. `download_dir`: as in configured_adapters."""
+    """Check that the configured adapters fit the checkpoint and the limits. Raises ConfigError.
+    `download_dir`: as in configured_adapters."""
     adapters = configured_adapters(config, download_dir)
     if not adapters:
         return

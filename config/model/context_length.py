@@ -20,7 +20,7 @@ def max_context_length(model_config: ModelConfig) -> int:
     yarn, linear or dynamic rope.
 
     The length is original_max_position_embeddings of the scaling, if present. Otherwise it is
-    model_max_length, if the positions come from a rope or it is below max_position_embeddings.
+    model_max_length, if config.json has a rope field or it is below max_position_embeddings.
     Otherwise it is the smallest of max_position_embeddings, max_sequence_length, max_seq_length,
     seq_length and seq_len. For llama3 and longrope, and for Gemma 3, these fields already include
     the scaling.
@@ -74,7 +74,7 @@ def _parts(model_config: ModelConfig) -> tuple[str, int, RopeScaling | None]:
 
 
 def _length(model_config: ModelConfig, name: str) -> int | None:
-    """A length in config.json; None for numbers above MAX_POSITION."""
+    """A length in config.json; None for a value that is not an integer from 1 to MAX_POSITION."""
     value = model_config.fields.raw.get(name)
     is_length = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_POSITION
     return value if is_length else None

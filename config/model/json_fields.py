@@ -35,15 +35,14 @@ def shown(value: object) -> str:
 
 
 def read_json(file: Path) -> Json:
-    """The JSON object in `file`. Its numbers fit in float32. Raises ConfigError."""
+    """The JSON object in `file`. Its finite numbers fit in float32. Raises ConfigError."""
     found = _object(read_any_json(file), file)
     _check_numbers(found, file)
     return found
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. Raises CheckpointError if it is not a
-    JSON object in UTF-8."""
+    """The JSON object in `data`, which is read from `file`. Raises CheckpointError."""
     return _object(_parse(data, file), file)
 
 

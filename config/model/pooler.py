@@ -1,13 +1,13 @@
 """PoolerConfig: how hidden states are pooled to vectors, from the checkpoint's files and
 --pooler-config."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config.engine import EngineConfig
 from config.errors import ConfigError, SettingError
+from config.json_text import json_setting_problem, parse_json
 from config.model.family_fields import GENERATOR_ENDINGS
 from config.model.json_fields import MAX_COUNT, Fields, Json, read_json, shown
 from config.model.model_config import ModelConfig
@@ -174,15 +174,15 @@ def _activation(fields: Fields, default: str) -> str:
 
 
 def _options(text: str) -> Fields:
-    """The fields of --pooler-config."""
     file = Path("--pooler-config")
     if not text:
         return Fields({}, file)
     try:
-        raw: Json = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw: Json = parse_json(text)
+    except ValueError as error:
         raise SettingError(
-            f"--pooler-config is {text!r}, it must be a JSON object: {error}"
+            f"--pooler-config is {text!r}, "
+            + json_setting_problem(error, '{"pooling_type": "MEAN"}')
         ) from None
     known = (*_TYPES, *_NORMALIZE, *_TRUNCATIONS)
     strange = sorted(set(raw) - set(known)) if isinstance(raw, Mapping) else ["no object"]

@@ -74,8 +74,7 @@ def model_config_of(
 ) -> ModelConfig:
     """ModelConfig from the contents of config.json and generation_config.json, without quantization
     and vision settings. `path`: the model folder, whose tokenizer files name the EOS token.
-    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited here:
-    config/checkpoint/shapes.py compares them with the tensors before a model is built."""
+    `absent`: values for fields that `fields` may lack. The sizes of weights are not limited."""
     architecture = _architecture(fields)
     family = ARCHITECTURES.get(causal_name(architecture))
     fields = with_usual_encoder_names(architecture, fields)
@@ -125,8 +124,8 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
-    """`fields` with the family's names and defaults converted to the common names, and `absent` for
-    fields without a value."""
+    """`fields` with the family's names converted to the common names. Fields without a value get
+    the value in `absent`, else the family's default."""
     present = _renamed(
         family, {key: value for key, value in fields.raw.items() if value is not None}
     )
@@ -139,8 +138,8 @@ def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) ->
 
 
 def _unlisted_fields(architecture: str, fields: Fields) -> Json:
-    """Fields of a decoder that is not built in. Errors say that it is not built in, because the
-    model may use another field name."""
+    """Fields of a decoder that is not built in. An error about a field also says that the
+    architecture is not supported: the model may have another name for the field."""
     try:
         return _decoder_fields(None, fields)
     except ConfigError as error:

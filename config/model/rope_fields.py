@@ -13,11 +13,11 @@ def rope_fields(fields: Fields) -> Json:
     """The rope of config.json: rope_parameters (transformers 5) or rope_scaling (transformers 4).
     The rules for a file with both are the rules of transformers 5.24:
 
-    1. rope_scaling replaces rope_parameters. The other fields of rope_parameters, including
-    rope_theta but except mrope_ fields, have no effect.
+    1. rope_scaling replaces rope_parameters. The fields of rope_parameters, including rope_theta,
+    have no effect, except mrope_ fields.
 
-    2. If rope_parameters has an object per layer type, rope_scaling is merged into the object of
-    full_attention.
+    2. If only rope_parameters has an object per layer type, rope_scaling is merged into the object
+    of full_attention.
 
     An absent, null or empty object is ignored.
     """
@@ -39,8 +39,8 @@ def is_nested(rope: Json) -> bool:
 
 
 def describe_rope_conflict(fields: Fields) -> str:
-    """Fields of rope_parameters that are ignored because rope_scaling has other values; empty if
-    they agree."""
+    """Fields of rope_parameters whose values rope_scaling replaces or drops; empty if there are
+    none."""
     parameters = fields.get("rope_parameters", dict, None) or {}
     if not fields.get("rope_scaling", dict, None) or not parameters:
         return ""

@@ -64,8 +64,7 @@ class SentenceConfig:
 
 
 def read_sentence_config(folder: str) -> SentenceConfig | None:
-    """Read the files in `folder`; None without modules.json. Raises ConfigError for modules that
-    are not supported."""
+    """Read the files in `folder`; None without modules.json. Raises ConfigError."""
     path = Path(folder)
     if not is_present(path / "modules.json"):
         return None
@@ -76,7 +75,7 @@ def read_sentence_config(folder: str) -> SentenceConfig | None:
     named = [path / f"sentence_{model}_config.json" for model in _MODELS]
     lengths = _fields(next((file for file in named if is_present(file)), named[0]))
     _check_modalities(lengths)
-    # Default: the tokenizer's limit.
+    # model_max_length is the default of max_seq_length.
     tokenizer = _fields(path / "tokenizer_config.json")
     settings = _fields(path / "config_sentence_transformers.json")
     prompts = settings.get("prompts", dict, {})
@@ -113,7 +112,6 @@ def _check_modalities(fields: Fields) -> None:
 
 
 def _fields(file: Path) -> Fields:
-    """The fields of an optional file."""
     return Fields(read_json(file) if is_present(file) else {}, file)
 
 

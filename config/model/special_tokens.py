@@ -55,8 +55,8 @@ def token_text(token: object) -> str | None:
 
 
 def special_tokens(folder: Path, config: Json) -> dict[str, str]:
-    """Text of bos_token, eos_token, ...: from `config`, the tokenizer_config.json of `folder`, or
-    else from its special_tokens_map.json."""
+    """Text of each of NAMED_TOKENS, from `config`, the tokenizer_config.json of `folder`, otherwise
+    from special_tokens_map.json. Tokens without a text are omitted."""
     older = read_object(folder / "special_tokens_map.json")
     tokens = {
         name: token_text(config.get(name)) or token_text(older.get(name)) for name in NAMED_TOKENS

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_setting_problem, parse_json
 from config.setting import check_settings, setting
 
 EMBEDDING, HEAD, EXPERTS = EXTRA_TARGETS = ("embedding", "head", "experts")
@@ -114,16 +114,22 @@ class LoRAConfig:
         return max(self.max_loras, len(self.adapters))
 
 
+_EXAMPLE = '{"name": "sql", "path": "/data/sql-lora"}'
+
+
 def _named_adapter(word: str) -> NamedAdapter:
     if not word.lstrip().startswith("{"):
         name, _, path = word.partition("=")
         if not name or not path:
-            raise ConfigError(f"lora_modules has {word!r}, it must be name=folder or JSON")
+            raise ConfigError(
+                f"lora_modules has {word!r}, it must be NAME=FOLDER, such as sql=/data/sql-lora"
+            )
         return NamedAdapter(name, path)
     try:
         fields = parse_json(word)
     except ValueError as error:
-        raise ConfigError(f"lora_modules has {word!r}, which is not JSON: {error}") from None
+        problem = json_setting_problem(error, _EXAMPLE)
+        raise ConfigError(f"lora_modules has {word!r}, {problem}") from None
     known = {"name", "path", "base_model_name"}
     if not (
         {"name", "path"} <= set(fields) <= known
@@ -132,7 +138,7 @@ def _named_adapter(word: str) -> NamedAdapter:
     ):
         raise ConfigError(
             f"lora_modules has {word!r}, it must have the strings name and path, and may have "
-            "base_model_name"
+            f"base_model_name: '{_EXAMPLE}'"
         )
     return NamedAdapter(**fields)
 
@@ -143,7 +149,8 @@ def _default_adapters(text: str) -> tuple[NamedAdapter, ...]:
     try:
         paths = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"default_mm_loras is {text!r}, which is not JSON: {error}") from None
+        problem = json_setting_problem(error, f'{{"{IMAGE}": "/data/image-lora"}}')
+        raise ConfigError(f"default_mm_loras is {text!r}, {problem}") from None
     if not isinstance(paths, dict) or set(paths) != {IMAGE} or not isinstance(paths[IMAGE], str):
         raise ConfigError(
             f"default_mm_loras is {text!r}, it must be an object with the single field {IMAGE}, a "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_setting_problem, parse_json
 from config.setting import check_settings, setting
 from config.speculation.base import (
     DRAFT_METHODS,
@@ -97,15 +97,21 @@ class SpeculationConfig:
         return _speculation(options) if options else None
 
 
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
 def _parse(text: str | None) -> dict[str, object]:
     if not text:
         return {}
     try:
         options = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"speculative_config is {text!r}, which is not JSON: {error}") from None
+        problem = json_setting_problem(error, _EXAMPLE)
+        raise ConfigError(f"speculative_config is {text!r}, {problem}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"speculative_config is {text!r}, it must be a JSON object")
+        raise ConfigError(
+            f"speculative_config is {text!r}, it must be a JSON object, such as '{_EXAMPLE}'"
+        )
     # null selects vLLM's default, like an absent key.
     return {name: value for name, value in options.items() if value is not None}
 

@@ -1,5 +1,5 @@
-"""SpeculationMethod: the chosen draft method and its limits. MethodFacts: what the other code knows
-about a draft method before it drafts."""
+"""SpeculationMethod: the chosen draft method and its limits. MethodFacts: settings and properties
+of a draft method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ class MethodFacts:
     """Whether the drafter uses the target's embedding."""
 
     def is_inferred(self, model: str) -> bool:
-        """Whether settings without a method, and with the `model` (in lower case), select this
-        method. The last such method in the order of the files is selected."""
+        """Whether the draft model's name `model`, in lower case, suggests this method. Of several
+        suggested methods, settings without a method get the last method in the order of the
+        files."""
         return False
 
     def default_drafts(self, options: Options) -> int | None:
         """Value of num_speculative_tokens if `options` do not contain it; None: it is required.
-        Raises ConfigError for values out of range."""
+        Raises ConfigError."""
         return None
 
     def settings(self, options: Options) -> object:
-        """SpeculationMethod.settings for the method's own keys. Raises ConfigError for values out
-        of range."""
+        """SpeculationMethod.settings for the method's own keys. Raises ConfigError."""
         return None
 
     def reads_earlier_outputs(self, settings: object) -> bool:
@@ -77,17 +77,14 @@ class SpeculationMethod:
 
     @property
     def facts(self) -> MethodFacts:
-        """Facts of the method."""
         return DRAFT_METHODS[self.method]
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a draft model or a draft head proposes tokens."""
         return self.facts.has_drafter
 
     @property
     def reads_earlier_outputs(self) -> bool:
-        """See MethodFacts.reads_earlier_outputs."""
         return self.facts.reads_earlier_outputs(self.settings)
 
 

@@ -31,15 +31,14 @@ class DrafterFacts(MethodFacts):
     head."""
     has_kv_cache = True
     num_kept_layers = 0
-    """Number of layers of the target before which the drafter reads hidden states; 0: it reads the
-    hidden states after the last norm."""
+    """Number of layers of the target before which the drafter reads hidden states; 0: a head reads
+    the hidden states after the last norm."""
 
     def model_config(
         self, method: SpeculationMethod, folder: str, target: ModelConfig, num_ranks: int
     ) -> ModelConfig:
         """ModelConfig of the drafter in `folder`; the target's for a head without a KV cache.
-        Raises ConfigError, also if the drafter cannot be divided among `num_ranks` tensor-parallel
-        ranks."""
+        `num_ranks`: number of tensor-parallel ranks. Raises ConfigError."""
         raise NotImplementedError
 
     def weights(
@@ -51,7 +50,7 @@ class DrafterFacts(MethodFacts):
 
     def kept_layers(self, model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
         """Indices of the `num_kept_layers` layers of a target of `num_layers` layers. Raises
-        ConfigError if the checkpoint names layers that the target does not have."""
+        ConfigError."""
         return ()
 
 
@@ -65,7 +64,7 @@ def facts_of(method: SpeculationMethod) -> DrafterFacts:
 def check_vocabulary(
     method: SpeculationMethod, model_config: ModelConfig, target: ModelConfig
 ) -> None:
-    """Raise ConfigError if the vocabularies of a drafter and its target differ."""
+    """Raise ConfigError if the vocabulary sizes of a drafter and its target differ."""
     if model_config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model {method.model} has {model_config.vocab_size} tokens in its "
@@ -75,7 +74,7 @@ def check_vocabulary(
 
 
 def check_decoder(method: SpeculationMethod, model_config: ModelConfig) -> None:
-    """Raise ConfigError if a drafter is no decoder with a KV cache in each layer."""
+    """Raise ConfigError unless the drafter is a decoder with a KV cache in each layer."""
     if model_config.is_encoder or states_of(model_config):
         what = "is an encoder" if model_config.is_encoder else "has recurrent layers"
         raise ConfigError(
@@ -95,7 +94,7 @@ class DraftHeadFacts(DrafterFacts):
         return read_model_config(folder)
 
     def check_num_layers(self, method: SpeculationMethod, model_config: ModelConfig) -> None:
-        """Raise ConfigError for a head with more than a single layer."""
+        """Raise ConfigError unless the head has 1 layer."""
         if model_config.num_layers != 1:
             raise ConfigError(
                 f"the draft head {method.model} has {model_config.num_layers} layers, the method "

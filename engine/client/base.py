@@ -203,27 +203,22 @@ class SingleEngineClient:
 
     @property
     def ready(self) -> Ready | None:
-        """See EngineState.ready."""
         return self.state.ready
 
     @property
     def lost(self) -> Failure | None:
-        """See EngineState.lost."""
         return self.state.lost
 
     @property
     def failure(self) -> str | None:
-        """See EngineState.failure."""
         return self.state.failure
 
     @property
     def has_failed(self) -> bool:
-        """See EngineState.has_failed."""
         return self.state.has_failed
 
     @property
     def is_restarting(self) -> bool:
-        """See EngineState.is_lost."""
         return self.state.is_lost
 
     @property
@@ -233,17 +228,14 @@ class SingleEngineClient:
 
     @property
     def is_misconfigured(self) -> bool:
-        """Whether the engine ended with a ConfigError that is not a CheckpointError."""
         return self.state.is_misconfigured
 
     @property
     def has_profile(self) -> bool:
-        """Whether the engine has ended with a ProfileWritten."""
         return self.state.has_profile
 
     @property
     def is_failure_logged(self) -> bool:
-        """See EngineState.is_failure_logged."""
         return self.state.is_failure_logged
 
     @property
@@ -332,7 +324,7 @@ class SingleEngineClient:
 
     def check_ttft(self, num_tokens: int, *, priority: int, request_limits: RequestLimits) -> None:
         """Raise Overloaded if the expected time to first token of a prompt of `num_tokens` exceeds
-        max_ttft_s. The caller checks before `add` if the limit is set."""
+        max_ttft_s."""
         expected_s = self.ttft_s(num_tokens, (priority, request_limits.tenant))
         check_ttft(expected_s, self._limits.max_ttft_s)
 
@@ -438,7 +430,6 @@ class SingleEngineClient:
 
     @property
     def is_crash_pending(self) -> bool:
-        """See EngineState.is_pending."""
         return self.state.is_pending
 
     def set_exit_cause(self, end: ProcessEnd) -> None:

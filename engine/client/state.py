@@ -17,16 +17,17 @@ class Failure(NamedTuple):
 
     message: str
     is_config: bool = False
-    """The failure is a ConfigError that is not a CheckpointError."""
+    """Whether the failure is a ConfigError that is not a CheckpointError."""
     is_logged: bool = False
-    """The engine reported the failure itself, so that a front end need not log it as an error."""
+    """Whether the engine reported the failure itself, so that a front end need not log it as an
+    error."""
     may_follow: bool = False
-    """The failure may be a consequence of another engine's end."""
+    """Whether the failure may be a consequence of another engine's end."""
     is_external: bool | None = False
-    """The cause lies outside of the engine's computation, for example a kill by another process;
-    None: not known yet."""
+    """Whether the cause lies outside of the engine's computation, for example a kill by another
+    process; None: not known yet."""
     is_profile: bool = False
-    """The engine has written the profile that it was started for (ProfileWritten)."""
+    """Whether the engine has written the profile that it was started for (ProfileWritten)."""
 
 
 class Pause(NamedTuple):

@@ -118,7 +118,7 @@ def main() -> None:
     exit_with_parent()
     set_title(f"worker {orders.ranks.rank}")
     setup_log("worker", rank=orders.ranks.rank, config=orders.log)
-    # Must run before torch counts the cores and before any memory is allocated.
+    # Must run before torch counts the cores and before the worker allocates memory.
     config = bind_worker(orders.config, orders.ranks)
     from hpu.worker.worker import Worker
 

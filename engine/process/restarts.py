@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 STABLE_S = 60.0
-"""Seconds after a process was ready when its count of consecutive restarts is reset."""
+"""Seconds of being ready after which the count of consecutive restarts is reset."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 """Wait before the second consecutive restart, which doubles with each further restart, and the
 default maximum wait; seconds. The first restart is immediate."""

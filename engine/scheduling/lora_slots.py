@@ -79,10 +79,10 @@ class LoRASlots(RequestResource):
         same files, is accepted. Raises UserError."""
         self._check_enabled()
         before = self._by_name.get(info.name)
-        if before is not None and before.content == info.content:
+        if before and before.content == info.content:
             # Another engine may have failed to load it, or several front ends load it again.
             return
-        if before is not None:
+        if before:
             raise UserError(
                 f"the adapter {info.name} is loaded already, with other files: unload it first",
                 param="lora_name",

@@ -339,12 +339,10 @@ class Guide:
 
     @property
     def mean_step_s(self) -> float:
-        """See Grammar.mean_step_s."""
         return self._grammar.mean_step_s
 
     @property
     def limits_time(self) -> bool:
-        """See Grammar.limits_time."""
         return self._grammar.limits_time
 
     def fork(self) -> "Guide":
@@ -366,10 +364,6 @@ class Guide:
             self._grammar.spend(time.thread_time() - start)
         self.error = self.error or self._grammar.refusal or None
         return self.error
-
-    def allowed(self) -> set[int]:
-        """Set of the allowed next tokens."""
-        return set(tokens_in(self.bitmask).tolist())
 
     def _update(self) -> None:
         if self._grammar_state is not None and self._grammar_state.error is not None:

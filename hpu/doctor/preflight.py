@@ -1,5 +1,5 @@
-"""Runs all checks of a Gaudi machine, for `gaudiserve doctor`, and before the start of a worker or
-of a self-test. Opens no device and imports none of the vendor's modules."""
+"""Checks of a Gaudi machine before a start. Opens no device and imports none of the vendor's
+modules."""
 
 import os
 from typing import NamedTuple

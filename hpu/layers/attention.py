@@ -144,9 +144,7 @@ class SelfAttention(nn.Module):
     def zero_non_finite(self, nan: Tensor) -> None:
         """Enable zeroing of non-finite Q, K and V: a matmul that weights blocks of other sequences
         with zero would leak their NaN (0 * NaN). The output of the affected token is NaN;
-        NonFiniteGuard marks later tokens. Plain CPU operations add each block to its own sequence
-        and need no zeroing, unless slices of the cache are read, drafts are verified or this is a
-        pipeline stage before the last."""
+        NonFiniteGuard marks later tokens."""
         self._zeroes_non_finite = True
         self._nan = nan
 
@@ -181,7 +179,6 @@ class SelfAttention(nn.Module):
     def _transform(
         self, query_key: Tensor, value: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Norm, clamp and rotation, in the order that the kind requires."""
         kind = self.kind
         if not kind.norm_after_rotation:
             query_key = self.qk_norm(query_key)
@@ -296,14 +293,13 @@ class PagedAttention(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Key scale and value scale, (1) float32 each; None: the format has no layer scales."""
+        """Key scale and value scale, (1) float32 each; None without a format with layer scales."""
         if self.format is None or not self.format.has_layer_scales:
             return None, None
         return self.get_parameter("k_scale"), self.get_parameter("v_scale")
 
     @property
     def caches(self) -> tuple[Tensor, Tensor]:
-        """Key cache and value cache."""
         return self._keys, self._values
 
     def forward(
@@ -404,9 +400,10 @@ def prompt_operands(
     index: int = 0,
     is_sliced: bool = True,
 ) -> PromptOperands:
-    """Operands of a prompt kernel: new tokens (B, Q, heads or kv_heads, D), and the masks of the
-    launch. `read` maps a block list of the cached context to its keys and values (B, kv_heads,
-    tokens, D). `is_sliced`: whether the context slices of the launch, if any, are used."""
+    """Operands of a prompt kernel, from the new tokens (B, Q, heads or kv_heads, D) and the masks
+    of the launch. `index`: kind of the layer in `metadata`. `read` maps a block list of the cached
+    context to its keys and values (B, kv_heads, tokens, D). `is_sliced`: whether the context slices
+    of the launch, if any, are used."""
     slices = metadata.slices if is_sliced else ()
     context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:
@@ -425,7 +422,6 @@ def prompt_operands(
 
 
 def _by_block(cache: Tensor, block_size: int) -> Tensor:
-    """View as (blocks, block_size, kv_heads, head_dim)."""
     return cache.view(-1, block_size, *cache.shape[1:])
 
 

@@ -102,7 +102,6 @@ class PackedLinear:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply (..., in) to (..., out)."""
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.product.outputs))
         self._library.multiply(self.product, x, x.numel() // self.product.width, out)
@@ -318,7 +317,7 @@ class Library:
         self._code.mix_experts(*pointers, self._threads)
 
     def attend_patches(self, patches: ctypes.Structure) -> None:
-        """Attention of a vision tower; `patches` is a `_Patches` of hpu/native/tower.py."""
+        """Attention of a vision tower; `patches` is a tower._Patches."""
         self._code.attend_patches(ctypes.byref(patches), self._threads)
 
     # The structures of the methods below are defined in hpu/native/decoder.py.
@@ -450,7 +449,7 @@ def open_library(
     int8_activations: bool = True,
     on_step: OnStep = unreported_step,
 ) -> Library | None:
-    """Load the library for this machine from `folder`; compile it into `folder` if it is missing.
+    """Load the library for this machine from `folder`, or compile it and save it there if possible.
 
     Returns None and logs the reason if it cannot be compiled or loaded: the CPU back end then uses
     torch's operators. `int8_activations`: round the inputs of quantized weights to 8 bits on a
@@ -483,11 +482,12 @@ def open_library(
 
 
 def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep) -> Library | None:
-    """Load the compiled file in `folder`; compile it if the file is missing or truncated.
+    """Load the compiled file in `folder`; compile it if the file is missing or truncated, or if
+    `folder` is not trusted (see foreign_writer).
 
-    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written, each
-    start compiles. If two processes compile at the same time, the later file replaces the earlier
-    file.
+    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written or is
+    not trusted, each start compiles. If two processes compile at the same time, the later file
+    replaces the earlier file.
     """
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)
@@ -594,7 +594,6 @@ def _run_compiler(
 
 
 def _reason(status: int | None, output: str) -> str:
-    """Reason of a failed compilation, in a single line."""
     if status is None:
         return f"it was not done within {COMPILE_TIMEOUT_S:g} s"
     # The lines before the first error only name the file.

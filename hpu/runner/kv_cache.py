@@ -19,7 +19,7 @@ from hpu.runner.block_lists import BlockLists
 logger = logging.getLogger(__name__)
 
 MOVE_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Batch sizes of block moves, which are padded up; equal to the vendor's defragmenter."""
+"""Batch sizes of block moves, which are padded up; the sizes of the vendor's defragmenter."""
 
 SCRUB_SIZE = 16
 """Batch size of block scrubs, which are padded up, since every other size would compile another
@@ -27,9 +27,9 @@ shape."""
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as a single slice from block 0: if configured, or if the back
-    end prefers it. Never if blocks are shared, by prefix caching (which models with states lack) or
-    by speculation, where rows of a request share blocks."""
+    """Whether decodes read the cache as a single slice from block 0: as configured, by default as
+    the back end prefers. Never if blocks are shared, by prefix caching (which models with states
+    lack) or by speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
     if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:

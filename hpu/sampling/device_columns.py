@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 class ByWidth(dict[int, T], Generic[T]):
-    """Objects by batch width, each created at the first launch of its width, in a recipe that the
-    later launches do not have."""
+    """Objects by batch width, each created on first use, in its own recipe."""
 
     def __init__(self, backend: Backend, make: Callable[[int], T]) -> None:
         super().__init__()
@@ -60,7 +59,8 @@ class DeviceColumns:
         return self._host.numpy().reshape(self._shape)
 
     def upload(self, pinned: list[Tensor]) -> None:
-        """Copy to the device, and append the host tensor of the copy to `pinned`."""
+        """Copy to the device, and append the host tensor of the copy to `pinned`. No-op on a device
+        that shares the host's memory."""
         if not self._backend.shares_host_memory:
             self._sets.append(self._sets.pop(0))
             self._columns.append(self._columns.pop(0))

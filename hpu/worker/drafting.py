@@ -44,7 +44,6 @@ class DraftCaches(NamedTuple):
 
     @property
     def all(self) -> tuple[KVCache | HiddenCache, ...]:
-        """Caches that are not None."""
         return (self.kv,) if self.hidden is None else (self.kv, self.hidden)
 
 
@@ -210,7 +209,7 @@ def _host_runner(
         select_proposer(method, drafter),
         parts.batch_state,
         parts.sampler,
-        DraftLengths(method.max_drafts, costs=None),
+        DraftLengths(method.max_drafts),
         counts,
         drafts_all_ahead=stage.size > 1,
     )

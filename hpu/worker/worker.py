@@ -79,7 +79,8 @@ class Worker:
         self._awake: Serving | None = None
         """None while asleep."""
         self._capacity: tuple[int | None, int | None] = (None, None)
-        """Numbers of KV blocks and rings; kept at each wake-up."""
+        """Numbers of KV blocks and rings, which a wake-up keeps; None: not chosen yet, or no KV
+        cache."""
         self._counters = Counters()
         self._handlers: Handlers = {
             GrammarMasks: self.mask,
@@ -214,8 +215,8 @@ class Worker:
         )
 
     def wake_weights(self) -> None:
-        """Load the weights again if they are not on the device. On failure, stays asleep and raises
-        RequestFailed."""
+        """Load the weights again if they are not on the device. Stays asleep and raises
+        RequestFailed if the checkpoint is refused or memory is full."""
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(self._device, lambda progress: None)
@@ -225,7 +226,7 @@ class Worker:
 
     def wake_up(self, on_progress: Progress) -> WorkerReady:
         """Build and warm up again, with an unchanged number of KV blocks, all empty. Stays asleep
-        and raises RequestFailed on failure."""
+        and raises RequestFailed if the model is refused or memory is full."""
         assert self._awake is None, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
@@ -252,7 +253,8 @@ class Worker:
             self._started = None
 
     def _try(self, wake: Callable[[], T]) -> T:
-        """Call `wake`; on failure, free everything that it left on the device."""
+        """Call `wake`. After a ConfigError, or if memory is full, free everything that it left on
+        the device and raise RequestFailed; other errors are raised unchanged."""
         backend = self._device.backend
         try:
             with torch.inference_mode():
@@ -266,7 +268,6 @@ class Worker:
         raise RequestFailed(f"the worker cannot wake up and stays asleep: {why}")
 
     def _drop(self) -> None:
-        """Drop everything but the weights and the back end."""
         if self._awake is not None:
             assert not self._awake.in_flight, "sleep with a plan"
             self._awake.close(frees=True)

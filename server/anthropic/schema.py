@@ -48,14 +48,15 @@ _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether `tool` has a type other than custom, such as web_search_20250305, a tool that other
-    servers run. These tools are ignored."""
+    """Whether `tool` has a type other than custom, such as web_search_20250305, which
+    Anthropic runs. These tools are ignored."""
     return type_of(tool) not in (None, "custom")
 
 
 def is_ignored_block(block: Any) -> bool:
-    """Whether a block of an assistant message is ignored: a block whose type is not text, thinking,
-    tool_use or image, such as redacted_thinking, or a text block whose text is null."""
+    """Whether a block of an assistant message is ignored: a block with a type other than text,
+    thinking, tool_use and image, such as redacted_thinking, or a text block whose text is null. A
+    block without a type is not ignored."""
     kind = type_of(block)
     if kind == "text":
         return block.get("text") is None
@@ -79,7 +80,7 @@ class ThinkingChoice(Body):
 
 
 class ContextManagement(Body):
-    """Context edits, which other servers apply once a prompt exceeds a threshold. This server
+    """Context edits, which Anthropic applies once a prompt exceeds a threshold. This server
     accepts them and never edits the prompt."""
 
     edits: Tools | None = None

@@ -130,7 +130,7 @@ def _optional_routers(state: AppState) -> list[tuple[APIRouter, str, bool]]:
     return [
         (
             lora_routes(state),
-            "--allow-runtime-lora-updating",
+            "--enable-lora, --allow-runtime-lora-updating, --lora-dir and --api-key",
             config.allow_runtime_lora_updating,
         ),
         (
@@ -161,9 +161,9 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path, with a hint: the flag that enables the route, a note on a route of
-    Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`, or the route
-    with the most similar path."""
+    """404 for an unknown path, with a hint if one applies: the flag that enables the route, a note
+    on a route of Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`,
+    or the route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."
@@ -183,8 +183,6 @@ def _unknown_route(request: Request) -> HTTPException:
 
 
 def _flag(request: Request) -> str | None:
-    """The flags that would enable a route for the path of `request`; None if there is no such
-    route."""
     if request.scope["path"] == OPENAPI:
         return "--enable-docs"
     for route, flag in request.app.state.flags:
@@ -194,13 +192,11 @@ def _flag(request: Request) -> str | None:
 
 
 def _paths(request: Request) -> list[str]:
-    """Paths of the routes without path parameters."""
     paths = (route.path for route in request.app.state.routes if isinstance(route, Route))
     return sorted({path for path in paths if "{" not in path})
 
 
 def _methods(request: Request, path: str) -> list[str]:
-    """Methods of the routes at `path`, sorted."""
     scope = {**request.scope, "path": path}
     return sorted(
         method
@@ -224,8 +220,6 @@ def _refusal(error: Exception, request: Request) -> Response:
 
 
 class _NoResponse(Response):
-    """Response that sends nothing."""
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return
 

@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import logging
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config import log
+from config import log, progress
 from config.errors import CheckpointError, ConfigError, GaudiserveError, counted
 from config.loading.env import is_installed
 from config.loading.parser import FlagParser, number
@@ -127,6 +128,7 @@ def main(argv: list[str]) -> int:
     if not is_installed(MODULE):
         raise ConfigError(f"Intel Neural Compressor is not installed here: pip install {PACKAGE}")
     log.setup("calibrate", log.LogConfig("error"))
+    logging.getLogger(progress.__name__).setLevel(logging.INFO)
     with _failures(args.output):
         return _calibrate(args)
 
@@ -184,7 +186,6 @@ def _model(args: argparse.Namespace, config: Path) -> LLM:
 
 
 def _answer(llm: LLM, samples: list[Sample], max_tokens: int) -> None:
-    """Generate a completion for each sample, with a progress bar."""
     # Without ignore_eos, an early end would leave few tokens to measure.
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     texts = [sample for sample in samples if isinstance(sample, str)]

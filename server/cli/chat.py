@@ -16,6 +16,7 @@ from config.errors import CommandFailed
 from config.loading.parser import FlagParser
 from config.loading.sources import DEFAULT, Loaded, load
 from config.loading.values import nearest
+from config.progress import ProgressLines
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
@@ -66,7 +67,9 @@ def chat_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the chat. Raises CommandFailed if the server cannot be reached."""
+    """Run the chat; returns 1 if the message of --quick has failed, otherwise 0. Raises
+    ConfigError, CommandFailed if the server's models cannot be read, and the errors of
+    PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()
     server = None
@@ -102,8 +105,6 @@ def unknown_command(text: str) -> str:
 
 
 class _Terminal:
-    """Terminal chat: the conversation and its input loop."""
-
     def __init__(
         self, loop: asyncio.AbstractEventLoop, loaded: Loaded, server: PrivateServer | None
     ) -> None:
@@ -161,14 +162,16 @@ class _Terminal:
 
     async def _open(self) -> None:
         if self._server is not None:
-            await self._server.wait_ready(self._client, self._show_stage)
-            self._show_stage("")
+            if sys.stderr.isatty():
+                await self._server.wait_ready(self._client, _draw)
+                _draw("")
+            else:
+                with ProgressLines(prefix="") as lines:
+                    await self._server.wait_ready(
+                        self._client, lambda stage: lines.show(lambda: stage)
+                    )
         if self._model is None:
             self._model = await first_model(self._client)
-
-    def _show_stage(self, stage: str) -> None:
-        if sys.stderr.isatty():
-            print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
 
     def _begin(self, system_prompt: str | None) -> None:
         self._messages = []
@@ -223,13 +226,12 @@ class _Terminal:
             print(NORMAL, end="")
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
-        """--max-tokens, or the remaining context if it is smaller."""
         wanted: int = self._arguments.max_tokens
         try:
             counted = await self._client.call("POST", TOKENIZE_PATH, body)
             left = int(counted["max_model_len"]) - int(counted["count"])
         except (HttpFailure, KeyError, TypeError, ValueError):
-            # Other servers lack this route.
+            # Other servers may lack this route.
             return wanted
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))
@@ -241,3 +243,8 @@ class _Terminal:
                 raise HttpFailure(str(error.get("message", error)))
             for choice in event["choices"]:
                 yield choice["delta"]
+
+
+def _draw(stage: str) -> None:
+    """Replace the last line of the terminal by `stage`."""
+    print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)

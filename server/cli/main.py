@@ -157,9 +157,12 @@ def _serve(argv: list[str]) -> int:
     log_spellings(loaded)
     if ignored := ignored_variables(environment()):
         logger.warning("Variables without effect: %s", _with_reasons(ignored))
-    from server.cli.presets import with_preset
-    from server.cli.selftest import served
-    from server.cli.start import start
+    from config.progress import ProgressLines
+
+    with ProgressLines("importing the server"):
+        from server.cli.presets import with_preset
+        from server.cli.selftest import served
+        from server.cli.start import start
 
     return start(served(with_preset(loaded, argv), loaded).engine, server)
 
@@ -236,7 +239,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
-    """(flag, reason) of each changed setting that the device or another setting leaves without
+    """(flag, reason) of changed settings that the device or another setting leaves without
     effect."""
     device = chosen_device(engine.device)
     if DEVICES[device].is_gaudi:
@@ -255,7 +258,6 @@ def _as_json(shown: Mapping[str, tuple[object, str]]) -> str:
 
 
 def _as_table(shown: Mapping[str, tuple[object, str]]) -> str:
-    """Settings as text, in the groups of `--help`: a title, then a line per setting."""
     rows = [
         (flag.setting.group, flag.key, flag.shown(shown[flag.key][0]), shown[flag.key][1])
         for flag in FLAGS
@@ -293,9 +295,12 @@ def _fetch_demo(argv: list[str]) -> int:
     log.setup("fetch-demo")
     from config.checkpoint.demo import NAMES
     from config.checkpoint.resolve import resolve
+    from config.progress import ProgressLines
 
     # resolve also converts the checkpoint, so that the first start is fast.
-    print(resolve(NAMES[0], cache_dir=options.cache_dir))
+    with ProgressLines(prefix="") as lines:
+        folder = resolve(NAMES[0], cache_dir=options.cache_dir, report=lines.report)
+    print(folder)
     return 0
 
 

@@ -61,7 +61,7 @@ def presets_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the preset. Raises ConfigError if the model does not fit."""
+    """Print the preset. Raises ConfigError, for example if the model does not fit."""
     loaded = load(argv, default_model="demo", parser=presets_parser())
     log_notes(loaded)
     args = loaded.arguments
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def config_of(preset: Preset, loaded: Loaded) -> dict[str, object]:
     """Keys of a --config file: model, device, the preset, and all other settings that a source of
-    `loaded` sets, except secrets and variables that other programs read, too."""
+    `loaded` sets, except secrets and variables that other programs also read."""
     return {
         "model": loaded.engine.model,
         "device": "hpu",
@@ -113,12 +113,11 @@ def as_yaml(preset: Preset, loaded: Loaded) -> str:
 
 
 def _given(loaded: Loaded) -> dict[str, Any]:
-    """Settings that a flag, variable or file sets -> value."""
     return {key: value for key, (value, source) in loaded.sources.items() if source != DEFAULT}
 
 
 def _is_of_this_machine(source: str) -> bool:
-    """Whether `source` is a variable that other programs read, too, such as OMP_NUM_THREADS. A
+    """Whether `source` is a variable that other programs also read, such as OMP_NUM_THREADS. A
     server reads it on its own host."""
     return source.startswith("variable ") and not source.startswith(_OWN_VARIABLES)
 

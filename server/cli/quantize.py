@@ -12,6 +12,7 @@ from config.checkpoint.safetensors_files import weight_files
 from config.errors import ConfigError
 from config.loading.env import is_installed
 from config.loading.parser import FlagParser, number
+from config.progress import ProgressLines
 from config.version import install_command
 from engine.process.child_process import die_with_parent
 from server.cli.samples import Sample, read_samples
@@ -183,7 +184,8 @@ def main(argv: list[str]) -> int:
     options = quantize_parser().parse_all(argv)
     target = TARGETS[options.to]
     _check_options(options, target)
-    folder = resolve(options.model)
+    with ProgressLines(prefix="") as lines:
+        folder = resolve(options.model, report=lines.report)
     has_data = options.data is not None and (target.needs_data or target.calibrated is not None)
     samples = read_samples(options.data, options.max_samples) if has_data else []
     text = (options.text or TEXT).read_text(encoding="utf-8")

@@ -34,11 +34,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is ready for the engine: ids are validated and truncated."""
+    """A tokenized and truncated prompt."""
 
     token_ids: list[int]
     text: str | None = None
-    """Text of the prompt; None if the client sent token ids or the server truncated the text."""
+    """Text of the prompt before truncation, or None."""
     images: PromptImages | None = None
     """Images and videos of the prompt; None without them."""
 
@@ -126,8 +126,8 @@ class RequestStream(Protocol):
     async def __anext__(self) -> list[Delta]: ...
 
     def abort(self) -> None:
-        """Abort all unfinished choices and end the iteration. May be called at any time and more
-        than once."""
+        """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
+        called at any time and more than once."""
         ...
 
 

@@ -49,6 +49,8 @@ MAX_TOKENS_AT_ONCE = 65_536
 """Prompt tokens to check or send before the event loop runs other requests: about 5 ms."""
 TOKENS_PER_SEQUENCE = 1_024
 """Fixed cost of sending a sequence, in prompt tokens."""
+IMAGE_BYTES_PER_TOKEN = 256
+"""Bytes of images and videos that take as long to send as a prompt token."""
 ASLEEP_RETRY_S = 10
 
 
@@ -96,9 +98,11 @@ class Pipeline:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
                 images = self.image_fields(prompt, terms)
+                num_image_bytes = prompt.images.num_bytes if prompt.images else 0
+                num_image_tokens = num_image_bytes // IMAGE_BYTES_PER_TOKEN
                 await pauses.after(len(prompt.token_ids))
                 for choice in range(params.n):
-                    await pauses.after(TOKENS_PER_SEQUENCE)
+                    await pauses.after(TOKENS_PER_SEQUENCE + num_image_tokens)
                     sampling = _choice_params(params, choice, limit)
                     queue = None
                     if sampling is not None:
@@ -204,13 +208,11 @@ class Pipeline:
             )
 
     def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Convert `bad_words` to token ids: each word at the start of a text and after a space."""
         if not params.bad_words:
             return params
         if self.tokenizer is None:
             raise UserError("bad_words needs a tokenizer, this server has none", param="bad_words")
         length = sum(len(word) for word in params.bad_words)
-        # Bad words are encoded on the event loop.
         most = MAX_BAD_WORDS_CHARACTERS * self.tokenizer.inline_characters // INLINE_CHARACTERS
         if length > most:
             raise UserError(
@@ -244,8 +246,8 @@ class Pipeline:
 
 
 class Pauses:
-    """Yields to the event loop after each MAX_TOKENS_AT_ONCE tokens of work for a request. `pacer`
-    resumes waiting requests one at a time, round-robin over clients."""
+    """Yields to the event loop when the work for a request exceeds MAX_TOKENS_AT_ONCE tokens.
+    `pacer` resumes waiting requests round-robin over clients."""
 
     def __init__(self, pacer: LoopPacer) -> None:
         self._pacer = pacer
@@ -385,8 +387,8 @@ class Generation:
         return outputs
 
     def abort(self) -> None:
-        """Abort all unfinished choices and end the iteration. May be called at any time and more
-        than once."""
+        """Abort the unfinished choices in the engine; if there are any, the iteration ends. May be
+        called at any time and more than once."""
         self._aborted = self._aborted or bool(self._queues)
         queues, self._queues = self._queues, {}
         if queues:
@@ -397,7 +399,6 @@ class Generation:
         self._wake()
 
     def _apply(self, index: int, update: Update) -> Delta | None:
-        """Apply an update to its choice, and close the choice at its end."""
         sequence = self._sequences[index]
         finish = update.finish
         if finish is not None:
@@ -410,8 +411,8 @@ class Generation:
         return delta
 
     async def _next_updates(self) -> list[tuple[int, Update]]:
-        """Wait for updates; returns the available updates, up to about MAX_UPDATE_VALUES tokens and
-        log-probabilities. The next calls return the rest, after other requests have run."""
+        """Wait for updates. Returns the available updates, up to about MAX_UPDATE_VALUES tokens and
+        log-probabilities; the next calls return the rest."""
         loop = asyncio.get_running_loop()
         for index, queue in self._queues.items():
             if index not in self._gets:
@@ -444,7 +445,6 @@ class Generation:
 
 
 def _num_values(update: Update) -> int:
-    """Number of tokens and log-probabilities in an update."""
     if not update.logprobs:
         return len(update.tokens)
     num_logprobs = sum([memoryview(part.ids).nbytes // ID_BYTES for part in update.logprobs])

@@ -18,7 +18,7 @@ from config.fair_threads import FairThreads, current_client
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
-from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
+from server.http.held_bodies import MAX_VALUES_BYTES, HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 from server.http.pacing import LoopPacer
@@ -37,11 +37,15 @@ class BodyModel(Protocol):
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any], /) -> list[str]:
-        """Fields of `data` that the body does not define."""
+        """Names of unknown fields of `data`, and of ignored entries."""
         ...
 
     def hold(self, held: HeldBody) -> None:
         """Count the body's memory in `held` for as long as the body is referenced."""
+        ...
+
+    def measure(self) -> None:
+        """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
         ...
 
 
@@ -63,7 +67,8 @@ INLINE_VALUES = 2_000
 MANY_BYTES = 100_000
 """Maximum size of a body validated on the event loop: a few milliseconds."""
 SENT_BYTES = 2**16
-"""Minimum size of a sent piece. TLS encrypts it in a tenth of a millisecond."""
+"""Approximate size of the pieces in which a long body is sent. TLS encrypts a piece in a tenth of a
+millisecond."""
 
 
 @dataclass(slots=True)
@@ -112,9 +117,11 @@ class BodyReader:
                 chunks.append(chunk)
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
-            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size))
+            client = current_client.get() or ""
+            num_decoded_bytes = min(num_decoded_bytes, size + MAX_VALUES_BYTES)
+            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size), client)
             pacer = self._short_pacer if size <= SHORT_BODY_BYTES else self._pacer
-            await pacer.wait(current_client.get() or "")
+            await pacer.wait(client)
             decoded = await self._decode(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None
@@ -125,15 +132,15 @@ class BodyReader:
         return ReceivedBody(decoded, size, record_of(request.scope), held)
 
     async def hold_more(self, held: HeldBody, num_bytes: int) -> HeldBody:
-        """Wait until there is room for `num_bytes` besides the bytes of `held`, and account for
-        both in a new HeldBody: for values that the server decodes for a request besides its body.
-        Raises Overloaded after a timeout."""
+        """Wait until `num_bytes` fit in addition to the bytes of `held`, and return a HeldBody that
+        accounts for both. `held` is freed first. Raises Overloaded after a timeout."""
         if num_bytes > LARGE_BODY_BYTES:
             self._schedule_trims()
         # Two requests that keep their bytes while they wait would wait for each other.
         total = held.num_bytes + num_bytes
         held.free()
-        return await self._held.hold(total, self._max_buffered(total))
+        client = current_client.get() or ""
+        return await self._held.hold(total, self._max_buffered(total), client)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run `call`, which decodes large values, on the thread that decodes bodies; clients take
@@ -151,7 +158,6 @@ class BodyReader:
             )
 
     def _max_buffered(self, size: int) -> int:
-        """Limit on the buffered bytes of all bodies, for a new body of `size` bytes."""
         max_buffered = MAX_BUFFERED_BODIES * self._max_bytes
         return max_buffered + (
             MAX_SMALL_BODIES * LARGE_BODY_BYTES if size <= LARGE_BODY_BYTES else 0
@@ -193,7 +199,10 @@ async def parse(kind: type[B], body: ReceivedBody) -> B:
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
             body.record.ignored_fields = unknown[: MAX_IGNORED_FIELDS + 1]
-        return validate_fields(kind, body.fields)
+        parsed = validate_fields(kind, body.fields)
+        if body.num_bytes > MANY_BYTES:
+            parsed.measure()
+        return parsed
 
     parsed = validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
     body.fields = {}

@@ -59,7 +59,8 @@ class TlsListener:
         self._server_state = server_state
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
-        self._pacer = LoopPacer()
+        # A single handshake in an iteration: with an RSA key of 4096 bits it takes 3.5 ms.
+        self._pacer = LoopPacer(1)
         self._without_tls = LimitedWarning(
             logger,
             "A request from %s came without TLS, %d so far: this port serves HTTPS only, use an "
@@ -101,7 +102,6 @@ class TlsListener:
                     self._admit(self._sock.accept()[0])
 
     def _admit(self, connection: socket.socket) -> None:
-        """Start the handshake of a new connection, unless the connection limit is reached."""
         if self.num_open >= self._config.max_connections:
             self._config.warn_full(self.num_open)
             connection.close()

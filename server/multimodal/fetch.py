@@ -25,13 +25,11 @@ import msgspec
 
 from config.errors import UserError
 from server.http.fair_slots import FairSlots
-from server.multimodal.messages import IMAGE, VIDEO, Video
+from server.multimodal.messages import IMAGE, MAX_FRAMES, VIDEO, Video
 
 MAX_IMAGE_BYTES = 20 * 2**20
 """Maximum size of an image file."""
 MAX_VIDEO_BYTES = 64 * 2**20
-MAX_FRAMES = 768
-"""Maximum number of frames in a data: URL of frames."""
 MAX_FETCHES = 32
 """Maximum concurrent fetches of https: URLs of all clients."""
 MAX_FETCHES_PER_CLIENT = 8
@@ -45,11 +43,11 @@ MAX_HEADER_BYTES = 64 * 2**10
 MAX_INTERIM_RESPONSES = 8
 """Maximum 1xx responses before the final response: each is parsed on the event loop."""
 MIN_PIECE_BYTES = 64
-"""Minimum mean size of the reads of a body, except for the first FREE_PIECES: each read is parsed
-on the event loop."""
+"""Minimum mean size of the reads of a fetch, and of the pieces of a body, except for the first
+FREE_PIECES: each read and each piece is parsed on the event loop."""
 FREE_PIECES = 512
 PIECES_PER_TURN = 32
-"""Reads after which the fetch yields to the event loop."""
+"""Reads, and pieces of a body, after which the fetch yields to the event loop."""
 READ_BYTES = 16 * 2**10
 """Maximum bytes per read of a connection."""
 MAX_URL_CHARACTERS = 8192
@@ -94,8 +92,6 @@ class _Refused(Exception):
 
 
 class _Kind(NamedTuple):
-    """Limits and media types for images or videos."""
-
     noun: str
     types: tuple[str, ...]
     max_bytes: int
@@ -137,7 +133,7 @@ def is_public_address(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """How other hosts are reached."""
+    """Access to other hosts: name resolution, address check and TLS."""
 
     resolve: Resolve = field(default_factory=SystemResolver)
     """Returns the addresses of (host, port). Raises OSError."""
@@ -373,25 +369,26 @@ class _TooMuch(Exception):
 
 
 class _Traffic:
-    """Counts the bytes that a fetch reads from its connections."""
-
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
+        self._num_bytes = self.num_reads = 0
         self._head = b""
         self.is_body = False
         """Whether the headers of the response have been read."""
 
     def begin_response(self) -> None:
-        """Start counting the headers of a response."""
         self._head, self.is_body = b"", False
 
     def count(self, data: bytes) -> None:
         """Count received `data`. Raises _TooMuch if a limit is exceeded."""
         self._left -= len(data)
+        self._num_bytes += len(data)
+        self.num_reads += 1
         if not self.is_body:
             self._head += data
         if (
             self._left < 0
+            or (self.num_reads - FREE_PIECES) * MIN_PIECE_BYTES > self._num_bytes
             or len(self._head) > MAX_HEADER_BYTES
             or self._head.count(b"HTTP/1.") > MAX_INTERIM_RESPONSES + 1
         ):
@@ -408,6 +405,9 @@ class _CountedStream(httpcore.AsyncNetworkStream):
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = await self._stream.read(min(max_bytes, READ_BYTES), timeout)
         self._traffic.count(data)
+        if self._traffic.num_reads % PIECES_PER_TURN == 0:
+            # A read of decrypted data does not suspend.
+            await asyncio.sleep(0)
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
@@ -480,7 +480,6 @@ def _host_name(text: str) -> str:
 
 
 async def _aside(url: str, decode: Callable[[], Decoded]) -> Decoded:
-    """Call `decode`, on a thread if the URL is long, so that it does not block the event loop."""
     return decode() if len(url) <= INLINE_CHARACTERS else await asyncio.to_thread(decode)
 
 
@@ -497,7 +496,6 @@ def _frames(url: str, kind: _Kind) -> list[bytes]:
 
 
 def _data_text(url: str, kind: _Kind) -> str:
-    """The base64 text in a data: URL. Raises _Refused unless it is base64 of a supported type."""
     head, comma, data = url.partition(",")
     form = f"it must be data:{kind.types[0]};base64,..."
     if not comma:
@@ -520,7 +518,6 @@ def _check_size(text: str, kind: _Kind) -> None:
 
 
 def _decode_base64(text: str, kind: _Kind) -> bytes:
-    """Decode a base64 text. Raises _Refused if it is invalid, empty or too large."""
     _check_size(text, kind)
     pieces: list[bytes] = []
     try:

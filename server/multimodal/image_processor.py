@@ -46,7 +46,8 @@ list as `size`, which has no effect."""
 
 
 def minimax_m3_processor(fields: Json) -> Qwen2VLImageProcessorPil:
-    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's."""
+    """Qwen2-VL's image processor, which is equivalent to MiniMax-M3's. Raises ConfigError for
+    invalid pixel limits."""
     names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
     own = {name: fields[name] for name in names if fields.get(name)}
     given = fields.get("size")
@@ -117,7 +118,7 @@ class ImageProcessor:
         return msgspec.msgpack.encode(answer)
 
     def warm_up(self) -> None:
-        """Process an image, so that all modules are imported before this process is forked. Raises
+        """Process an image, so that its modules are imported before this process is forked. Raises
         ConfigError if the processor rejects it or returns NaN or infinite values, because of
         invalid fields that `check_fields` does not check."""
         file = io.BytesIO()
@@ -196,7 +197,6 @@ def _check_ratio(image: Image.Image) -> None:
 def _image_processor(
     folder: Path, files: ProcessorFiles, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Create the checkpoint's image processor. Raises ConfigError."""
     try:
         own = OWN_PROCESSORS.get(str(files.config.get("model_type")))
         if own is not None:

@@ -26,15 +26,15 @@ name."""
 _NOUNS = {IMAGE: "images", VIDEO: "videos"}
 PART_TYPES = {IMAGE: "image_url", VIDEO: "video_url"}
 """Kind -> content part type of OpenAI and vLLM, which is also the field that contains the URL."""
-_ADVICE = "serve a model that reads them, without --limit-mm-per-prompt 0 (docs/images.md)"
+_ADVICE = "its model reads none, or --limit-mm-per-prompt allows 0 (docs/images.md)"
 _MEDIA = {
     **dict.fromkeys(
         IMAGE_TYPES,
-        ("images", f"server does not accept images; {_ADVICE}"),
+        ("images", f"server does not accept images: {_ADVICE}"),
     ),
     **dict.fromkeys(
         VIDEO_TYPES,
-        ("videos", f"server does not accept videos; {_ADVICE}"),
+        ("videos", f"server does not accept videos: {_ADVICE}"),
     ),
     **dict.fromkeys(
         ("input_audio", "audio_url", "audio"),

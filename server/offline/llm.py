@@ -21,7 +21,7 @@ from config.model.read_config import read_model_config
 from config.params.beam_search import BeamSearchParams
 from config.params.pooling import CLASSIFY, EMBED, PoolingParams
 from config.params.sampling import MAX_LOGPROBS, SamplingParams
-from config.progress import CountBar
+from config.progress import CountBar, ProgressLines
 from config.startup_checks import check_checkpoint, check_device, check_model_config
 from engine.client.base import EngineClient
 from engine.client.request_limits import RequestTerms
@@ -63,11 +63,15 @@ from server.offline.prompts import (
 )
 from server.pooling.inputs import InputOptions, make_input_processor, not_a_pooling_model
 from server.pooling.scores import TextPairs
+from server.serving.progress import describe
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.messages import Message
 from server.text.tokenizer import Tokenizer
 
 CLOSE_RETRY_S = 0.02
+
+LAUNCHING = "launching the engine"
+"""Progress before the engine reports its own."""
 
 MakePrompt = Callable[[], Coroutine[Any, Any, Prompt]]
 
@@ -92,6 +96,10 @@ class LLM:
         return llm
 
     def _open(self, loaded: Loaded) -> None:
+        with ProgressLines() as lines:
+            self._build(loaded, lines)
+
+    def _build(self, loaded: Loaded, lines: ProgressLines) -> None:
         engine, server = loaded.engine, loaded.server
         if chosen_device(engine.device) == "hpu":
             disable_autoload()
@@ -105,6 +113,7 @@ class LLM:
             keep_blocks=engine.quantization == "gguf",
             has_weights=engine.load_format != DUMMY,
             hf_overrides=engine.hf_overrides,
+            report=lines.report,
             check=partial(check_model_config, engine),
         )
         check_checkpoint(engine, path)
@@ -129,7 +138,8 @@ class LLM:
         self._template_defaults = server.template_defaults
         recommended = model_config.generation_defaults
         self._defaults = _sampling_params(server.sampling_defaults(recommended))
-        self._client = make_client(dataclasses.replace(engine, model=path), server.log)
+        self._client = client = make_client(dataclasses.replace(engine, model=path), server.log)
+        lines.show(lambda: LAUNCHING if client.progress is None else describe(client.progress))
         self._pipeline = Pipeline(self._client, self._tokenizer, server)
         # Maximum sequences in flight: two batches per engine. Later prompts are not tokenized yet.
         num_engines = engine.data_parallel.data_parallel_size
@@ -407,7 +417,6 @@ class LLM:
         return list(params)
 
     async def _loaded(self, sources: list[MediaSource], param: str) -> list[ProcessedImage]:
-        """Load the images and videos of a prompt. Raises UserError if no images are allowed."""
         if not sources:
             return []
         if self._images is None:
@@ -428,7 +437,6 @@ class LLM:
         *,
         images: list[ProcessedImage] | None = None,
     ) -> Prompt:
-        """Create a Prompt with the images and videos of `sources`, or with `images`."""
         images = images or await self._loaded(sources or [], "prompt")
         if images:
             return await self._prompt_with_images(text or "", special, params, images)
@@ -536,7 +544,6 @@ async def _run_all(
     num_workers: int,
     use_tqdm: bool,
 ) -> list[Result]:
-    """Run `call` for 0 to `count - 1` with a progress bar; returns the results in order."""
     results: dict[int, Result] = {}
     with CountBar(total=count, desc="Prompts", disable=not use_tqdm) as bar:
 

@@ -149,7 +149,7 @@ def _adapter(lora_dir: str, body: LoadAdapterBody) -> NamedAdapter:
     except (OSError, ValueError, RuntimeError):
         folder = None
     is_below = folder is not None and folder.is_relative_to(root)
-    # Errors name the path as it was sent, so an empty path is rejected.
+    # Later errors name the path as it was sent, so an empty path is rejected.
     if (
         not body.lora_path
         or folder is None

@@ -14,7 +14,7 @@ import { chatBody, completeCalls, fitToContext } from "./request_body.js";
 import { follow, setUpScrolling, toEnd } from "./scrolling.js";
 import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
 import { settings, setUpSettings } from "./settings.js";
-import { deleteConversation, MAX_CHARACTERS, saveConversation } from "./storage.js";
+import { deleteConversation, MAX_CHARACTERS, restoreConversation, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
 import { UndoLine } from "./undo.js";
 import { welcome } from "./welcome.js";
@@ -22,6 +22,9 @@ import { welcome } from "./welcome.js";
 const MAX_TITLE = 60;
 
 const replacement = new UndoLine("replaced");
+const unsaved = new UndoLine("unsaved", "Close");
+// The conversation whose notice "not saved" was closed.
+let closedFor = null;
 let chat = newChat();
 // The AbortController of the answer that is being written.
 let writing = null;
@@ -70,7 +73,7 @@ function ask(content) {
 // If no answer comes, the conversation is as `before`.
 function append(content, before) {
   const call = pendingCall();
-  if (!chat.messages.length) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
+  if (!chat.messages.length && !chat.isNamed) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
   chat.messages.push(call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content });
   if (pendingCall()) return draw();
   return write(before, content);
@@ -191,9 +194,33 @@ function words(error) {
 }
 
 function keep(kept) {
-  if (kept.messages.length && !kept.isDeleted && !saveConversation(kept)) {
-    hint(`This conversation is not saved: this browser has no room, or the conversation has over ${count(MAX_CHARACTERS)} characters.`);
+  if (!kept.messages.length || kept.isDeleted) return;
+  if (saveConversation(kept)) {
+    if (kept === chat) unsaved.clear();
+    if (kept === closedFor) closedFor = null;
+  } else if (kept === chat && kept !== closedFor) {
+    notice(
+      `This conversation is not saved: this browser has no room, or the conversation has over ${count(MAX_CHARACTERS)} characters.`,
+      () => (closedFor = kept),
+    );
   }
+}
+
+// Stays until it is closed, or until a conversation is saved or opened.
+function notice(text, closed = () => {}) {
+  unsaved.offer(text, () => {
+    closed();
+    byId("question").focus();
+  });
+}
+
+function renamed(other) {
+  if (!restoreConversation(other)) return notice("The chat is not renamed: this browser has no room. Delete other chats.");
+  if (other.id === chat.id) {
+    Object.assign(chat, { title: other.title, isNamed: true });
+    byId("title").textContent = chat.title;
+  }
+  drawList(chat.id);
 }
 
 function open(other) {
@@ -203,6 +230,7 @@ function open(other) {
   chat = other;
   showFailure("");
   replacement.clear();
+  unsaved.clear();
   draw();
   toEnd();
 }
@@ -238,8 +266,9 @@ export function setUpChat() {
       open(newChat());
       byId("question").focus();
     },
-    say: hint,
+    say: notice,
     deleted,
+    renamed,
   });
   setUpModelChoice();
   setUpExport(() => chat);

@@ -6,6 +6,7 @@ import { hasPictures, putPictures, setUpPictures, takePictures } from "./picture
 const HINT_MS = 8000;
 const IS_WRITING = "An answer is being written. Stop it (Escape) or wait; your message stays in the box.";
 const box = byId("question");
+const isTouch = matchMedia("(hover: none) and (pointer: coarse)");
 let hintTimer = 0;
 let isStreaming = () => false;
 
@@ -65,7 +66,8 @@ export function setUpComposer(actions) {
   });
   box.addEventListener("input", fit);
   box.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
+    // The keyboard of a phone has no Shift for a second key: there Enter begins a line, and the button sends.
+    if (event.key !== "Enter" || event.shiftKey || isComposing(event) || isTouch.matches) return;
     event.preventDefault();
     if (isStreaming()) hint(IS_WRITING);
     else byId("ask").requestSubmit();

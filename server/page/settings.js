@@ -5,9 +5,12 @@ import { loadSettings, saveSettings } from "./storage.js";
 
 export const settings = loadSettings();
 
-const FIELDS = { system: "system", temperature: "temperature", "max-tokens": "maxTokens", tools: "tools", "other-fields": "others" };
+const FIELDS = { system: "system", temperature: "temperature", "max-tokens": "maxTokens", tools: "tools", "other-fields": "others", theme: "theme" };
 // Fields that the page sets itself. A second choice would be written into the same answer.
 export const OWN_FIELDS = ["model", "messages", "max_tokens", "temperature", "tools", "stream", "stream_options", "n"];
+
+// The style sheet follows the system unless the attribute names a theme.
+const drawTheme = () => (document.documentElement.dataset.theme = settings.theme);
 
 export function rememberModel(model) {
   settings.model = model;
@@ -70,5 +73,7 @@ export function setUpSettings() {
     settings.maxTokens = Number(settings.maxTokens);
     settings.endsRepeats = byId("ends-repeats").checked;
     saveSettings(settings);
+    drawTheme();
   });
+  drawTheme();
 }

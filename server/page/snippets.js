@@ -2,6 +2,14 @@
 
 import { OWN_FIELDS } from "./settings.js";
 
+// With tools, an answer has calls, a text or both.
+const PRINT_WITH_CALLS = [
+  "message = completion.choices[0].message",
+  "for call in message.tool_calls or []:",
+  '    print(f"{call.function.name}({call.function.arguments})")',
+  "if message.content:",
+  "    print(message.content)",
+];
 const EXAMPLE = [{ role: "user", content: "What is the capital of Japan?" }];
 
 // The request that asks for the last answer: the conversation without what came after its last question.
@@ -36,7 +44,7 @@ export function python(baseUrl, body, hasKey) {
     "",
     `client = OpenAI(base_url=${JSON.stringify(baseUrl)}, api_key=${key})`,
     `completion = client.chat.completions.create(\n${fields.join("")})`,
-    "print(completion.choices[0].message.content)",
+    ...(body.tools ? PRINT_WITH_CALLS : ["print(completion.choices[0].message.content)"]),
     "",
   ].join("\n");
 }

@@ -6,7 +6,7 @@ const CHAT = `${PREFIX}chat:`;
 export const MAX_CONVERSATIONS = 50;
 export const MAX_CHARACTERS = 500_000;
 export const PICTURE_NOT_KEPT = "(The picture is not saved.)";
-const DEFAULTS = { system: "", temperature: "", maxTokens: 1024, endsRepeats: true, tools: "", others: "", model: "" };
+const DEFAULTS = { system: "", temperature: "", maxTokens: 1024, endsRepeats: true, tools: "", others: "", model: "", theme: "auto" };
 
 export const loadSettings = () => ({ ...DEFAULTS, ...read(`${PREFIX}settings`) });
 export const saveSettings = (settings) => write(`${PREFIX}settings`, settings);

@@ -60,7 +60,7 @@ class EngineBody(Body):
     cache_salt: str | None = None
 
     def check(self) -> None:
-        """Check fields against each other. Raises UserError."""
+        """Check what the field types do not check. Raises UserError."""
         check_salt(self.cache_salt)
         check_request_id(self.request_id)
 
@@ -124,7 +124,7 @@ class _Prompts(Body):
 
     @property
     def is_listed(self) -> bool:
-        """Whether the input is a list, whose entries have an index."""
+        """Whether the input is a list of texts or of token id lists."""
         return isinstance(self.input, list) and bool(self.input) and type(self.input[0]) is not int
 
     @property

@@ -29,6 +29,7 @@ from config.log import LimitedWarning
 from config.malloc import map_large_blocks, trim_memory
 from config.model.model_config import DEFAULT_MAX_TOKENS
 from config.model.read_config import read_model_config
+from config.progress import ProgressReporter
 from config.server import ServerConfig
 from config.version import VERSION
 from engine.client.base import EngineClient, SingleEngineClient
@@ -59,7 +60,7 @@ from server.process.start_probes import (
     has_large_tokenizer,
 )
 from server.process.watched_files import WatchedFiles
-from server.serving.progress import ProgressReporter, bar
+from server.serving.progress import bar
 from server.serving.state import AppState, PastRestart
 from server.text.chat_template import ChatTemplate, read_template
 from server.text.isolated_template import isolated_templates
@@ -82,8 +83,8 @@ MAX_THREADS = 8
 """Threads for request work that would block the event loop, shared fairly: each client uses at most
 one thread at a time."""
 GC_OBJECTS = 10_000
-"""Allocations between garbage collections. Python's default of 700 costs a few per cent of a
-request's time."""
+"""Threshold of the youngest generation in Python's garbage collector. A value in the hundreds costs
+a few per cent of a request's time."""
 RESPONSE_GRACE_S = 2.0
 """Time for error responses to reach the clients after the engine has died or draining has ended."""
 INTERRUPT_GRACE_S = 0.1
@@ -319,6 +320,8 @@ class ApiServer:
         self._app = create_app(self.state)
         self._checkpoint: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stage = DownloadProgress().stage
+        self._has_bar = False
+        """Whether the download draws a progress bar on a terminal."""
         self._stopping = asyncio.Event()
         self._is_interrupt = False
         self._interrupted = asyncio.Event()
@@ -354,8 +357,8 @@ class ApiServer:
             engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count the crash of an engine, and log a poison request and the requests that other
-        engines resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
+        """Count and log a poison request of a crashed engine, and the requests that other engines
+        resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(
@@ -416,6 +419,7 @@ class ApiServer:
                     progress.text,
                 )
         self.state.stage = progress.text
+        self._has_bar = progress.total_bytes > 0
         if progress.folder is not None:
             self._checkpoint.set_result(progress.folder)
 
@@ -509,8 +513,6 @@ class ApiServer:
     async def _open(
         self, on_folder: Callable[[str], None], server: UvicornServer, listener: socket.socket
     ) -> None:
-        """Load the tokenizer while the engine loads the model; then open the server for
-        requests."""
         config, folder = self.state.config, await self._checkpoint
         on_folder(folder)
         probes = self._start_probes(listener, folder)
@@ -564,7 +566,7 @@ class ApiServer:
 
     def _log_memory(self, ready: Ready) -> None:
         sizes = self.state.metrics.processes.sizes()
-        resident = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items())
+        resident = ", ".join(f"{bytes_text(size)} in {name}" for name, size in sizes.items())
         logger.info(
             "Memory of each engine: weights %s, KV cache %s when full; resident now: %s",
             bytes_text(ready.weight_bytes),
@@ -625,12 +627,10 @@ class ApiServer:
         return await self._drain()
 
     def _log_progress(self, reporter: ProgressReporter) -> None:
-        # On a terminal, the download shows a progress bar instead.
-        if not self._checkpoint.done() and sys.stderr.isatty():
-            return
         progress = self._client.progress
         text = self.state.stage if progress is None else bar(progress)
-        if (line := reporter.line(text, time.monotonic())) is not None:
+        has_bar = self._has_bar and not self._checkpoint.done() and sys.stderr.isatty()
+        if (line := reporter.line(text, time.monotonic(), has_bar=has_bar)) is not None:
             logger.info("%s", line)
 
     async def _publish_metrics(self) -> None:
@@ -660,8 +660,8 @@ class ApiServer:
                     os.kill(engine.pid, signal.SIGKILL)
 
     def _log_lost_engines(self) -> None:
-        """Log each dead engine while other engines still run. With several API servers, the
-        supervisor logs local engines."""
+        """Log dead engines while other engines still run. Only the first API server logs; if there
+        are several, the supervisor logs the local engines instead."""
         parallel, has_supervisor = self._args.engine.data_parallel, bool(self._args.peer_sockets)
         engines = self._client.engines
         for engine in engines:
@@ -757,7 +757,7 @@ def load_tokenizer(
 ) -> tuple[Tokenizer | None, ChatTemplate | None, ImageLoader | None]:
     """Load the tokenizer, chat template and image loader of a checkpoint. With skip_tokenizer_init
     all three are None; the image loader is also None for models without vision, and if
-    `make_image_inputs` returns None."""
+    `make_image_inputs` returns None. Raises ConfigError."""
     if config.skip_tokenizer_init:
         return None, None, None
     tokenizer = Tokenizer.load(
@@ -788,7 +788,6 @@ def load_tokenizer(
 
 
 def _raw(response: Response) -> bytes:
-    """The bytes of an HTTP/1.1 response."""
     fields = b"".join(b"\r\n%s: %s" % field for field in response.raw_headers)
     line = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}"
     return line.encode() + fields + b"\r\n\r\n" + bytes(response.body)

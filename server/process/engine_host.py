@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable
 from queue import SimpleQueue
 from types import FrameType
 
 from config.engine import EngineConfig
 from config.errors import capitalized
 from config.loading.env import data_parallel_token, notify_socket
+from config.progress import ProgressLines
 from config.server import ServerConfig
 from engine.client.launcher import PROFILE_EXIT, EngineOrders, EngineProcesses, SocketDirectory
 from server.process.api_server import FAILED, WRONG_SETTING
@@ -78,8 +78,13 @@ def serve_engines(
 
     parallel = engine_config.data_parallel
     try:
-        download.start(events.put)
-        code = _watch(events, start_engines, engines)
+        with ProgressLines() as lines:
+            download.start(events.put)
+            folder = _wait_for_checkpoint(events, lines)
+        code = 0
+        if folder is not None:
+            start_engines(folder)
+            code = _watch(events, engines[0])
     finally:
         has_stopped = download.close()
         for processes in engines:
@@ -90,25 +95,29 @@ def serve_engines(
     return code
 
 
-def _watch(
-    events: "SimpleQueue[Event]",
-    start_engines: Callable[[str], None],
-    engines: list[EngineProcesses],
-) -> int:
-    """Handle events until a signal arrives or the last engine ends (of coupled engines, the first);
-    returns the exit code. Raises the exception of a failed download."""
+def _wait_for_checkpoint(events: "SimpleQueue[Event]", lines: ProgressLines) -> str | None:
+    """The checkpoint's folder; None after a signal. Raises the exception of a failed download."""
     while True:
         event = events.get()
         if isinstance(event, Exception):
             raise event
         if isinstance(event, signal.Signals):
-            return 0
+            return None
         if isinstance(event, DownloadProgress):
             if event.folder is not None:
-                start_engines(event.folder)
-            continue
-        codes = [process.poll() for process in engines[0].processes.values()]
-        num_left = 0 if engines[0].are_coupled else codes.count(None)
+                return event.folder
+            lines.report(event.stage, event.done_bytes, event.total_bytes)
+
+
+def _watch(events: "SimpleQueue[Event]", engines: EngineProcesses) -> int:
+    """Handle events until a signal arrives or the last engine ends (of coupled engines, the first);
+    returns the exit code."""
+    while True:
+        event = events.get()
+        if isinstance(event, signal.Signals):
+            return 0
+        codes = [process.poll() for process in engines.processes.values()]
+        num_left = 0 if engines.are_coupled else codes.count(None)
         # A process that exits with a positive code has logged the reason.
         level = logging.INFO if any((code or 0) > 0 for code in codes) else logging.ERROR
         logger.log(

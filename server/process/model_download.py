@@ -1,5 +1,4 @@
-"""Downloads and converts the checkpoint on a thread, while the API servers already listen and
-report its progress."""
+"""Downloads and converts the checkpoint on a thread, and reports the progress."""
 
 import logging
 import os
@@ -12,7 +11,7 @@ from typing import NoReturn
 import msgspec
 
 from config.native import panics_as_errors
-from config.progress import Report
+from config.progress import STARTING, Report, byte_progress
 
 REPORT_INTERVAL_S = 0.2
 """Minimum interval between progress reports."""
@@ -26,7 +25,7 @@ ResolveCheckpoint = Callable[[Report], str]
 class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     """Progress of the download. `folder`: the checkpoint's folder once it is complete."""
 
-    stage: str = "starting"
+    stage: str = STARTING
     done_bytes: int = 0
     total_bytes: int = 0
     folder: str | None = None
@@ -34,9 +33,7 @@ class DownloadProgress(msgspec.Struct, frozen=True, tag=True):
     @property
     def text(self) -> str:
         """Text for logs and errors: `downloading the model, 12 of 98 MB`."""
-        if not self.total_bytes:
-            return self.stage
-        return f"{self.stage}, {self.done_bytes / 1e6:.0f} of {self.total_bytes / 1e6:.0f} MB"
+        return byte_progress(self.stage, self.done_bytes, self.total_bytes)
 
 
 class DownloadStopped(BaseException):

@@ -364,7 +364,6 @@ class Supervisor:
         )
 
     def _engine_ended(self, engine: int, reason: str) -> None:
-        """Notify the API servers, which have requests in the engine, and the main loop."""
         end = EngineEnd(engine, reason[:MAX_REASON_CHARACTERS])
         with self._telling:
             self._ends.append(end)
@@ -372,7 +371,6 @@ class Supervisor:
         self._events.put(EngineExit(engine, reason))
 
     def _engine_died(self, engine: int, end: ProcessEnd) -> None:
-        """Notify the API servers of a crash after which the engine is restarted."""
         with self._telling:
             self._tell(EngineRestart(engine, end))
 

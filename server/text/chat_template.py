@@ -1,11 +1,12 @@
 """Chat templates: selects the template for a chat, and the thread or process that renders it.
 
 The model's own template runs on threads with a time limit. Short chats are rendered on the event
-loop if the last short rendering was fast; a watchdog thread stops slow renderings. Templates in
-requests run in a disposable process with limits.
+loop if the last short rendering was fast; a watchdog thread stops slow renderings. An API server
+renders templates in requests in a disposable process with limits.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import resource
@@ -37,7 +38,10 @@ from server.text.template_renderer import (
 )
 
 TIME_LIMIT_S = 1.5
-"""Time limit of a rendering."""
+"""Default limit on the CPU time of a rendering in this process."""
+MAX_WALL_FACTOR = 10
+"""Maximum wall time of a rendering, in multiples of the limit on its CPU time. A rendering that
+takes longer has waited for a busy machine, and may succeed later."""
 MAX_PENDING = 1_024
 """Maximum number of renderings that wait for a thread or run there; for templates in requests, of
 the waiting renderings alone."""
@@ -75,7 +79,7 @@ def read_template(given: str) -> str:
 
 
 class ChatTemplate:
-    """Renders chats within `time_limit_s`."""
+    """Renders chats with a time limit."""
 
     def __init__(
         self,
@@ -88,8 +92,9 @@ class ChatTemplate:
         isolation: ForkServer | None = None,
         generic_tools: bool = True,
     ) -> None:
-        """`source`: a template, templates by name (default, tool_use), or None. `renderer`: None: a
-        Renderer with its default limits. `isolation`: renders request templates (see
+        """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
+        limit on the CPU time of a rendering without `isolation`. `renderer`: None: a Renderer with
+        its default limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
@@ -123,7 +128,7 @@ class ChatTemplate:
 
     def uses_generic_tools(self) -> bool:
         """Whether tools are rendered as text because the model's template does not support them.
-        The first call renders the template, within its time limit."""
+        The first call may render the template, within its time limit."""
         if self._uses_generic_tools is None:
             self._uses_generic_tools = self._generic_tools and not self._shows_tools()
         return self._uses_generic_tools
@@ -141,7 +146,7 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """Render the prompt. Raises UserError, and Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError and Overloaded.
 
         `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
         to all text of the caller; `client`: API key or address, so that clients share the threads
@@ -204,8 +209,9 @@ class ChatTemplate:
         job = _Job(partial(self._renderer.shows_tools, source))
         future = self._threads.submit(job.run)
         try:
-            return future.result(timeout=self._time_limit_s)
-        except FutureTimeout:
+            while not job.is_over(self._time_limit_s):
+                with contextlib.suppress(FutureTimeout):
+                    return future.result(timeout=MEMORY_POLL_S)
             job.stop()
         except (
             Exception
@@ -233,18 +239,16 @@ class ChatTemplate:
 
     async def _run(self, job: "_Job[str]") -> str:
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
-        excess, before = "", _resident_bytes()
+        excess, before, is_busy = "", _resident_bytes(), False
         try:
             while not excess:
-                # The time limit starts when the thread starts, not in the queue.
-                left_s = self._time_limit_s - job.seconds()
-                if left_s <= 0:
-                    excess = f"took longer than the {self._time_limit_s:g} s it may take"
-                    break
-                done, _ = await asyncio.wait([future], timeout=min(left_s, MEMORY_POLL_S))
+                done, _ = await asyncio.wait([future], timeout=MEMORY_POLL_S)
                 if done:
                     return future.result()
-                if job.seconds() == 0.0:
+                if job.is_over(self._time_limit_s):
+                    excess = f"took longer than the {self._time_limit_s:g} s it may take"
+                    is_busy = job.cpu_seconds() < self._time_limit_s
+                elif job.seconds() == 0.0:
                     before = _resident_bytes()
                 elif _resident_bytes() - before > MAX_GROWTH_BYTES:
                     excess = f"took more than the {MAX_GROWTH_BYTES >> 20} MiB it may take"
@@ -265,6 +269,9 @@ class ChatTemplate:
                 future.exception()
             # The future's exception would keep the template's variables alive.
             del future
+        if is_busy:
+            wall_s = self._time_limit_s * MAX_WALL_FACTOR
+            raise Overloaded(f"rendering the chat template took longer than {wall_s:g} s")
         raise UserError(f"the chat template {excess}", param="messages")
 
     async def _render_isolated(
@@ -287,7 +294,6 @@ class ChatTemplate:
 
 
 def _check_roles(messages: list[Message], source: str) -> None:
-    """Raise UserError for a role that is neither in ROLES nor mentioned in the template."""
     for index, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or f"'{role}'" in source or f'"{role}"' in source:
@@ -311,8 +317,6 @@ def may_run_inline(compiled: CompiledTemplate) -> bool:
 
 
 def _is_short(messages: list[Message]) -> bool:
-    """Whether there are at most MAX_INLINE_MESSAGES messages, with only role and text, and at most
-    SHORT_CHARACTERS in total."""
     if len(messages) > MAX_INLINE_MESSAGES:
         return False
     texts = [message.get("content") for message in messages if len(message) == 2]
@@ -333,7 +337,6 @@ class _Job(Generic[T]):
         self._was_stopped = False
 
     def run(self) -> T:
-        """Run the call and return its result. Raises TooSlow if it is stopped."""
         with self._lock:
             self._thread = threading.get_ident()
             self._clock = time.pthread_getcpuclockid(self._thread)
@@ -358,6 +361,11 @@ class _Job(Generic[T]):
             if self._thread is None:
                 return 0.0
             return time.clock_gettime(self._clock) - self._began_cpu_s
+
+    def is_over(self, limit_s: float) -> bool:
+        """Whether the call has used `limit_s` of CPU time, or has run for MAX_WALL_FACTOR times as
+        long."""
+        return self.cpu_seconds() >= limit_s or self.seconds() >= limit_s * MAX_WALL_FACTOR
 
     def stop(self) -> None:
         """Raise TooSlow in the call if it is running. Only the first `stop` has an effect, because
@@ -384,7 +392,6 @@ class _InlineWatchdog:
         self._is_closed = False
 
     def run(self, call: Callable[[], str]) -> str:
-        """Run `call` and return its result. Raises TooSlow."""
         self._num_calls += 1
         if not self._is_watched:
             self._start()

@@ -46,9 +46,9 @@ class ControlMarker:
         }
 
     def mark_texts(self, value: Any) -> Any:
-        """A copy of messages, or of parts of messages, with a mark in every control-token text.
-        Raises UserError for a control-token text that this tokenizer cannot encode as plain
-        text."""
+        """A copy of messages, or of parts of messages, with a mark in every control-token text
+        except in keys of objects. Raises UserError for a control-token text that this tokenizer
+        cannot encode as plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):
@@ -144,7 +144,6 @@ class ControlTokenEncoder:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _renamed(self, text: str) -> str:
-        """`text` with control tokens replaced by their random names."""
         parts: list[str] = []
         start = 0
         while found := _search(self._competing, text, start, self._longest):
@@ -181,7 +180,6 @@ def _search(
 
 
 def _renamed(encoder: BoundedEncoder, names: Mapping[str, str]) -> BoundedEncoder:
-    """A copy of `encoder` with added tokens renamed according to `names`."""
     described = json.loads(encoder.to_str())
     for token in described["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -65,7 +65,7 @@ class TextFiles:
 
 
 def read_text_files(path: str, cache_dir: Path) -> TextFiles:
-    """Read a checkpoint's folder. Raises ConfigError if it has no readable tokenizer."""
+    """Read a checkpoint's folder. Raises ConfigError."""
     folder, source = Path(path), tokenizer_folder(path, cache_dir)
     config = read_object(folder / "tokenizer_config.json") or read_object(
         source / "tokenizer_config.json"

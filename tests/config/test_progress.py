@@ -1,4 +1,4 @@
-"""config/progress.py: bars on a terminal, lines elsewhere, and reports in both."""
+"""config/progress.py: bars on a terminal, log lines, and reports."""
 
 import contextlib
 import fcntl
@@ -10,11 +10,13 @@ import struct
 import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable
 
 import pytest
 
 from config import progress
-from config.progress import Bar, TenthLines
+from config.progress import INTERVAL_S, Bar, ProgressLines, ProgressReporter
 
 
 class Terminal(io.StringIO):
@@ -22,27 +24,17 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("disable", [False, True])
-def test_without_a_terminal_a_line_is_written_for_each_tenth(
-    disable: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_terminal_no_bar_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     out, reports = io.StringIO(), []
     monkeypatch.setattr(sys, "stderr", out)
 
     def report(*words: object) -> None:
         reports.append(words)
 
-    with (
-        caplog.at_level(logging.INFO),
-        Bar("fetch", report, total=98_000_000, desc="Fetching it", disable=disable) as bar,
-    ):
+    with Bar("fetch", report, total=98_000_000, desc="Fetching it") as bar:
         for _ in range(98):
             bar.update(1_000_000)
 
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == (0 if disable else 10)
-    assert disable or lines[0] == "Fetching it: 10 %, 10 of 98 MB"
-    assert disable or lines[-1] == "Fetching it: 100 %, 98 of 98 MB"
     assert out.getvalue() == ""
     assert reports[-1] == ("fetch", 98_000_000, 98_000_000)
 
@@ -104,8 +96,64 @@ def test_a_bar_stops_at_its_total(disable: bool, monkeypatch: pytest.MonkeyPatch
     assert reports == [0, 0, 30, 30, 30, 70, 100]
 
 
-def test_an_unknown_total_writes_no_lines_for_tenths(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        TenthLines("Fetching it").update(50, 0)
+def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
+    reporter = ProgressReporter(100.0)
+    steps = [(100.1, "load"), (105.0, "load"), (106.0, "warmup, 1"), (110.0, "warmup, 2")]
+    steps += [(112.0, "warmup, 2"), (115.0, "warmup, 2"), (235.0, "warmup, 2")]
 
-    assert caplog.records == []
+    lines = [reporter.line(text, now_s) for now_s, text in steps]
+
+    expected = [None, "Starting: load, unchanged for 5 s", None, "Starting: warmup, 2"]
+    expected += [None, "Starting: warmup, 2, unchanged for 5 s"]
+    assert lines == [*expected, "Starting: warmup, 2, unchanged for 2 min"]
+    assert INTERVAL_S == 5
+
+
+def test_a_start_without_a_known_stage_says_that_it_starts() -> None:
+    assert ProgressReporter(0.0).line("starting", 5.0) == "Starting"
+
+
+def test_beside_a_bar_a_line_is_logged_only_while_the_bar_stands_still() -> None:
+    reporter = ProgressReporter(100.0)
+    steps = [(104.0, "8 of 9 MB"), (105.0, "8 of 9 MB"), (110.0, "8 of 9 MB")]
+
+    lines = [reporter.line(text, now_s, has_bar=True) for now_s, text in steps]
+
+    assert lines == [None, None, "Starting: 8 of 9 MB, unchanged for 6 s"]
+
+
+def _shown_lines(monkeypatch: pytest.MonkeyPatch, num_lines: int, seen: Callable[[], str]) -> str:
+    """The output of ProgressLines after `num_lines` lines of it."""
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.02)
+    with ProgressLines("importing the server") as lines:
+        for stage in range(num_lines):
+            if stage:
+                lines.report(f"stage {stage}", 5_000_000, 9_000_000)
+            deadline = time.monotonic() + 20.0
+            while seen().count("\n") < stage + 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+    return seen()
+
+
+def test_progress_lines_go_to_stderr_if_logging_is_not_set_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(logging.root, "hasHandlers", lambda: False)
+
+    shown = _shown_lines(monkeypatch, 1, out.getvalue)
+
+    assert shown.startswith("Starting: importing the server")
+
+
+def test_progress_lines_are_logged_while_the_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        shown = _shown_lines(
+            monkeypatch, 3, lambda: "".join(f"{record.getMessage()}\n" for record in caplog.records)
+        )
+
+    assert "Starting: importing the server" in shown
+    assert "Starting: stage 2, 5 of 9 MB" in shown or "Starting: stage 1, 5 of 9 MB" in shown

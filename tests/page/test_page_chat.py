@@ -17,6 +17,10 @@ from playwright.sync_api import Browser, Page, expect
 pytestmark = pytest.mark.page
 
 COPY_S = 60
+FILL_STORAGE = """() => {
+    window.put = Storage.prototype.setItem;
+    Storage.prototype.setItem = () => { throw new Error("full"); };
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -814,6 +818,18 @@ def test_the_copied_python_script_works(page: Page, server: PageServer) -> None:
     assert ran.stdout == "Hello!\n"
 
 
+def test_the_copied_python_script_prints_tool_calls(page: Page, server: PageServer) -> None:
+    settle(page, tools=TOOLS)
+    server.answer("Hello!", TOOL_CALL)
+    script = copied(page, "#copy-python", "Weather?")
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=COPY_S, check=True
+    )
+
+    assert ran.stdout.startswith("get_weather({") and "Paris" in ran.stdout
+
+
 def copied(page: Page, button: str, question: str) -> str:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     ask(page, question)
@@ -878,3 +894,98 @@ def test_the_chat_works_with_the_keyboard_alone(page: Page) -> None:
     expect(page.locator("#settings")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#settings")).to_be_hidden()
+
+
+def test_a_conversation_that_is_not_saved_says_so_until_the_notice_is_closed(page: Page) -> None:
+    page.evaluate(FILL_STORAGE)
+    page.clock.install()
+    notice = page.locator("#unsaved")
+
+    ask(page, "Hi")
+    page.clock.fast_forward(60_000)
+    expect(notice).to_contain_text("This conversation is not saved")
+    notice.get_by_role("button").click()
+    ask(page, "Again")
+
+    expect(notice).to_be_hidden()
+    page.click("#new-chat")
+    ask(page, "Another")
+    expect(notice).to_contain_text("This conversation is not saved")
+
+
+def test_the_notice_ends_when_the_conversation_is_saved(page: Page) -> None:
+    page.evaluate(FILL_STORAGE)
+    ask(page, "Hi")
+    expect(page.locator("#unsaved")).to_be_visible()
+
+    page.evaluate("() => { Storage.prototype.setItem = window.put; }")
+    ask(page, "Again")
+
+    expect(page.locator("#unsaved")).to_be_hidden()
+
+
+def test_enter_on_a_phone_begins_a_line(browser: Browser, server: PageServer) -> None:
+    server.answer("Hello!")
+    with window(browser, 360, is_touch=True) as page:
+        open_page(page, server.url)
+
+        page.fill("#question", "one")
+        page.press("#question", "Enter")
+        page.locator("#question").press_sequentially("two")
+
+        expect(page.locator("#question")).to_have_value("one\ntwo")
+        page.tap("#send")
+        expect(answers(page)).to_have_text("Hello!")
+
+
+def test_chats_are_found_by_their_words_and_renamed(page: Page) -> None:
+    ask(page, "First question")
+    page.click("#new-chat")
+    ask(page, "Second question")
+    names = page.locator(".chat-name")
+
+    page.fill("#find-chat", "FIRST")
+    expect(names).to_have_text(["First question"])
+    page.fill("#find-chat", "third")
+    expect(page.locator("#no-chat")).to_have_text("No chat has these words.")
+    page.fill("#find-chat", "")
+    page.get_by_role("button", name="Rename Second question").click()
+    page.fill("#chat-title", "Renamed")
+    page.press("#chat-title", "Enter")
+
+    expect(names.first).to_have_text("Renamed")
+    expect(page.locator("#title")).to_have_text("Renamed")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Rename Renamed"
+    page.reload()
+    expect(names).to_have_text(["Renamed", "First question"])
+
+
+def test_a_renamed_chat_keeps_its_name_when_its_first_question_is_edited(page: Page) -> None:
+    ask(page, "First question")
+    page.get_by_role("button", name="Rename First question").click()
+    page.fill("#chat-title", "Kept")
+    page.press("#chat-title", "Enter")
+
+    page.get_by_role("button", name="Edit").click()
+    ask(page, "Other question")
+
+    expect(page.locator("#title")).to_have_text("Kept")
+
+
+def test_the_theme_is_kept_in_the_browser(page: Page) -> None:
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+
+    page.click("#open-settings")
+    page.select_option("#theme", "dark")
+    page.click("#save-settings")
+
+    dark = page.evaluate(colour)
+    assert dark != light
+    page.reload()
+    expect(page.locator("#status")).to_have_text("ready")
+    assert page.evaluate(colour) == dark
+    page.click("#open-settings")
+    page.select_option("#theme", "auto")
+    page.click("#save-settings")
+    assert page.evaluate(colour) == light

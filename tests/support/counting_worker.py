@@ -52,7 +52,7 @@ class CountingWorker:
     step; `poison`: end by `signal` (0: raise) at a request with that token; `several`: a decode
     returns up to that number of tokens; `corrupt`: the worker of that rank finds a wrong checksum
     in the first block of each load; `later`: number of buckets to prepare when idle, each in
-    `later_s`."""
+    `later_s`; `no_memory`: fail at wake-up."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]

@@ -36,11 +36,15 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def window(browser: Browser, width: int = 900, scheme: Any = "light") -> Iterator[Page]:
-    """A window with its own storage. At its end: the console has only messages of failed requests,
-    no script has failed, and no request went to another host."""
+def window(
+    browser: Browser, width: int = 900, scheme: Any = "light", *, is_touch: bool = False
+) -> Iterator[Page]:
+    """A window with its own storage, on a phone if `is_touch`. At its end: the console has only
+    messages of failed requests, no script has failed, and no request went to another host."""
     size: Any = {"width": width, "height": HEIGHTS[width]}
-    context = browser.new_context(viewport=size, color_scheme=scheme)
+    context = browser.new_context(
+        viewport=size, color_scheme=scheme, has_touch=is_touch, is_mobile=is_touch
+    )
     page = context.new_page()
     page.set_default_timeout(PATIENCE_MS)
     said: list[str] = []

@@ -7,6 +7,7 @@ from tiny_models import EOS
 from tokenizers import Tokenizer
 
 from engine.structured_output.grammar import Guide
+from engine.structured_output.token_bitmask import tokens_in
 
 BY_HAND: list[Any] = [
     {"type": "object"},
@@ -114,6 +115,11 @@ REFUSED: list[Any] = [
 ]
 
 
+def next_tokens(guide: Guide) -> set[int]:
+    """The next tokens that a guide allows."""
+    return set(tokens_in(guide.bitmask).tolist())
+
+
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
     """A random nested schema of enforceable keywords."""
     kinds = ["integer", "string", "boolean", "null", "enum", "number"]
@@ -157,7 +163,7 @@ def random_output(guide: Guide, encoder: Tokenizer, rng: random.Random, most: in
     closing = {encoder.token_to_id(character) for character in '"}]'}
     tokens: list[int] = []
     for _ in range(most):
-        allowed = sorted(guide.allowed())
+        allowed = sorted(next_tokens(guide))
         assert allowed, f"nothing may follow {encoder.decode(tokens)!r}"
         soon = [token for token in allowed if token in closing or token == EOS]
         token = rng.choice(soon if soon and rng.random() < 0.3 else allowed)

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from fake_executor import NextToken, fingerprint
+from schemas import next_tokens
 
 from config.params.sampling import SamplingParams
 from engine.structured_output.grammar import Grammar, Guide
@@ -91,7 +92,7 @@ def _guided_output(
     output: list[int] = []
     while len(output) < limit:
         free = next_token(history, len(output), sampling)
-        allowed = sorted(guide.allowed())
+        allowed = sorted(next_tokens(guide))
         output.append(allowed[free % len(allowed)])
         history = fingerprint(history, output[-1])
         if output[-1] in ends:

@@ -7,6 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
+from server.text.tokenizer import Tokenizer as Text
+
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<\uff5cuser\uff5c>"]
 
 
@@ -57,6 +59,13 @@ def words(decoder: Any = None) -> Tokenizer:
         encoder.decoder = decoder
     encoder.add_special_tokens(SPECIAL)
     return encoder
+
+
+def id_of(tokenizer: Text, token: str) -> int:
+    """The id of a token of the vocabulary."""
+    found = tokenizer._encoder.token_to_id(token)
+    assert isinstance(found, int)
+    return found
 
 
 def save(encoder: Tokenizer, folder: Path, **config: Any) -> str:

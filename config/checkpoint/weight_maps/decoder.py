@@ -96,7 +96,6 @@ def decoder_weight_map(
 
 
 def _named(weight: WeightSpec, spec: DecoderSpec) -> WeightSpec:
-    """`weight` under its checkpoint name."""
     module, dot, kind = weight.name.rpartition(".")
     return weight._replace(name=f"{spec.names.get(module, module)}{dot}{kind}")
 
@@ -115,7 +114,7 @@ def _decoder_layers(
     if spec.merged_mlp:
         assert spec.mlp_size is not None
         inner = Axis(spec.mlp_size, "shared_intermediate_size")
-        mlp = merged_mlp_weights("shared_mlp", spec.mlp, inner, hidden)
+        mlp = merged_mlp_weights(spec.mlp, inner, hidden)
     else:
         size_field = "intermediate_size" if moe is None else moe.fields.dense_size
         inner = Axis(config.intermediate_size, size_field)

@@ -28,15 +28,13 @@ def mlp_weights(
     )
 
 
-def merged_mlp_weights(
-    name: str, parameter: str, inner: Axis, hidden: Axis
-) -> Iterator[WeightSpec]:
-    """The two tensors of the gated MLP `name` in the checkpoint, with gate and up merged."""
+def merged_mlp_weights(parameter: str, inner: Axis, hidden: Axis) -> Iterator[WeightSpec]:
+    """The two tensors of the gated MLP `shared_mlp` in the checkpoint, with gate and up merged."""
     rows = Axis(2 * inner.size, f"2 * {inner.fields}")
-    yield matrix(f"{name}.input_linear.weight", rows, hidden, shard_dim=0)._replace(
+    yield matrix("shared_mlp.input_linear.weight", rows, hidden, shard_dim=0)._replace(
         parameter=f"{parameter}.gate_up_proj.weight",
         output_sizes=(inner.size, inner.size),
         outputs=(0, 1),
     )
-    down = matrix(f"{name}.output_linear.weight", hidden, inner, shard_dim=1)
+    down = matrix("shared_mlp.output_linear.weight", hidden, inner, shard_dim=1)
     yield down._replace(parameter=f"{parameter}.down_proj.weight")

@@ -1,5 +1,4 @@
-"""Computes the part of each checkpoint tensor that a rank loads, and where that part goes in the
-rank's parameters."""
+"""Computes the part of each checkpoint tensor that a rank loads."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -44,12 +43,13 @@ class Shard(NamedTuple):
     spec: WeightSpec
     """Spec of the part, with this rank's sizes and the name of the whole tensor."""
     dim: int = 0
-    """Dimension of the stored tensor that `intervals` index."""
+    """Dimension that `intervals` index, of the stored tensor or of the unpacked quantized
+    weight."""
     intervals: tuple[Interval, ...] | None = None
     """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
     refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
-    """Size of dimension `dim`, for a tensor sharded along a single dimension; otherwise 0."""
+    """Size of dimension `dim` in the whole tensor; 0: unknown."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:
@@ -175,7 +175,6 @@ def _resized(spec: WeightSpec, dim: int, size: int) -> WeightSpec:
 
 
 def _joined(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Merge adjacent intervals."""
     joined: list[Interval] = []
     for begin, end in intervals:
         if joined and joined[-1][1] == begin:

@@ -10,7 +10,7 @@ FLOATS = ("F16", "BF16", "F32")
 POWERS = ("U8", "F8_E8M0")
 """Dtypes of power-of-two scales: exponents with the bias of e8m0."""
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Name suffixes of KV-cache scales. Key and value scales are loaded if the cache is FP8."""
+"""Name suffixes of KV-cache scales."""
 _SKIPPED, _CHANGED = "-:", "+:"
 """Prefixes of patterns in `dynamic`: skip the matching modules, or change their settings."""
 
@@ -85,7 +85,7 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
 
 
 def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `names`, module names from the field `where`. Raises ConfigError for regular
-    expressions among them that are not supported."""
+    """Return `names`, module names from the field `where`, after a check of the regular expressions
+    among them. Raises ConfigError."""
     expressions(names, f"{where} of quantization_config in {fields.file}")
     return names

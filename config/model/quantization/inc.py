@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import ConfigError
-from config.json_text import parse_json
+from config.json_text import json_problem, parse_json
 from config.model.json_fields import MAX_JSON_BYTES
 from config.whole_files import read_limited
 
@@ -49,10 +49,10 @@ class QuantConfig:
     def measures(self) -> bool:
         return self.mode == MEASURE
 
-    def measure_file(self, rank: int, num_ranks: int, suffix: str = ".npz") -> Path:
+    def measure_file(self, rank: int, num_ranks: int) -> Path:
         """File with the maximum magnitudes of activations and weights that `rank` measured."""
         ranks = f"_{rank}_{num_ranks}" if self.names_ranks else ""
-        return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}{suffix}")
+        return Path(f"{self.dump_stats_path}_hooks_{self.observer}{ranks}.npz")
 
     def check_files(self, num_ranks: int) -> None:
         """Raise ConfigError if measurements that quantization needs are missing for a rank."""
@@ -83,7 +83,7 @@ def read_quant_config(path: str | None) -> QuantConfig:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"{path}, the file of --quant-config or {VARIABLE}, is not JSON: {error}"
+            f"{path}, the file of --quant-config or {VARIABLE}, is not JSON: {json_problem(error)}"
         ) from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}, the file of --quant-config or {VARIABLE}, is not a JSON object")

@@ -34,8 +34,8 @@ SCHEMES_AT_LOAD: dict[str, WeightScheme] = {
 
 
 def config_at_load(name: str) -> QuantizationConfig:
-    """QuantizationConfig of a checkpoint whose weights are already in the format `name`, a key of
-    SCHEMES_AT_LOAD."""
+    """QuantizationConfig of weights that are quantized to the format `name`, a key of
+    SCHEMES_AT_LOAD, while loading."""
     scheme = SCHEMES_AT_LOAD[name]
     return QuantizationConfig(
         name, (Rule(("Linear",), scheme),), ignored=NEVER_QUANTIZED, stacked=scheme
@@ -61,7 +61,7 @@ def read_quantization(fields: Fields, known: tuple[str, ...] = ()) -> Quantizati
 
 
 def is_served(fields: Fields) -> bool:
-    """Whether `read_quantization` supports the method in config.json."""
+    """Whether `read_quantization` supports the method of the checkpoint."""
     own = _settings(fields)
     return own is not None and own.raw["quant_method"] in METHODS
 

@@ -1,4 +1,5 @@
-"""Functions of torch that the vendor's package replaces (the bridge's core/torch_overwrites.py)."""
+"""Replacements of torch's functions: as in the vendor's package (the bridge's
+core/torch_overwrites.py), or with an error for calls that the emulator does not model."""
 
 import pickle
 from collections.abc import Callable
@@ -26,7 +27,6 @@ class Overwrites:
         self._device = device
 
     def _is_lazy(self) -> bool:
-        """Whether the package was imported in lazy mode."""
         variables = self._device.variables
         return variables.mode_is_read() and variables.lazy()
 
@@ -113,8 +113,7 @@ def object_device(original: Function) -> Function:
 
 def set_autocast_enabled(original: Function) -> Function:
     """torch.set_autocast_enabled, which torch.autocast calls. Raises NotImplementedError when
-    autocast is enabled for the card: it would change dtypes of results, and a server does not use
-    it."""
+    autocast is enabled for the card: it would change dtypes of results."""
 
     def change(*args: object) -> None:
         if args[:1] == (DEVICE.type,) and args[1]:

@@ -56,6 +56,8 @@ class HpuTensor(Tensor):
     lifetime: Lifetime | None
     uid: int
     is_view: bool
+    kinds: tuple[str, ...]
+    """How the view was made: the operators, first the first; empty for a whole tensor."""
 
     # Torch declares a method here; assigning the disabled form switches it off.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,6 +81,7 @@ class HpuTensor(Tensor):
         tensor.lifetime = lifetime
         tensor.uid = next(owner.uids)
         tensor.is_view = False
+        tensor.kinds = ()
         return tensor
 
     @classmethod
@@ -113,8 +116,6 @@ class HpuTensor(Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    # Torch's own versions of the methods below need a device guard, which comes with a driver.
 
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
@@ -231,8 +232,7 @@ def with_index(value: Any) -> Any:
     return DEVICE
 
 
-# Indexing as views and index ops: torch's own indexing needs a device guard, which comes with a
-# driver.
+# Indexing as views and index ops: torch's own indexing fails if the index is a list.
 
 
 def get_item(tensor: Tensor, key: Any) -> Tensor:
@@ -308,7 +308,6 @@ def _view(tensor: Tensor, key: Any, *, uploads: bool = True) -> tuple[Tensor, li
 
 
 def _width(part: Any) -> int:
-    """Number of dimensions that a part of the key consumes."""
     if part is None or part is Ellipsis:
         return 0
     if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):

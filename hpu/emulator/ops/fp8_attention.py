@@ -18,7 +18,7 @@ FP8_SDPA = (
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? d_scale_q, "
     "Tensor? d_scale_k, Tensor? d_scale_v, Tensor? q_scale_s, Tensor? q_scale_o, "
     "Tensor? d_scale_s, bool is_amax_s, bool is_amax_o, Tensor? valid_seq_len, "
-    "str seq_padding_type, int[] window_size=[-1, -1], Tensor? sink=None) "
+    "str seq_padding_type{window}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 SOFTMAX_FP8 = (
@@ -58,8 +58,9 @@ class Fp8Attention:
         window_size: Sequence[int] = NO_WINDOW,
         sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest |output| or
-        0), the last two of shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp).
+        """(out, 0, 0, 0, largest softmax weight or 0, largest |output| or 0), all except `out` of
+        shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp). The zeros are in
+        the places of the row maxima, inverse sums and seed of a backward pass.
 
         FP8 operands are multiplied by their `d_scale`s. The softmax weights are then rounded to FP8
         with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else bfloat16.

@@ -36,8 +36,8 @@ Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns 1 if a request failed or none completed, otherwise 0. Raises
-    ConfigError and CommandFailed."""
+    """Run the benchmark; returns 1 if a measured request failed or none completed, otherwise 0.
+    Raises ConfigError and CommandFailed."""
     options = read(argv)
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:
@@ -87,7 +87,6 @@ async def _run(
 
 
 def _fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Request fields set by flags."""
     names = [name.replace("-", "_") for name in ("temperature", *SAMPLING)]
     given = {name: getattr(options, name) for name in names}
     if options.logprobs is not None and options.endpoint == "chat":

@@ -94,7 +94,7 @@ class OpenAIServer:
             # Some servers do not send [DONE]; a finish_reason also ends the stream.
             if not outcome.is_finished:
                 raise
-        # Without usage, each chunk counts as a token.
+        # Without usage, each chunk with text counts as a token.
         outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
 
     async def _read_events(self, request: BenchRequest, outcome: Outcome) -> None:
@@ -136,7 +136,8 @@ class OpenAIServer:
         return len(await self._tokens(text, is_chat=False))
 
     async def vocabulary(self) -> list[int]:
-        """Token ids of common words. Raises HttpFailure if the server lacks vLLM's /tokenize."""
+        """Token ids of common words. Raises HttpFailure, for example if the server lacks
+        vLLM's /tokenize."""
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:

@@ -52,7 +52,7 @@ _ABSENT = (
     ("chat-template-kwargs", "--extra-body sends them"),
     ("request-id-prefix", "the server names the requests"),
 )
-"""Flags of `vllm bench serve` that do not exist here -> their replacements."""
+"""(flags of `vllm bench serve` that do not exist here, replacement or reason)."""
 
 
 def bench_parser() -> FlagParser:
@@ -254,8 +254,6 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    """Resolve the options that depend on other flags: address, endpoint, ignore_eos and lengths.
-    Raises ConfigError."""
     host = f"[{options.host}]" if ":" in options.host else options.host
     options.base_url = options.base_url or f"http://{host}:{options.port}"
     endpoint = BACKENDS[options.backend]

@@ -90,7 +90,7 @@ class QwenVideoForm:
         return self._token * int(np.prod(self._images.grid(arrays)))
 
     def time_step(self, fps: float) -> float:
-        """Position step per temporal patch: 1 for Qwen2-VL; proportional to time for Qwen2.5-VL."""
+        """Position step per temporal patch: proportional to time for Qwen2.5-VL, otherwise 1."""
         if self._rate is None:
             return 1.0
         # float32 as in transformers, which rounds the products down.
@@ -114,7 +114,8 @@ class TimedVideoForm(QwenVideoForm):
     def frame_size(
         self, count: int, height: int, width: int, size: Mapping[str, int]
     ) -> tuple[int, int] | None:
-        """Size according to `smart_resize` in the Qwen3-VL video processor of transformers."""
+        """Size according to `smart_resize` in the Qwen3-VL video processor of transformers. Raises
+        ValueError for an aspect ratio above MAX_SIDES."""
         bounds = {**self._default_size, **size}
         factor, count = self._factor, max(count, self._depth)
         smallest = min(height, width)

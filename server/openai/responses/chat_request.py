@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from config.errors import NotFound, UserError
-from server.http.body import MANY_BYTES, BodyReader, ReceivedBody, validate_fields
+from server.http.body import BodyReader, ReceivedBody, validate_fields
 from server.http.body_bounds import MAX_MESSAGES
 from server.http.held_bodies import decoded_bytes
 from server.http.json_decoder import decode_json
@@ -24,8 +24,11 @@ from server.openai.schema.chat import ChatBody
 
 ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
-"""Maximum JSON size of the previous items of a request, and of its referenced items; decoded items
-take several times as much memory."""
+"""Maximum JSON bytes of the previous items of a request, and of the items that it references.
+Decoded items take several times as much memory."""
+INLINE_BYTES = 16_384
+"""Maximum JSON size of a conversation that is converted on the event loop: about 500 items, which
+take a few milliseconds."""
 MAX_REFERENCES = 16_384
 """Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
@@ -81,18 +84,18 @@ async def resolve_request(
 ) -> ResponseRequest:
     """Build the request for response `number` from `body`, which was sent as `sent`. Adds to
     `sent.held` the memory of referenced items, and of previous items if the conversation exceeds
-    MANY_BYTES. `kinds`: supported media besides text. Raises Overloaded, UserError, and NotFound
+    INLINE_BYTES. `kinds`: supported media besides text. Raises Overloaded, UserError, and NotFound
     for a response or an item that is not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
-    if sent.num_bytes <= MANY_BYTES:
+    if sent.num_bytes <= INLINE_BYTES:
         items = read_items(body.input, number, kinds)
     else:
         items = await asyncio.to_thread(read_items, body.input, number, kinds)
     items, num_referenced = await _with_references(bodies, store, sent, items, owner)
     num_before = 0 if before is None else before.num_bytes
     _check_bytes(num_before, "the previous conversation has", "previous_response_id")
-    if sent.num_bytes + num_referenced + num_before <= MANY_BYTES:
+    if sent.num_bytes + num_referenced + num_before <= INLINE_BYTES:
         resolved = _resolve(body, items, before, number)
     else:
         if before:
@@ -106,7 +109,7 @@ async def resolve_request(
 def previous_number(body: ResponseBody) -> str:
     """Number of the response that `body` continues, or of the first response whose item `body`
     references; it identifies the process that stores the conversation. Empty for a new conversation
-    and for an item id of another server. Only MAX_MESSAGES items are searched, because a longer
+    and for an item id of another form. Only MAX_MESSAGES items are searched, because a longer
     input is rejected later."""
     if body.previous_response_id is not None:
         return body.previous_response_id.removeprefix(ID_PREFIX)
@@ -118,7 +121,8 @@ def previous_number(body: ResponseBody) -> str:
 
 
 def previous(store: ResponseStore, body: ResponseBody, owner: str) -> ItemHistory:
-    """The conversation of `owner` that `body` continues. Raises UserError."""
+    """The conversation of `owner` that `body` continues. Raises NotFound if it is not stored, and
+    UserError if it cannot be continued."""
     given, param = body.previous_response_id or "", "previous_response_id"
     if not store.is_enabled:
         raise UserError("this server stores no responses", param=param)
@@ -173,8 +177,6 @@ async def _with_references(
 
 
 class _Found(NamedTuple):
-    """Referenced items as JSON, by id."""
-
     items: dict[str, bytes]
     num_bytes: int
     """JSON bytes of the items, counted for each reference."""
@@ -186,7 +188,6 @@ class _Found(NamedTuple):
 
 
 def _find(ids: list[str], entries: list[StoredResponse]) -> _Found:
-    """The items of `entries` with `ids`. Raises NotFound, and UserError for too many bytes."""
     wanted, encoded = frozenset(ids), dict[str, msgspec.Raw]()
     for entry in entries:
         # Item ids contain the number of their response, so previous responses are not searched.

@@ -89,8 +89,8 @@ class Argument:
 
 
 def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
-    """Arguments in `schema`, required arguments first. Raises UserError if the schema cannot
-    be enforced (see `unenforceable`)."""
+    """Arguments in `schema`, required arguments first. Raises UserError, for example if the schema
+    cannot be enforced (see `unenforceable`)."""
     unknown = schema.keys() - _KEYWORDS - ANNOTATIONS
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -272,7 +272,8 @@ class ToolCallGrammar:
         return result
 
     def part_beside(self, form: Part, *, is_parallel: bool) -> Part | None:
-        """Grammar for either `form` or only calls; None if calls may start without a marker."""
+        """Grammar for either `form` or only calls; None if calls may start without a marker or are
+        not embedded in text."""
         if self.bare is not None or not self.by_marker:
             return None
         calls = any_of(

@@ -263,7 +263,13 @@ def test_a_bucket_file_selects_the_file_strategy() -> None:
         (["--nnodes", "2"], "must be 1: --distributed-executor-backend ray"),
         (["a", "--model", "b"], "two different models are set, 'a' and 'b'"),
         (["a", "b"], "takes no argument 'b'"),
-        (["--port"], "--port: expected one argument"),
+        (["--port"], "^--port needs a value, such as --port 8000$"),
+        (["--dtype", "--port", "1"], "^--dtype needs a value, such as --dtype auto$"),
+        (["--config"], "^--config needs a value: --config FILE$"),
+        (
+            ["--speculative-config", "[1]"],
+            '^--speculative-config is .*, such as .*"method": "ngram", "num_speculative_tokens": 4',
+        ),
         (
             ["--enable-prefix-caching=maybe"],
             "takes no value, .*=maybe sets a value; --no-enable-prefix-caching turns it off",

@@ -254,7 +254,10 @@ def test_the_log_has_a_warning_for_each_note(
         ("--models a b", "--models is not supported: a server has a single model; start a"),
         ("--enable-eplb", "--enable-eplb is not supported: --enable-expert-parallel gives each"),
         ("--cuda-graph-sizes 8", "--cuda-graph-sizes is not supported: --execution-mode"),
-        ("--limit-mm-per-prompt image=x", "--limit-mm-per-prompt is 'image=x', it must be JSON"),
+        (
+            "--limit-mm-per-prompt image=x",
+            "--limit-mm-per-prompt is 'image=x', which is not",
+        ),
         ("--mm-processor-cache-type shm", "--mm-processor-cache-type is not supported"),
         ("--enable-lora-bias", "--enable-lora-bias is not supported: only low-rank adapters"),
         ("--lora-extra-vocab-size 9", "--lora-extra-vocab-size is not supported"),

@@ -255,7 +255,7 @@ def test_sampling_defaults_may_be_given_as_key_value_pairs() -> None:
 
 @pytest.mark.parametrize("words", ["max_pixels=many", "max_pixels=", "=1", "a=1,,b=2", "a=1 b=2"])
 def test_malformed_pairs_are_not_read_as_an_object(words: str) -> None:
-    with pytest.raises(ConfigError, match=r"--mm-processor-kwargs is .*, it must be JSON"):
+    with pytest.raises(ConfigError, match=r"--mm-processor-kwargs is .*, which is not JSON"):
         load(["m", "--mm-processor-kwargs", words], environ={})
 
 

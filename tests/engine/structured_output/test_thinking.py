@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import text_folders
 from core_rig import CoreRig
+from schemas import next_tokens
 from tokenizers import Tokenizer
 
 from config.params.structured_output import FREE, GrammarSpec, ThinkingSpec
@@ -66,7 +67,7 @@ def walk(guide: Guide, encoder: Tokenizer, rng: random.Random, likely: set[int])
     """A random complete text that the guide allows."""
     tokens: list[int] = []
     for _ in range(400):
-        allowed = sorted(guide.allowed())
+        allowed = sorted(next_tokens(guide))
         soon = sorted(likely.intersection(allowed))
         token = rng.choice(soon if soon and rng.random() < 0.8 else allowed)
         if token == end_of(encoder):
@@ -108,7 +109,7 @@ def test_structured_output_begins_at_once_or_after_the_marker(
         guide = guide_of(grammar)
         for character in said:
             assert guide.advance(encoder.token_to_id(character)) is None
-        allowed = {encoder.decode([t], skip_special_tokens=False) for t in guide.allowed()}
+        allowed = {encoder.decode([t], skip_special_tokens=False) for t in next_tokens(guide)}
         shown.append(allowed if len(allowed) < 9 else "anything")
 
     assert shown == [
@@ -122,8 +123,8 @@ def test_the_end_token_is_not_allowed_while_thinking(
 ) -> None:
     guide = guide_of(grammar_of(vocabulary))
 
-    assert end_of(encoder) not in guide.allowed()
-    assert len(guide.allowed()) > vocabulary.vocab_size - 5
+    assert end_of(encoder) not in next_tokens(guide)
+    assert len(next_tokens(guide)) > vocabulary.vocab_size - 5
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
@@ -136,13 +137,13 @@ def test_thinking_is_closed_when_its_budget_is_spent_and_the_answer_follows(
     tokens = []
 
     for _ in range(budget + 30):
-        token = letter if letter in guide.allowed() else min(guide.allowed())
+        token = letter if letter in next_tokens(guide) else min(next_tokens(guide))
         assert guide.advance(token) is None
         tokens.append(token)
 
     text = encoder.decode(tokens, skip_special_tokens=False)
     assert re.fullmatch("x" * budget + re.escape(marks[1][0]) + "x+", text)
-    assert len(guide.allowed()) == vocabulary.vocab_size
+    assert len(next_tokens(guide)) == vocabulary.vocab_size
 
 
 def test_a_budget_that_is_not_reached_changes_no_token(vocabulary: Vocabulary) -> None:

@@ -24,10 +24,11 @@ def simulate(
     measured: LaunchCosts | None = None,
 ) -> float:
     """Tokens per second with drafts that are right with `probability`, divided by the rate without
-    drafts. `measured`: costs given to DraftLengths instead of the true `costs`; with them, each
+    drafts. `measured`: costs of DraftLengths instead of the true `costs`; with them, each
     request ends after about 64 tokens and the next begins."""
     rng = random.Random(1)
-    lengths = DraftLengths(5, measured or costs)
+    lengths = DraftLengths(5)
+    lengths.costs = measured or costs
     ages = [2 * index for index in range(num_requests)]
     for index in range(num_requests):
         lengths.add_request(index)
@@ -86,7 +87,8 @@ def test_expensive_rows_slow_decoding_by_at_most_3_percent(
 
 
 def test_drafts_reach_full_length_again_when_they_begin_to_be_accepted() -> None:
-    lengths = DraftLengths(5, FIFTH)
+    lengths = DraftLengths(5)
+    lengths.costs = FIFTH
     lengths.add_request(0)
     for _ in range(300):
         lengths.begin_launch(1)
@@ -104,7 +106,7 @@ def test_drafts_reach_full_length_again_when_they_begin_to_be_accepted() -> None
 
 
 def test_without_costs_all_drafts_are_verified() -> None:
-    lengths = DraftLengths(5, None)
+    lengths = DraftLengths(5)
     lengths.add_request(3)
     for _ in range(50):
         assert lengths.wanted(3) == 5
@@ -139,7 +141,8 @@ def test_the_first_row_after_a_full_tile_is_measured() -> None:
 
 def planned(drafter_s: float, pending: int, num_requests: int = 1) -> list[int]:
     """Draft counts for a drafter whose launches take `drafter_s`, with decodes of a second."""
-    lengths = DraftLengths(4, LaunchCosts([1, 64], [1.0, 1.2]))
+    lengths = DraftLengths(4)
+    lengths.costs = LaunchCosts([1, 64], [1.0, 1.2])
     lengths.drafting = DraftingCosts(
         LaunchCosts([1, 64], [drafter_s, 2 * drafter_s]), lambda req_index, num_tokens: pending
     )

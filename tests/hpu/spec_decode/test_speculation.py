@@ -95,7 +95,7 @@ def test_token_pairs_follow_the_target_distribution(
         chains = Chains(NUM_REQUESTS)
         sampler = Sampler(NUM_REQUESTS, VOCAB, CPU, static_shapes=False)
         speculation = Speculation(
-            proposer, chains, sampler, DraftLengths(3, None), AcceptanceCounts(count)
+            proposer, chains, sampler, DraftLengths(3), AcceptanceCounts(count)
         )
         for index in range(NUM_REQUESTS):
             sampling = RequestSampling(seed=round_number * NUM_REQUESTS + index, **settings)

@@ -484,7 +484,7 @@ def says(*blocks: Any) -> dict[str, Any]:
         (says({"type": "text"}), ".text is missing, it must be"),
         (
             says({"type": "image", "source": {}}),
-            "and this server does not accept images; serve a model that reads them",
+            "and this server does not accept images: its model reads none, or",
         ),
         (says({"type": "document"}), "has type 'document', it must be text"),
         (says({"type": "search_result"}), "'search_result'"),

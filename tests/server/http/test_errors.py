@@ -16,6 +16,8 @@ from server.http.errors import EngineFailed, Fault, fault_of, shortened
 
 USER = {"messages": [{"role": "user", "content": "hi"}]}
 
+LORA_FLAGS = "served with --enable-lora, --allow-runtime-lora-updating, --lora-dir and --api-key."
+
 
 def check(response: httpx.Response, status: int, **wanted: Any) -> str:
     """Check the status, the four keys and `wanted` fields of an error; returns its message."""
@@ -295,8 +297,18 @@ async def test_unknown_models_routes_and_methods_have_their_own_errors() -> None
         ("GET", "/models", 404, "The API is at /v1/models"),
         ("POST", "/v1/v1/chat/completions", 404, "nearest route is /v1/chat/completions."),
         ("POST", "/v1/chat/completion", 404, "The nearest route is /v1/chat/completions."),
-        ("POST", "/v1/load_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
-        ("POST", "/v1/unload_lora_adapter", 404, "served with --allow-runtime-lora-updating."),
+        (
+            "POST",
+            "/v1/load_lora_adapter",
+            404,
+            LORA_FLAGS,
+        ),
+        (
+            "POST",
+            "/v1/unload_lora_adapter",
+            404,
+            LORA_FLAGS,
+        ),
         ("POST", "/start_profile", 404, "served with --enable-dev-endpoints and --api-key."),
         ("POST", "/stop_profile", 404, "served with --enable-dev-endpoints and --api-key."),
         ("GET", "/server_info", 404, "served with --enable-dev-endpoints and --api-key."),

@@ -357,8 +357,8 @@ async def test_models_without_vision_refuse_all_but_text() -> None:
 
     assert [answer.status_code for answer in answers] == [400] * 6
     images = (
-        "and this server does not accept images; serve a model that reads them, without "
-        "--limit-mm-per-prompt 0 (docs/images.md)"
+        "and this server does not accept images: its model reads none, or "
+        "--limit-mm-per-prompt allows 0 (docs/images.md)"
     )
     text_only = "it must be text"
     assert [answer.json()["error"]["message"] for answer in answers] == [

@@ -204,6 +204,6 @@ async def test_an_image_model_refuses_videos(tmp_path: Path) -> None:
 
     assert (refused.status_code, taken.status_code) == (400, 200)
     assert refused.json()["error"]["message"] == (
-        "messages[0].content[0] has type 'video_url', and this server does not accept videos; "
-        "serve a model that reads them, without --limit-mm-per-prompt 0 (docs/images.md)"
+        "messages[0].content[0] has type 'video_url', and this server does not accept videos: "
+        "its model reads none, or --limit-mm-per-prompt allows 0 (docs/images.md)"
     )

@@ -1,10 +1,10 @@
-"""Start-up progress as text and as a bar, and its rate limit."""
+"""Start-up progress as text and as a bar."""
 
 import pytest
 from http_rig import in_memory
 
 from engine.transport.messages import BACKGROUND_WARMUP, Progress
-from server.serving.progress import INTERVAL_S, ProgressReporter, bar, describe
+from server.serving.progress import bar, describe
 
 
 @pytest.mark.parametrize(
@@ -21,23 +21,6 @@ def test_a_bar_is_as_full_as_the_work_is_done() -> None:
     assert bar(half) == f"[{'#' * 12}{'-' * 12}] loading the weights, 8.00 GiB of 16.00 GiB"
     assert bar(Progress(0, "warmup", 5, 5)).startswith(f"[{'#' * 24}]")
     assert bar(Progress(0, "load", 0, 0)) == "loading the weights"
-
-
-def test_a_start_is_silent_for_no_longer_than_the_interval() -> None:
-    reporter = ProgressReporter(100.0)
-    steps = [(100.1, "load"), (105.0, "load"), (106.0, "warmup, 1"), (110.0, "warmup, 2")]
-    steps += [(112.0, "warmup, 2"), (115.0, "warmup, 2"), (235.0, "warmup, 2")]
-
-    lines = [reporter.line(text, now_s) for now_s, text in steps]
-
-    expected = [None, "Starting: load, unchanged for 5 s", None, "Starting: warmup, 2"]
-    expected += [None, "Starting: warmup, 2, unchanged for 5 s"]
-    assert lines == [*expected, "Starting: warmup, 2, unchanged for 2 min"]
-    assert INTERVAL_S == 5
-
-
-def test_a_start_without_a_known_stage_says_that_it_starts() -> None:
-    assert ProgressReporter(0.0).line("starting", 5.0) == "Starting"
 
 
 def test_a_step_without_a_count_is_shown_by_name() -> None:

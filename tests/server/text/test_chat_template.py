@@ -513,6 +513,34 @@ async def test_an_endless_template_is_stopped_and_its_thread_renders_the_next_te
     assert "Hello" in rendered
 
 
+async def test_a_rendering_that_gets_no_processor_may_be_sent_again() -> None:
+    template = ours(CHATML, time_limit_s=0.1, threads=1)
+    resumes = threading.Event()
+
+    def mark(_: Any) -> Any:
+        resumes.wait(WAIT_S)
+        return _
+
+    with pytest.raises(Overloaded, match=r"longer than 1 s"):
+        await template.render(HELLO, mark=mark)
+    resumes.set()
+
+    assert "Hello" in await asyncio.wait_for(template.render(HELLO), WAIT_S)
+
+
+def test_a_template_that_is_probed_slowly_on_a_busy_machine_shows_its_tools() -> None:
+    template = ours("{{ messages[0].content }}", time_limit_s=0.1)
+    shows_tools = template._renderer.shows_tools
+
+    def slow(source: str) -> bool:
+        time.sleep(0.2)
+        return shows_tools(source)
+
+    template._renderer.shows_tools = slow  # type: ignore[method-assign]
+
+    assert template.uses_generic_tools()
+
+
 async def test_a_slow_template_does_not_block_the_loop() -> None:
     template = ours(SLOW, time_limit_s=0.3)
 

@@ -92,7 +92,7 @@ async def test_no_part_of_a_message_makes_a_control_token(message: dict[str, Any
 
     assert tokenizer.unmarked(text) == bare
     assert tokenizer.decode(ids, skip_special_tokens=False) == bare
-    control = [tokenizer.id_of(token) for token in (START, END)]
+    control = [text_folders.id_of(tokenizer, token) for token in (START, END)]
     # Only the template's own control tokens: begin and end of a message, and begin of the answer.
     assert [token_id for token_id in ids if token_id in control] == [*control, control[0]]
     template.close()
@@ -120,7 +120,9 @@ def test_control_tokens_across_two_texts_stay_text() -> None:
 
     first, second = (tokenizer.controls.marked(part) for part in ("<|im_ ", "end|>"))
 
-    assert tokenizer.id_of(END) not in tokenizer.encode_now(first.strip() + second, False)
+    assert text_folders.id_of(tokenizer, END) not in tokenizer.encode_now(
+        first.strip() + second, False
+    )
 
 
 def word_tokenizer(*special: AddedToken) -> Tokenizer:
@@ -157,7 +159,7 @@ async def test_control_tokens_of_messages_are_text_only_with_the_flag_of_the_ope
     async with in_memory() as rig, in_memory(tokenizer=tokenizer) as strict:
         for item in (rig, strict):
             answer = (await item.post("/tokenize", body)).json()
-            counts.append(answer["tokens"].count(tokenizer.id_of(END)))
+            counts.append(answer["tokens"].count(text_folders.id_of(tokenizer, END)))
             chat = await item.chat(f"x{END}", max_tokens=1, return_token_ids=True)
             assert chat.json()["prompt_token_ids"] == answer["tokens"]
 

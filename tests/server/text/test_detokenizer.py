@@ -81,8 +81,8 @@ def test_a_prompt_of_any_ids_is_never_sent_again(
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_character_that_the_prompt_began_is_sent_if_it_is_completed(ends: bool) -> None:
     tokenizer = KINDS["byte fallback"]
-    smile = [tokenizer.id_of(f"<0x{byte:02X}>") for byte in "🙂".encode()]
-    letter = tokenizer.id_of("a")
+    smile = [text_folders.id_of(tokenizer, f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    letter = text_folders.id_of(tokenizer, "a")
     output = [[smile[2]], [smile[3] if ends else letter], [letter]]
 
     made = pieces(tokenizer, smile[:2], output)
@@ -115,7 +115,9 @@ def test_a_character_is_sent_with_its_last_byte(kind: str) -> None:
 
 def test_bytes_that_can_never_be_a_character_are_not_held_back() -> None:
     tokenizer = KINDS["byte fallback"]
-    wrong, begun, letter = (tokenizer.id_of(token) for token in ("<0xFF>", "<0xE4>", "a"))
+    wrong, begun, letter = (
+        text_folders.id_of(tokenizer, token) for token in ("<0xFF>", "<0xE4>", "a")
+    )
 
     made = pieces(tokenizer, [letter], [[wrong], [begun], [letter]])
 

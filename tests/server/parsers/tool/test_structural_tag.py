@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import text_folders
 from parsing import good_calls, read
+from schemas import next_tokens
 from tokenizers import Tokenizer
 
 from config.errors import UserError
@@ -102,13 +103,13 @@ def written(guide: Guide, encoder: Tokenizer, start: str, rng: random.Random) ->
     (end,) = encoder.encode("</s>").ids
     tokens: list[int] = []
     for token in encoder.encode(start).ids:
-        assert token in guide.allowed(), encoder.decode(tokens, skip_special_tokens=False)
+        assert token in next_tokens(guide), encoder.decode(tokens, skip_special_tokens=False)
         assert guide.advance(token) is None
         tokens.append(token)
     marks = {token.content: id for id, token in encoder.get_added_tokens_decoder().items()}
     closing = {encoder.token_to_id(character) for character in '"}]>)'} | {*marks.values()}
     for _ in range(900):
-        allowed = sorted(guide.allowed())
+        allowed = sorted(next_tokens(guide))
         if end in allowed:
             return encoder.decode(tokens, skip_special_tokens=False)
         soon = [token for token in allowed if token in closing]
@@ -148,10 +149,10 @@ def test_text_without_a_marker_is_unconstrained(name: str, tmp_path: Path) -> No
     encoder, guide = encoder_of(name, True), guide_of(name, True, tmp_path)()
 
     for token in encoder.encode("Well, 2 < 3 & [x] {y} <b>z</b>. ").ids:
-        assert token in guide.allowed()
+        assert token in next_tokens(guide)
         assert guide.advance(token) is None
 
-    assert encoder.encode("</s>").ids[0] in guide.allowed()
+    assert encoder.encode("</s>").ids[0] in next_tokens(guide)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,9 @@ def test_calls_in_channels_are_constrained_and_other_channels_are_free(
     assert num_calls >= 3
     guide = new_guide()
     for token in encoder.encode(ANALYSIS + "<|channel|>final<|message|>x to=5 {").ids:
-        assert token in guide.allowed()
+        assert token in next_tokens(guide)
         guide.advance(token)
-    assert encoder.encode("</s>").ids[0] in guide.allowed()
+    assert encoder.encode("</s>").ids[0] in next_tokens(guide)
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "pythonic"])
