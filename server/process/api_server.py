@@ -73,7 +73,7 @@ WRONG_SETTING = 2
 ENGINE_GONE = 4
 """Exit code of an API server whose last engine has died or has written a profile, if there are
 several API servers."""
-UNREADABLE = 5
+UNREADABLE = 6
 """Exit code of an API server that cannot be started again, although its settings were right at the
 first start, for example because the checkpoint's files have changed."""
 INTERRUPTED = 130

@@ -6,10 +6,13 @@ from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
+import pytest
 from tiny_models import make_tiny
 
+from config.checkpoint.safetensors_files import folder_shapes
 from config.engine import EngineConfig
-from config.errors import ConfigError
+from config.errors import CheckpointError, ConfigError
+from config.model.read_config import read_model_config
 from config.model.sentence_transformers import read_sentence_config
 from config.startup_checks import check_checkpoint
 from server.text.tokenizer_files import read_text_files
@@ -54,3 +57,15 @@ def test_a_file_that_is_not_regular_is_not_taken_for_a_missing_file(tmp_path: Pa
                 assert name in str(error)
 
     assert not taken
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_a_truncated_file_is_an_error_of_the_checkpoint_not_of_the_settings(
+    name: str, tmp_path: Path
+) -> None:
+    """An engine that is restarted meanwhile tries again."""
+    folder = make_tiny("llama", tmp_path / "model")
+    os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+    with pytest.raises(CheckpointError, match=name):
+        folder_shapes(Path(read_model_config(str(folder)).path))
