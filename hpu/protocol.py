@@ -429,7 +429,7 @@ class BucketLimits:
         return min(full, max(MAX_REFERENCES * self.num_blocks, self.blocks_per_seq))
 
 
-class OffloadFacts(msgspec.Struct, array_like=True, gc=False):
+class OffloadFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Capacity and speed of the workers' KV block storage outside the device."""
 
     num_slots: int
@@ -444,6 +444,9 @@ class OffloadFacts(msgspec.Struct, array_like=True, gc=False):
     block_bytes: int = 0
     """Bytes of a block on all workers."""
 
+
+NO_OFFLOAD = OffloadFacts(num_slots=0, load_s=0.0, max_files=0, file_hashes=b"")
+"""Facts of workers that do not offload blocks."""
 
 HASH_BYTES = 32
 """Bytes of a block hash (SHA-256)."""
@@ -513,7 +516,7 @@ class WorkerReady(msgspec.Struct, array_like=True, gc=False, tag=5):
     """For a model with cross-attention layers: maximum rows of a request's images, which the
     request holds from its first step until it ends. 0: image tokens use the rows, and images are
     held until their last token is computed."""
-    offload: OffloadFacts | None = None
+    offload: OffloadFacts = NO_OFFLOAD
     """KV block storage outside the device; None: not configured."""
 
     def rank_facts(self, rank: int) -> RankFacts:

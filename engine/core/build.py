@@ -9,7 +9,7 @@ from engine.core.coupled_steps import SINGLE_ENGINE, StepSync
 from engine.core.engine_core import Clock, CoreParts, EngineCore, OnStart
 from engine.executors.base import Executor
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.offload import NO_OFFLOAD, KVOffload
+from engine.kv_cache.offload import KVOffload
 from engine.scheduling.encoder_cache import EncoderCacheManager
 from engine.scheduling.fair_queue import make_waiting_queue
 from engine.scheduling.launch_packer import LaunchPacker
@@ -97,7 +97,7 @@ def build_core(
 
 def _kv_cache(config: EngineConfig, ready: WorkerReady, table: BucketTable) -> KVCacheManager:
     offload = KVOffload(
-        NO_OFFLOAD if ready.offload is None else ready.offload,
+        ready.offload,
         ready.block_size,
         only_preempted=config.offload.kv_offloading_size == 0,
     )

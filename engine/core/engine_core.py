@@ -429,8 +429,7 @@ class EngineCore:
             self._packer.invalidate()
             self._stats.update_counters(ready.counters)
             self.num_deferred = ready.num_deferred
-            if ready.offload is not None:
-                self._offload.restart(ready.offload)
+            self._offload.restart(ready.offload)
         return self._sleep_state.state
 
     def step(self) -> list[tuple[int, StepOutput]]:

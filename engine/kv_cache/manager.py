@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.offload import NO_OFFLOAD, KVOffload
+from engine.kv_cache.offload import KVOffload
 from engine.kv_cache.prefix_hashes import chain, images_in, root_hash
 from engine.request import NEVER, PREEMPTED, Request
+from hpu.protocol import NO_OFFLOAD
 
 MAX_MOVES = 512
 """Maximum blocks moved in one step by defragmentation."""

@@ -8,6 +8,7 @@ from engine.kv_cache.copy_rates import CopyRates
 from engine.kv_cache.offload_index import OffloadIndex
 from hpu.protocol import (
     HASH_BYTES,
+    NO_OFFLOAD,
     BlocksFetched,
     DropFiles,
     FetchBlocks,
@@ -18,10 +19,6 @@ from hpu.protocol import (
 
 FETCH_SHARE = 2
 """At most 1/FETCH_SHARE of the slots are reserved for blocks that are being read from files."""
-
-
-NO_OFFLOAD = OffloadFacts(num_slots=0, load_s=0.0, max_files=0, file_hashes=b"")
-"""Facts of workers that do not offload blocks."""
 
 
 class KVOffload:
@@ -35,7 +32,7 @@ class KVOffload:
     def __init__(
         self, facts: OffloadFacts, block_size: int, *, only_preempted: bool = False
     ) -> None:
-        self.is_enabled = facts is not NO_OFFLOAD
+        self.is_enabled = facts != NO_OFFLOAD
         self._only_preempted = only_preempted
         self._block_size = block_size
         self._counts: Counter[str] = Counter()

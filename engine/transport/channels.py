@@ -25,7 +25,7 @@ import zmq
 from config.errors import ConfigError, EngineDied
 from config.log import LimitedWarning
 from config.owned_directory import OwnedDirectory
-from engine.transport.segments import SharedMemoryTransfers, files_parent, link_directory
+from engine.transport.segments import Transfers, files_parent, link_directory, transfers_beside
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +127,10 @@ class PairSocket(Generic[Sent, Received]):
         self,
         socket: "zmq.Socket[bytes]",
         received: Any,
+        segments: Transfers,
         path: str | None = None,
-        segments: SharedMemoryTransfers | None = None,
     ) -> None:
-        """`path`: file of a listening Unix socket. `segments`: shared-memory transport of large
-        messages."""
+        """`segments`: transport of large messages. `path`: file of a listening Unix socket."""
         self._socket = socket
         self._path = path
         self._segments = segments
@@ -156,7 +155,7 @@ class PairSocket(Generic[Sent, Received]):
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        return self._decode(frame if self._segments is None else self._segments.message(frame))
+        return self._decode(self._segments.message(frame))
 
     def stop_accepting(self) -> None:
         """Stop accepting connections on a Unix socket; safe to call twice. Existing connections are
@@ -178,7 +177,7 @@ class Publisher(Generic[Sent]):
         socket: "zmq.Socket[bytes]",
         path: str | None,
         num_peers: int,
-        segments: SharedMemoryTransfers | None = None,
+        segments: Transfers,
     ) -> None:
         """`path`: file of the Unix socket. `segments`: see PairSocket."""
         self._socket = socket
@@ -340,7 +339,7 @@ class RouterSocket(Generic[Sent, Received]):
         received: Any,
         num_peers: int,
         on_all: Callable[[], None],
-        segments: SharedMemoryTransfers | None = None,
+        segments: Transfers,
     ) -> None:
         """`monitor`: socket that receives _Admissions.EVENTS. `on_all` is called when `num_peers`
         peers have sent a message. `segments`: see PairSocket."""
@@ -385,14 +384,11 @@ class RouterSocket(Generic[Sent, Received]):
     def send(self, peer: bytes, message: Sent) -> bool:
         """Send without blocking; returns False when `peer` has disconnected or has left HIGH_WATER
         messages unread. Raises TypeError or ValueError when the message cannot be encoded."""
-        frame = self._encode(message)
-        if self._segments is not None:
-            frame = self._segments.frame(frame, peer)
+        frame = self._segments.frame(self._encode(message), peer)
         try:
             self._socket.send_multipart((peer, frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if self._segments is not None:
-                self._segments.take_back(frame)
+            self._segments.take_back(frame)
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
@@ -436,8 +432,7 @@ class RouterSocket(Generic[Sent, Received]):
                     self._connections[peer] = int(source.get(zmq.SRCFD))
                     if len(self._connections) == self._num_peers:
                         self._on_all()
-                message = frame if self._segments is None else self._segments.message(frame)
-                self._on_message(peer, self._decode(message))
+                self._on_message(peer, self._decode(self._segments.message(frame)))
         finally:
             if not self._socket.closed:
                 self._schedule_drain()
@@ -462,8 +457,7 @@ class RouterSocket(Generic[Sent, Received]):
             peers = [peer for peer, fd in self._connections.items() if fd == descriptor]
             for peer in peers:
                 del self._connections[peer]
-                if self._segments is not None:
-                    self._segments.forget(peer)
+                self._segments.forget(peer)
             is_rejected = self._admissions.take(event, was_admitted=bool(peers))
             for peer in peers:
                 self._on_disconnect(peer)
@@ -489,7 +483,7 @@ class ZmqContext:
         socket = self._socket(zmq.PAIR)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return PairSocket(socket, received, path, SharedMemoryTransfers.beside(endpoint))
+        return PairSocket(socket, received, transfers_beside(endpoint), path)
 
     def connect_pair(
         self, endpoint: str, received: Any, watches: "list[ConnectionWatch] | None" = None
@@ -509,7 +503,7 @@ class ZmqContext:
         socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return Publisher(socket, path, num_peers, SharedMemoryTransfers.beside(endpoint, num_peers))
+        return Publisher(socket, path, num_peers, transfers_beside(endpoint, num_peers))
 
     def connect_subscriber(self, endpoint: str, received: Any) -> PairSocket[None, Any]:
         """Connect to a publisher, to receive its messages."""
@@ -521,7 +515,7 @@ class ZmqContext:
         socket = self._socket(zmq.PULL)
         _RejectionCounter(socket, self._context, rejection_warning(endpoint))
         path = self._listen(socket, endpoint)
-        return PairSocket(socket, received, path, SharedMemoryTransfers.beside(endpoint))
+        return PairSocket(socket, received, transfers_beside(endpoint), path)
 
     def connect_collector(self, endpoint: str) -> PairSocket[Any, None]:
         """Connect to a collector, to send messages to it."""
@@ -552,7 +546,7 @@ class ZmqContext:
         except ConfigError:
             monitor.close(linger=0)
             raise
-        segments = SharedMemoryTransfers.beside(endpoint)
+        segments = transfers_beside(endpoint)
         return RouterSocket(socket, monitor, received, num_peers, on_all, segments)
 
     def close(self) -> None:
@@ -586,8 +580,8 @@ class ZmqContext:
         socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
         socket.setsockopt(zmq.PLAIN_PASSWORD, self._token)
         _add_heartbeats(socket, endpoint)
-        segments = SharedMemoryTransfers.beside(endpoint)
-        pair: PairSocket[Any, Any] = PairSocket(socket, received, segments=segments)
+        segments = transfers_beside(endpoint)
+        pair: PairSocket[Any, Any] = PairSocket(socket, received, segments)
         if watches is not None:
             watches.append(ConnectionWatch(pair, endpoint))
         socket.connect(endpoint)
@@ -714,16 +708,13 @@ def _endpoint(socket: "zmq.Socket[bytes]") -> str:
     return address.rstrip(b"\0").decode()
 
 
-def _send(
-    socket: "zmq.Socket[bytes]", message: bytes, segments: SharedMemoryTransfers | None
-) -> bool:
+def _send(socket: "zmq.Socket[bytes]", message: bytes, segments: Transfers) -> bool:
     """Send `message`; False if the queue is full."""
-    frame = message if segments is None else segments.frame(message)
+    frame = segments.frame(message)
     try:
         socket.send(frame, zmq.NOBLOCK)
     except zmq.Again:
-        if segments is not None:
-            segments.take_back(frame)
+        segments.take_back(frame)
         return False
     return True
 

@@ -39,7 +39,25 @@ def link_directory(sockets: str, files: str) -> None:
     os.symlink(files, Path(sockets, DIRECTORY))
 
 
-class SharedMemoryTransfers:
+class Transfers:
+    """Large messages of a socket. This base class sends all messages through the socket."""
+
+    def frame(self, data: bytes, peer: bytes = b"") -> bytes:
+        """Frame to send to `peer`."""
+        return data
+
+    def take_back(self, frame: bytes) -> None:
+        """Free the memory of a frame that was not sent."""
+
+    def forget(self, peer: bytes) -> None:
+        """Free the memory of the messages that a disconnected peer has not read."""
+
+    def message(self, frame: bytes) -> bytes | memoryview:
+        """Message of a frame. Raises EngineDied if its memory does not exist."""
+        return frame
+
+
+class SharedMemoryTransfers(Transfers):
     """Files of the large messages that a socket sends and receives.
 
     A reader opens a file and unlinks it at once, so that the kernel frees the memory when the
@@ -54,18 +72,9 @@ class SharedMemoryTransfers:
         self._num_written = 0
         self._unread: list[_File] = []
 
-    @classmethod
-    def beside(cls, endpoint: str, num_readers: int = 1) -> "SharedMemoryTransfers | None":
-        """Transfers of the socket at `endpoint`; None for a TCP socket, or if the socket's
-        directory has no link to a directory of files (`link_directory`)."""
-        if not endpoint.startswith("ipc://"):
-            return None
-        directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
-        return cls(directory, num_readers) if directory.is_dir() else None
-
     def frame(self, data: bytes, peer: bytes = b"") -> bytes:
-        """Frame to send to `peer`: the message itself, or the name of a file if the message is
-        large and there is memory for a file."""
+        """The message itself, or the name of a file if the message is large and there is memory
+        for a file."""
         size = len(data)
         if size < LARGE_BYTES:
             return data
@@ -86,16 +95,13 @@ class SharedMemoryTransfers:
         return MARK + f"{name} {self._num_readers}".encode()
 
     def take_back(self, frame: bytes) -> None:
-        """Remove the files of a frame that was not sent."""
         if frame[:1] == MARK:
             _remove(self._named(frame))
 
     def forget(self, peer: bytes) -> None:
-        """Remove the files that a disconnected peer has not read."""
         _remove([file.path for file in self._unread if file.peer == peer])
 
     def message(self, frame: bytes) -> bytes | memoryview:
-        """Message of a frame. Raises EngineDied if the file does not exist."""
         if frame[:1] != MARK:
             return frame
         for path in self._named(frame):
@@ -115,6 +121,15 @@ class SharedMemoryTransfers:
 
     def _paths(self, name: str, num_readers: int) -> list[str]:
         return [str(self._directory / f"{name}.{index}") for index in range(num_readers)]
+
+
+def transfers_beside(endpoint: str, num_readers: int = 1) -> Transfers:
+    """Transfers of the socket at `endpoint`: through the socket for a TCP socket, or if the
+    socket's directory has no link to a directory of files (`link_directory`)."""
+    directory = Path(endpoint.removeprefix("ipc://")).parent / DIRECTORY
+    if endpoint.startswith("ipc://") and directory.is_dir():
+        return SharedMemoryTransfers(directory, num_readers)
+    return Transfers()
 
 
 def _write(paths: list[str], data: bytes) -> None:

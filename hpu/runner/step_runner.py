@@ -6,6 +6,7 @@ from collections.abc import Callable
 from hpu.backends.base import Backend
 from hpu.lora.manager import Adapters
 from hpu.protocol import (
+    NO_OFFLOAD,
     BlocksFetched,
     Bucket,
     FetchBlocks,
@@ -25,9 +26,9 @@ class Offload:
         self.on_fetched: Callable[[], None] = lambda: None
         """Called on another thread when `take_fetched` has a new result."""
 
-    def start(self, pad_block: int) -> OffloadFacts | None:
-        """Prepare the copies; returns the capacities, or None without offloading."""
-        return None
+    def start(self, pad_block: int) -> OffloadFacts:
+        """Prepare the copies; returns the capacities."""
+        return NO_OFFLOAD
 
     def apply(self, plan: StepPlan) -> None:
         """Launch the copies of a plan, before its launches."""

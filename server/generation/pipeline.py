@@ -83,8 +83,9 @@ class Pipeline:
         param: str = "messages",
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> "Generation":
-        """Check the request and send its `len(prompts) * params.n` sequences. `param`: field of the
-        prompt, for errors; `visible_special_ids`: special tokens that always appear in the text.
+        """Check the request and send its `len(prompts) * params.n` sequences, except sequences
+        without work for the engine. `param`: field of the prompt, for errors;
+        `visible_special_ids`: special tokens that always appear in the text.
 
         Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception, nothing of
         the request is left in the engine.

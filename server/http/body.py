@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,8 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait for decoding."""
+        self._buffered_of = Counter[str]()
+        """The same bytes by client."""
         self._held = HeldBodies()
         # Clients can make many bodies end in the same iteration of the event loop.
         self._short_pacer, self._pacer = LoopPacer(), LoopPacer(1)
@@ -108,16 +111,17 @@ class BodyReader:
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
         chunks: list[bytes] = []
         size = num_decoded_bytes = 0
+        client = current_client.get() or ""
         try:
             async for chunk in request.stream():
                 size += len(chunk)
                 num_decoded_bytes += decoded_bytes(chunk)
                 self._num_buffered_bytes += len(chunk)
-                self._check_size(size)
+                self._buffered_of[client] += len(chunk)
+                self._check_size(size, client)
                 chunks.append(chunk)
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
-            client = current_client.get() or ""
             num_decoded_bytes = min(num_decoded_bytes, size + MAX_VALUES_BYTES)
             held = await self._held.hold(num_decoded_bytes, self._max_buffered(size), client)
             pacer = self._short_pacer if size <= SHORT_BODY_BYTES else self._pacer
@@ -127,6 +131,9 @@ class BodyReader:
             raise ClientGone from None
         finally:
             self._num_buffered_bytes -= size
+            self._buffered_of[client] -= size
+            if not self._buffered_of[client]:
+                del self._buffered_of[client]
         if not isinstance(decoded, dict):
             raise UserError(f"the body is {value_text(decoded)}, it must be a JSON object")
         return ReceivedBody(decoded, size, record_of(request.scope), held)
@@ -147,11 +154,14 @@ class BodyReader:
         turns."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, client: str) -> None:
+        """Raise RequestTooLarge for a body that is too large, and Overloaded if the limit on all
+        bodies and the share of `client` are exceeded."""
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
         max_buffered = self._max_buffered(size)
-        if self._num_buffered_bytes > max_buffered:
+        share = max_buffered // len(self._buffered_of)
+        if self._num_buffered_bytes > max_buffered and self._buffered_of[client] > share:
             raise Overloaded(
                 f"the request bodies in memory have {self._num_buffered_bytes} bytes, at most "
                 f"{max_buffered} are allowed"

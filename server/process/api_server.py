@@ -75,7 +75,7 @@ ENGINE_GONE = 4
 several API servers."""
 UNREADABLE = 6
 """Exit code of an API server that cannot be started again, although its settings were right at the
-first start: the checkpoint's files have changed."""
+first start, for example because the checkpoint's files have changed."""
 INTERRUPTED = 130
 
 TICK_S = 0.1

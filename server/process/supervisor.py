@@ -91,7 +91,7 @@ def serve(
     count = server_config.api_server_count
     raise_limit()
     warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
-    if server_config.uds is not None:
+    if server_config.uds:
         listener = bind_path(server_config.uds)
     else:
         listener = bind(server_config.host, server_config.port, shared=count > 1)
@@ -119,7 +119,7 @@ def serve(
     finally:
         has_stopped = download.close()
         directory.close()
-        if server_config.uds is not None:
+        if server_config.uds:
             remove_path(server_config.uds)
     if not has_stopped:
         end_process(code)
@@ -277,9 +277,10 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 
 class Supervisor:
-    """Runs several API servers and the engines. Restarts API servers that exit, within limits.
-    Stops everything if an API server may not be restarted or the last engine (of coupled engines,
-    the first) has exited; logs the exit of an engine while other engines run."""
+    """Runs several API servers and the engines. Restarts API servers that exit, within limits
+    unless the checkpoint has become unreadable. Stops everything if an API server may not be
+    restarted or the last engine (of coupled engines, the first) has exited; logs the exit of an
+    engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str

@@ -106,14 +106,19 @@ class ChatTemplate:
         self._generic_tools = generic_tools
         self._uses_generic_tools: bool | None = None
         self._inline = _InlineWatchdog()
-        self._threads = FairThreads(threads, "template", per_client=max(1, threads // 2))
+        self._threads = FairThreads(
+            threads,
+            "template",
+            per_client=max(1, threads // 2),
+            max_calls=MAX_PENDING,
+            nouns="chats",
+        )
         # Separate threads, so that the model's template does not wait for request templates.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._slots = FairSlots(
             "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
         )
         """Shares the threads for request templates among clients."""
-        self._pending = 0
 
     @property
     def source(self) -> str:
@@ -186,13 +191,7 @@ class ChatTemplate:
         if is_from_request and self._isolation is not None:
             async with self._slots.hold(client):
                 return await self._render_isolated(self._isolation, request, mark)
-        if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} chats are waiting to be rendered")
-        self._pending += 1
-        try:
-            return await self._run(_Job(call))
-        finally:
-            self._pending -= 1
+        return await self._run(_Job(call))
 
     def close(self) -> None:
         """Stop the threads; waiting renderings are dropped."""

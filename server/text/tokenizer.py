@@ -106,7 +106,7 @@ class Tokenizer:
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: no protection."""
         self._short = self._threads(threads, "encode")
-        # Long texts have fewer, separate threads.
+        # Separate threads, so that short texts do not wait for long texts.
         self._long = self._threads(max(1, threads // 2), "encode-long")
 
     def protect(self, texts: Collection[str]) -> None:

@@ -38,8 +38,8 @@ MAX_REASON = 300
 """Maximum characters of a library's error that are shown."""
 CONVERT_TIMEOUT_S = 300
 _UNLISTED = ("tokenizer.json",)
-"""Files that a copy made by an earlier version must have to count as complete: such copies list no
-file sizes."""
+"""Files that a tokenizer converted by an earlier version must have to count as complete. Earlier
+versions stored no file sizes."""
 _POLL_S = 0.05
 
 # Runs in a child process, because the conversion may import torch, which an API server never does.

@@ -292,7 +292,7 @@ class FakeExecutor(Executor):
 
     def fetch_blocks(self, message: FetchBlocks) -> None:
         # Plans in flight were submitted before, and run before.
-        assert self.ready.offload is not None and message.hashes
+        assert self.ready.offload.max_files and message.hashes
         self._fetches.append((message, self.collected + len(self._in_flight)))
         self._late_by = self.fetch_delay
 

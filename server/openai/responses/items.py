@@ -93,7 +93,7 @@ def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
     # A missing or null type means message, and without a role it means reference. {} and "" are
-    # invalid.
+    # invalid types.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"

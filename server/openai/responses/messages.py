@@ -35,8 +35,8 @@ class _MessageBuilder:
         """`answered`: ids of calls with a result."""
         self._answered = answered
         self.messages: list[Message] = []
-        self._assistant: Message | None = None
-        """Assistant message that following items may extend."""
+        self._assistant: Message = {}
+        """Assistant message that following items may extend; empty: none."""
         self._names: dict[str, str] = {}
         """Function names by call id."""
         self._texts: dict[str, list[str]] = {}
@@ -62,14 +62,13 @@ class _MessageBuilder:
         text = _joined(item["content"] or item["summary"])
         if not text:
             return
-        if self._assistant is None or self._assistant["content"] or "tool_calls" in self._assistant:
+        if not self._assistant or self._assistant["content"] or "tool_calls" in self._assistant:
             self._start_assistant()
         self._texts.setdefault("reasoning_content", []).append(text)
 
     def _add_text(self, item: Item) -> None:
-        if self._assistant is None:
+        if not self._assistant:
             self._start_assistant()
-        assert self._assistant is not None
         if self._assistant.get("tool_calls"):
             # Text after a call is merged into the same message, because the results must follow the
             # calls.
@@ -84,9 +83,8 @@ class _MessageBuilder:
             # The response was truncated: the arguments may not be JSON, and the call was never
             # executed.
             return
-        if self._assistant is None:
+        if not self._assistant:
             self._start_assistant()
-        assert self._assistant is not None
         name = flat_name(item["name"], item.get("namespace"))
         self._names[item["call_id"]] = name
         # The input of a custom call is not JSON, and templates accept only objects.
@@ -117,10 +115,9 @@ class _MessageBuilder:
 
     def _end_assistant(self) -> None:
         for name, texts in self._texts.items():
-            assert self._assistant is not None
             self._assistant[name] = "".join([_joined(self._assistant.get(name, "")), *texts])
         self._texts.clear()
-        self._assistant = None
+        self._assistant = {}
 
 
 def _content(parts: list[Item]) -> str | list[Item]:

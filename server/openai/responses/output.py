@@ -81,7 +81,8 @@ class ResponseOutput:
         self._shows_reasoning = shows_reasoning
         self._hides_reasoning = hides_reasoning
         self._items: list[OutputItem] = []
-        self._open: OutputItem | None = None
+        self._open_kind = ""
+        """Kind of the last item while it is open; empty: no item is open."""
         self._pending: list[PositionLogprobs] = []
         """Log-probabilities of tokens whose text has not arrived yet."""
         self.finish_reason: str | None = None
@@ -106,9 +107,9 @@ class ResponseOutput:
 
     def close(self, status: str) -> list[StreamEvent]:
         """Close the open item with `status`; returns its stream events."""
-        output_item, self._open = self._open, None
-        if output_item is None:
+        if not self._open_kind:
             return []
+        output_item, self._open_kind = self._items[-1], ""
         output_item.status = status
         item_ref = self._item_ref(output_item)
         emitted: list[StreamEvent] = []
@@ -136,7 +137,6 @@ class ResponseOutput:
             return self._add_reasoning(event.text) if self._shows_reasoning else []
         if isinstance(event, ToolCallStart):
             return self._open_item("function_call", call_id=event.id, **self._names(event.name))
-        assert self._open is not None
         return [self._add_delta("function_call_arguments", event.text)]
 
     def _names(self, given: str) -> Item:
@@ -147,33 +147,31 @@ class ResponseOutput:
 
     def _add_reasoning(self, text: str) -> list[StreamEvent]:
         emitted = []
-        if self._open is None or self._open.kind != "reasoning":
+        if self._open_kind != "reasoning":
             hidden = {"encrypted_content": None} if self._hides_reasoning else {}
             emitted = self._open_item("reasoning", summary=[], **hidden)
         return [*emitted, self._add_delta("reasoning_text", text)]
 
     def _open_message(self) -> list[StreamEvent]:
-        if self._open is not None and self._open.kind == "message":
+        if self._open_kind == "message":
             return []
         return self._open_item("message", role="assistant")
 
     def _add_text(self, text: str) -> StreamEvent:
-        assert self._open is not None
         entries: list[Any] = []
         if self._has_logprobs:
             tokens = self._tokens_of(text)
             # Encoded, because several events and the response contain them.
             entries = encoded_chat_logprobs(tokens, self._token_formatter)["content"]
-            self._open.logprobs += entries
+            self._items[-1].logprobs += entries
         return {**self._add_delta("output_text", text), "logprobs": entries}
 
     def _tokens_of(self, text: str) -> list[PositionLogprobs]:
         """The tokens of `text`, found by their bytes. Earlier tokens (tags, whitespace) are
         dropped, later tokens wait for the next text. If `text` is not found, all pending tokens."""
-        assert self._open is not None
         tokens, self._pending = self._pending, []
         data, encoded = b"".join(token.chosen.bytes for token in tokens), text.encode()
-        start = data.find(encoded) if self._open.texts else data.rfind(encoded)
+        start = data.find(encoded) if self._items[-1].texts else data.rfind(encoded)
         if start < 0:
             return tokens
         matched, end, position = [], start + len(encoded), 0
@@ -186,9 +184,9 @@ class ResponseOutput:
         return matched
 
     def _add_delta(self, kind: str, text: str) -> StreamEvent:
-        assert self._open is not None
-        self._open.texts.append(text)
-        event = {"type": f"response.{kind}.delta", **self._item_ref(self._open)}
+        output_item = self._items[-1]
+        output_item.texts.append(text)
+        event = {"type": f"response.{kind}.delta", **self._item_ref(output_item)}
         if kind != "function_call_arguments":
             event["content_index"] = 0
         return {**event, "delta": text}
@@ -199,7 +197,7 @@ class ResponseOutput:
         new_id = item_id(kind, self._number, str(index))
         output_item = OutputItem(kind, index, {"id": new_id, "type": kind, **fields})
         self._items.append(output_item)
-        self._open = output_item
+        self._open_kind = kind
         emitted.append(
             {"type": "response.output_item.added", "output_index": index, "item": output_item.item}
         )

@@ -44,8 +44,8 @@ INLINE_IDS = 5_000
 INLINE_WEIGHT = 2_000
 """Maximum weight (see `weighs_more`) of schema fields converted on the event loop."""
 LEFT_WEIGHT = 4_000
-"""Weight (see `weighs_more`) of the fields besides the prompt above which a body stays accounted
-for until the request ends: 100 to 500 kB."""
+"""Weight (see `weighs_more`) of the fields besides the prompt above which they stay accounted for
+until the request ends: 100 to 500 kB."""
 BIAS_BYTES = 240
 """Memory of an entry of `logit_bias` in its copies for sampling, here and in the engine."""
 MAX_STOP_CHARACTERS = 1_024

@@ -3,6 +3,7 @@ runs each request alone."""
 
 from typing import Any
 
+import msgspec
 import pytest
 from core_rig import CoreRig
 from hypothesis import given, settings
@@ -207,9 +208,9 @@ def test_a_request_that_waits_for_files_does_not_delay_others(fair_share: bool) 
 def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
     conversations(rig, rounds=1)
-    assert rig.ready.offload is not None
     rig.core.control("sleep", {})
-    rig.ready.offload.file_hashes = b"".join(rig.executor.files)
+    files = b"".join(rig.executor.files)
+    rig.ready.offload = msgspec.structs.replace(rig.ready.offload, file_hashes=files)
 
     rig.core.control("wake_up", {})
     rig.executor.plans.clear()
@@ -222,10 +223,10 @@ def test_sleep_keeps_files_and_a_wake_up_finds_them() -> None:
 def test_a_reset_during_sleep_also_drops_files() -> None:
     rig = CoreRig(num_blocks=16, host_slots=60, max_files=60)
     conversations(rig, rounds=1)
-    assert rig.ready.offload is not None
     rig.core.control("sleep", {})
     rig.core.control("reset_prefix_cache", {})
-    rig.ready.offload.file_hashes = b"".join(rig.executor.files)
+    files = b"".join(rig.executor.files)
+    rig.ready.offload = msgspec.structs.replace(rig.ready.offload, file_hashes=files)
     has_files = bool(rig.executor.files)
 
     rig.core.control("wake_up", {})

@@ -15,7 +15,13 @@ from config.errors import EngineDied
 from engine.transport import channels
 from engine.transport import segments as module
 from engine.transport.channels import PairSocket, SocketDirectory, ZmqContext, endpoint, new_token
-from engine.transport.segments import MARK, SharedMemoryTransfers, files_parent
+from engine.transport.segments import (
+    MARK,
+    SharedMemoryTransfers,
+    Transfers,
+    files_parent,
+    transfers_beside,
+)
 
 pytestmark = pytest.mark.skipif(files_parent() is None, reason="no shared memory")
 LARGE_BYTES = 2**20
@@ -35,8 +41,8 @@ def directory() -> Iterator[SocketDirectory]:
 
 
 def made(directory: SocketDirectory, num_readers: int = 1) -> SharedMemoryTransfers:
-    found = SharedMemoryTransfers.beside(f"ipc://{directory.path}/x", num_readers)
-    assert found is not None
+    found = transfers_beside(f"ipc://{directory.path}/x", num_readers)
+    assert isinstance(found, SharedMemoryTransfers)
     return found
 
 
@@ -135,7 +141,7 @@ def test_only_sockets_of_the_same_host_use_shared_memory(directory: SocketDirect
         ours.close()
         theirs.close()
         context.close()
-    assert SharedMemoryTransfers.beside("tcp://127.0.0.1:1") is None
+    assert type(transfers_beside("tcp://127.0.0.1:1")) is Transfers
 
 
 def test_without_a_shared_memory_folder_messages_are_sent_inline(
@@ -147,7 +153,7 @@ def test_without_a_shared_memory_folder_messages_are_sent_inline(
 
     directory = SocketDirectory(str(tmp_path))
 
-    assert SharedMemoryTransfers.beside(f"ipc://{directory.path}/x") is None
+    assert type(transfers_beside(f"ipc://{directory.path}/x")) is Transfers
     directory.close()
 
 
@@ -155,10 +161,10 @@ OWNER = """
 import os, signal, sys
 from engine.transport.channels import SocketDirectory
 from engine.transport import segments
-from engine.transport.segments import SharedMemoryTransfers
+from engine.transport.segments import transfers_beside
 segments.LARGE_BYTES = 1 << 20
 directory = SocketDirectory(sys.argv[1])
-SharedMemoryTransfers.beside(f"ipc://{directory.path}/x").frame(bytes(1 << 20))
+transfers_beside(f"ipc://{directory.path}/x").frame(bytes(1 << 20))
 print(os.path.realpath(os.path.join(directory.path, "segments")), flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)

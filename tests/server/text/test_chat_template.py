@@ -605,6 +605,29 @@ async def test_slow_renderings_of_a_client_leave_a_thread_to_other_clients() -> 
     template.close()
 
 
+async def test_waiting_chats_of_a_client_do_not_lock_out_another_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_PENDING", 4)
+    template = ours(CHATML, time_limit_s=60, threads=2)
+
+    async def render(client: str, source: str | None) -> str:
+        current_client.set(client)
+        return await template.render(HELLO, template=source)
+
+    slow = [asyncio.create_task(render("slow", SLOW)) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="4 chats of this client wait or run, at most 4"):
+        await asyncio.create_task(render("slow", SLOW))
+    rendered = await asyncio.create_task(render("other", None))
+
+    assert "Hello" in rendered
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    template.close()
+
+
 async def test_a_cancelled_caller_stops_the_template() -> None:
     template = ours(SLOW, time_limit_s=60, threads=1)
     left = asyncio.create_task(template.render(HELLO))
