@@ -28,7 +28,7 @@ SLACK = 0.99
 LIMITS = {
     "None-checks": 2363,
     "None-checks of ModelRunner": 13,
-    "None-checks of EngineCore": 7,
+    "None-checks of EngineCore": 6,
     "None-checks of Worker": 17,
     "None-checks of SingleEngineClient": 5,
     "None-checks of Scheduler": 8,
