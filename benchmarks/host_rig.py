@@ -158,8 +158,8 @@ def run(
 def watch_decodes(
     num_rows: int, num_waiting: int, context: int, num_steps: int, *, decodes: int = 1
 ) -> Times:
-    """Times of steps in which all requests decode, `decodes` times each, with at least `context`
-    tokens."""
+    """Times of steps in which `num_rows` requests decode, `decodes` times each, with at least
+    `context` tokens, while `num_waiting` requests wait."""
     num_tokens = num_steps * decodes
     config = make_config(num_rows, context + num_tokens + 1024, num_scheduler_steps=decodes)
     block_size = config.cache.block_size or 0

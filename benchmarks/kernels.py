@@ -98,7 +98,7 @@ STORED_GROUP_SIZE = 64
 
 
 class StoredInt4(Int4):
-    """4-bit weights with float32 scales and minima, as in AWQ and GPTQ checkpoints."""
+    """4-bit weights with float32 scales and minima, like loaded AWQ and GPTQ checkpoints."""
 
     def linear_method(self, weight: LinearShards) -> LinearMethod:
         return UNQUANTIZED if weight.is_head else WeightOnlyLinearMethod(_stored)

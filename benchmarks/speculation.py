@@ -1,4 +1,4 @@
-"""Tokens per second with and without speculation, offline on this machine's CPU.
+"""Tokens per second with and without speculation, offline. For a machine without a Gaudi.
 
     python benchmarks/speculation.py [--model demo] [--drafts 8] [--out FILE.json]
     python benchmarks/speculation.py --draft-model FOLDER --drafts 4 --only draft

@@ -7,7 +7,7 @@ from config.errors import ConfigError
 from config.setting import check_settings, is_count, metadata, setting
 
 MAX_TILES = 2**20
-"""Maximum tiles or patches in a launch of the vision tower."""
+"""Maximum launch size in `images`, in tiles or patches."""
 AUTOMATIC = ("auto", "none")
 """Values of `images` that select the model's default launch sizes."""
 
@@ -128,8 +128,8 @@ class BucketConfig:
 
     def resolved(self, default: str) -> "BucketConfig":
         """These settings with `auto` replaced by the strategy `default`, or by a strategy that
-        reads the configured ranges if `default` does not read them. If `default` is `exact`, the
-        ranges are dropped."""
+        reads the configured ranges if `default` does not read them. If `default` is `exact`, only
+        `images` is kept."""
         if self.strategy != "auto":
             return self
         if default == "exact":

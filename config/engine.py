@@ -1,5 +1,5 @@
-"""EngineConfig: the settings of an engine and its workers. Values are validated here and never
-adjusted."""
+"""EngineConfig: the settings of an engine and its workers. Validates values without adjusting
+them."""
 
 from dataclasses import dataclass, field
 

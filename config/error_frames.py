@@ -22,8 +22,8 @@ def release_frames(error: BaseException) -> None:
 
 
 def clear_frames(error: BaseException) -> list[BaseException]:
-    """Clear the local variables of all finished frames that an error and its causes refer to;
-    returns the error and its causes. Their tracebacks can still be logged.
+    """Clear the local variables of the finished frames in the tracebacks of an error and its
+    causes; returns the error and its causes. Their tracebacks can still be logged.
 
     The callers of the frames in a traceback are also cleared: Jinja rewrites tracebacks, and the
     frames of its rewriting functions refer to the original traceback.
@@ -43,7 +43,7 @@ def clear_frames(error: BaseException) -> list[BaseException]:
 
 
 def _clear(frame: FrameType, seen: set[FrameType]) -> None:
-    """Clear a frame of a traceback, and its callers up to a running or suspended frame.
+    """Clear a frame of a traceback, and its callers up to a frame that runs or may be suspended.
 
     A frame keeps the reference to its caller after `clear`, so the order does not matter.
     """

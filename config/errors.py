@@ -39,8 +39,8 @@ class UserError(GaudiserveError):
 
 
 class PromptTooLong(UserError):
-    """The prompt (`num_prompt_tokens`, or more with `at_least`), plus `max_tokens` if set, exceeds
-    `max_model_len`."""
+    """The prompt (`num_prompt_tokens`, or more with `at_least`) and its output (`max_tokens`, if
+    set) do not fit `max_model_len`."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class ConfigError(GaudiserveError):
 
 
 class SettingError(ConfigError):
-    """A setting that this model does not support. The message names the flag to change; with
-    another value the model can be served."""
+    """A setting that is invalid, or that this model does not support. The message names the flag to
+    change; with another value the model can be served."""
 
 
 class ProfileWritten(ConfigError):

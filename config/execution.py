@@ -345,7 +345,7 @@ class ExecutionConfig:
 
     @property
     def profiled_prompt(self) -> tuple[int, int, int] | None:
-        """(batch, query, blocks) of `profile_prompt`. Raises ConfigError."""
+        """(batch, query, blocks) of `profile_prompt`; None if it is not set. Raises ConfigError."""
         if self.profile_prompt is None:
             return None
         batch, query, *blocks = _numbers(
@@ -355,7 +355,7 @@ class ExecutionConfig:
 
     @property
     def profiled_decode(self) -> tuple[int, int, int] | None:
-        """(batch, 1, blocks) of `profile_decode`. Raises ConfigError."""
+        """(batch, 1, blocks) of `profile_decode`; None if it is not set. Raises ConfigError."""
         if self.profile_decode is None:
             return None
         batch, blocks = _numbers("profile_decode", self.profile_decode, "BATCH,BLOCKS")

@@ -66,8 +66,8 @@ class Expressions:
 
     def __init__(self, texts: Sequence[str], where: str, part: str, *, prefix: str = "") -> None:
         """`where`: the field and its file, for errors. `part`: FULL, START or SEARCH. `prefix`:
-        expression that is prepended to each expression. Raises Unsupported for unsupported syntax,
-        and ConfigError for invalid or too large expressions."""
+        expression that is prepended to each expression. Raises ConfigError; Unsupported for
+        unsupported syntax."""
         _check_sizes(texts, where)
         self._where = where
         self._used_s, self._num_names = 0.0, 0
@@ -163,8 +163,7 @@ def _program(
 
 
 def _translated(text: str, where: str, counts: list[int]) -> str:
-    """`text` in RE2's syntax; repetition counts are appended to `counts`. Raises Unsupported, and
-    ConfigError for an invalid expression."""
+    """`text` in RE2's syntax; repetition counts are appended to `counts`. Raises ConfigError."""
     depth = 0
     pieces = []
     for piece in _pieces(text, where, counts):

@@ -27,7 +27,7 @@ class Kinds(Generic[K_co]):
 
     @cached_property
     def all(self) -> Mapping[str, K_co]:
-        """Name -> kind, in the order of the files. The first access imports every module."""
+        """Name -> kind, in the order of the files. The first access imports the modules."""
         found: dict[str, K_co] = {}
         for module in modules_of(self._package):
             for name, kind in getattr(import_module(module), self._attribute, {}).items():

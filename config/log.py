@@ -31,7 +31,7 @@ PROBES = ("/live", "/health", "/ready", "/ping", "/metrics", "/is_sleeping", "/l
 """Paths that clients poll every few seconds; the access log omits them."""
 
 MAX_BLOCKED_S = 0.05
-"""Maximum time that a line waits for room in stderr."""
+"""Time in seconds without room in stderr after which a line is dropped."""
 
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"

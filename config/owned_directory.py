@@ -89,7 +89,7 @@ def _remove_stale(parent: str, prefix: str) -> None:
     with suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(prefix):
-                # A directory that cannot be opened, locked or removed is in use or belongs to
+                # A directory that cannot be opened, locked or removed may be in use or belong to
                 # another user.
                 with suppress(OSError):
                     _remove_if_stale(entry.path)

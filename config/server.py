@@ -28,7 +28,7 @@ AUTO_OR_NONE = ("auto", "none")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Settings of the supervisor and the API servers: HTTP, restarts, text, images and logs."""
+    """Settings of the supervisor and the API servers."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "Port to listen on; 0: a free port", minimum=0, maximum=65535)

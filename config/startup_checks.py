@@ -99,7 +99,7 @@ def check_model_config(
             "config.json), and code in a checkpoint is never run"
         )
     if not model_config.is_encoder and (is_built_in or not is_known):
-        # Check only the architecture name, without layers: num_layers may claim 10^9.
+        # Check the architecture without layers: num_layers may claim 10^9.
         decoder_spec(
             replace(model_config, num_layers=0, layer_types=(), rope_layers=()),
             has_head=not is_pooling,

@@ -16,6 +16,12 @@ PIPE_TIMEOUT_S = 10.0
 _PIECE_BYTES = 2**16
 
 
+def is_present(path: str | Path) -> bool:
+    """Whether there is anything at `path`: also a FIFO, a folder or a broken link. Reading them is
+    an error; a test with `is_file` would silently use the defaults of a missing file."""
+    return os.path.lexists(path)
+
+
 def read_limited(
     path: str | Path, max_bytes: int, *, takes_pipes: bool = True, timeout_s: float = PIPE_TIMEOUT_S
 ) -> bytes:

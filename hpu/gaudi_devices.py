@@ -98,8 +98,8 @@ KERNELS = {
     # calls it on Gaudi 3 only.
     "block_softmax_adjustment": Kernel(("gaudi3",), (1, 22, 0, 494), ("gaudi2",)),
     "softmax_fa2": Kernel(BOTH, None),
-    # A product of bfloat16 with float32 as its result: vllm-gaudi gave no result tensor to older
-    # releases (its commit a8211ff1).
+    # A bfloat16 matmul with a float32 result: vllm-gaudi gave no result tensor to older releases
+    # (its commit a8211ff1).
     "matmul.float32_out": Kernel(BOTH, (1, 24, 0, 171)),
     "fp8_gemm_v2": Kernel(BOTH, ()),
     "convert_from_uint4": Kernel(BOTH, ()),

@@ -98,7 +98,7 @@ def _group_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """CPU quota of the control group in cores; None if unlimited."""
+    """CPU quota of the control group in cores; None if unlimited or unknown."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

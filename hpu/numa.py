@@ -23,7 +23,7 @@ CARD_CLASSES = ("accel", "habanalabs")
 
 
 class CoreRange(NamedTuple):
-    """Cores of a worker, on one or several adjacent NUMA nodes."""
+    """Cores of a worker, on one or several NUMA nodes."""
 
     cores: frozenset[int]
     nodes: tuple[int, ...]

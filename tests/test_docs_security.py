@@ -67,9 +67,10 @@ def isolation(limits: compilation.Limits) -> str:
         f"| a template of a request {isolation(isolated_template.LIMITS)}",
         f"uses no CPU time for {processes.STUCK_S:g} s while a request waits",
         f"A new fork server may take {processes.START_TIMEOUT_S:g} s to read",
-        f"On a thread it is stopped after {template.TIME_LIMIT_S:g} s, or when memory has grown by "
-        f"{template.MAX_GROWTH_BYTES // MIB} MiB. On the event loop it is stopped after "
-        f"{template.INLINE_LIMIT_S * 1e3:g} ms",
+        f"ends after {template.TIME_LIMIT_S * template.MAX_WALL_FACTOR:g} s on a busy machine",
+        f"On a thread it is stopped after {template.TIME_LIMIT_S:g} s of CPU time, or when memory "
+        f"has grown by {template.MAX_GROWTH_BYTES // MIB} MiB. On the event loop it is stopped "
+        f"after {template.INLINE_LIMIT_S * 1e3:g} ms",
         f"| URL and headers | {DEFAULTS.h11_max_incomplete_event_size // KIB} KiB,",
         f"| number of headers | {DEFAULTS.h11_max_header_count}, then 431",
         f"| time for a TLS handshake | {DEFAULTS.request_header_timeout_s:g} s, then the",
@@ -83,7 +84,7 @@ def isolation(limits: compilation.Limits) -> str:
         f"| body | {DEFAULTS.max_body_bytes // MIB} MiB, then 413",
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
-        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB |",
+        f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; more only for",
         f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503",
         f"| connections that receive stored streams | {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
         f"response, {stored.MAX_FOLLOWERS_PER_CLIENT} for a client, then 503 |",

@@ -58,8 +58,8 @@ def check_draft(
 def draft_facts(
     config: EngineConfig, method: SpeculationMethod, folder: str, target: ModelConfig
 ) -> ModelConfig:
-    """ModelConfig of the draft model or head of `method` in `folder`. Raises ConfigError if it does
-    not fit the model `target` of `config`."""
+    """ModelConfig of the draft model or head of `method` in `folder`. Raises ConfigError, also if
+    it does not fit the model `target` of `config`."""
     _check_devices(config, method)
     num_ranks = config.parallel.tensor_parallel_size
     return facts_of(method).model_config(method, folder, target, num_ranks)

@@ -38,7 +38,7 @@ def model_facts(
     Face id. For a Hugging Face id, only config.json is downloaded. `hf_overrides`: as in `resolve`.
     `complete` adds values that are not in config.json; it gets a ModelConfig whose `path` is the
     folder of config.json, or the GGUF file. The result has `model` as its `path`. Raises
-    CheckpointError, and SettingError for wrong `hf_overrides`."""
+    CheckpointError; SettingError if a setting such as `hf_overrides` is wrong."""
     path = Path(os.path.expanduser(fetch_demo(cache_dir) if model in NAMES else model))
     if path.name == _FILE:
         folder = with_overrides(str(path.parent), hf_overrides, cache_dir)

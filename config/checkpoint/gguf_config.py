@@ -290,8 +290,8 @@ def _llama3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any] | None:
     """The rope_scaling of Llama 3 from the stored factors, a factor per frequency; None if all
     factors are 1. Raises ConfigError for other factors.
 
-    All published models share every parameter except the largest factor, so the others are assumed
-    and then checked against the file.
+    Published models differ only in the largest factor: the other parameters are assumed, and the
+    result is checked against the file.
     """
     stored = _factors(file, "rope_freqs.weight")
     largest = max(stored)

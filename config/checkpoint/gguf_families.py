@@ -41,8 +41,8 @@ def has(file: GgufFile, part: str) -> bool:
 
 
 def layer_kv_heads(file: GgufFile) -> list[int]:
-    """Number of KV heads of each layer, 0 for a layer without attention; empty if the file has a
-    single number for all layers."""
+    """Number of KV heads of each layer, 0 for a layer without attention; empty if the file has no
+    list of these numbers."""
     key = f"{file.architecture}.attention.head_count_kv"
     if not isinstance(file.metadata.get(key), list):
         return []
@@ -123,7 +123,7 @@ def _qwen3_next(file: GgufFile, config: Json) -> Json:
 
 
 def _deepseek2(file: GgufFile, config: Json) -> Json:
-    # In newer files, attention.key_length is the size of the latent.
+    # In newer files, attention.key_length is kv_lora_rank plus the rope dimensions.
     key = file.get("attention.key_length_mla", int) or file.count("attention.key_length")
     value = file.get("attention.value_length_mla", int) or file.count("attention.value_length")
     rotated = file.count("rope.dimension_count")
@@ -443,7 +443,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
 
 
 def architecture_of(model_config: ModelConfig) -> str:
-    """Architecture of `model_config` as named in FAMILIES."""
+    """Architecture of `model_config` in the form of GgufFamily.name."""
     if model_config.encoder is not None:
         return f"{model_config.encoder.family}Model"
     return causal_name(model_config.architecture)

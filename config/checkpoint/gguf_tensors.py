@@ -42,7 +42,7 @@ adjacent elements."""
 
 _TILED = ("qwen35", "qwen35moe")
 
-# Tensors that no weight uses: settings, and the head of a reranker, which is not part of the
+# Tensors that no weight uses: rope tensors, and the head of a reranker, which is not part of the
 # encoder.
 _OTHERS = re.compile(
     r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight$|^cls[._]"
@@ -375,9 +375,9 @@ class WeightSources:
         return keys, values // keys, fields.count("linear_value_head_dim")
 
     def _delta_order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
-        """TensorRows.order for gated DeltaNet; None for other weights. Files of Qwen3.5 store the
-        first value head of every key head, then the second value head of every key head, and so
-        on."""
+        """TensorRows.order for gated DeltaNet; None if the order does not change. Files of Qwen3.5
+        store the first value head of every key head, then the second value head of every key head,
+        and so on."""
         if self._file.architecture not in _TILED or ".linear_attn." not in name:
             return None
         keys, each, size = self._delta_sizes()

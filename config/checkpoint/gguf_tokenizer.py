@@ -80,7 +80,7 @@ with bos unless the file disables it."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, dict[str, Any]] | None:
-    """File name -> content; None if the file has no vocabulary. Raises ConfigError, also for an
+    """File name -> content; None if the file has no tokenizer. Raises ConfigError, also for an
     unknown tokenizer kind or split rule: a guess would produce tokens that the model was not
     trained on."""
     kind = file.value("tokenizer.ggml.model", str)
@@ -338,7 +338,8 @@ def _adds(file: GgufFile, name: str) -> bool:
 
 
 def _post_processor(file: GgufFile) -> dict[str, Any] | None:
-    """Post-processor that adds bos and eos according to the file; cls and sep for BERT."""
+    """Post-processor that adds bos and eos according to the file, cls and sep for BERT; None if it
+    would add no token."""
     named = _named(file)
     is_bert = file.value("tokenizer.ggml.model", str) == "bert"
     first = named.get("cls", named.get("bos")) if is_bert else named.get("bos")

@@ -137,9 +137,9 @@ def _check_finite(numbers: npt.NDArray[np.float32], where: str) -> None:
 
 
 def write_blocks(entries: Iterable[Entry], target: Path) -> None:
-    """Write the blocks of the matrices that are a single unchanged tensor of BLOCK_TYPES to
-    `target`: uint8 (rows, bytes per row), under keys such as `lm_head.weight Q8_0`. Synced to disk
-    on return."""
+    """Write the blocks of matrices to `target`, for each matrix that comes from a single tensor of
+    BLOCK_TYPES with at most its rows reordered: uint8 (rows, bytes per row), under keys such as
+    `lm_head.weight Q8_0`. Synced to disk on return."""
     matrices = [
         (entry, source)
         for entry in entries

@@ -38,7 +38,7 @@ _DISK_ERRORS = frozenset(
         *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENOENT, errno.EIO),
     )
 )
-"""OS errors for a folder that is full, read-only or not a folder."""
+"""OS errors for a folder to which nothing can be written."""
 
 
 def download_model(
@@ -52,10 +52,9 @@ def download_model(
     report: Report = unreported,
 ) -> Path:
     """The local folder of a model on the hub, below `folder` (None: the hub's own cache). `check`
-    is called with the folder when all files except the weights are downloaded; it raises
-    ConfigError for a model that cannot be served. Raises ConfigError also if the hub does not have
-    the model, or if its weights are not in safetensors. Without `has_weights` no weights are
-    downloaded."""
+    is called with the folder before the weights are downloaded; it raises ConfigError for a model
+    that cannot be served. Raises ConfigError also if the hub does not have the model, or if its
+    weights are not in safetensors. Without `has_weights` no weights are downloaded."""
     report(DOWNLOADING, 0, 0)
     path = download_files(model, revision, folder, _FACTS, report, progress)
     if (path / "config.json").is_file():
@@ -84,8 +83,8 @@ def download_files(
 ) -> Path:
     """The local folder with the files of a model that match `patterns`. Without a network, files of
     an earlier download are used. Damaged files are downloaded again: the hub library keeps a file
-    of an earlier download as it is. `progress` shows progress bars on a
-    terminal. Raises ConfigError if the hub does not provide the files."""
+    of an earlier download as it is. `progress` shows progress bars on a terminal. Raises
+    ConfigError."""
     cache_dir = None if folder is None else os.path.expanduser(folder)
     bar, started_s = _reporting(report, progress), time.time()
     try:
@@ -120,7 +119,7 @@ def _damaged(folder: Path, before_s: float) -> list[str]:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a JSON or safetensors file ends where its content says. Reads no weights."""
+    """False for a truncated JSON file and an invalid safetensors file. Reads no weights."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="np"):

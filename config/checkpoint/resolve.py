@@ -40,8 +40,8 @@ def resolve(
     the folder of a GGUF file also has its quantized weights. `dtype` auto means bfloat16. Without
     `has_weights` a folder may lack *.safetensors, and no weights are downloaded. `hf_overrides`:
     JSON object with fields that override config.json. `progress` shows progress bars on a terminal;
-    `report` is called with the same progress. Raises CheckpointError,
-    which says what is missing or wrong, and SettingError for wrong `hf_overrides`.
+    `report` is called with the same progress. Raises CheckpointError; SettingError if a setting
+    such as `hf_overrides` is wrong.
     """
     parse_overrides(hf_overrides)
 

@@ -5,7 +5,6 @@ https://github.com/huggingface/safetensors#format
 """
 
 import json
-import os
 import re
 import shlex
 import stat
@@ -18,8 +17,9 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from config.errors import ConfigError
+from config.errors import CheckpointError
 from config.model.json_fields import read_json, shown
+from config.whole_files import is_present
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -51,11 +51,11 @@ class StoredTensor(NamedTuple):
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, from its index if it has an index. Raises
-    ConfigError."""
+    CheckpointError."""
     index = folder / INDEX
-    if index.is_file():
+    if is_present(index):
         return _indexed(index)
-    if (folder / SINGLE).is_file():
+    if is_present(folder / SINGLE):
         return [folder / SINGLE]
     files = sorted(folder.glob("*.safetensors"))
     if files:
@@ -64,7 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
     raise incomplete(str(folder), sorted(names), folder / "config.json")
 
 
-def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
+def incomplete(model: str, names: Sequence[str], config: Path) -> CheckpointError:
     """The error for a model whose files `names` are not a safetensors checkpoint. The
     architecture in the file `config`, if it exists, determines the suggested command that converts
     pickles."""
@@ -73,14 +73,14 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
         missing.append(_NEEDED[1])
         pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLED)]
         if pickled:
-            return ConfigError(
+            return CheckpointError(
                 f"{model} has only pickled weights ({pickled[0]}), which can execute code and are "
                 "never loaded: if you trust them, convert them and serve the new folder: "
                 f"{_conversion(model, config)}"
             )
         gguf = [name for name in names if name.lower().endswith(".gguf")]
         if gguf:
-            return ConfigError(
+            return CheckpointError(
                 f"{model} has no {' and no '.join(missing)}, but {gguf[0]}: set the model to the "
                 "path of one GGUF file"
             )
@@ -92,11 +92,11 @@ def incomplete(model: str, names: Sequence[str], config: Path) -> ConfigError:
         problem += f": download {what} too"
         if missing == [_NEEDED[1]]:
             problem += ", or serve random weights with --load-format dummy"
-    return ConfigError(problem)
+    return CheckpointError(problem)
 
 
 def _conversion(model: str, config: Path) -> str:
-    architectures = read_json(config).get("architectures") if config.is_file() else None
+    architectures = read_json(config).get("architectures") if is_present(config) else None
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
         name = "AutoModelForCausalLM"
@@ -112,25 +112,24 @@ def _indexed(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(
+        raise CheckpointError(
             f"{index} is not an index of safetensors files: it has no weight_map that names them"
         )
     files = []
     for name in sorted(set(names)):
         file = index.parent / name
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(
+            raise CheckpointError(
                 f"{index} names {shown(name)}, it must be a safetensors file in its folder"
             )
-        # Path.is_file raises for a name that file systems do not accept.
-        if not os.path.isfile(file):
-            raise ConfigError(f"{index} names {shown(name)[1:-1]}, which does not exist")
+        if not is_present(file):
+            raise CheckpointError(f"{index} names {shown(name)[1:-1]}, which does not exist")
         files.append(file)
     return files
 
 
 def folder_shapes(folder: Path) -> Shapes:
-    """The shapes of all tensors of a checkpoint. Raises ConfigError like weight_files and
+    """The shapes of all tensors of a checkpoint. Raises CheckpointError like weight_files and
     read_shapes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
@@ -139,13 +138,13 @@ def folder_shapes(folder: Path) -> Shapes:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shapes of the tensors in `file`. Raises ConfigError like read_header."""
+    """The shapes of the tensors in `file`. Raises CheckpointError like read_header."""
     return {tensor.name: tensor.shape for tensor in read_header(file)}
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors in `file`, in byte order. Raises ConfigError. The safetensors library checks that
-    the tensors cover every byte after the header without overlap."""
+    """The tensors in `file`, in byte order. Raises CheckpointError. The safetensors library checks
+    that the tensors cover every byte after the header without overlap."""
     try:
         begin = _check_header_size(file)
         with safe_open(file, framework="numpy"), file.open("rb") as opened:
@@ -155,7 +154,7 @@ def read_header(file: Path) -> list[StoredTensor]:
     except SafetensorError as error:
         raise _not_whole(file, f"{error!s:.300}") from error
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise _not_whole(file, f"{error!s:.300}") from error
     header.pop("__metadata__", None)
@@ -178,15 +177,17 @@ def unique_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def _not_whole(file: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{file} is not a complete safetensors file: {reason}; download it again")
+def _not_whole(file: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is not a complete safetensors file: {reason}; download it again"
+    )
 
 
 def _check_header_size(file: Path) -> int:
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         # Opening a FIFO blocks until there is a writer.
-        raise ConfigError(f"{file} cannot be read: it is not a regular file")
+        raise CheckpointError(f"{file} cannot be read: it is not a regular file")
     num_bytes = status.st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")

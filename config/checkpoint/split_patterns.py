@@ -1,7 +1,7 @@
 """Checks that the regular expressions of a tokenizer.json take linear time on every text. The
 tokenizers library matches by backtracking. The patterns come from the checkpoint and run on every
-text of a client, so only a small class of patterns, which covers the known families, is
-accepted."""
+text of a client, so only a small class of patterns counts as linear; it covers the known
+families."""
 
 from dataclasses import dataclass
 
@@ -160,8 +160,8 @@ class _Parser:
         return _Item(atom, quantifier, low, is_unbounded, choices, least)
 
     def _group(self, depth: int) -> tuple[int, int]:
-        """(minimum characters, number of alternatives) of a group. Raises _Unknown for a group with
-        an unbounded item."""
+        """(minimum characters, number of alternatives) of a group. Raises _Unknown, also for a
+        group with an unbounded item."""
         is_zero_width = False
         if self._pattern[self._place] == "?":
             for opening in ("?i:", "?:", "?=", "?!", "?<=", "?<!"):

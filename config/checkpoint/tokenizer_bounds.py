@@ -17,6 +17,7 @@ import msgspec
 from config.checkpoint.split_patterns import is_linear, min_match_characters
 from config.errors import ConfigError
 from config.model.json_fields import shown
+from config.whole_files import read_limited
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
 """Maximum size of a tokenizer.json; with 262,144 tokens it has 35 MB."""
@@ -37,7 +38,7 @@ of a text with all tokens that start with the same characters: 10 us per charact
 vocabularies have tokens of up to 16 characters."""
 MAX_TOKEN_TEXT_BYTES = 16_384
 """Maximum bytes of the text that the decoder may produce for a token, according to the bound
-computed here."""
+computed here; also the maximum characters that the post-processor may add."""
 MAX_TOKENS = MAX_MERGES = 2**20
 """Maximum number of tokens, and of BPE merges. The library parses them under the GIL, 5 us each.
 The largest known vocabulary has 262,144 tokens and 514,906 merges."""
@@ -97,7 +98,7 @@ def check_tokenizer_file(path: Path) -> TokenizerBounds:
             raise ConfigError(
                 f"{path} has {num_bytes} bytes, at most {MAX_TOKENIZER_BYTES} are allowed"
             )
-        data = path.read_bytes()
+        data = read_limited(path, MAX_TOKENIZER_BYTES, takes_pipes=False)
         return _Checker(path).check(msgspec.json.decode(data, type=_File))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -247,8 +248,6 @@ class _Checker:
             raise self._unknown(name, step) from None
 
     def _check_decoder(self, file: _File, longest: int) -> None:
-        """Raise ConfigError if the decoder may produce more than MAX_TOKEN_TEXT_BYTES for a token,
-        or has a pattern that may not take linear time."""
         growth, added = 4.0, 0.0
         for step in self._steps("decoder", self._part("decoder", file.decoder), "decoders"):
             factor, more = self._step_growth("decoder", _DECODERS, step)

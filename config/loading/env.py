@@ -71,7 +71,7 @@ def variable_table() -> dict[str, str]:
 def settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(flag, value, variable) of each setting in `environ`, in increasing precedence. An empty
     variable counts as unset. An empty secret is an error: an empty API key would open the server.
-    Raises ConfigError, with a similar name or a reason, for unknown GAUDISERVE_ variables."""
+    Raises ConfigError, also for unknown GAUDISERVE_ variables."""
     table = variable_table()
     secrets = {name for flag in FLAGS if flag.setting.is_secret for name in flag.names}
     unknown = [
@@ -99,8 +99,8 @@ def _unknown(variable: str, known: Iterable[str]) -> str:
     name = variable.removeprefix(PREFIX)
     if reason := absence(name.lower().replace("_", "-")):
         return f"{variable} is not supported: {reason}"
-    # Compare without the prefix, which makes any two variables similar, and like flags: two dashes
-    # make similar what differs by two swapped letters (PROT, PORT).
+    # Compare without the prefix, which makes any two variables similar. The two dashes of a flag
+    # raise the similarity enough to find two swapped letters (PROT, PORT).
     flags = [f"--{key.removeprefix(PREFIX)}" for key in known if key.startswith(PREFIX)]
     hint = nearest(f"--{name}", flags).replace("--", PREFIX)
     return f"the variable {variable} is not a setting{hint or '; see `gaudiserve serve --help`'}"
@@ -236,7 +236,7 @@ def device_environment(
 
 def worker_environment(config: EngineConfig) -> dict[str, str]:
     """Environment of a worker process: this process's variables and the variables that the worker
-    needs. Raises ConfigError for an impossible execution mode."""
+    needs. Raises ConfigError."""
     variables = {**hpu_environment(config), **os.environ, **runtime_environment(config)}
     variables = _with_modules(config, variables)
     if chosen_device(config.device) == "hpu":
@@ -305,7 +305,8 @@ def module_id(device_index: int, world_size: int) -> int | None:
 
 
 def card_environment(device: str, card: str) -> dict[str, str]:
-    """Additional variables of a worker with a single visible card, `card`."""
+    """Additional variables of an HPU worker with a single visible card, `card`; empty for other
+    devices."""
     # Without this variable, a process without a process group takes the first free card.
     return {HLS_MODULE_ID: card} if device == "hpu" else {}
 
@@ -318,8 +319,7 @@ def chosen_device(device: str) -> str:
 
 
 def hpu_mode(config: EngineConfig) -> ModeChoice:
-    """The execution mode of a Gaudi or its emulator. Raises ConfigError for contradictory
-    settings."""
+    """The execution mode of a Gaudi or its emulator. Raises ConfigError."""
     is_emulated = chosen_device(config.device) == "hpu-emulator"
     return choose_mode(
         config.execution.mode,
@@ -338,7 +338,7 @@ def _runtime_release(config: EngineConfig) -> str:
 
 def hpu_environment(config: EngineConfig) -> dict[str, str]:
     """The variables of the HPU runtime, which reads them at its first import; empty for other
-    devices. Raises ConfigError for an impossible execution mode."""
+    devices. Raises ConfigError."""
     device = chosen_device(config.device)
     if not DEVICES[device].is_gaudi:
         return {}
@@ -400,7 +400,7 @@ def _has_gated_delta(config: EngineConfig) -> bool:
 
 def recipe_cache_folder(config: EngineConfig) -> Path | None:
     """The folder in which the worker's runtime caches compiled recipes; None without a cache, or if
-    the runtime deletes it on start. Raises ConfigError for an impossible execution mode."""
+    the runtime deletes it on start. Raises ConfigError."""
     if not DEVICES[chosen_device(config.device)].is_gaudi:
         return None
     folder = keeps_recipes({**hpu_environment(config), **os.environ})

@@ -51,8 +51,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, *, is_raw: bool = False, **facts: Any) -> None:
         """`is_raw`: keep the line breaks of description and epilog. `facts`: arguments of
-        ArgumentParser; `usage` shows the command, its arguments and required flags, and `[flags]`
-        for all other flags."""
+        ArgumentParser. `usage` should show the command, its arguments, its required flags, and
+        `[flags]`."""
         kind = _RawFormatter if is_raw else _Formatter
         facts.setdefault("formatter_class", partial(kind, max_help_position=34, width=100))
         super().__init__(**facts, allow_abbrev=False, add_help=False)

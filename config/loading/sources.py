@@ -143,8 +143,8 @@ def _merge(
     kinds: KindNames = NO_KINDS,
 ) -> Loaded:
     """Merge the file, the variables and `explicit` (flags or keyword arguments), in increasing
-    precedence. Raises ConfigError. Its message has all unknown settings and values of a wrong type,
-    and `problems`."""
+    precedence. Raises ConfigError; unknown settings and values of a wrong type are reported
+    together with `problems`."""
     files = {given.name: str(given.value) for given in (*variables, *explicit)}
     notes = [*getattr(arguments, "notes", ())]
     layers = [_read_file(files["config"], problems, notes) if "config" in files else []]
@@ -347,7 +347,7 @@ def _within_step(values: dict[str, tuple[object, str]]) -> Iterator[str]:
 def _read_file(path: str, problems: list[str], notes: list[str]) -> list[Given]:
     try:
         content = _parsed(read_limited(path, MAX_FILE_BYTES).decode("utf-8"))
-    # ValueError: an invalid date, or an integer with more digits than Python converts.
+    # ValueError: for example an invalid date, or an integer with more digits than Python converts.
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else clipped(_yaml_reason(error))
         raise ConfigError(f"the file {path} cannot be read: {reason}") from None
@@ -407,8 +407,8 @@ def _is_switch(name: str) -> bool:
 
 
 def _parsed(text: str) -> object:
-    """Parse YAML. Raises ValueError for aliases, which can expand a small file to a huge value, and
-    for values that are nested too deeply; raises the YAML library's errors for other problems."""
+    """Parse YAML. Raises ValueError, also for aliases, which can expand a small file to a huge
+    value, and for values that are nested too deeply; raises the YAML library's errors."""
     depth = 0
     # Parse a stream, because YAML errors for a string quote the line.
     for event in yaml.parse(io.StringIO(text), Loader=yaml.SafeLoader):
@@ -429,7 +429,6 @@ def _parsed(text: str) -> object:
 
 
 def _yaml_reason(error: Exception) -> str:
-    """Message of a YAML error on one line, with its position in the file."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     mark = error.problem_mark

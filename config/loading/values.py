@@ -101,8 +101,7 @@ def joined(problems: Iterable[str]) -> str:
 
 
 def convert(flag: Flag, given: Given) -> object:
-    """Convert a given value for the field of `flag`. Raises ConfigError with the value, the allowed
-    values, and the source."""
+    """Convert a given value for the field of `flag`. Raises ConfigError."""
     switches = flag.all_switches
     accepts_auto = flag.kind in (int, float) or (
         flag.is_optional and (flag.kind is bool or bool(flag.setting.choices))
@@ -146,8 +145,7 @@ def wrong(given: Given, expected: str, *, is_secret: bool = False) -> ConfigErro
 
 
 def with_sources(message: str, sources: Iterable[str]) -> str:
-    """`message` with the sources of the invalid values: variables, files, and flags that `message`
-    does not name."""
+    """`message` with the sources of the invalid values, except flags that `message` names."""
     words = set(_FLAG_NAME.findall(message))
     left = [source for source in sources if source.removeprefix("flag ") not in words]
     return message + (f" (from {', '.join(left)})" if left else "")
@@ -218,7 +216,7 @@ def _choice(flag: Flag, given: Given) -> str:
 
 
 def unknown_choice(given: Given, choices: Sequence[str]) -> ConfigError:
-    """The error for a word that is not in `choices`, with the most similar choice."""
+    """The error for a word that is not in `choices`."""
     word = str(given.value).lower()
     if len(choices) > MAX_LISTED:
         near = difflib.get_close_matches(word, choices, n=NUM_NEAREST, cutoff=0.0)

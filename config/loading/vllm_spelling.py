@@ -66,7 +66,7 @@ def with_dashes(word: str) -> str:
 
 
 def abbreviated(name: str, known: Collection[str]) -> list[str]:
-    """Flags that `name` may abbreviate, a single name for each setting; empty for a full name, and
+    """Flags that `name` may abbreviate, a single name for each effect; empty for a full name, and
     for a vLLM flag that is not in this version."""
     if not re.match(r"--[a-z]", name) or name in known or absence(name):
         return []
@@ -87,7 +87,7 @@ _SETTINGS = {name: (flag.key, flag.all_switches.get(name)) for flag in FLAGS for
 
 
 def _meaning(flag: str) -> object:
-    """A key that is equal for all names of the same setting."""
+    """A key that is equal for flag names with the same effect."""
     name = flag.lstrip("-")
     if name.startswith("no-") and name[3:] in _SETTINGS:
         key, states = _SETTINGS[name[3:]]

@@ -30,9 +30,9 @@ FILES = (CONFIG_FILE, WEIGHTS_FILE, NEW_TOKENS_FILE)
 """Files of an adapter folder that are downloaded. NEW_TOKENS_FILE is refused, not read."""
 
 MAX_VALUE = 65504.0
-"""Maximum absolute value of a weight; for the second matrix, after multiplication by the scale.
-This is the largest float16 number, so that no serving dtype overflows. Weights of trained adapters
-are below 100."""
+"""Maximum absolute value of a weight; for the second matrix, also after multiplication by the
+scale. This is the largest float16 number, so that no serving dtype overflows. Weights of trained
+adapters are below 100."""
 
 MAX_TENSORS_PER_MODULE = 4
 """Maximum tensors of an adapter per base module: two matrices, and copies of the base weight and
@@ -66,9 +66,9 @@ class AdapterModule:
     rank: int
     scale: float
     a: StoredTensor
-    """(rank, in); for an embedding (rank, tokens)."""
+    """(rank, in); for an embedding (rank, tokens). With `part`: see ExpertPart."""
     b: StoredTensor
-    """(out, rank)"""
+    """(out, rank). With `part`: see ExpertPart."""
     part: ExpertPart | None = None
     """The expert's slice of `a` and `b`, if they contain all experts of a layer."""
 

@@ -43,7 +43,7 @@ class BaseTensors:
 
     def find(self, name: str) -> TensorLocation | None:
         """Location of the tensor with the mapped name `name` (WeightMap.map_name); None if the
-        checkpoint has no floating-point tensor of this name."""
+        checkpoint has no tensor of this name in one of DTYPES."""
         return self._places.get(name) or self._places.get(self.aliases.get(name, ""))
 
     @cached_property
@@ -113,7 +113,7 @@ class BaseModules:
     """The modules of a built-in model."""
 
     def __init__(self, model_config: ModelConfig) -> None:
-        """Raises ConfigError for a model that is not built in."""
+        """Raises ConfigError, also for a model that is not built in."""
         weight_map = weight_map_of(model_config)
         if weight_map is None:
             raise ConfigError(

@@ -13,6 +13,7 @@ from config.lora.adapter_folder import CONFIG_FILE, AdapterFolder
 from config.lora.base_modules import BaseModules
 from config.model.read_config import read_model_config
 from config.params.lora import AUTO, EXTRA_TARGETS, LoRAConfig, NamedAdapter
+from config.whole_files import is_present
 
 IMAGE_ADAPTER = "vision-lora"
 """Folder of the image adapter in checkpoints that include one, such as Phi-4-multimodal."""
@@ -22,7 +23,7 @@ def unused_image_adapter(config: LoRAConfig, checkpoint: str) -> Path | None:
     """Folder of the checkpoint's image adapter; None if there is no such adapter, or if
     --default-mm-loras is set."""
     folder = Path(checkpoint, IMAGE_ADAPTER)
-    if config.default_mm_loras or not (folder / CONFIG_FILE).is_file():
+    if config.default_mm_loras or not is_present(folder / CONFIG_FILE):
         return None
     return folder
 
@@ -39,8 +40,8 @@ def check_adapter_paths(config: LoRAConfig) -> None:
 
 
 def check_adapters(config: LoRAConfig, checkpoint: str, download_dir: str | None = None) -> None:
-    """Raise ConfigError for an adapter that does not fit the checkpoint or the limits. Reads the
-    adapters like read_adapter. `download_dir`: as in configured_adapters."""
+    """Check that the configured adapters fit the checkpoint and the limits. Raises ConfigError.
+    `download_dir`: as in configured_adapters."""
     adapters = configured_adapters(config, download_dir)
     if not adapters:
         return

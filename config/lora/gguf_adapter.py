@@ -69,9 +69,9 @@ class GgufPair(NamedTuple):
 def read_gguf_adapter(
     stored: PartialFile, base: BaseModules, max_rank: int
 ) -> tuple[tuple[GgufPair, ...], bytes]:
-    """Read an adapter's matrices; returns them and the SHA-256 of metadata and matrices. The
-    matrices are read only if the metadata fits the base model, and if they have at most twice the
-    elements of a full adapter of `max_rank`. Raises ConfigError if the content does not fit."""
+    """Read an adapter's matrices; returns them and the SHA-256 of metadata and matrices. Beyond the
+    first MAX_METADATA_BYTES, the file is read only if the metadata fits the base model, and the
+    matrices have at most twice the elements of a full adapter of `max_rank`. Raises ConfigError."""
     file = stored.name
     head = stored.read(0, MAX_METADATA_BYTES)
     limits = GgufLimits(
@@ -166,8 +166,6 @@ def _checked_alpha(opened: GgufFile, file: str, base: BaseModules) -> float:
 
 
 def _check_tensors(opened: GgufFile, file: str, base: BaseModules, max_rank: int) -> None:
-    """Raise ConfigError unless there are pairs of LoRA matrices and no other tensors, with at most
-    the allowed number of elements."""
     if not opened.tensors:
         raise ConfigError(f"{file} has 0 low-rank matrices, an adapter needs at least 2")
     features = sum(module.in_features + module.out_features for module in base.modules.values())
@@ -335,7 +333,8 @@ def _projections_of(stack: ExpertStack) -> Iterator[tuple[tuple[str, ...], list[
 def _expert(
     name: str, there: Sequence[str], expert: int, pairs: Mapping[str, Matrices]
 ) -> Matrices:
-    """The LoRA matrices of an expert; zero for a projection that is not in `there`."""
+    """The LoRA matrices of an expert. For a projection that is not in `there`, the second matrix is
+    zero."""
     a, b = pairs[name if name in there else there[0]]
     return a[expert], b[expert] if name in there else np.zeros_like(b[expert])
 

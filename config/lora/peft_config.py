@@ -79,7 +79,7 @@ class PeftConfig:
     expression."""
     alphas: Pattern[float]
     parameters: frozenset[str] = frozenset()
-    """Names or path suffixes of parameters that stack experts."""
+    """Names or path suffixes in target_parameters."""
     grouped: frozenset[str] = frozenset()
     """Stacked-expert parameters whose lora_B columns are GROUPED."""
     ties_weights: bool = False
@@ -87,8 +87,7 @@ class PeftConfig:
 
     @classmethod
     def read(cls, folder: AdapterFolder) -> "PeftConfig":
-        """Read the config of the adapter in `folder`. Raises ConfigError, which names the file, for
-        unsupported settings."""
+        """Read the config of the adapter in `folder`. Raises ConfigError, which names the file."""
         return cls.of(folder.read_config()[1], folder.file(CONFIG_FILE))
 
     @classmethod

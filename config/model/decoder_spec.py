@@ -278,7 +278,7 @@ class DecoderSpec:
 
     @property
     def has_score_options(self) -> bool:
-        """Whether attention scores have options beyond scale and mask."""
+        """Whether attention scores have a soft cap or sinks."""
         return self.attention_soft_cap is not None or any(layer.sinks for layer in self.layers)
 
     def state_of(self, layer: LayerSpec) -> StateSpec | None:

@@ -47,7 +47,7 @@ _TRAINED_POSITIONS = 2048
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Settings that only encoders have."""
+    """Settings of an encoder."""
 
     family: str
     """One of FAMILIES."""
@@ -66,8 +66,8 @@ class EncoderConfig:
 
 
 def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
-    """`fields`, for a NomicBert with transformers' names and defaults. Raises ConfigError for a
-    NomicBert with unsupported layers."""
+    """`fields`, for a NomicBert with transformers' names and defaults. Raises ConfigError, also for
+    a NomicBert with unsupported layers."""
     if not architecture.startswith(NOMIC_BERT):
         return fields
     raw = dict(fields.raw)
@@ -92,8 +92,7 @@ def with_usual_encoder_names(architecture: str, fields: Fields) -> Fields:
 
 
 def encoder_fields(architecture: str, fields: Fields) -> Json | None:
-    """Fields of a ModelConfig for an encoder; None for other architectures. Raises ConfigError for
-    unsupported variants."""
+    """Fields of a ModelConfig for an encoder; None for other architectures. Raises ConfigError."""
     family = next((f for f in FAMILIES for end in ENDINGS if architecture == f + end), None)
     if family is None:
         return None

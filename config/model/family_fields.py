@@ -31,7 +31,8 @@ GENERATOR_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
 
 def causal_name(architecture: str) -> str:
-    """Architecture name of the same family with an output head."""
+    """Architecture name of the same family with an output head; unchanged if the ending is
+    unknown."""
     if architecture.endswith(GENERATOR_ENDINGS):
         return architecture
     for ending in HEADLESS_ENDINGS:
@@ -41,8 +42,8 @@ def causal_name(architecture: str) -> str:
 
 
 def with_usual_names(fields: Fields) -> Fields:
-    """`fields`, with the fields of OTHER_NAMES also under their common names. Raises ConfigError if
-    two names of the number of layers disagree, because transformers may read the other name."""
+    """`fields`, with the fields of OTHER_NAMES also under their common names. Raises ConfigError,
+    also for two different numbers of layers, because transformers may read the other number."""
     raw = dict(fields.raw)
     for usual, others in OTHER_NAMES.items():
         found = [raw[name] for name in (usual, *others) if raw.get(name) is not None]

@@ -5,7 +5,7 @@ import reprlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from config.errors import ConfigError
+from config.errors import CheckpointError, ConfigError
 from config.json_text import parse_json
 from config.whole_files import read_limited
 
@@ -42,24 +42,23 @@ def read_json(file: Path) -> Json:
 
 
 def parse_json_object(data: bytes, file: str) -> Json:
-    """The JSON object in `data`, which is read from `file`. Raises ConfigError if it is not a JSON
-    object in UTF-8."""
+    """The JSON object in `data`, which is read from `file`. Raises CheckpointError."""
     return _object(_parse(data, file), file)
 
 
 def read_any_json(file: Path) -> Any:
-    """The JSON value in `file`. Raises ConfigError."""
+    """The JSON value in `file`. Raises CheckpointError."""
     try:
         # A FIFO would block the start-up, or the thread that loads an adapter.
         data = read_limited(file, MAX_JSON_BYTES, takes_pipes=False)
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     return _parse(data, file)
 
 
 def _object(value: Any, file: object) -> Json:
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} is a {type(value).__name__}, it must be a JSON object")
+        raise CheckpointError(f"{file} is a {type(value).__name__}, it must be a JSON object")
     return value
 
 
@@ -67,7 +66,7 @@ def _parse(data: bytes, file: object) -> Any:
     try:
         return parse_json(data.decode("utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
 
 
 def _check_numbers(found: Json, file: Path) -> None:

@@ -144,8 +144,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     num_parameters: int | None = None
-    """Number of elements in the files, if they were counted: the size of a model that is not built
-    in."""
+    """Number of parameters, if they were counted: the size of a model that is not built in."""
     num_tower_parameters: int = 0
     """Number of elements of the vision tower, which is replicated on every card; without files,
     computed from the tower's code."""

@@ -36,6 +36,7 @@ from config.model.multimodal.vision import read_vision
 from config.model.quantization.registry import is_served, read_quantization
 from config.model.rope_fields import is_nested, rope_fields
 from config.model.special_tokens import eos_token_id
+from config.whole_files import is_present
 
 _CLASS_NAME = re.compile(r"[A-Za-z0-9_]{1,100}\Z")
 
@@ -48,10 +49,10 @@ def read_model_config(path: str, *, allow_quantized: bool = False) -> ModelConfi
     Raises ConfigError, but with `allow_quantized` not for an unsupported quantization.
     """
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not is_present(file):
         raise ConfigError(f"{path} has no config.json, it must be a model folder")
     generation_file = Path(path) / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.is_file() else {}
+    generation = read_json(generation_file) if is_present(generation_file) else {}
     whole = with_architecture(Fields(read_json(file), file))
     part = text_part(whole)
     fields = part or whole
@@ -123,8 +124,8 @@ def _architecture(fields: Fields) -> str:
 
 
 def _family_fields(family: Family, fields: Fields, absent: Mapping[str, Any]) -> Fields:
-    """`fields` with the family's names and defaults converted to the common names, and `absent` for
-    fields without a value."""
+    """`fields` with the family's names converted to the common names. Fields without a value get
+    the value in `absent`, else the family's default."""
     present = _renamed(
         family, {key: value for key, value in fields.raw.items() if value is not None}
     )

@@ -39,8 +39,8 @@ def is_nested(rope: Json) -> bool:
 
 
 def describe_rope_conflict(fields: Fields) -> str:
-    """Fields of rope_parameters that are ignored because rope_scaling has other values; empty if
-    they agree."""
+    """Fields of rope_parameters whose values rope_scaling replaces or drops; empty if there are
+    none."""
     parameters = fields.get("rope_parameters", dict, None) or {}
     if not fields.get("rope_scaling", dict, None) or not parameters:
         return ""

@@ -21,9 +21,9 @@ def check_split(
     distributes_experts: bool = False,
     num_engines: int = 1,
 ) -> None:
-    """Raise ConfigError, with the numbers that disagree, if the model cannot be divided among
-    `num_cards` cards. `distributes_experts`: each card has whole experts instead of a shard of each
-    expert; the cards of all `num_engines` engines share the experts."""
+    """Raise ConfigError if the model cannot be divided among `num_cards` cards.
+    `distributes_experts`: each card has whole experts instead of a shard of each expert; the cards
+    of all `num_engines` engines share the experts."""
     if distributes_experts and config.moe is None:
         raise ConfigError(f"{config.path} has no experts to distribute over ranks")
     counts = [*_divided(config, distributes_experts)]
@@ -50,8 +50,7 @@ def check_split(
 
 
 def check_stages(config: ModelConfig, num_stages: int) -> None:
-    """Raise ConfigError if the layers of a built-in model cannot be divided into `num_stages`
-    pipeline stages."""
+    """Raise ConfigError if the layers cannot be divided into `num_stages` pipeline stages."""
     if num_stages == 1:
         return
     if states_of(config):

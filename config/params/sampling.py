@@ -17,8 +17,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-"""Maximum tokens of a bad word. The sampler pads every request of a batch to the batch's largest
-number and length of bad words."""
+"""Maximum tokens of a bad word. The sampler pads the bad words of a batch to the same number and
+length."""
 MAX_LISTED_TOKENS = 300_000
 """Maximum number of token ids in the list fields of a request, times its sequences: each sequence
 has its own copy in the message, the engine and the worker. The limit is above any vocabulary
@@ -68,8 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Names, ranges and defaults follow the OpenAI API; extensions follow vLLM. The logits are changed
     in this order: `structured_outputs`; bad words; `logit_bias`, `allowed_token_ids`, `min_tokens`;
-    penalties; temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` when a value is out of
-    range.
+    penalties; temperature; `min_p`; `top_k`; `top_p`. Raises `UserError` for an invalid value.
     """
 
     n: int = 1

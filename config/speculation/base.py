@@ -1,5 +1,5 @@
-"""SpeculationMethod: the chosen draft method and its limits. MethodFacts: what the other code knows
-about a draft method before it drafts."""
+"""SpeculationMethod: the chosen draft method and its limits. MethodFacts: settings and properties
+of a draft method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,12 +37,11 @@ class MethodFacts:
 
     def default_drafts(self, options: Options) -> int | None:
         """Value of num_speculative_tokens if `options` do not contain it; None: it is required.
-        Raises ConfigError for values out of range."""
+        Raises ConfigError."""
         return None
 
     def settings(self, options: Options) -> object:
-        """SpeculationMethod.settings for the method's own keys. Raises ConfigError for values out
-        of range."""
+        """SpeculationMethod.settings for the method's own keys. Raises ConfigError."""
         return None
 
     def reads_earlier_outputs(self, settings: object) -> bool:

@@ -31,15 +31,14 @@ class DrafterFacts(MethodFacts):
     head."""
     has_kv_cache = True
     num_kept_layers = 0
-    """Number of layers of the target before which the drafter reads hidden states; 0: it reads the
-    hidden states after the last norm."""
+    """Number of layers of the target before which the drafter reads hidden states; 0: a head reads
+    the hidden states after the last norm."""
 
     def model_config(
         self, method: SpeculationMethod, folder: str, target: ModelConfig, num_ranks: int
     ) -> ModelConfig:
         """ModelConfig of the drafter in `folder`; the target's for a head without a KV cache.
-        Raises ConfigError, also if the drafter cannot be divided among `num_ranks` tensor-parallel
-        ranks."""
+        `num_ranks`: number of tensor-parallel ranks. Raises ConfigError."""
         raise NotImplementedError
 
     def weights(
@@ -51,7 +50,7 @@ class DrafterFacts(MethodFacts):
 
     def kept_layers(self, model_config: ModelConfig, num_layers: int) -> tuple[int, ...]:
         """Indices of the `num_kept_layers` layers of a target of `num_layers` layers. Raises
-        ConfigError if the checkpoint names layers that the target does not have."""
+        ConfigError."""
         return ()
 
 

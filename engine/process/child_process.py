@@ -316,10 +316,8 @@ def ignore_stop_signal() -> None:
     signal.signal(STOP, signal.SIG_IGN)
 
 
-def run_child(work: Callable[[], int], clean_up: Callable[[], None] = lambda: None) -> int:
-    """In the child: run `work`, which handles Terminated, and return its exit code. The process
-    exits at once when the parent dies, after `clean_up`."""
-    exit_with_parent(clean_up)
+def run_child(work: Callable[[], int]) -> int:
+    """In the child: run `work`, which handles Terminated, and return its exit code."""
     try:
         install_stop_handler()
         code = work()

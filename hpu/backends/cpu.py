@@ -168,8 +168,8 @@ class CpuBackend(Backend):
         self.world = join("gloo", ranks)
 
     def open_kernels(self) -> Library | None:
-        """The compiled kernels, which the first call opens, and compiles if they are missing; None:
-        use torch's own operators."""
+        """The compiled kernels, which the first call opens or compiles; None: use torch's own
+        operators."""
         self._library = self._open()
         return self._library
 

@@ -329,8 +329,8 @@ class GaudiBackend(Backend):
 
         * The kernel block_softmax is not used.
 
-        * No product writes float32 if `patcher` replaces it: the compressor's product takes no
-          result tensor up to release 3.8 (PatchedMatmul in its helper_modules.py).
+        * No matmul writes float32 if `patcher` replaces it: the compressor's matmul takes no result
+          tensor up to release 3.8 (PatchedMatmul in its helper_modules.py).
         """
         if not self._facts.multiplies_float32 and model.dtype != torch.bfloat16:
             raise ConfigError(
@@ -662,16 +662,15 @@ class GaudiBackend(Backend):
         return model
 
     def _call_core(self, name: str, old_name: str, *args: object, **options: object) -> None:
-        """Call a function of the vendor's package that has an old name in some releases: up to 1.19
-        only `hpu_set_env` exists, and the state of 2025 announces the removal of the old names
-        (HabanaAI/gaudi-pytorch-bridge, torch/core/quantization.py)."""
+        """Call the function `name` of the vendor's package, or `old_name` in a release without
+        `name`: 1.19 lacks hpu_inference_set_env, and later releases announce the removal of the old
+        names (HabanaAI/gaudi-pytorch-bridge, torch/core/quantization.py)."""
         core = self._htcore
         getattr(core, name if hasattr(core, name) else old_name)(*args, **options)
 
     def _can_split(self, model: nn.Module, patcher: IncCompressor | None) -> bool:
-        """Whether --split-qkv can split matmuls of `model` into Q, K and V; False if `patcher`
-        quantizes the weights. Logs how many layers keep a merged matmul because their weights are
-        quantized."""
+        """Whether --split-qkv can split matmuls of `model` into Q, K and V. False with a `patcher`,
+        which replaces merged layers. Logs how many layers keep a merged matmul."""
         projections = [item for item in model.modules() if isinstance(item, QKVParallelLinear)]
         merged = [item for item in projections if patcher or not isinstance(item.weight, Tensor)]
         if merged:

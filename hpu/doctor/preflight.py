@@ -1,4 +1,5 @@
-"""Runs all checks of a Gaudi machine. Opens no device and imports none of the vendor's modules."""
+"""Checks of a Gaudi machine before a start. Opens no device and imports none of the vendor's
+modules."""
 
 import os
 from typing import NamedTuple

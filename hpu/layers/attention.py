@@ -293,7 +293,7 @@ class PagedAttention(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor | None, Tensor | None]:
-        """Key scale and value scale, (1) float32 each; None: the format has no layer scales."""
+        """Key scale and value scale, (1) float32 each; None without a format with layer scales."""
         if self.format is None or not self.format.has_layer_scales:
             return None, None
         return self.get_parameter("k_scale"), self.get_parameter("v_scale")
@@ -400,9 +400,10 @@ def prompt_operands(
     index: int = 0,
     is_sliced: bool = True,
 ) -> PromptOperands:
-    """Operands of a prompt kernel: new tokens (B, Q, heads or kv_heads, D), and the masks of the
-    launch. `read` maps a block list of the cached context to its keys and values (B, kv_heads,
-    tokens, D). `is_sliced`: whether the context slices of the launch, if any, are used."""
+    """Operands of a prompt kernel, from the new tokens (B, Q, heads or kv_heads, D) and the masks
+    of the launch. `index`: kind of the layer in `metadata`. `read` maps a block list of the cached
+    context to its keys and values (B, kv_heads, tokens, D). `is_sliced`: whether the context slices
+    of the launch, if any, are used."""
     slices = metadata.slices if is_sliced else ()
     context, block_list = None, metadata.block_lists[index]
     if block_list.shape[0] and not slices:

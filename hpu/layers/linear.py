@@ -173,7 +173,7 @@ class SplitLinearMethod(UnquantizedLinearMethod):
 
 
 def split_products(model: nn.Module, matmul: Matmul) -> None:
-    """Compute float32 products of `model` by `matmul`: in recurrent layers, in block indexers, and
+    """Compute float32 matmuls of `model` by `matmul`: in recurrent layers, in block indexers, and
     in linear layers with float32 weights (router gates, poolers)."""
     for module in model.modules():
         if isinstance(module, Multiplies):

@@ -221,7 +221,7 @@ def weight_bytes(
             stage=stage,
         )
         moe = decoder_spec(config).moe
-        # The kernels for quantized experts have no clamped SwiGLU.
+        # No kernel for FP8 or integer experts on the card has a clamped SwiGLU.
         expands = bool(moe and moe.clamped_swiglu)
         weights = sum(
             _card_bytes(spec, width, expands_experts=expands) * count for spec, count in own

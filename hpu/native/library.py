@@ -449,7 +449,7 @@ def open_library(
     int8_activations: bool = True,
     on_step: OnStep = unreported_step,
 ) -> Library | None:
-    """Load the library for this machine from `folder`; compile it into `folder` if it is missing.
+    """Load the library for this machine from `folder`, or compile it and save it there if possible.
 
     Returns None and logs the reason if it cannot be compiled or loaded: the CPU back end then uses
     torch's operators. `int8_activations`: round the inputs of quantized weights to 8 bits on a
@@ -482,11 +482,12 @@ def open_library(
 
 
 def _load(folder: Path, flags: frozenset[str], num_threads: int, on_step: OnStep) -> Library | None:
-    """Load the compiled file in `folder`; compile it if the file is missing or truncated.
+    """Load the compiled file in `folder`; compile it if the file is missing or truncated, or if
+    `folder` is not trusted (see foreign_writer).
 
-    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written, each
-    start compiles. If two processes compile at the same time, the later file replaces the earlier
-    file.
+    Returns None and logs the reason if it cannot be compiled. If `folder` cannot be written or is
+    not trusted, each start compiles. If two processes compile at the same time, the later file
+    replaces the earlier file.
     """
     runtime = openmp_runtime()
     source = b"".join(file.read_bytes() for file in SOURCES)

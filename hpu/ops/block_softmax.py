@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     mapping: Tensor
     """(B, N) float32: 1 where the block belongs to the sequence."""
     matmul: Matmul = torch.matmul
-    """Product of float32 matrices."""
+    """Matmul of float32 matrices."""
 
     def summed(self, values: Tensor) -> Tensor:
         """Sums (B, M) float32 over the blocks of each sequence, of `values` (N, M) float32."""

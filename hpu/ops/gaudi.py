@@ -55,11 +55,11 @@ Attention = TypeVar("Attention", bound="GaudiAttention")
 
 
 class ProductForms(NamedTuple):
-    """Forms of products on a card.
+    """How a card computes matmuls in float32.
 
-    * `matmul`: product of float32 matrices.
+    * `matmul`: matmul of float32 matrices.
 
-    * `write_float32`: a product of bfloat16 can write float32; else its result is converted.
+    * `write_float32`: whether a bfloat16 matmul can write float32; else its result is converted.
     """
 
     matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul
@@ -67,7 +67,7 @@ class ProductForms(NamedTuple):
 
 
 ALL_PRODUCTS = ProductForms()
-"""The forms of a card without restrictions."""
+"""For a card without restrictions."""
 
 
 class GaudiKernels:
@@ -87,7 +87,7 @@ class GaudiKernels:
 
     * `end_slice`: ends the recipe within attention, for example after each slice.
 
-    * `products`: forms of products.
+    * `products`: how the card computes matmuls in float32.
     """
 
     def __init__(
@@ -502,7 +502,7 @@ def _block_weights(
     factors = torch.exp(blocks.highest - top.index_select(0, rows))
     totals = blocks.summed(factors * sums)
     if sinks is not None:
-        # A sequence without blocks is padding: its maximum is MASKED.
+        # Capped: the reference of a sequence without blocks, which is padding, may be MASKED.
         totals = totals + torch.exp((sinks.float() - top).clamp_max(MAX_EXPONENT))
     totals = totals.index_select(0, rows)
     weights: Tensor = factors / totals.clamp_min(reference.least_total)

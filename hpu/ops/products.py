@@ -1,6 +1,6 @@
-"""Products of float32 matrices, also on cards that multiply no float32 matrices (Gaudi 2B, 2C and
+"""Matmuls of float32 matrices, also on cards that multiply no float32 matrices (Gaudi 2B, 2C and
 2D): three bfloat16 numbers hold the 24 bits of a float32 number, and the products of the parts are
-summed in float32. Where a product of bfloat16 cannot write float32, elements are multiplied."""
+summed in float32. Where a bfloat16 matmul cannot write float32, elements are multiplied."""
 
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Matmul = Callable[[Tensor, Tensor], Tensor]
-"""Product (..., M, N) float32 of matrices (..., M, K) and (..., K, N)."""
+"""Matmul (..., M, N) float32 of matrices (..., M, K) and (..., K, N)."""
 
 NUM_PARTS = 3
 MAX_ELEMENTS = 1 << 26
@@ -18,18 +18,18 @@ MAX_ELEMENTS = 1 << 26
 
 @runtime_checkable
 class Multiplies(Protocol):
-    """A layer whose float32 products are computed by an attribute."""
+    """A layer whose float32 matmuls are computed by an attribute."""
 
     matmul: Matmul
 
 
 def wide_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Product of the operands in float32."""
+    """Matmul of the operands in float32."""
     return torch.matmul(left.float(), right.float())
 
 
 def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
-    """`wide_matmul` of finite float32 or bfloat16 operands by products of bfloat16.
+    """`wide_matmul` of finite float32 or bfloat16 operands by a bfloat16 matmul.
 
     The error is about that of float32: products of parts below its precision are left out. A
     compiled matmul may round the result to bfloat16. For a single row or column, the products by
@@ -56,7 +56,7 @@ def matmul_in_parts(left: Tensor, right: Tensor) -> Tensor:
 
 
 def matmul_by_element(left: Tensor, right: Tensor) -> Tensor:
-    """`wide_matmul` by products of elements, for releases whose product of bfloat16 cannot write
+    """`wide_matmul` by products of elements, for releases whose bfloat16 matmul cannot write
     float32. Slower than `matmul_in_parts`; slices of rows limit the memory."""
     turned = right.float().transpose(-1, -2).unsqueeze(-3)
     rows = max(1, MAX_ELEMENTS // (turned.shape[-1] * turned.shape[-2]))

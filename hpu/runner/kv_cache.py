@@ -27,9 +27,9 @@ shape."""
 
 
 def reads_contiguously(config: EngineConfig, backend: Backend, *, has_states: bool = False) -> bool:
-    """Whether decodes read the cache as a single slice from block 0: if configured, or if the back
-    end prefers it. Never if blocks are shared, by prefix caching (which models with states lack) or
-    by speculation, where rows of a request share blocks."""
+    """Whether decodes read the cache as a single slice from block 0: as configured, by default as
+    the back end prefers. Never if blocks are shared, by prefix caching (which models with states
+    lack) or by speculation, where rows of a request share blocks."""
     contiguous_pa = config.execution.contiguous_pa
     shares_blocks = config.cache.enable_prefix_caching and not has_states
     if shares_blocks or contiguous_pa is False or config.speculation.choose() is not None:

@@ -59,7 +59,8 @@ class DeviceColumns:
         return self._host.numpy().reshape(self._shape)
 
     def upload(self, pinned: list[Tensor]) -> None:
-        """Copy to the device, and append the host tensor of the copy to `pinned`."""
+        """Copy to the device, and append the host tensor of the copy to `pinned`. No-op on a device
+        that shares the host's memory."""
         if not self._backend.shares_host_memory:
             self._sets.append(self._sets.pop(0))
             self._columns.append(self._columns.pop(0))

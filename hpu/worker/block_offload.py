@@ -182,7 +182,7 @@ class BlockOffload(Offload):
 
 
 def check_offload(loaded: LoadedModel) -> None:
-    """Raise ConfigError for a model whose blocks cannot be offloaded."""
+    """Raise ConfigError if offloading is configured and the model's blocks cannot be offloaded."""
     if not loaded.config.offload.is_on:
         return
     name = "--kv-offloading-size" if loaded.config.offload.kv_offloading_size else "--swap-space"

@@ -602,9 +602,9 @@ def check_memory(
     max_model_len: int,
     weights: int,
 ) -> None:
-    """Raise ConfigError if `weights` bytes exceed the device's total memory, or if the rotary table
-    exceeds the host's. Without this check, some systems overcommit memory and kill the process
-    later."""
+    """Raise ConfigError if `weights` bytes exceed the device's total memory, or if the computation
+    of a decoder's rotary table takes more than the host's. Without this check, some systems
+    overcommit memory and kill the process later."""
     if weights > (total := backend.memory()[1]):
         raise ConfigError(
             f"the weights in {model_config.path} take {bytes_text(weights)}, {backend.name} has "

@@ -50,8 +50,9 @@ def _run(runner: StepRunner, backend: Backend, bucket: Bucket) -> None:
 
 
 def largest_buckets(table: BucketTable, num_blocks: int) -> list[Bucket]:
-    """The most expensive prefill, and the largest decode with at most `num_blocks` blocks: the
-    table's own limit depends on the cache size, which is not yet decided."""
+    """The most expensive prefill, and the largest decode with at most `num_blocks` blocks (no
+    decode for pooling): the table's own limit depends on the cache size, which is not yet
+    decided."""
     prompts = [bucket for bucket in table.buckets if bucket[0] == PREFILL]
     largest = max(prompts, key=lambda bucket: table.cost(PREFILL, bucket[1:]))
     limits = table.limits

@@ -215,8 +215,8 @@ class Worker:
         )
 
     def wake_weights(self) -> None:
-        """Load the weights again if they are not on the device. On failure, stays asleep and raises
-        RequestFailed."""
+        """Load the weights again if they are not on the device. Stays asleep and raises
+        RequestFailed if the checkpoint is refused or memory is full."""
 
         def wake() -> None:
             self._loaded = self._loaded or self._load(self._device, lambda progress: None)
@@ -226,7 +226,7 @@ class Worker:
 
     def wake_up(self, on_progress: Progress) -> WorkerReady:
         """Build and warm up again, with an unchanged number of KV blocks, all empty. Stays asleep
-        and raises RequestFailed on failure."""
+        and raises RequestFailed if the model is refused or memory is full."""
         assert self._awake is None, "wake_up of a worker that is awake"
 
         def wake() -> WorkerReady:
@@ -253,7 +253,8 @@ class Worker:
             self._started = None
 
     def _try(self, wake: Callable[[], T]) -> T:
-        """Call `wake`; on failure, free everything that it left on the device."""
+        """Call `wake`. After a ConfigError, or if memory is full, free everything that it left on
+        the device and raise RequestFailed; other errors are raised unchanged."""
         backend = self._device.backend
         try:
             with torch.inference_mode():

@@ -66,10 +66,16 @@ async def _start(state: AppState, request: Request) -> tuple[ServingRequest, boo
 
 
 async def _chat(state: AppState, body: CountBody, sent: ReceivedBody) -> ChatBody:
-    convert = partial(
-        to_chat_body,
-        body,
-        has_reasoning=state.parser_config.reasoning_parser is not None,
-        takes_images=state.images is not None,
-    )
-    return convert() if sent.num_bytes <= MANY_BYTES else await asyncio.to_thread(convert)
+    is_large = sent.num_bytes > MANY_BYTES
+
+    def convert() -> ChatBody:
+        chat = to_chat_body(
+            body,
+            has_reasoning=state.parser_config.reasoning_parser is not None,
+            takes_images=state.images is not None,
+        )
+        if is_large:
+            chat.measure()
+        return chat
+
+    return await asyncio.to_thread(convert) if is_large else convert()

@@ -48,8 +48,8 @@ _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether `tool` has a type other than custom, such as web_search_20250305, a tool that other
-    servers run. These tools are ignored."""
+    """Whether `tool` has a type other than custom, such as web_search_20250305, which
+    Anthropic runs. These tools are ignored."""
     return type_of(tool) not in (None, "custom")
 
 
@@ -80,7 +80,7 @@ class ThinkingChoice(Body):
 
 
 class ContextManagement(Body):
-    """Context edits, which other servers apply once a prompt exceeds a threshold. This server
+    """Context edits, which Anthropic applies once a prompt exceeds a threshold. This server
     accepts them and never edits the prompt."""
 
     edits: Tools | None = None

@@ -161,9 +161,9 @@ def _wrong_method(request: Request, error: HTTPException) -> HTTPException:
 
 
 def _unknown_route(request: Request) -> HTTPException:
-    """404 for an unknown path, with a hint: the flag that enables the route, a note on a route of
-    Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`, or the route
-    with the most similar path."""
+    """404 for an unknown path, with a hint if one applies: the flag that enables the route, a note
+    on a route of Ollama, OpenAI or vLLM, the route if only `/v1` is missing, a route below `/v1`,
+    or the route with the most similar path."""
     path = request.scope["path"]
     shown = path[:PATH_CHARACTERS_SHOWN]
     message = f"There is no route {shown}."

@@ -56,8 +56,8 @@ class WithoutPrefix:
 
 
 class RecordMiddleware:
-    """Gives each request an id and a record; logs and counts the request when it ends, unless
-    another API server does so (`is_forwarded`)."""
+    """Gives each request an id and a record; when the request ends, counts it, and logs it if the
+    settings allow, unless another API server does so (`is_forwarded`)."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -1,13 +1,18 @@
 """OpenAPI schema. Handlers parse bodies themselves, so the schemas of the bodies are added here."""
 
+import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
 
 from server.anthropic.schema import CountBody, MessagesBody
 from server.app.field_docs import add_descriptions
+from server.http.body import encoded_response
 from server.http.openapi import REF
 from server.openai.lora import LoadAdapterBody, UnloadAdapterBody
 from server.openai.responses.schema import ResponseBody
@@ -66,7 +71,20 @@ _MESSAGES_ERROR = {
 
 
 class DescribedApi(FastAPI):
-    """FastAPI whose OpenAPI schema includes this server's request bodies."""
+    """FastAPI whose OpenAPI schema includes this server's request bodies, and is encoded once."""
+
+    _encoded = b""
+
+    def setup(self) -> None:
+        """Add the route of the schema. Replaces FastAPI's routes, which encode the schema for each
+        request."""
+        if self.openapi_url:
+            self.add_route(self.openapi_url, self._answer_openapi, include_in_schema=False)
+
+    async def _answer_openapi(self, request: Request) -> Response:
+        if not self._encoded:
+            self._encoded = await asyncio.to_thread(lambda: msgspec.json.encode(self.openapi()))
+        return encoded_response(self._encoded)
 
     def openapi(self) -> dict[str, Any]:
         if not self.openapi_schema:

@@ -2,8 +2,8 @@
 and of docs/selftest.md from the checks: `python -m server.app.reference`.
 
 The text of the pages is written by hand. In api-fields.md, each table is between two comments, and
-the first comment names the body. `beyond BODY`: fields that BODY also has are only listed by name,
-for ChatBody by group.
+the first comment names the body. `beyond BODY`: fields that BODY has with the same type and meaning
+are only listed by name, for ChatBody by group.
 """
 
 import re

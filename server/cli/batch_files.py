@@ -22,6 +22,8 @@ POOLING_PATHS = ("/score", "/rerank", "/v2/rerank", "/v2/embed", "/classify", "/
 """Paths outside /v1/ that a batch may use."""
 MAX_LINE_BYTES = 64 * 2**20
 """Maximum length of an input line, the default of --max-body-bytes."""
+MAX_SKIPPED_BYTES = 2**30
+"""Maximum length of an input line that is skipped: a device or a pipe may have no line end."""
 
 
 class BatchLine(NamedTuple):
@@ -52,7 +54,8 @@ def open_input(path: Path) -> IO[bytes]:
 
 
 def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
-    """The non-empty lines of the input. Raises ConfigError if the file cannot be read."""
+    """The non-empty lines of the input. Raises ConfigError if the file cannot be read, or if a line
+    has more than MAX_SKIPPED_BYTES."""
     seen: set[str] = set()
     number = 0
     try:
@@ -61,8 +64,15 @@ def read_lines(file: IO[bytes]) -> Iterator[BatchLine | InvalidLine]:
             if not raw.strip():
                 continue
             if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                num_bytes = len(raw)
                 while raw and not raw.endswith(b"\n"):
                     raw = file.readline(MAX_LINE_BYTES)
+                    num_bytes += len(raw)
+                    if num_bytes > MAX_SKIPPED_BYTES:
+                        raise ConfigError(
+                            f"line {number} of --input-file {file.name} has at least {num_bytes} "
+                            f"bytes, a line may have at most {MAX_LINE_BYTES}"
+                        )
                 yield InvalidLine(number, None, f"it is longer than {MAX_LINE_BYTES} bytes")
                 continue
             line = _parsed(number, raw)

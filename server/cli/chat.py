@@ -67,8 +67,8 @@ def chat_parser() -> FlagParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the chat; returns 1 if the only message of --quick has failed, otherwise 0. Raises
-    ConfigError, CommandFailed if the server cannot be reached, and the errors of
+    """Run the chat; returns 1 if the message of --quick has failed, otherwise 0. Raises
+    ConfigError, CommandFailed if the server's models cannot be read, and the errors of
     PrivateServer.wait_ready."""
     loaded = load(argv, default_model=NAMES[0], parser=chat_parser())
     loop = asyncio.new_event_loop()

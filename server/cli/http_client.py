@@ -124,7 +124,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Make a JSON call. Raises HttpFailure with the server's message."""
+        """Make a JSON call. Raises HttpFailure, also for a status other than 200."""
         status, _, content = await self.ask(method, path, body)
         if status != 200:
             raise self.refusal(status, path, content)

@@ -134,6 +134,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
 def _serve(argv: list[str]) -> int:
     from config.checkpoint.demo import NAMES
 
+    # Settings are sent to other processes as UTF-8.
+    for word in argv:
+        if word.encode(errors="replace").decode() != word:
+            raise ConfigError(f"the argument {word!r} is not UTF-8: rename the file or folder")
     parser = server_parser("gaudiserve serve", SERVE)
     parser.examples = (
         "gaudiserve serve",
@@ -235,7 +239,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _unread(engine: EngineConfig) -> list[tuple[str, str]]:
-    """(flag, reason) of each changed setting that the device or another setting leaves without
+    """(flag, reason) of changed settings that the device or another setting leaves without
     effect."""
     device = chosen_device(engine.device)
     if DEVICES[device].is_gaudi:

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
 
 def config_of(preset: Preset, loaded: Loaded) -> dict[str, object]:
     """Keys of a --config file: model, device, the preset, and all other settings that a source of
-    `loaded` sets, except secrets and variables that other programs read, too."""
+    `loaded` sets, except secrets and variables that other programs also read."""
     return {
         "model": loaded.engine.model,
         "device": "hpu",
@@ -117,7 +117,7 @@ def _given(loaded: Loaded) -> dict[str, Any]:
 
 
 def _is_of_this_machine(source: str) -> bool:
-    """Whether `source` is a variable that other programs read, too, such as OMP_NUM_THREADS. A
+    """Whether `source` is a variable that other programs also read, such as OMP_NUM_THREADS. A
     server reads it on its own host."""
     return source.startswith("variable ") and not source.startswith(_OWN_VARIABLES)
 

@@ -38,8 +38,8 @@ def install() -> None:
 
 
 def run(words: list[str]) -> None:
-    """Replace this process with the command `vllm`, and put `words` before the arguments. Otherwise
-    the process that `quantize` spawns would import the module that Python started with -m."""
+    """Replace this process with the command `vllm`, and put `words` before the arguments. Without
+    the replacement, a process that `quantize` spawns would import the module of -m again."""
     command = Path(sysconfig.get_path("scripts")) / "vllm"
     os.execv(sys.executable, [sys.executable, str(command), *words, *sys.argv[1:]])
 

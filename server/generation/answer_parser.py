@@ -147,9 +147,9 @@ class ParserConfig:
         skips_blanks: bool,
         is_free: bool = False,
     ) -> ThinkingSpec | None:
-        """The reasoning at the start of an answer to `prompt`, before a grammar applies; None: no
-        reasoning. `begun`: see `starts_inside`. `is_wanted`: the client did not disable reasoning.
-        `is_free`: no grammar constrains the text after the reasoning."""
+        """The reasoning at the start of an answer to `prompt`; None: no reasoning. `begun`: see
+        `starts_inside`. `is_wanted`: the client did not disable reasoning. `is_free`: no grammar
+        constrains the text after the reasoning."""
         reasoning_format = self._reasoning_format
         if reasoning_format is None:
             return None
@@ -171,8 +171,8 @@ class ParserConfig:
         return TOOL_PARSERS[self.tool_parser].format if self.tool_parser else None
 
     def tool_call_grammar(self, functions: Functions) -> ToolCallGrammar:
-        """The grammar of the model's calls to `functions`. Raises UserError if it cannot enforce
-        the schema of their arguments."""
+        """The grammar of the model's calls to `functions`. Raises UserError, for example if it
+        cannot enforce the schema of their arguments."""
         assert self.tool_call_format is not None, "choosing was checked"
         return self.tool_call_format.grammar(functions)
 

@@ -34,11 +34,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that is ready for the engine: ids are validated and truncated."""
+    """A tokenized and truncated prompt."""
 
     token_ids: list[int]
     text: str | None = None
-    """Text of the prompt; None if the client sent token ids or the server truncated the text."""
+    """Text of the prompt before truncation, or None."""
     images: PromptImages | None = None
     """Images and videos of the prompt; None without them."""
 

@@ -49,6 +49,8 @@ MAX_TOKENS_AT_ONCE = 65_536
 """Prompt tokens to check or send before the event loop runs other requests: about 5 ms."""
 TOKENS_PER_SEQUENCE = 1_024
 """Fixed cost of sending a sequence, in prompt tokens."""
+IMAGE_BYTES_PER_TOKEN = 256
+"""Bytes of images and videos that take as long to send as a prompt token."""
 ASLEEP_RETRY_S = 10
 
 
@@ -81,8 +83,9 @@ class Pipeline:
         param: str = "messages",
         visible_special_ids: frozenset[int] = frozenset(),
     ) -> "Generation":
-        """Check the request and send its `len(prompts) * params.n` sequences. `param`: field of the
-        prompt, for errors; `visible_special_ids`: special tokens that always appear in the text.
+        """Check the request and send its `len(prompts) * params.n` sequences, except sequences
+        without work for the engine. `param`: field of the prompt, for errors;
+        `visible_special_ids`: special tokens that always appear in the text.
 
         Raises UserError, Overloaded, DeadlineExceeded or EngineDied; after an exception, nothing of
         the request is left in the engine.
@@ -96,9 +99,11 @@ class Pipeline:
             for prompt_index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
                 tokens = memoryview(np.asarray(prompt.token_ids, dtype="<u4").tobytes())
                 images = self.image_fields(prompt, terms)
+                num_image_bytes = prompt.images.num_bytes if prompt.images else 0
+                num_image_tokens = num_image_bytes // IMAGE_BYTES_PER_TOKEN
                 await pauses.after(len(prompt.token_ids))
                 for choice in range(params.n):
-                    await pauses.after(TOKENS_PER_SEQUENCE)
+                    await pauses.after(TOKENS_PER_SEQUENCE + num_image_tokens)
                     sampling = _choice_params(params, choice, limit)
                     queue = None
                     if sampling is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from config.fair_threads import FairThreads, current_client
 from config.malloc import trim_memory
 from server.http.access_log import MAX_IGNORED_FIELDS, RequestRecord, record_of
 from server.http.errors import ClientGone, RequestTooLarge, UnsupportedMediaType, user_error_from
-from server.http.held_bodies import HeldBodies, HeldBody, decoded_bytes
+from server.http.held_bodies import MAX_VALUES_BYTES, HeldBodies, HeldBody, decoded_bytes
 from server.http.json_decoder import PIECE_BYTES, decode_json
 from server.http.json_encoder import PIECE_WEIGHT, json_pieces, slices_of, weighs_more
 from server.http.pacing import LoopPacer
@@ -42,6 +43,10 @@ class BodyModel(Protocol):
 
     def hold(self, held: HeldBody) -> None:
         """Count the body's memory in `held` for as long as the body is referenced."""
+        ...
+
+    def measure(self) -> None:
+        """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
         ...
 
 
@@ -88,6 +93,8 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._num_buffered_bytes = 0
         """Bytes of all bodies that are being received or wait for decoding."""
+        self._buffered_of = Counter[str]()
+        """The same bytes by client."""
         self._held = HeldBodies()
         # Clients can make many bodies end in the same iteration of the event loop.
         self._short_pacer, self._pacer = LoopPacer(), LoopPacer(1)
@@ -104,23 +111,29 @@ class BodyReader:
         _check_content_length(request.headers.get("content-length", ""), self._max_bytes)
         chunks: list[bytes] = []
         size = num_decoded_bytes = 0
+        client = current_client.get() or ""
         try:
             async for chunk in request.stream():
                 size += len(chunk)
                 num_decoded_bytes += decoded_bytes(chunk)
                 self._num_buffered_bytes += len(chunk)
-                self._check_size(size)
+                self._buffered_of[client] += len(chunk)
+                self._check_size(size, client)
                 chunks.append(chunk)
             if not size:
                 raise UserError("the body is empty, it must be a JSON object")
-            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size))
+            num_decoded_bytes = min(num_decoded_bytes, size + MAX_VALUES_BYTES)
+            held = await self._held.hold(num_decoded_bytes, self._max_buffered(size), client)
             pacer = self._short_pacer if size <= SHORT_BODY_BYTES else self._pacer
-            await pacer.wait(current_client.get() or "")
+            await pacer.wait(client)
             decoded = await self._decode(chunks, size)
         except ClientDisconnect:
             raise ClientGone from None
         finally:
             self._num_buffered_bytes -= size
+            self._buffered_of[client] -= size
+            if not self._buffered_of[client]:
+                del self._buffered_of[client]
         if not isinstance(decoded, dict):
             raise UserError(f"the body is {value_text(decoded)}, it must be a JSON object")
         return ReceivedBody(decoded, size, record_of(request.scope), held)
@@ -133,18 +146,22 @@ class BodyReader:
         # Two requests that keep their bytes while they wait would wait for each other.
         total = held.num_bytes + num_bytes
         held.free()
-        return await self._held.hold(total, self._max_buffered(total))
+        client = current_client.get() or ""
+        return await self._held.hold(total, self._max_buffered(total), client)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run `call`, which decodes large values, on the thread that decodes bodies; clients take
         turns."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, client: str) -> None:
+        """Raise RequestTooLarge for a body that is too large, and Overloaded if the limit on all
+        bodies and the share of `client` are exceeded."""
         if size > self._max_bytes:
             raise _too_large(f"more than {self._max_bytes}", self._max_bytes)
         max_buffered = self._max_buffered(size)
-        if self._num_buffered_bytes > max_buffered:
+        share = max_buffered // len(self._buffered_of)
+        if self._num_buffered_bytes > max_buffered and self._buffered_of[client] > share:
             raise Overloaded(
                 f"the request bodies in memory have {self._num_buffered_bytes} bytes, at most "
                 f"{max_buffered} are allowed"
@@ -192,7 +209,10 @@ async def parse(kind: type[B], body: ReceivedBody) -> B:
     def validate() -> B:
         if unknown := kind.unknown_fields(body.fields):
             body.record.ignored_fields = unknown[: MAX_IGNORED_FIELDS + 1]
-        return validate_fields(kind, body.fields)
+        parsed = validate_fields(kind, body.fields)
+        if body.num_bytes > MANY_BYTES:
+            parsed.measure()
+        return parsed
 
     parsed = validate() if body.num_bytes <= MANY_BYTES else await asyncio.to_thread(validate)
     body.fields = {}

@@ -3,10 +3,12 @@ freed."""
 
 import asyncio
 import contextlib
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from config.errors import Overloaded
+from server.http.json_decoder import MAX_OBJECTS, MAX_VALUES
 
 VALUE_BYTES = 48
 """Assumed memory of a decoded value beyond its text; an integer in a list takes 40 bytes."""
@@ -14,6 +16,9 @@ OBJECT_BYTES = 192
 """Assumed memory of a decoded list or object beyond its values."""
 KEY_BYTES = 64
 """Assumed memory of an entry of an object beyond the text of its key and its value."""
+MAX_VALUES_BYTES = VALUE_BYTES * MAX_VALUES + (OBJECT_BYTES + KEY_BYTES) * MAX_OBJECTS
+"""Maximum memory beyond the text of a body that the decoder accepts. `decoded_bytes` also counts
+brackets inside strings."""
 MAX_WAIT_S = 30.0
 """Maximum time that a body waits until other bodies free memory."""
 
@@ -25,6 +30,24 @@ def decoded_bytes(data: bytes) -> int:
     num_values, num_keys = data.count(b","), data.count(b":")
     num_bytes = VALUE_BYTES * num_values + KEY_BYTES * num_keys + OBJECT_BYTES * num_objects
     return len(data) + num_bytes
+
+
+def memory_of(value: object) -> int:
+    """Estimated memory of a decoded value. Takes up to 0.5 us for each value in it."""
+    num_bytes = 0
+    pending: list[Collection[object]] = [[value]]
+    while pending:
+        container = pending.pop()
+        num_bytes += OBJECT_BYTES + VALUE_BYTES * len(container)
+        if isinstance(container, dict):
+            num_bytes += KEY_BYTES * len(container) + sum(map(sys.getsizeof, container))
+            container = container.values()
+        for entry in container:
+            if isinstance(entry, (dict, list, tuple)):
+                pending.append(entry)
+            elif isinstance(entry, str):
+                num_bytes += sys.getsizeof(entry)
+    return num_bytes
 
 
 class HeldBody:
@@ -54,45 +77,80 @@ NOT_HELD = HeldBody(0, lambda freed: None)
 
 class HeldBodies:
     """Limits the memory of all decoded bodies. Bodies wait for memory, and get a 503 after a
-    timeout."""
+    timeout. When the limit is reached, a client may still hold bodies up to its share, the limit
+    divided by the number of clients with bodies, so that a client that fills the memory does not
+    lock out other clients."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
+        self._of_client: dict[str, int] = {}
+        """Accounted memory of each client that has bodies."""
         # A deque, to which threads can append without a lock.
-        self._freed: deque[int] = deque()
-        self._waiting: list[asyncio.Event] = []
+        self._freed: deque[tuple[str, int]] = deque()
+        self._waiting: dict[asyncio.Future[None], tuple[str, int, int]] = {}
+        """Bodies that wait, in the order of their arrival: client, size and limit."""
 
     @property
     def num_bytes(self) -> int:
         """Accounted memory of all bodies."""
         while self._freed:
-            self._num_bytes -= self._freed.popleft()
+            client, freed = self._freed.popleft()
+            self._num_bytes -= freed
+            self._of_client[client] -= freed
+            if not self._of_client[client]:
+                del self._of_client[client]
         return self._num_bytes
 
-    async def hold(self, num_bytes: int, max_bytes: int) -> HeldBody:
+    async def hold(self, num_bytes: int, max_bytes: int, client: str = "") -> HeldBody:
         """Wait until a body of `num_bytes` fits into `max_bytes` together with all other bodies, or
-        until there is no other body, and account for it. Raises Overloaded after MAX_WAIT_S."""
+        into the share of `client`, or until there is no other body, and account for it. Raises
+        Overloaded after MAX_WAIT_S."""
         loop = asyncio.get_running_loop()
-        has_room = asyncio.Event()
 
         def on_freed(freed: int) -> None:
-            self._freed.append(freed)
-            for waiting in self._waiting:
+            self._freed.append((client, freed))
+            if self._waiting:
                 with contextlib.suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(waiting.set)
+                    loop.call_soon_threadsafe(self._admit)
 
-        self._waiting.append(has_room)
-        try:
-            end_s = loop.time() + MAX_WAIT_S
-            while self.num_bytes and self._num_bytes + num_bytes > max_bytes:
-                has_room.clear()
-                await asyncio.wait_for(has_room.wait(), end_s - loop.time())
-        except asyncio.TimeoutError:
-            raise Overloaded(
-                f"the bodies of running requests take {self._num_bytes} bytes and this body takes "
-                f"{num_bytes}, at most {max_bytes} are allowed"
-            ) from None
-        finally:
-            self._waiting.remove(has_room)
-        self._num_bytes += num_bytes
+        if not self._take((client, num_bytes, max_bytes), self._num_clients(client)):
+            turn = loop.create_future()
+            self._waiting[turn] = client, num_bytes, max_bytes
+            try:
+                await asyncio.wait_for(turn, MAX_WAIT_S)
+            except asyncio.TimeoutError:
+                raise Overloaded(
+                    f"the bodies of running requests take {self._num_bytes} bytes and this body "
+                    f"takes {num_bytes}, at most {max_bytes} are allowed"
+                ) from None
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    on_freed(num_bytes)
+                raise
+            finally:
+                self._waiting.pop(turn, None)
         return HeldBody(num_bytes, on_freed)
+
+    def _take(self, body: tuple[str, int, int], num_clients: int) -> bool:
+        """Account for a body, if there is memory for it."""
+        client, num_bytes, max_bytes = body
+        num_total, own = self.num_bytes, self._of_client.get(client, 0)
+        fits = not num_total or num_total + num_bytes <= max_bytes
+        if not (fits or own + num_bytes <= max_bytes // num_clients):
+            return False
+        self._num_bytes += num_bytes
+        if num_bytes:
+            self._of_client[client] = own + num_bytes
+        return True
+
+    def _num_clients(self, *more: str) -> int:
+        """Number of clients with bodies and of `more`."""
+        return len({*more, *self._of_client, *(body[0] for body in self._waiting.values())})
+
+    def _admit(self) -> None:
+        """Account for the waiting bodies for which there is memory, and end their waits."""
+        num_clients = self._num_clients()
+        for turn, body in list(self._waiting.items()):
+            if not turn.done() and self._take(body, num_clients):
+                del self._waiting[turn]
+                turn.set_result(None)

@@ -16,8 +16,7 @@ at the same time, for example when a process ends."""
 class LoopPacer:
     """Lets callers proceed in each iteration of the event loop until their weights add up to
     `max_weight`, so that other ready callbacks (mainly tokens of running streams) wait only for
-    these callers. Clients take turns; a client's callers proceed in order of arrival. The queue is
-    bounded by the number of open connections."""
+    these callers. Clients take turns; a client's callers proceed in order of arrival."""
 
     def __init__(self, max_weight: int = MAX_PER_ITERATION) -> None:
         self._max_weight = max_weight

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +26,7 @@ from server.http.access_log import record_of
 from server.http.disconnect import CancelOnDisconnect
 from server.http.errors import ClientGone
 from server.http.fair_slots import FairSlots
-from server.http.json_encoder import PIECE_WEIGHT, encode_json, weighs_more
+from server.http.json_encoder import PIECE_WEIGHT, encode_json, slices_of, weighs_more
 
 _ID = re.compile(r"[0-9a-f]{34}")
 _SIZE_BYTES = 4
@@ -44,6 +45,8 @@ BACKLOG = 1024
 _ACCEPTED = b"\1"
 """Reply to a peer whose token is accepted."""
 
+PIECE_BYTES = 256 * 2**10
+"""Bytes of a message that are copied at once on the event loop."""
 MAX_MESSAGE_BYTES = 2**30
 """Maximum message size: above any request or response, and below the 4 GiB that a length prefix can
 declare."""
@@ -239,9 +242,12 @@ async def listen(app: ASGIApp, peers: Peers, on_rejected: Callable[[], None]) ->
             writer.write(_ACCEPTED)
             data = await _read(reader)
             if data is not None:
-                await _handle(
-                    app, msgspec.msgpack.decode(data, type=ForwardedRequest), reader, writer
-                )
+                # Copies the body.
+                decode = partial(msgspec.msgpack.decode, data, type=ForwardedRequest)
+                is_large = len(data) > PIECE_BYTES
+                request = await asyncio.to_thread(decode) if is_large else decode()
+                del data, decode
+                await _handle(app, request, reader, writer)
         except OSError:
             pass  # the peer disconnected
         except asyncio.CancelledError:
@@ -266,13 +272,19 @@ async def _handle(
             await reader.read(1)
         disconnected.set()
 
-    is_read = False
+    num_received = 0
 
     async def receive() -> Message:
-        nonlocal is_read
-        if not is_read:
-            is_read = True
-            return {"type": "http.request", "body": request.body, "more_body": False}
+        nonlocal num_received
+        if num_received <= len(request.body):
+            part = request.body[num_received : num_received + PIECE_BYTES]
+            num_received += PIECE_BYTES
+            # The loop runs other requests between the parts.
+            await asyncio.sleep(0)
+            more = num_received < len(request.body)
+            if not more:
+                num_received = len(request.body) + 1
+            return {"type": "http.request", "body": part, "more_body": more}
         await disconnected.wait()
         return {"type": "http.disconnect"}
 
@@ -315,17 +327,35 @@ def _scope(request: ForwardedRequest, abort: Callable[[], None]) -> Scope:
 
 
 async def _write(writer: asyncio.StreamWriter, value: ForwardedRequest | ResponsePart) -> None:
-    data = _encode(value)
-    writer.write(len(data).to_bytes(_SIZE_BYTES, "big") + data)
+    is_large = len(value.body) > PIECE_BYTES
+    data = await asyncio.to_thread(_encode, value) if is_large else _encode(value)
+    head = len(data).to_bytes(_SIZE_BYTES, "big")
+    if not is_large:
+        writer.write(head + data)
+    else:
+        writer.write(head)
+        for piece in slices_of(data, PIECE_BYTES):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
     await writer.drain()
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes | None:
+async def _read(reader: asyncio.StreamReader) -> bytearray | None:
     """The next message; None at the end. Raises OSError for a message over MAX_MESSAGE_BYTES."""
     try:
         size = int.from_bytes(await reader.readexactly(_SIZE_BYTES), "big")
         if size > MAX_MESSAGE_BYTES:
             raise OSError(f"the message has {size} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
-        return await reader.readexactly(size)
+        data = bytearray()
+        # `readexactly` would copy a large message in a single call.
+        while len(data) < size:
+            piece = await reader.read(min(size - len(data), PIECE_BYTES))
+            if not piece:
+                return None
+            data += piece
+            if size > PIECE_BYTES:
+                await asyncio.sleep(0)
+        return data
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -1,6 +1,6 @@
 """uvicorn's HTTP/1.1 protocol with limits on headers, on the time to receive a request, on
-pipelined requests and on connections. Clients that half-close their connection still get their
-responses."""
+pipelined requests and on connections. Without TLS, clients that half-close their connection still
+get their responses."""
 
 import asyncio
 import contextlib

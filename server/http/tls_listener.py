@@ -59,7 +59,8 @@ class TlsListener:
         self._server_state = server_state
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
-        self._pacer = LoopPacer()
+        # A single handshake in an iteration: with an RSA key of 4096 bits it takes 3.5 ms.
+        self._pacer = LoopPacer(1)
         self._without_tls = LimitedWarning(
             logger,
             "A request from %s came without TLS, %d so far: this port serves HTTPS only, use an "

@@ -15,7 +15,7 @@ Page = tuple[bytes, str]
 
 class MetricsPages:
     """Generates at most one page per format in PAGE_GAP_S. A page is generated after the requests
-    for it have arrived, so its values are never older than the requests."""
+    for it have arrived."""
 
     def __init__(self, make: Callable[[str], Page]) -> None:
         """`make`: function that generates the page for an Accept header."""

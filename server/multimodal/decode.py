@@ -16,8 +16,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64 * 2**20
 """Maximum number of pixels of an image file."""
 KEPT_PIXELS = 16 * 2**20
-"""Maximum number of pixels of a decoded image, enough for every supported model. Larger images are
-scaled down."""
+"""Maximum number of pixels of a decoded image. Larger images are scaled down."""
 MAX_SIDE = 65_535
 BAND_PIXELS = 2**20
 """Pixels converted at once, so that a large image is not copied as a whole."""

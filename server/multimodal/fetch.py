@@ -43,11 +43,11 @@ MAX_HEADER_BYTES = 64 * 2**10
 MAX_INTERIM_RESPONSES = 8
 """Maximum 1xx responses before the final response: each is parsed on the event loop."""
 MIN_PIECE_BYTES = 64
-"""Minimum mean size of the reads of a body, except for the first FREE_PIECES: each read is parsed
-on the event loop."""
+"""Minimum mean size of the reads of a fetch, and of the pieces of a body, except for the first
+FREE_PIECES: each read and each piece is parsed on the event loop."""
 FREE_PIECES = 512
 PIECES_PER_TURN = 32
-"""Reads after which the fetch yields to the event loop."""
+"""Reads, and pieces of a body, after which the fetch yields to the event loop."""
 READ_BYTES = 16 * 2**10
 """Maximum bytes per read of a connection."""
 MAX_URL_CHARACTERS = 8192
@@ -371,6 +371,7 @@ class _TooMuch(Exception):
 class _Traffic:
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
+        self._num_bytes = self.num_reads = 0
         self._head = b""
         self.is_body = False
         """Whether the headers of the response have been read."""
@@ -381,10 +382,13 @@ class _Traffic:
     def count(self, data: bytes) -> None:
         """Count received `data`. Raises _TooMuch if a limit is exceeded."""
         self._left -= len(data)
+        self._num_bytes += len(data)
+        self.num_reads += 1
         if not self.is_body:
             self._head += data
         if (
             self._left < 0
+            or (self.num_reads - FREE_PIECES) * MIN_PIECE_BYTES > self._num_bytes
             or len(self._head) > MAX_HEADER_BYTES
             or self._head.count(b"HTTP/1.") > MAX_INTERIM_RESPONSES + 1
         ):
@@ -401,6 +405,9 @@ class _CountedStream(httpcore.AsyncNetworkStream):
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = await self._stream.read(min(max_bytes, READ_BYTES), timeout)
         self._traffic.count(data)
+        if self._traffic.num_reads % PIECES_PER_TURN == 0:
+            # A read of decrypted data does not suspend.
+            await asyncio.sleep(0)
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:

@@ -118,7 +118,7 @@ class ImageProcessor:
         return msgspec.msgpack.encode(answer)
 
     def warm_up(self) -> None:
-        """Process an image, so that all modules are imported before this process is forked. Raises
+        """Process an image, so that its modules are imported before this process is forked. Raises
         ConfigError if the processor rejects it or returns NaN or infinite values, because of
         invalid fields that `check_fields` does not check."""
         file = io.BytesIO()

@@ -53,8 +53,8 @@ class Video(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, array_like=True, omit_defaults=True):
-    """Inputs for the vision tower, or an error. A video is an image whose grid has several time
-    steps."""
+    """Inputs for the vision tower, or an error. A video is an image whose grid may have
+    several time steps."""
 
     error: str = ""
     size: tuple[int, int] = (0, 0)

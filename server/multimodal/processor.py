@@ -31,9 +31,9 @@ MAX_RUNNING = 4
 """Maximum number of images and videos processed concurrently."""
 MAX_RUNNING_PER_CLIENT = 2
 MAX_PENDING = 256
-"""Maximum number of images and videos that wait for processing."""
+"""Maximum number of images and videos that wait for processing (see FairSlots)."""
 MAX_PENDING_BYTES = 2**30
-"""Maximum total size of images and videos that are waiting or being processed."""
+"""Maximum total size of images and videos that wait or are being processed (see FairSlots)."""
 MAX_UUIDS = 65_536
 INLINE_BYTES = 256 * 2**10
 """Maximum size of an image or video that is hashed on the event loop; larger files are hashed on a

@@ -35,8 +35,9 @@ class Reading:
 
 def windows(llm: LLM, text: str, size: int) -> list[list[int]]:
     """Split the tokens of a text into windows of at most `size` tokens. A window starts with the
-    tokenizer's BOS token or, without a BOS token, with the last token of the previous window. Every
-    token with a predecessor is predicted exactly once, from 1 to `size` - 1 earlier tokens."""
+    tokenizer's BOS token; without a BOS token, a window after the first starts with the last token
+    of the previous window. Every token with a predecessor is predicted exactly once, from 1 to
+    `size` - 1 earlier tokens."""
     tokenizer = llm.get_tokenizer()
     tokens = tokenizer.encode_now(text, add_special_tokens=False)
     begin = tokenizer.encode_now(text, add_special_tokens=True)[:1]

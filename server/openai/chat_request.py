@@ -30,8 +30,8 @@ validated on the event loop: about a millisecond."""
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """Prompt text of a chat. Control tokens in the caller's texts are marked (see
-    server/text/control_tokens.py)."""
+    """Prompt text of a chat. Control tokens in the caller's texts may be marked
+    (see server/text/control_tokens.py)."""
 
     text: str
     images: list[ProcessedImage]

@@ -1,4 +1,4 @@
-"""Stream chunks for chat and completions. A chunk that has only text is filled into a bytes
+"""Stream chunks for chat and completions. Most chunks that have only text are filled into a bytes
 template; other chunks go through the JSON encoder."""
 
 from collections.abc import Callable

@@ -131,7 +131,7 @@ class InputProcessor:
 
     async def texts(self, texts: Sequence[Text], options: InputOptions) -> list[PoolingInput]:
         """Create inputs from texts or pairs; the model's prompt is put before single texts. Raises
-        UserError, and Overloaded if too many texts wait."""
+        UserError and Overloaded."""
         if self._tokenizer is None:
             raise UserError("this server has no tokenizer, send token ids", param=options.param)
         prefix = self._prefix(options.prompt_name)

@@ -124,7 +124,7 @@ class _Prompts(Body):
 
     @property
     def is_listed(self) -> bool:
-        """Whether the input is a list, whose entries have an index."""
+        """Whether the input is a list of texts or of token id lists."""
         return isinstance(self.input, list) and bool(self.input) and type(self.input[0]) is not int
 
     @property

@@ -1,1 +1,1 @@
-"""Processes of the server: supervisor, API servers and engine hosts."""
+"""Processes of the server, such as the supervisor, API servers and engine hosts."""

@@ -73,6 +73,9 @@ WRONG_SETTING = 2
 ENGINE_GONE = 4
 """Exit code of an API server whose last engine has died or has written a profile, if there are
 several API servers."""
+UNREADABLE = 6
+"""Exit code of an API server that cannot be started again, although its settings were right at the
+first start, for example because the checkpoint's files have changed."""
 INTERRUPTED = 130
 
 TICK_S = 0.1
@@ -354,8 +357,8 @@ class ApiServer:
             engine.set_exit_cause(message.end)
 
     def engine_lost(self, client: SingleEngineClient, *, has_poison: bool) -> None:
-        """Count the crash of an engine, and log a poison request and the requests that other
-        engines resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
+        """Count and log a poison request of a crashed engine, and the requests that other engines
+        resume; the launcher logs the crash. `has_poison`: a poison request was failed."""
         self.state.metrics.engine_lost(client.engine, has_poison=has_poison)
         if has_poison:
             logger.error(

@@ -49,6 +49,7 @@ from server.process.api_server import (
     INTERRUPTED,
     RESPONSE_GRACE_S,
     SECOND_INTERRUPT,
+    UNREADABLE,
     WRONG_SETTING,
     ApiServer,
     ApiServerArgs,
@@ -90,7 +91,7 @@ def serve(
     count = server_config.api_server_count
     raise_limit()
     warn_if_low(server_config.max_queued_requests, engine_config.scheduler.max_num_seqs)
-    if server_config.uds is not None:
+    if server_config.uds:
         listener = bind_path(server_config.uds)
     else:
         listener = bind(server_config.host, server_config.port, shared=count > 1)
@@ -118,7 +119,7 @@ def serve(
     finally:
         has_stopped = download.close()
         directory.close()
-        if server_config.uds is not None:
+        if server_config.uds:
             remove_path(server_config.uds)
     if not has_stopped:
         end_process(code)
@@ -138,7 +139,7 @@ def main() -> None:
         code = ENGINE_GONE
     except ConfigError as error:
         logger.error("%s", error)
-        sys.exit(WRONG_SETTING)
+        sys.exit(UNREADABLE if args.restart else WRONG_SETTING)
     bound_exit(code)
     sys.exit(code)
 
@@ -276,9 +277,10 @@ Event = EngineExit | ApiServerExit | ApiServerDue | signal.Signals | DownloadPro
 
 
 class Supervisor:
-    """Runs several API servers and the engines. Restarts API servers that exit, within limits.
-    Stops everything if an API server may not be restarted or the last engine (of coupled engines,
-    the first) has exited; logs the exit of an engine while other engines run."""
+    """Runs several API servers and the engines. Restarts API servers that exit, within limits
+    unless the checkpoint has become unreadable. Stops everything if an API server may not be
+    restarted or the last engine (of coupled engines, the first) has exited; logs the exit of an
+    engine while other engines run."""
 
     def __init__(
         self, engine_config: EngineConfig, server_config: ServerConfig, directory: str, token: str
@@ -467,7 +469,9 @@ class Supervisor:
         if code in (WRONG_SETTING, ENGINE_GONE):
             return False
         limit = self._limits[end.number]
-        wait_s = limit.wait_s()
+        # The other API servers have read the checkpoint, and serve on.
+        is_unreadable = code == UNREADABLE and self._has_others(end.number)
+        wait_s = limit.wait_s(is_limited=not is_unreadable)
         if wait_s is None:
             return False
         self._due.add(end.number)
@@ -476,6 +480,13 @@ class Supervisor:
         timer.daemon = True
         timer.start()
         return True
+
+    def _has_others(self, number: int) -> bool:
+        """Whether API servers besides `number` run."""
+        return any(
+            index != number and index not in self._due and child.poll() is None
+            for index, child in self._children.items()
+        )
 
     def _can_go_on(self, end: EngineExit) -> bool:
         """Whether an engine still runs; if so, logs the exit of this engine. False for coupled

@@ -206,6 +206,13 @@ class ServingRequest(RunningRequest[GenerationStream]):
         return self.num_prompt_logprobs + num_text_values
 
     @property
+    def num_returned_ids(self) -> int:
+        """Maximum number of token ids of a prompt in the first chunk of a choice."""
+        if not self.body.return_token_ids:
+            return 0
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
     def num_answer_values(self) -> int:
         """Estimated number of JSON values in the response so far."""
         num_tokens = self.generation.num_output_tokens
@@ -528,13 +535,19 @@ async def sse_frames(job: ServingRequest, writer: ChunkWriter) -> AsyncIterator[
     """SSE frames for all of the job's deltas. An error becomes a frame."""
     batcher = DeltaBatcher(job.state.config.stream_interval)
     try:
-        is_long = job.num_echo_values > INLINE_VALUES
+        is_long, begun = job.num_echo_values > INLINE_VALUES, set[int]()
         with panics_as_errors():
             async for deltas in job.tracker:
                 ready = batcher.add(deltas)
-                # A single chunk has the whole echoed prompt and its log-probabilities.
+                # The first chunk of a choice has the ids of the prompt. A single chunk has the
+                # whole echoed prompt and its log-probabilities.
+                num_begun = len(begun)
+                begun.update(delta.index for delta in ready)
+                num_ids = (len(begun) - num_begun) * job.num_returned_ids
                 data = (
-                    await asyncio.to_thread(writer.feed, ready) if is_long else writer.feed(ready)
+                    await asyncio.to_thread(writer.feed, ready)
+                    if is_long or num_ids > INLINE_IDS
+                    else writer.feed(ready)
                 )
                 if data:
                     yield data

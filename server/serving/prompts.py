@@ -59,7 +59,7 @@ async def encode_for_counting(
     param: str,
 ) -> list[int]:
     """Token ids of a text that is tokenized only for counting, truncated like in `encode_prompt`.
-    Raises UserError for more than `max_counted_tokens`, and Overloaded."""
+    Raises UserError, for example for more than `max_counted_tokens`, and Overloaded."""
     max_tokens = max_counted_tokens(state)
     try:
         ids = await _encode(state, text, special, keep, keep_end, limit, max_tokens, param)

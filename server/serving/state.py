@@ -137,7 +137,7 @@ class AppState:
 
     @property
     def media_kinds(self) -> tuple[bytes, ...]:
-        """Kinds of media that the model supports besides text."""
+        """Kinds of media besides text; empty without an image loader."""
         return () if self.images is None else tuple(self.images.marks)
 
     @property
@@ -238,7 +238,7 @@ class AppState:
         return self.tokenizer
 
     def chat_template(self) -> ChatTemplate:
-        """The chat template. Raises UserError if the server has no chat template."""
+        """The chat template. Raises UserError with --skip-tokenizer-init."""
         if self.template is None:
             raise UserError("this server has no tokenizer and no chat template", param="messages")
         return self.template

@@ -6,6 +6,7 @@ renders templates in requests in a disposable process with limits.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import resource
@@ -37,7 +38,10 @@ from server.text.template_renderer import (
 )
 
 TIME_LIMIT_S = 1.5
-"""Time limit of a rendering."""
+"""Default limit on the CPU time of a rendering in this process."""
+MAX_WALL_FACTOR = 10
+"""Maximum wall time of a rendering, in multiples of the limit on its CPU time. A rendering that
+takes longer has waited for a busy machine, and may succeed later."""
 MAX_PENDING = 1_024
 """Maximum number of renderings that wait for a thread or run there; for templates in requests, of
 the waiting renderings alone."""
@@ -89,8 +93,8 @@ class ChatTemplate:
         generic_tools: bool = True,
     ) -> None:
         """`source`: a template, templates by name (default, tool_use), or None. `time_limit_s`:
-        limit of a rendering without `isolation`. `renderer`: None: a Renderer with its default
-        limits. `isolation`: renders request templates with its own limits (see
+        limit on the CPU time of a rendering without `isolation`. `renderer`: None: a Renderer with
+        its default limits. `isolation`: renders request templates with its own limits (see
         server/text/isolated_template.py); without it they run like the model's templates.
         `generic_tools`: render tools as text if a template does not support them (see
         server/text/tool_template.py)."""
@@ -102,14 +106,19 @@ class ChatTemplate:
         self._generic_tools = generic_tools
         self._uses_generic_tools: bool | None = None
         self._inline = _InlineWatchdog()
-        self._threads = FairThreads(threads, "template", per_client=max(1, threads // 2))
+        self._threads = FairThreads(
+            threads,
+            "template",
+            per_client=max(1, threads // 2),
+            max_calls=MAX_PENDING,
+            nouns="chats",
+        )
         # Separate threads, so that the model's template does not wait for request templates.
         self._isolated = ThreadPoolExecutor(threads, thread_name_prefix="isolated-template")
         self._slots = FairSlots(
             "chat templates", total=threads, per_client=1, max_waiting=MAX_PENDING
         )
         """Shares the threads for request templates among clients."""
-        self._pending = 0
 
     @property
     def source(self) -> str:
@@ -142,7 +151,7 @@ class ChatTemplate:
         mark: TextMarker | None = None,
         client: str = "",
     ) -> str:
-        """Render the prompt. Raises UserError, and Overloaded if too many renderings wait.
+        """Render the prompt. Raises UserError and Overloaded.
 
         `kwargs`: chat_template_kwargs; `template`: overrides the model's template; `mark`: applied
         to all text of the caller; `client`: API key or address, so that clients share the threads
@@ -182,13 +191,7 @@ class ChatTemplate:
         if is_from_request and self._isolation is not None:
             async with self._slots.hold(client):
                 return await self._render_isolated(self._isolation, request, mark)
-        if self._pending >= MAX_PENDING:
-            raise Overloaded(f"{self._pending} chats are waiting to be rendered")
-        self._pending += 1
-        try:
-            return await self._run(_Job(call))
-        finally:
-            self._pending -= 1
+        return await self._run(_Job(call))
 
     def close(self) -> None:
         """Stop the threads; waiting renderings are dropped."""
@@ -205,8 +208,9 @@ class ChatTemplate:
         job = _Job(partial(self._renderer.shows_tools, source))
         future = self._threads.submit(job.run)
         try:
-            return future.result(timeout=self._time_limit_s)
-        except FutureTimeout:
+            while not job.is_over(self._time_limit_s):
+                with contextlib.suppress(FutureTimeout):
+                    return future.result(timeout=MEMORY_POLL_S)
             job.stop()
         except (
             Exception
@@ -234,18 +238,16 @@ class ChatTemplate:
 
     async def _run(self, job: "_Job[str]") -> str:
         future = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
-        excess, before = "", _resident_bytes()
+        excess, before, is_busy = "", _resident_bytes(), False
         try:
             while not excess:
-                # The time limit starts when the thread starts, not in the queue.
-                left_s = self._time_limit_s - job.seconds()
-                if left_s <= 0:
-                    excess = f"took longer than the {self._time_limit_s:g} s it may take"
-                    break
-                done, _ = await asyncio.wait([future], timeout=min(left_s, MEMORY_POLL_S))
+                done, _ = await asyncio.wait([future], timeout=MEMORY_POLL_S)
                 if done:
                     return future.result()
-                if job.seconds() == 0.0:
+                if job.is_over(self._time_limit_s):
+                    excess = f"took longer than the {self._time_limit_s:g} s it may take"
+                    is_busy = job.cpu_seconds() < self._time_limit_s
+                elif job.seconds() == 0.0:
                     before = _resident_bytes()
                 elif _resident_bytes() - before > MAX_GROWTH_BYTES:
                     excess = f"took more than the {MAX_GROWTH_BYTES >> 20} MiB it may take"
@@ -266,6 +268,9 @@ class ChatTemplate:
                 future.exception()
             # The future's exception would keep the template's variables alive.
             del future
+        if is_busy:
+            wall_s = self._time_limit_s * MAX_WALL_FACTOR
+            raise Overloaded(f"rendering the chat template took longer than {wall_s:g} s")
         raise UserError(f"the chat template {excess}", param="messages")
 
     async def _render_isolated(
@@ -355,6 +360,11 @@ class _Job(Generic[T]):
             if self._thread is None:
                 return 0.0
             return time.clock_gettime(self._clock) - self._began_cpu_s
+
+    def is_over(self, limit_s: float) -> bool:
+        """Whether the call has used `limit_s` of CPU time, or has run for MAX_WALL_FACTOR times as
+        long."""
+        return self.cpu_seconds() >= limit_s or self.seconds() >= limit_s * MAX_WALL_FACTOR
 
     def stop(self) -> None:
         """Raise TooSlow in the call if it is running. Only the first `stop` has an effect, because

@@ -46,9 +46,9 @@ class ControlMarker:
         }
 
     def mark_texts(self, value: Any) -> Any:
-        """A copy of messages, or of parts of messages, with a mark in every control-token text.
-        Raises UserError for a control-token text that this tokenizer cannot encode as plain
-        text."""
+        """A copy of messages, or of parts of messages, with a mark in every control-token text
+        except in keys of objects. Raises UserError for a control-token text that this tokenizer
+        cannot encode as plain text."""
         if isinstance(value, str):
             return self._marked_text(value)
         if isinstance(value, dict):

@@ -13,8 +13,8 @@ CONTEXT_TOKENS = 2 * MAX_CHARACTER_BYTES
 
 class Detokenizer(Protocol):
     """Detokenizer of a sequence. The concatenated texts equal the decoding of `prompt + output`,
-    without the part that the prompt alone determines. An incomplete character becomes U+FFFD only
-    at the end of the output. A character that starts in the prompt belongs to the output only if
+    without the part that the prompt alone determines. A character that is incomplete at the end of
+    the output becomes U+FFFD. A character that starts in the prompt belongs to the output only if
     the output completes it."""
 
     def push(self, ids: list[int]) -> str:
@@ -91,7 +91,8 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """Detokenizer for decoders in which a token's text depends on neighbouring tokens, such as
     WordPiece and Metaspace. Decodes a short window twice, with and without the new tokens; the
-    additional text is new. The window advances when its text ends with a complete character."""
+    additional text is new. The window advances when its text ends with a complete character, or
+    after MAX_CHARACTER_BYTES tokens."""
 
     def __init__(
         self,

@@ -70,7 +70,8 @@ def is_ignored_part(part: object) -> bool:
 
 
 def is_ignored_call(call: object) -> bool:
-    """Whether a call in an earlier answer has a tool type specific to other servers."""
+    """Whether a call in an earlier answer has an unknown type, and neither a function nor a custom
+    tool."""
     kind = call.get("type") if isinstance(call, dict) else None
     is_foreign = isinstance(kind, str) and kind not in ("", "function", "custom")
     return is_foreign and isinstance(call, dict) and not {"function", "custom"} & set(call)
@@ -118,8 +119,8 @@ def _read_call(call: dict[str, Any]) -> None:
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """The normalized `messages`, with call ids shortened in place to 9 letters and digits, since
-    other servers use longer ids."""
+    """The normalized `messages`. Call ids that do not have 9 letters and digits are replaced in
+    place by hashes of this form."""
     for message in messages:
         if isinstance(message.get("tool_call_id"), str):
             message["tool_call_id"] = _short_id(message["tool_call_id"])

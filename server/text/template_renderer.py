@@ -99,7 +99,7 @@ class Renderer:
     def render(
         self, request: RenderRequest, mark: TextMarker | None = None, *, is_timed: bool = False
     ) -> str:
-        """Render the prompt. Raises UserError if the template rejects the request, and TextTooLong.
+        """Render the prompt. Raises UserError, and TextTooLong for a prompt that is too long.
         `mark`: applied to all text of the caller. `is_timed`: record the CPU time of the
         rendering."""
         given, options = request.variables, request.builtins
@@ -201,7 +201,7 @@ class CompiledTemplate:
         return messages
 
     def shows_tools(self) -> bool:
-        """Whether a prompt contains the tools."""
+        """Whether a prompt contains the tools; True if the probe fails."""
         if self._shows_tools is None:
             try:
                 text = self.template.render(

@@ -106,7 +106,7 @@ class Tokenizer:
         self.controls = ControlTokenEncoder(self._encoder) if special_tokens_as_text else None
         """Keeps text in messages from becoming control tokens; None: no protection."""
         self._short = self._threads(threads, "encode")
-        # Long texts have fewer, separate threads.
+        # Separate threads, so that short texts do not wait for long texts.
         self._long = self._threads(max(1, threads // 2), "encode-long")
 
     def protect(self, texts: Collection[str]) -> None:
@@ -131,8 +131,7 @@ class Tokenizer:
         *,
         special_tokens_as_text: bool = False,
     ) -> "Tokenizer":
-        """Load the tokenizer of a checkpoint's folder. Raises ConfigError if the folder has no
-        readable tokenizer."""
+        """Load the tokenizer of a checkpoint's folder. Raises ConfigError."""
         files = read_text_files(path, Path(cache_dir or cache_home()))
         return cls(files, threads, special_tokens_as_text=special_tokens_as_text)
 

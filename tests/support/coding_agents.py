@@ -48,7 +48,7 @@ READ_NOTE proves that the command's output and the reasoning before the call rea
 
 
 def needs(program: str, requirement: str) -> pytest.MarkDecorator:
-    """A mark that skips tests if `make test-clients` could not install the program."""
+    """A mark that skips tests if the program, which `make test-clients` installs, is missing."""
     is_installed = any((folder / program).exists() for folder in PROGRAMS)
     reason = f"{program} is not installed: `make test-clients` installs it with {requirement}"
     return pytest.mark.skipif(not is_installed, reason=reason)

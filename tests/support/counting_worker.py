@@ -20,7 +20,7 @@ from engine.executors.base import Executor
 from engine.executors.inproc import InprocExecutor
 from engine.executors.multiproc import MultiprocExecutor
 from engine.executors.worker_launcher import LocalLauncher
-from engine.process.child_process import read_orders
+from engine.process.child_process import exit_with_parent, read_orders
 from engine.process.engine_orders import EngineOrders, ready_file
 from engine.transport.segments import DIRECTORY
 from hpu.protocol import (
@@ -52,7 +52,7 @@ class CountingWorker:
     step; `poison`: end by `signal` (0: raise) at a request with that token; `several`: a decode
     returns up to that number of tokens; `corrupt`: the worker of that rank finds a wrong checksum
     in the first block of each load; `later`: number of buckets to prepare when idle, each in
-    `later_s`."""
+    `later_s`; `no_memory`: fail at wake-up."""
 
     def __init__(self, config: EngineConfig, ranks: Ranks = SINGLE_RANK) -> None:
         words = config.model.partition(":")[2]
@@ -183,7 +183,9 @@ def engine_main() -> None:
 
 def worker_main() -> None:
     make_worker: Any = CountingWorker
-    sys.exit(child.run(read_orders(child.WorkerOrders), make_worker))
+    orders = read_orders(child.WorkerOrders)
+    exit_with_parent()
+    sys.exit(child.run(orders, make_worker))
 
 
 def sockets_in(directory: str) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 
 
 class EventServer:
-    """Answers each request with `max_tokens` events, the first after `first_s` and the others
-    `gap_s` apart.
+    """Answers each completion with `max_tokens` events of text, the first after `first_s` and the
+    others `gap_s` apart, and an event with the usage.
 
-        Counts what it received; with `fail_every`, each n-th request gets a 503.
+    Counts what it received; with `fail_every`, each n-th completion gets a 503.
     """
 
     def __init__(

@@ -49,9 +49,9 @@ def write_scripted(folder: Path, answers: Mapping[str, str], prose: Iterable[str
     """Write a float32 checkpoint with a context of CONTEXT tokens into `folder`; returns the
     folder.
 
-        The keys of `answers` are phrases. The model answers with the text of the last phrase in
-    user messages and tool results: the chat template ends the prompt with a token for this phrase.
-    The answer to a tool result is empty if the result has no phrase, or the call no reasoning. The
+    The keys of `answers` are phrases. The model answers with the text of the last phrase in user
+    messages and tool results: the chat template ends the prompt with a token for this phrase. The
+    answer to a tool result is empty if the result has no phrase, or the call no reasoning. The
     tokenizer is trained on `prose`.
     """
     folder.mkdir(parents=True, exist_ok=True)

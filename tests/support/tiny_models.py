@@ -248,7 +248,7 @@ def make_tiny(
     """Write a float32 checkpoint of `family` (a model_type of transformers) into `folder`; returns
     the folder.
 
-        Equal arguments give equal weights. `overrides`: fields of the family's config.
+    Equal arguments give equal weights. `overrides`: fields of the family's config.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,9 @@ class WeightSpec(NamedTuple):
     """Number of experts in the tensor, if it stacks all experts along its first dimension like the
     parameter."""
     interleaved_size: int | None = None
-    """Rows per head, if the tensor stores rotated pairs in adjacent rows. In the parameter, the
-    first and second elements of the pairs are the two halves of the rotated rows."""
+    """Rows of each head after `interleaved_start`, if the tensor stores rotated pairs in adjacent
+    rows. In the parameter, the first and second elements of the pairs are the two halves of the
+    rotated rows."""
     rotated_size: int | None = None
     """Number of leading rows of each head that are rotated; None: all rows."""
     interleaved_outputs: int | None = None
@@ -65,7 +66,7 @@ class WeightSpec(NamedTuple):
     leading_rows: int | None = None
     """Number of leading rows of the tensor that are loaded; None: all."""
     mxfp4: Literal["", "blocks", "scales"] = ""
-    """Half of an MXFP4 weight that this tensor stores; empty: no MXFP4 weight."""
+    """Part of an MXFP4 weight that this tensor stores; empty: no MXFP4 weight."""
     mxfp4_columns: tuple[int, int] | None = None
     """(begin, end) of the parameter's columns within the columns of the loaded blocks; None: all
     columns."""
@@ -121,8 +122,8 @@ class WeightSpec(NamedTuple):
 
     @property
     def mxfp4_parameter(self) -> str:
-        """Path of the parameter that holds this MXFP4 half in packed form; empty if the tensor is
-        not an MXFP4 half."""
+        """Path of the parameter that holds this part of an MXFP4 weight in packed form; empty for
+        other weights."""
         return self.mxfp4 and self.parameter.removesuffix("weight") + self.mxfp4
 
     @property
@@ -155,7 +156,7 @@ class WeightSpec(NamedTuple):
         return not (any(changes) or self.is_kv_scale) and all(value is None for value in is_set)
 
     def num_shards(self, output: int, num_ranks: int) -> int:
-        """Number of distinct shards of `output` on `num_ranks` ranks, in rank order."""
+        """Number of distinct shards of `output` on `num_ranks` ranks."""
         return min(num_ranks, self.num_heads[output]) if self.num_heads else num_ranks
 
     @property
@@ -173,7 +174,7 @@ class WeightSpec(NamedTuple):
 
     def num_elements(self) -> int:
         """Number of elements of the parameter, or of the quantized weight, that the tensor fills; 0
-        for scales and other auxiliary tensors."""
+        for the other tensors of a quantized weight."""
         if self.mxfp4 == "scales" or (self.part is not None and self.part.role != "values"):
             return 0
         if self.mxfp4_columns is not None:
@@ -205,7 +206,7 @@ class WeightMap:
     renamed: tuple[tuple[str, str], ...] = ()
     """(old, new) substrings of names, for checkpoints with other names."""
     ignored_prefixes: tuple[str, ...] = ()
-    """Name prefixes of tensors that a checkpoint may contain and that are not loaded."""
+    """Name prefixes of tensors that are ignored if this map does not list them."""
     ignored_suffixes: tuple[str, ...] = ()
     optional: tuple[WeightSpec, ...] = ()
     """Tensors that a checkpoint may contain; some are alternative names of the same tensor."""
@@ -273,7 +274,8 @@ class WeightMap:
         return text_part_name(name) if self.is_text_part else name
 
     def ignores(self, name: str) -> bool:
-        """Whether the tensor with the mapped name `name` is optional and not loaded."""
+        """Whether a tensor with the mapped name `name` that this map does not list may be
+        ignored."""
         return name.startswith((OUTSIDE, *self.ignored_prefixes)) or name.endswith(
             self.ignored_suffixes
         )

@@ -43,12 +43,13 @@ class Shard(NamedTuple):
     spec: WeightSpec
     """Spec of the part, with this rank's sizes and the name of the whole tensor."""
     dim: int = 0
-    """Dimension of the stored tensor that `intervals` index."""
+    """Dimension that `intervals` index, of the stored tensor or of the unpacked quantized
+    weight."""
     intervals: tuple[Interval, ...] | None = None
     """Sorted, non-adjacent intervals; None: the whole tensor. For a quantized weight, the intervals
     refer to the unpacked weight (out, in) or (experts, out, in)."""
     total: int = 0
-    """Size of dimension `dim`, for a tensor sharded along a single dimension; otherwise 0."""
+    """Size of dimension `dim` in the whole tensor; 0: unknown."""
 
     @property
     def stored(self) -> tuple[int, tuple[Interval, ...] | None]:

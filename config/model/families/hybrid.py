@@ -17,7 +17,7 @@ from config.model.state_space import GatedDeltaSpec, Mamba2Spec, StateKind
 _STATE_KINDS = ("linear_attention", "mamba")
 _ATTENTION_KINDS = ("full_attention", "attention")
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-"""time_step_limit of all published models, as written by transformers 4 and 5."""
+"""time_step_limit of published models, as written by transformers 4 and 5."""
 MAX_KERNEL = 16
 """Maximum kernel size of a convolution; published models have 3 or 4."""
 

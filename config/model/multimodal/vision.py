@@ -55,10 +55,10 @@ class VisionFamily:
     uses_mrope: bool = False
     whole_images: bool = False
     num_deepstack_layers: int = 0
-    """Default if vision_config has no such field."""
+    """Default if vision_config has no deepstack_visual_indexes."""
     has_cross_attention: bool = False
     image_token_id: int | None = None
-    """Default of the image token id; None: config.json always has the id."""
+    """Default of the image token id; None: config.json must have the id."""
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -84,8 +84,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "SmolVLMForConditionalGeneration": VisionFamily(),
     "VipLlavaForConditionalGeneration": VisionFamily(),
 }
-"""Multimodal architecture -> its properties. For other architectures only the field names are
-known."""
+"""Multimodal architecture -> its properties. Other architectures have UNKNOWN."""
 
 UNKNOWN = VisionFamily()
 

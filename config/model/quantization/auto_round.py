@@ -107,7 +107,7 @@ def _packing(fields: Fields) -> Packing:
 
 
 def _blocks(fields: Fields) -> tuple[str, ...]:
-    """Blocks whose linear layers are quantized."""
+    """Blocks whose linear layers are quantized; `Linear`: all blocks."""
     value = fields.raw.get("block_name_to_quantize")
     names = value.split(",") if isinstance(value, str) else value or []
     flat = [name for part in names for name in (part if isinstance(part, list) else [part])]

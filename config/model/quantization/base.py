@@ -174,10 +174,10 @@ class QuantizationConfig:
     has_head: bool = False
     """Whether the output head is quantized, unless it is ignored."""
     ignored_suffixes: tuple[str, ...] = ()
-    """Suffixes of tensor names that a checkpoint may contain and that are not loaded."""
+    """Suffixes of tensor names that are ignored if the model does not have the tensor."""
     stacked: WeightScheme | None = None
-    """Scheme of stacked experts, with a tensor per projection and part. A part's suffix follows the
-    tensor name without a dot. None: quantized experts are stored separately."""
+    """Scheme of stacked experts, with a tensor per stacked weight and part. A part's suffix follows
+    the tensor name without a dot. None: quantized experts are stored separately."""
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
@@ -259,7 +259,7 @@ class QuantizationFormat:
     """Registry entry of a quantization format."""
 
     read: Callable[[Fields], QuantizationConfig]
-    """Reads the quantization config. Raises ConfigError for unsupported settings."""
+    """Reads the quantization config. Raises ConfigError."""
     methods: tuple[str, ...] = ()
     """Additional values of quant_method, besides the format's name."""
     spellings: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 """fbgemm_fp8 checkpoints (Llama 3.1 405B, Llama 4 Maverick): e4m3 with a scale per output channel.
-Each projection of the experts is a stacked tensor, transposed like unquantized weights
+gate_up_proj and down_proj of the experts are stacked tensors, transposed like unquantized weights
 (FbgemmFp8Llama4TextExperts in transformers/integrations/fbgemm_fp8.py)."""
 
 from config.model.json_fields import Fields

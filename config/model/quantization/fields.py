@@ -85,7 +85,7 @@ def module_names(fields: Fields, *names: str) -> tuple[str, ...]:
 
 
 def checked_names(fields: Fields, where: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return `names`, module names from the field `where`. Raises ConfigError for regular
-    expressions among them that are not supported."""
+    """Return `names`, module names from the field `where`, after a check of the regular expressions
+    among them. Raises ConfigError."""
     expressions(names, f"{where} of quantization_config in {fields.file}")
     return names

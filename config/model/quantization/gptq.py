@@ -27,7 +27,7 @@ VERSIONS = ("gptq", "gptq_v2")
 """Values of checkpoint_format."""
 VERSION_2 = VERSIONS[1]
 _PLAIN_PACKINGS = ("auto_round", "auto_round:exllamav2", "auto_round:tritonv2")
-"""AutoRound packings that store zero points unchanged; GPTQ stores them minus 1."""
+"""AutoRound packings that store zero points unchanged; version gptq stores them minus 1."""
 
 
 def read_gptq(fields: Fields) -> QuantizationConfig:

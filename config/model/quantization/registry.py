@@ -12,6 +12,7 @@ from config.model.quantization.base import (
     Rule,
     WeightScheme,
 )
+from config.whole_files import is_present
 
 _ALL = QUANTIZATION_FORMATS.all
 METHODS = {method: form for name, form in _ALL.items() for method in (name, *form.methods)}
@@ -75,7 +76,7 @@ def _settings(fields: Fields) -> Fields | None:
         if older := fields.raw.get(form.config_key):
             return _with_method(older, name, fields.file)
         file = fields.file.parent / form.file
-        if form.file and file.is_file():
+        if form.file and is_present(file):
             settings = form.in_file(Fields(read_json(file), file))
             if settings is not None:
                 return _with_method(settings, name, file)

@@ -52,7 +52,7 @@ MOVERS = (
 )
 """ProcessGroup methods that move numbers without a conversion to float32."""
 TEXT_BYTES = 1024
-"""Size limit of a collective's description, which ranks exchange when they disagree."""
+"""Size limit of a collective's text, which ranks compare, and exchange when they disagree."""
 
 
 def with_known_kinds(original: Callable[..., object]) -> Callable[..., object]:
@@ -166,8 +166,9 @@ class CollectiveCheck:
     def check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise RuntimeError on every rank of the group in the arguments of operator `name` if the
         ranks disagree on the operator, its tensors' shapes and dtypes, or its numbers (the root,
-        for example). The kind of reduction is not compared: torch does not expose it. Sends and
-        receives are not compared: they concern two ranks, and differ by design."""
+        for example), in the first TEXT_BYTES of their text. The kind of reduction is not compared:
+        torch does not expose it. Sends and receives are not compared: they concern two ranks, and
+        differ by design."""
         if name in POINT_TO_POINT:
             return
         group = _group_of(args, kwargs)

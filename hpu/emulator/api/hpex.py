@@ -37,7 +37,7 @@ class FusedSDPA:
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
         /,
-        *given: Any,
+        *given: object,
     ) -> Tensor | tuple[Tensor, ...]:
         """`given`: the window and the sink of later releases."""
         softmax_mode, seq_padding_type = softmax_mode.lower(), seq_padding_type.lower()
@@ -61,7 +61,7 @@ class FusedSDPA:
         if recomputes and return_dropout_mask:
             raise AssertionError("Return_dropout_mask is not supported in recompute mode")
         shape, (q, k, v, attn_mask) = q.shape, _grouped(q, k, v, attn_mask)
-        if given and not has_window(_card().config.release):
+        if given and not has_window(vars(torch)["hpu"].emulated.config.release):
             raise TypeError(
                 f"FusedSDPA.forward() takes from 4 to 14 positional arguments but {14 + len(given)}"
                 " were given"
@@ -69,8 +69,7 @@ class FusedSDPA:
         before = (q, k, v, attn_mask, dropout_p, scale_of(scale, q), is_causal)
         after = (softmax_mode, valid_seq_len, seq_padding_type)
         if recomputes:
-            window = [list(given[0]), *given[1:]] if given else []
-            out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *window)[0]
+            out: Tensor = torch.ops.hpu.sdpa_recomp_fwd(*before, False, *after, *given)[0]
             return out.reshape(*shape[:-1], v.shape[-1])
         # The bridge ignores the window and the sink without recomputation.
         out, weights, dropped = torch.ops.hpu.sdpa_fwd(*before, *after)
@@ -79,11 +78,6 @@ class FusedSDPA:
         given = ((weights, return_attn_probs), (dropped, return_dropout_mask))
         wanted = [value for value, is_wanted in given if is_wanted]
         return (out, *wanted) if wanted else out
-
-
-def _card() -> Any:
-    """The emulated card."""
-    return vars(torch)["hpu"].emulated
 
 
 def _recomputes(q: Tensor, mode: bool | None) -> bool:

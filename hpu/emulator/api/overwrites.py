@@ -1,4 +1,5 @@
-"""Functions of torch that the vendor's package replaces (the bridge's core/torch_overwrites.py)."""
+"""Replacements of torch's functions: as in the vendor's package (the bridge's
+core/torch_overwrites.py), or with an error for calls that the emulator does not model."""
 
 import pickle
 from collections.abc import Callable

@@ -191,10 +191,10 @@ PRODUCTS = _names("""
 
 
 def check_product(name: str, args: tuple[object, ...]) -> None:
-    """Raise RuntimeError for a product with a float32 operand, which the compiler refuses for Gaudi
-    2B, 2C and 2D. Only operands count, not the result (validateNodeForGraph in mme_node.cpp and
-    osal_linux.cpp of HabanaAI/Intel_Gaudi3_Software), and not the scales and router weights of
-    experts, which the matrix unit does not multiply."""
+    """Raise RuntimeError for an op in PRODUCTS with a float32 operand, which the compiler refuses
+    for Gaudi 2B, 2C and 2D. Only operands count, not the result (validateNodeForGraph in
+    mme_node.cpp and osal_linux.cpp of HabanaAI/Intel_Gaudi3_Software), and not the scales and
+    router weights of experts, which the matrix unit does not multiply."""
     given_to_unit = args[:1] if name == "hpu::mixture_of_experts" else args
     tensors = [given for given in given_to_unit if isinstance(given, Tensor)]
     if name in PRODUCTS and any(given.dtype == torch.float32 for given in tensors):
@@ -204,7 +204,7 @@ def check_product(name: str, args: tuple[object, ...]) -> None:
 
 
 def check_result_dtype(args: tuple[Tensor, ...], out: Tensor) -> None:
-    """Raise RuntimeError for a product whose result has another dtype than its operands, which
+    """Raise RuntimeError for a matmul whose result has another dtype than its operands, which
     releases before 1.24.0.171 do not support (vllm-gaudi, commit a8211ff1)."""
     if args[0].dtype != out.dtype:
         raise RuntimeError(f"matmul: the operands are {args[0].dtype}, the result is {out.dtype}")

@@ -117,8 +117,6 @@ class HpuTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    # Torch's own versions of the methods below need a device guard, which comes with a driver.
-
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
 
@@ -234,8 +232,7 @@ def with_index(value: Any) -> Any:
     return DEVICE
 
 
-# Indexing as views and index ops: torch's own indexing needs a device guard, which comes with a
-# driver.
+# Indexing as views and index ops: torch's own indexing fails if the index is a list.
 
 
 def get_item(tensor: Tensor, key: Any) -> Tensor:

@@ -58,8 +58,9 @@ class Fp8Attention:
         window_size: Sequence[int] = NO_WINDOW,
         sink: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """(out, row maxima, inverse sums, seed, largest softmax weight or 0, largest |output| or
-        0), the last two of shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp).
+        """(out, 0, 0, 0, largest softmax weight or 0, largest |output| or 0), all except `out` of
+        shape (1) (Fp8SDPARecompFwdOutputShape in the bridge's sdpa_gen.cpp). The zeros are in
+        the places of the row maxima, inverse sums and seed of a backward pass.
 
         FP8 operands are multiplied by their `d_scale`s. The softmax weights are then rounded to FP8
         with `q_scale_s`, and the output is FP8 if there is a `q_scale_o`, else bfloat16.

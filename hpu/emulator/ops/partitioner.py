@@ -31,7 +31,7 @@ COLLECTIVE = "a collective runs alone"
 """The reason to leave a collective out, which is no fallback."""
 NO_BOOL = ("full", "mul")
 """Operators that are taken out of the graph if their second argument is a bool (bool_fallback_list
-of 2025; the state of 2026 keeps them)."""
+of 2025 and of 2026)."""
 MAX_INDEXED_DIMS = 4
 INTEGERS = (torch.int64, torch.int32, torch.int16)
 NO_LOGIC = {

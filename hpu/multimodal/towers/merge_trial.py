@@ -115,8 +115,8 @@ class _Zeros(nn.Module):
 def _language_inputs(
     owner: Any, tokens: Tensor, features: Any, hidden_size: int
 ) -> dict[str, Any] | str:
-    """Keyword arguments that the language model is called with, or the reason why it is not
-    called."""
+    """Arguments that the language model is called with, by name or index, or the reason why it is
+    not called."""
     embed = _Zeros(hidden_size)
     for name in ("language_model", "text_model"):
         if hasattr(owner, name):

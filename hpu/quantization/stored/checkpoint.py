@@ -53,7 +53,7 @@ class CheckpointScheme:
 
 def _stored_weight(shards: list[Shard], in_features: int) -> StoredWeight | None:
     """Common StoredWeight of all `shards`, of a linear layer or of the experts of a layer; None if
-    the shards do not have the same quantization."""
+    the shards are not quantized, differ in their quantization, or are stored as flat blocks."""
     values = [shard for shard in shards if shard.spec.part and shard.spec.part.role == "values"]
     schemes = {shard.spec.scheme for shard in shards}
     if not values or len(schemes) > 1:

@@ -40,8 +40,8 @@ class Fp8Range(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Whether the card's range is smaller than the range of checkpoints. If so, weights are
-        halved and scales doubled, so that the card never holds a value beyond its range."""
+        """Whether weights are halved and scales doubled while loading, so that the card never holds
+        a value beyond its range, which is smaller than the range of checkpoints."""
         return self.converts and self.largest < CHECKPOINT_MAX
 
     def per_output(

@@ -205,7 +205,8 @@ class DeviceHeadDrafter(DeviceModelDrafter):
         return self._choose(for_logits.flatten(0, 1)), following
 
     def _known(self, tokens: Tensor, context: AttentionInputs) -> Tensor:
-        """(B, Q, hidden): the target's hidden states at the slots of a launch."""
+        """(B, Q, hidden): the target's hidden states at the slots of a launch, combined by the
+        head."""
         assert self._hidden_cache is not None
         hidden = self._head.combine(self._hidden_cache.read(context))
         return hidden.view(*tokens.shape, -1)

@@ -36,8 +36,8 @@ Send = Callable[[BenchRequest], Awaitable[Outcome]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns 1 if a request failed or none completed, otherwise 0. Raises
-    ConfigError and CommandFailed."""
+    """Run the benchmark; returns 1 if a measured request failed or none completed, otherwise 0.
+    Raises ConfigError and CommandFailed."""
     options = read(argv)
     turns = read_sharegpt(options.dataset_path) if options.dataset_path else []
     try:

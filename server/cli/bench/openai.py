@@ -136,7 +136,8 @@ class OpenAIServer:
         return len(await self._tokens(text, is_chat=False))
 
     async def vocabulary(self) -> list[int]:
-        """Token ids of common words. Raises HttpFailure if the server lacks vLLM's /tokenize."""
+        """Token ids of common words. Raises HttpFailure, for example if the server lacks
+        vLLM's /tokenize."""
         return sorted(set(await self._tokens(" ".join(WORDS), is_chat=False)))
 
     async def _tokens(self, text: str, *, is_chat: bool) -> list[int]:

@@ -52,7 +52,7 @@ _ABSENT = (
     ("chat-template-kwargs", "--extra-body sends them"),
     ("request-id-prefix", "the server names the requests"),
 )
-"""Flags of `vllm bench serve` that do not exist here -> their replacements."""
+"""(flags of `vllm bench serve` that do not exist here, replacement or reason)."""
 
 
 def bench_parser() -> FlagParser:

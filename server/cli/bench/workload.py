@@ -1,6 +1,6 @@
 """Workload: prompts, output lengths and arrival times, reproducible from a seed.
 
-Text prompts are adjusted to their token counts with a CountTokens.
+Random text prompts are adjusted to their token counts with a CountTokens.
 """
 
 import random
@@ -29,7 +29,7 @@ MIN_TURN_LEN, MAX_INPUT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Size of a workload, lengths in tokens. Each request's input and output lengths are drawn
+    """Size of a workload, lengths in tokens. Random requests have input and output lengths drawn
     uniformly from (1 - r) to (1 + r) times `input_len` and `output_len`, with r = `range_ratio`."""
 
     num_prompts: int
@@ -50,7 +50,7 @@ class BenchRequest:
 
 
 CountTokens = Callable[[str], Awaitable[int]]
-"""Counts the tokens of a text with the tokenizer of the measured model."""
+"""Counts or estimates the tokens of a text."""
 
 
 async def count_words(text: str) -> int:

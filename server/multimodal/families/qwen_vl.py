@@ -90,7 +90,7 @@ class QwenVideoForm:
         return self._token * int(np.prod(self._images.grid(arrays)))
 
     def time_step(self, fps: float) -> float:
-        """Position step per temporal patch: 1 for Qwen2-VL; proportional to time for Qwen2.5-VL."""
+        """Position step per temporal patch: proportional to time for Qwen2.5-VL, otherwise 1."""
         if self._rate is None:
             return 1.0
         # float32 as in transformers, which rounds the products down.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from config.errors import NotFound, UserError
-from server.http.body import MANY_BYTES, BodyReader, ReceivedBody, validate_fields
+from server.http.body import BodyReader, ReceivedBody, validate_fields
 from server.http.body_bounds import MAX_MESSAGES
 from server.http.held_bodies import decoded_bytes
 from server.http.json_decoder import decode_json
@@ -26,6 +26,9 @@ ID_PREFIX = "resp_"
 MAX_CONVERSATION_BYTES = 64 * 2**20
 """Maximum JSON bytes of the previous items of a request, and of the items that it references.
 Decoded items take several times as much memory."""
+INLINE_BYTES = 16_384
+"""Maximum JSON size of a conversation that is converted on the event loop: about 500 items, which
+take a few milliseconds."""
 MAX_REFERENCES = 16_384
 """Maximum number of item references in a request: finding their responses takes about 10 ms."""
 _SHOWN = 80
@@ -81,18 +84,18 @@ async def resolve_request(
 ) -> ResponseRequest:
     """Build the request for response `number` from `body`, which was sent as `sent`. Adds to
     `sent.held` the memory of referenced items, and of previous items if the conversation exceeds
-    MANY_BYTES. `kinds`: supported media besides text. Raises Overloaded, UserError, and NotFound
+    INLINE_BYTES. `kinds`: supported media besides text. Raises Overloaded, UserError, and NotFound
     for a response or an item that is not stored for `owner`."""
     body.check()
     before = None if body.previous_response_id is None else previous(store, body, owner)
-    if sent.num_bytes <= MANY_BYTES:
+    if sent.num_bytes <= INLINE_BYTES:
         items = read_items(body.input, number, kinds)
     else:
         items = await asyncio.to_thread(read_items, body.input, number, kinds)
     items, num_referenced = await _with_references(bodies, store, sent, items, owner)
     num_before = 0 if before is None else before.num_bytes
     _check_bytes(num_before, "the previous conversation has", "previous_response_id")
-    if sent.num_bytes + num_referenced + num_before <= MANY_BYTES:
+    if sent.num_bytes + num_referenced + num_before <= INLINE_BYTES:
         resolved = _resolve(body, items, before, number)
     else:
         if before:

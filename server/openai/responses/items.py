@@ -81,8 +81,8 @@ def ignored_items(given: Any) -> Iterator[str]:
 
 
 def _is_ignored_item(item: Any) -> bool:
-    """Whether `item` belongs to a tool or memory of another server. Items whose content the model
-    sees are never ignored."""
+    """Whether `item` has an unknown type, except input_ types, and no content for the model, such
+    as a call of a hosted tool."""
     kind = type_of(item)
     if kind is None or kind in PREFIXES or kind == "item_reference" or kind.startswith("input_"):
         return False
@@ -93,7 +93,7 @@ def _read(item: Any, where: str, place: str, number: str, taken: tuple[str, ...]
     if not isinstance(item, dict):
         raise error_at_path(f"{where} is {value_text(item)}, it must be an object")
     # A missing or null type means message, and without a role it means reference. {} and "" are
-    # invalid.
+    # invalid types.
     kind = "message" if item.get("type") is None else item["type"]
     if is_reference(item):
         kind = "item_reference"

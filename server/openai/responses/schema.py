@@ -91,7 +91,7 @@ _TOOL_CHOICE = any_of(words("none", "auto", "required"), _NAMED_CHOICE, NULL)
 
 
 class ReasoningOptions(Body):
-    """Options for reasoning. Summaries are never generated: the whole reasoning is returned."""
+    """Options for reasoning. Summaries are never generated."""
 
     effort: Label | None = None
     summary: Label | None = None

@@ -45,7 +45,8 @@ def namespaced_names(tools: list[Any] | None) -> Mapping[str, tuple[str, str]]:
 
 
 def offered_tools(tools: list[Any] | None) -> list[Tool]:
-    """Tools that the model sees, for the response object. `tools` must have been validated."""
+    """The functions and namespaces in `tools`, which must have been validated, for the response
+    object."""
     offered = []
     for tool in tools or ():
         if tool["type"] == "function":
@@ -64,7 +65,8 @@ def offered_tools(tools: list[Any] | None) -> list[Tool]:
 
 
 def ignored_tools(tools: Any) -> Iterator[str]:
-    """Names of the tools that the model does not see, for the header of ignored fields."""
+    """Names of the tools that are neither functions nor namespaces, for the header of ignored
+    fields."""
     yield from ignored_entries("tools", tools, _is_ignored)
     for place, tool in enumerate(tools if isinstance(tools, list) else ()):
         if type_of(tool) == "namespace":

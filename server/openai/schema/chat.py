@@ -297,8 +297,8 @@ class ChatBody(ChatPromptBody, GenerationBody):
         return self.last_text if self.continue_final_message else None
 
     def wants_reasoning(self, defaults: Mapping[str, Any]) -> bool:
-        """Whether the template enables reasoning: False if a template variable of the body or of
-        `defaults` disables it."""
+        """Whether the template enables reasoning: False if a template variable disables it (see
+        `template_variables`)."""
         variables = self.template_variables(defaults)
         return all(variables.get(name) is not False for name in ("enable_thinking", "thinking"))
 

@@ -1,6 +1,7 @@
 """Base classes of all request bodies: strict types, sampling fields, unsupported fields."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -29,7 +30,7 @@ from server.http.body_bounds import (
     Words,
     whole,
 )
-from server.http.held_bodies import NOT_HELD, HeldBody
+from server.http.held_bodies import NOT_HELD, HeldBody, memory_of
 from server.http.json_encoder import weighs_more
 from server.openai.schema.json_schema import TEXT, any_of, array
 from server.openai.schema.structured import FIELDS, spec_of
@@ -43,8 +44,8 @@ INLINE_IDS = 5_000
 INLINE_WEIGHT = 2_000
 """Maximum weight (see `weighs_more`) of schema fields converted on the event loop."""
 LEFT_WEIGHT = 4_000
-"""Weight (see `weighs_more`) of the fields besides the prompt above which a body stays accounted
-for until the request ends: 100 to 500 kB."""
+"""Weight (see `weighs_more`) of the fields besides the prompt above which they stay accounted for
+until the request ends: 100 to 500 kB."""
 BIAS_BYTES = 240
 """Memory of an entry of `logit_bias` in its copies for sampling, here and in the engine."""
 MAX_STOP_CHARACTERS = 1_024
@@ -95,8 +96,7 @@ class Body(BaseModel):
     instead: ClassVar[Mapping[str, str]] = {}
     """Unsupported field -> what to send instead."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields of other servers that cannot change any response of this server, so they are ignored
-    silently."""
+    """Fields that cannot change any response of this server, so they are ignored silently."""
 
     @classmethod
     def unknown_fields(cls, data: Mapping[str, Any]) -> list[str]:
@@ -118,19 +118,29 @@ class Body(BaseModel):
         """Accounted memory of the body."""
         return self._held
 
+    _left_bytes: int = PrivateAttr(default=sys.maxsize)
+
+    def measure(self) -> None:
+        """Determine the memory that `drop_prompt` leaves. For a large body call it on a thread."""
+        self._left_bytes = memory_of(self._left())
+
     def drop_prompt(self, left_bytes: int = 0) -> None:
         """Empty the prompt fields, because the running request needs only the other fields.
         `left_bytes`: memory that the request still needs besides the body. If the other fields are
-        large, the whole body stays accounted for."""
+        large, they stay accounted for; without `measure`, the whole body."""
         for name in self.prompt_fields:
             if value := getattr(self, name):
                 setattr(self, name, type(value)())
-        left = [
+        is_small = not weighs_more(self._left(), LEFT_WEIGHT)
+        self._held.free(left_bytes if is_small else left_bytes + self._left_bytes)
+
+    def _left(self) -> list[object]:
+        """Values of the fields besides the prompt fields."""
+        return [
             value.__dict__ if isinstance(value, BaseModel) else value
-            for value in self.__dict__.values()
+            for name, value in self.__dict__.items()
+            if name not in self.prompt_fields
         ]
-        if not weighs_more(left, LEFT_WEIGHT):
-            self._held.free(left_bytes)
 
     other_routes: ClassVar[OtherRoutes] = {}
     """Field of another route's body -> (field that this body needs instead, other route)."""

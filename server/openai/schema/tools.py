@@ -60,8 +60,7 @@ TOOL_CHOICE_SCHEMA = {
 
 
 def is_foreign_tool(tool: Any) -> bool:
-    """Whether `tool` is ignored because it is not a function, for example because it runs on other
-    servers."""
+    """Whether `tool` is ignored because it is not a function, such as a hosted tool."""
     return type_of(tool) not in (None, "function")
 
 
@@ -110,8 +109,8 @@ def check_tools(tools: list[Any] | None, choice: Choice) -> None:
 def check_allowed(
     mode: object, allowed: Collection[str], known: Collection[str], where: str
 ) -> None:
-    """Raise UserError unless the `mode` of a choice of `allowed` tools is valid and all of them are
-    `known`. `where`: path of the object that lists them."""
+    """Raise UserError unless the `mode` of a choice of `allowed` tools is valid, and it allows at
+    least 1 tool and only `known` tools. `where`: path of the object that lists them."""
     if mode not in ("auto", "required"):
         shown = str(mode)[:_SHOWN]
         raise _bad_choice(f"{where} has mode {shown!r}, it must be auto or required")

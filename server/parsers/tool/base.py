@@ -70,8 +70,8 @@ class ToolCallFormat(ToolCallReader):
     __slots__ = ()
 
     def grammar(self, functions: Functions) -> ToolCallGrammar:
-        """Grammar for calls to `functions`. Raises UserError if it cannot enforce the schema of
-        their arguments."""
+        """Grammar for calls to `functions`. Raises UserError, for example if it cannot enforce the
+        schema of their arguments."""
         raise NotImplementedError
 
     def new_call_id(self) -> str:

@@ -89,8 +89,8 @@ class Argument:
 
 
 def arguments_of(function: str, schema: Mapping[str, Any]) -> list[Argument]:
-    """Arguments in `schema`, required arguments first. Raises UserError if the schema cannot
-    be enforced (see `unenforceable`)."""
+    """Arguments in `schema`, required arguments first. Raises UserError, for example if the schema
+    cannot be enforced (see `unenforceable`)."""
     unknown = schema.keys() - _KEYWORDS - ANNOTATIONS
     properties = schema.get("properties") or {}
     required = schema.get("required") or []

@@ -273,7 +273,7 @@ class Tags(ToolCallFormat):
         self, source: Source, arguments: "_Arguments", key: str, sink: Sink
     ) -> Steps[None]:
         """Read text up to the end tag of a value, or up to the next tag if the end tag is missing.
-        A tag in the text is part of the value, unless the call continues or ends after the tag."""
+        Another tag in the text is part of the value, unless the call continues or ends after it."""
         if self.cdata and (yield from source.accept(self.cdata[0])):
             if not (yield from source.read_until(self.cdata[1:], sink)):
                 raise UnexpectedEnd
@@ -442,8 +442,8 @@ def _attributes(attributes: Attributes | None, *, is_text: bool) -> list[Part]:
 def raw_value(
     end: str, function: str, argument: Argument, shared: SharedTypes, *, is_framed: bool = False
 ) -> list[Part]:
-    """Grammar for an unquoted value, up to and including the tag `end`. Raises UserError if the
-    type of the value cannot be derived from its text."""
+    """Grammar for an unquoted value, up to and including the tag `end`. Raises UserError, for
+    example if the type of the value cannot be derived from its text."""
     schema, gap = argument.schema, [_LINE_BREAK] if is_framed else []
     if is_plain_text(schema):
         return [*gap, text_until(end)]

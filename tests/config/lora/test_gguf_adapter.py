@@ -53,7 +53,8 @@ def random_product(shape: tuple[int, ...], random: np.random.Generator) -> Array
 
 
 def random_products(base: BaseModules) -> dict[str, Array]:
-    """Random products for all linear layers except the head, by weight name."""
+    """Random products for the linear layers that an adapter in a GGUF file may have, except the
+    head and stacked experts, by weight name."""
     random = np.random.default_rng(0)
     return {
         f"{module.name}.weight": random_product(module.spec.shape, random)

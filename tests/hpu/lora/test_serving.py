@@ -34,7 +34,7 @@ CPU: dict[str, Any] = {**SMALL, "device": "cpu", "max_num_seqs": 8, "num_gpu_blo
 
 def test_random_traffic_compiles_nothing(tmp_path: Path) -> None:
     """Four adapters share two slots and three places in host memory, with few blocks, so that
-    requests are preempted. Each answer equals the answer of a single request on a CPU."""
+    requests are preempted. Each answer equals the answer on a CPU with a slot per adapter."""
     base = make_tiny("llama", tmp_path / "base")
     folders = {
         name: write_adapter(

@@ -197,7 +197,7 @@ def test_logits_of_a_whole_model_have_the_scale_of_its_text_model(
 ) -> None:
     """Aya Vision, Command A Vision and Granite Vision.
 
-        The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
+    The wrappers of transformers apply lm_head without the factor of Cohere2ForCausalLM and
     GraniteForCausalLM. The factor is right: the published tensors under language_model. form a
     causal model with its head, and vLLM computes the logits with the class of the text model.
     Granite4VisionForConditionalGeneration of transformers divides by logits_scaling too. Greedy

@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from config.model.special_tokens import NAMED_TOKENS
 from config.server import ServerConfig
 from config.version import VERSION
+from server.app.openapi import DescribedApi
 from server.process.supervisor import bind
 
 ROOT = Path(__file__).parents[3]
@@ -187,6 +189,22 @@ async def test_the_openapi_schema_is_valid_and_lists_every_route() -> None:
         chat = spec["components"]["schemas"]["ChatBody"]["properties"]
         assert {"messages", "temperature", "min_p", "stream_options"} <= set(chat)
         assert docs.status_code == 200 and "text/html" in docs.headers["content-type"]
+
+
+async def test_the_openapi_schema_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = list[str](), DescribedApi.openapi
+
+    def watched(api: DescribedApi) -> dict[str, Any]:
+        made.append(threading.current_thread().name)
+        return make(api)
+
+    monkeypatch.setattr(DescribedApi, "openapi", watched)
+    async with in_memory() as rig:
+        first, second = [(await rig.http.get("/openapi.json")).content for _ in range(2)]
+
+    assert first == second
+    assert len(made) == 1
+    assert made[0] != threading.main_thread().name
 
 
 async def test_the_docs_page_loads_nothing_from_elsewhere() -> None:

@@ -222,6 +222,17 @@ def test_a_line_that_is_too_long_does_not_end_the_batch(
     assert (good.number, good.custom_id) == (2, "b")
 
 
+def test_a_line_without_an_end_ends_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(batch_files, "MAX_SKIPPED_BYTES", 1_000)
+
+    with (
+        open_input(Path("/dev/zero")) as file,
+        pytest.raises(ConfigError, match=r"line 1 of --input-file /dev/zero has at least 1200"),
+    ):
+        list(read_lines(file))
+
+
 @pytest.mark.parametrize("depth", [900, 1_000, 100_000])
 def test_a_deep_answer_is_written(depth: int, tmp_path: Path) -> None:
     (line,) = lines_of(tmp_path / "in", request("a"))

@@ -218,3 +218,35 @@ async def test_the_total_bytes_of_concurrent_bodies_are_limited(
     assert small.status_code == 200, small.text
     assert taken == [200, 200] and later.status_code == 200
     assert rig.state.bodies._num_buffered_bytes == 0
+
+
+async def test_slow_bodies_of_a_client_do_not_lock_out_another_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_BUFFERED_BODIES", 2)
+    monkeypatch.setattr(bodies, "MAX_SMALL_BODIES", 0)
+    part = b'{"padding": "' + b"a" * 60_000
+    rest = b'", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
+    slow, other = ({"content-type": "application/json", "x-api-key": key} for key in "ab")
+    async with on_port(max_body_bytes=65_536, api_keys=("a", "b")) as rig:
+        release = asyncio.Event()
+
+        async def halting() -> AsyncIterator[bytes]:
+            yield part
+            await release.wait()
+            yield rest
+
+        first = [
+            asyncio.create_task(rig.http.post(CHAT, content=halting(), headers=slow))
+            for _ in range(2)
+        ]
+        await until(lambda: rig.state.bodies._num_buffered_bytes >= 2 * len(part))
+        refused = await rig.http.post(CHAT, content=part + rest, headers=slow)
+        taken = await rig.http.post(CHAT, content=part + rest, headers=other)
+        release.set()
+        later = [(await entry).status_code for entry in first]
+
+    assert refused.status_code == 503
+    assert taken.status_code == 200, taken.text
+    assert later == [200, 200]
+    assert not rig.state.bodies._buffered_of

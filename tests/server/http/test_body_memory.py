@@ -19,7 +19,7 @@ from config.error_frames import release_frames
 from config.errors import UserError
 from config.params.pooling import PoolingFacts
 from server.http import body
-from server.http.held_bodies import decoded_bytes
+from server.http.held_bodies import MAX_VALUES_BYTES, decoded_bytes, memory_of
 from server.openai.schema import generation
 from server.openai.schema.generation import BIAS_BYTES
 from server.serving import job
@@ -243,6 +243,58 @@ async def test_a_generating_request_keeps_only_the_prompt_of_its_body(
         running.cancel()
 
 
+TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 100_000}}
+FUNCTION = {"type": "function", "name": "f", "description": "x" * 100_000}
+WITH_TOOLS: dict[str, Fields] = {
+    "/v1/chat/completions": {"messages": CHAT["messages"], "tools": [TOOL]},
+    "/v1/responses": {**RESPONSE, "tools": [FUNCTION]},
+    "/v1/messages": {
+        **CHAT,
+        "max_tokens": 400,
+        "tools": [{"name": "f", "description": "x" * 100_000, "input_schema": {"type": "object"}}],
+    },
+}
+
+
+@pytest.mark.parametrize("path", WITH_TOOLS)
+async def test_large_tools_count_until_the_request_ends_without_the_rest_of_the_body(
+    path: str,
+) -> None:
+    client = TalkingClient(max_model_len=512, pace_s=0.02)
+    client.endless = True
+    async with on_port(client) as rig:
+        choice = {"type": "none"} if path == "/v1/messages" else "none"
+        more = {"tool_choice": choice, "truncate_prompt_tokens": 4, "junk": "{" * 2_000_000}
+        fields = WITH_TOOLS[path]
+        if path == "/v1/messages":
+            fields = {**fields, "messages": [{"role": "user", "content": "a"}]}
+        running = asyncio.ensure_future(rig.http.post(path, json={**fields, **more}))
+        await started(client)
+
+        await until(lambda: rig.state.bodies._held.num_bytes < 1_000_000)
+        assert rig.state.bodies._held.num_bytes > 100_000
+        assert not running.done()
+        running.cancel()
+        await until(lambda: not rig.state.bodies._held.num_bytes)
+
+
+async def test_a_text_of_brackets_counts_as_at_most_the_values_of_a_body() -> None:
+    held = list[int]()
+    async with in_memory(TalkingClient(max_model_len=512)) as rig:
+        decode = body._decode_chunks
+
+        def watched(chunks: list[bytes]) -> Any:
+            held.append(rig.state.bodies._held.num_bytes)
+            return decode(chunks)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(body, "_decode_chunks", watched)
+            answer = await rig.http.post("/v1/completions", json={"prompt": "{" * 4 * 2**20})
+
+    assert answer.status_code == 400, answer.text
+    assert 4 * 2**20 < held[0] <= 5 * 2**20 + MAX_VALUES_BYTES
+
+
 async def test_copies_of_many_biases_count_until_the_request_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,6 +333,7 @@ def test_decoded_values_take_at_most_their_estimate(value: Any) -> None:
 
     assert decoded == {"x": value}
     assert num_bytes <= decoded_bytes(data)
+    assert num_bytes <= memory_of(decoded)
 
 
 CUT = {"truncate_prompt_tokens": 4, **JUNK_LIST}

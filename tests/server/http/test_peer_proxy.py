@@ -19,6 +19,7 @@ from foreign_peers import connected
 from http_rig import Rig, TalkingClient, on_port
 from waits import WAIT_S
 
+from server.http import body as bodies
 from server.http import peer_proxy
 from server.http.peer_proxy import Peers, listen
 from server.http.unread_answers import UnreadAnswer, UnreadAnswers
@@ -358,3 +359,25 @@ async def test_a_forwarded_response_can_be_dropped(
         assert len(whole.content) > 200_000
         assert "failed in the middle" not in caplog.text
         own.state.unread_answers.close()
+
+
+async def test_a_large_body_is_forwarded_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, count = list[int](), bodies.decoded_bytes
+
+    def counted(data: bytes) -> int:
+        sizes.append(len(data))
+        return count(data)
+
+    async with two(tmp_path) as (own, other):
+        made = (await own.post(ROUTE, {"input": "hi"})).json()
+        text = "x" * 5 * peer_proxy.PIECE_BYTES
+        sent = {"input": text, "previous_response_id": made["id"]}
+        monkeypatch.setattr(bodies, "decoded_bytes", counted)
+        answer = await other.post(ROUTE, sent)
+
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert sum(sizes) > 2 * len(text)
+    assert max(sizes) <= peer_proxy.PIECE_BYTES

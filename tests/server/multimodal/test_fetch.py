@@ -6,6 +6,7 @@ import gzip
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from image_server import HOST, PNG, endless, fetcher, ok, serving, to
 from waits import WAIT_S
 
 from config.errors import UserError
+from server.multimodal import fetch
 from server.multimodal.fetch import (
     MAX_FETCHES_PER_CLIENT,
     PIECE_CHARACTERS,
@@ -345,6 +347,41 @@ async def test_expensive_bytes_do_not_block_the_event_loop() -> None:
             return sorted(turns_s)[-4]
 
         assert await least_awaited(fourth_longest_turn_s, 0.1) < 0.1
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\na: ", OK_HEAD + b"1;"], ids=["headers", "extensions of chunks"]
+)
+async def test_reads_of_a_byte_leave_turns_to_other_requests_and_are_limited(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def bytewise(path: str) -> AsyncIterator[bytes]:
+        yield head
+        for _ in range(5_000):
+            # A TLS record for each byte. Nothing suspends, so the client has all records at once.
+            yield b"e"
+
+    turn, count, reads = 0, fetch._Traffic.count, Counter[int]()
+
+    def counted(traffic: fetch._Traffic, data: bytes) -> None:
+        reads[turn] += 1
+        count(traffic, data)
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(fetch._Traffic, "count", counted)
+    async with serving(bytewise) as (port, _):
+        turns = asyncio.ensure_future(take_turns())
+        reason = await refusal(fetcher(timeout_s=60.0, max_bytes=10**6), f"https://{HOST}:{port}/a")
+        turns.cancel()
+
+    assert reason == "the image could not be fetched"
+    assert max(reads.values()) <= 2 * fetch.PIECES_PER_TURN
+    assert reads.total() <= 2 * fetch.FREE_PIECES
 
 
 async def test_an_endless_body_without_a_length_is_refused_at_the_limit() -> None:

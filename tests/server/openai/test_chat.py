@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the request to the engine, and whole answers."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from scripted_client import columns
 from text_folders import id_of
 
 from config.errors import UserError
+from server.openai.chunks import ChatChunks, CompletionChunks
 from server.openai.schema.chat import MAX_ECHO_CHARACTERS, ChatBody, check_messages
+from server.serving import job
 
 
 def prompt_of(client: Any, place: int = 0) -> str:
@@ -460,3 +463,28 @@ async def test_counted_tokens_equal_the_answers_usage() -> None:
         }
         assert counts[0]["input_tokens"] > rig.state.max_model_len
         assert counts[2]["input_tokens"] == 3
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+async def test_prompt_ids_of_many_choices_are_encoded_on_a_thread(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ChatChunks if kind == "chat" else CompletionChunks
+    feed, are_main = writer.feed, list[bool]()
+
+    def watched(chunks: Any, deltas: Any) -> bytes:
+        are_main.append(threading.current_thread() is threading.main_thread())
+        return feed(chunks, deltas)
+
+    monkeypatch.setattr(writer, "feed", watched)
+    monkeypatch.setattr(job, "INLINE_IDS", 10)
+    fields = {"n": 4, "stream": True, "return_token_ids": True}
+    async with in_memory(TalkingClient("Hello you")) as rig:
+        if kind == "chat":
+            answer = await rig.chat(**fields)
+        else:
+            answer = await rig.complete([1, 2, 3, 4, 5, 6], **fields)
+
+    assert answer.text.count('"prompt_token_ids"') == 4
+    assert not are_main[0]
+    assert are_main[-1]

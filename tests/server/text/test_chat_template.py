@@ -513,6 +513,34 @@ async def test_an_endless_template_is_stopped_and_its_thread_renders_the_next_te
     assert "Hello" in rendered
 
 
+async def test_a_rendering_that_gets_no_processor_may_be_sent_again() -> None:
+    template = ours(CHATML, time_limit_s=0.1, threads=1)
+    resumes = threading.Event()
+
+    def mark(_: Any) -> Any:
+        resumes.wait(WAIT_S)
+        return _
+
+    with pytest.raises(Overloaded, match=r"longer than 1 s"):
+        await template.render(HELLO, mark=mark)
+    resumes.set()
+
+    assert "Hello" in await asyncio.wait_for(template.render(HELLO), WAIT_S)
+
+
+def test_a_template_that_is_probed_slowly_on_a_busy_machine_shows_its_tools() -> None:
+    template = ours("{{ messages[0].content }}", time_limit_s=0.1)
+    shows_tools = template._renderer.shows_tools
+
+    def slow(source: str) -> bool:
+        time.sleep(0.2)
+        return shows_tools(source)
+
+    template._renderer.shows_tools = slow  # type: ignore[method-assign]
+
+    assert template.uses_generic_tools()
+
+
 async def test_a_slow_template_does_not_block_the_loop() -> None:
     template = ours(SLOW, time_limit_s=0.3)
 
@@ -571,6 +599,29 @@ async def test_slow_renderings_of_a_client_leave_a_thread_to_other_clients() -> 
 
     assert "Hello" in rendered
     assert not any(task.done() for task in slow)
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    template.close()
+
+
+async def test_waiting_chats_of_a_client_do_not_lock_out_another_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_PENDING", 4)
+    template = ours(CHATML, time_limit_s=60, threads=2)
+
+    async def render(client: str, source: str | None) -> str:
+        current_client.set(client)
+        return await template.render(HELLO, template=source)
+
+    slow = [asyncio.create_task(render("slow", SLOW)) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="4 chats of this client wait or run, at most 4"):
+        await asyncio.create_task(render("slow", SLOW))
+    rendered = await asyncio.create_task(render("other", None))
+
+    assert "Hello" in rendered
     for task in slow:
         task.cancel()
     await asyncio.gather(*slow, return_exceptions=True)

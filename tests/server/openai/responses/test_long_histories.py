@@ -1,5 +1,6 @@
 """Long conversations and many references cost time and memory in proportion to their size."""
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -169,6 +170,31 @@ def test_items_that_are_refused_for_their_number_are_not_all_examined() -> None:
     assert examined == MAX_MESSAGES
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"role": "user", "content": "a"}] * 1_000,
+        [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 600}],
+    ],
+    ids=["items", "parts"],
+)
+async def test_many_items_are_converted_on_a_thread(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, are_main = chat_request.read_items, list[bool]()
+
+    def watched(*arguments: Any) -> Any:
+        are_main.append(threading.current_thread() is threading.main_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(chat_request, "read_items", watched)
+    async with in_memory(TalkingClient("x", max_model_len=500_000)) as rig:
+        await made(rig, "short")
+        await made(rig, given)
+
+    assert are_main == [True, False]
+
+
 async def test_decoded_conversations_share_the_memory_of_bodies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,7 +217,7 @@ async def test_decoded_conversations_share_the_memory_of_bodies(
         assert rig.state.bodies._held.num_bytes == 0
         # Another request has the memory: this request waits, and is then refused.
         monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
-        other = await rig.state.bodies._held.hold(2**40, 2**41)
+        other = await rig.state.bodies._held.hold(2**40, 2**41, "127.0.0.1")
         decoded.clear()
         refused = await rig.post(ROUTE, {"input": "b", "previous_response_id": first["id"]})
         other.free()

@@ -1,0 +1,87 @@
+"""Memory of decoded bodies: clients share it."""
+
+import asyncio
+
+import pytest
+
+from config.errors import Overloaded
+from server.http import held_bodies
+from server.http.held_bodies import HeldBodies, HeldBody
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_client_that_fills_the_memory_does_not_lock_out_another_client() -> None:
+    bodies = HeldBodies()
+    full = await bodies.hold(1_000, 1_000, "a")
+
+    held = await asyncio.wait_for(bodies.hold(500, 1_000, "b"), 1)
+
+    assert bodies.num_bytes == 1_500
+    full.free()
+    held.free()
+    assert bodies.num_bytes == 0
+
+
+async def test_a_client_waits_beyond_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
+    bodies = HeldBodies()
+    held = [await bodies.hold(1_000, 1_000, "a"), await bodies.hold(300, 1_000, "b")]
+
+    with pytest.raises(Overloaded, match="1300 bytes and this body takes 300, at most 1000"):
+        await bodies.hold(300, 1_000, "b")
+
+    assert bodies.num_bytes == sum(body.num_bytes for body in held)
+
+
+async def test_a_body_waits_only_for_bodies_that_leave_no_room_for_it() -> None:
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000, "a")
+    waiting = [asyncio.ensure_future(bodies.hold(size, 1_000, "a")) for size in (900, 200)]
+    await settle()
+    assert not any(body.done() for body in waiting)
+
+    first.free(left=800)
+    await settle()
+    assert [body.done() for body in waiting] == [False, True]
+
+    first.free()
+    waiting[1].result().free()
+    await settle()
+    assert waiting[0].done()
+    assert bodies.num_bytes == 900
+
+
+async def test_a_body_above_the_limit_waits_until_there_is_no_other_body() -> None:
+    bodies = HeldBodies()
+    first = await bodies.hold(10, 1_000)
+    large = asyncio.ensure_future(bodies.hold(5_000, 1_000))
+    await settle()
+    assert not large.done()
+
+    first.free()
+    await settle()
+    assert large.result().num_bytes == bodies.num_bytes == 5_000
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_a_cancelled_wait_leaves_no_bytes(is_admitted: bool) -> None:
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000)
+    waiting: asyncio.Future[HeldBody] = asyncio.ensure_future(bodies.hold(500, 1_000))
+    await settle()
+    first.free()
+    if is_admitted:
+        await asyncio.sleep(0)
+
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+    if not waiting.cancelled():
+        waiting.result().free()
+    del waiting
+    await settle()
+    assert bodies.num_bytes == 0
