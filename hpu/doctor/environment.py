@@ -22,9 +22,10 @@ COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
 WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 
 HOST_BYTES_PER_CARD = 409 * GIB // 8
-HUGE_PAGES_MIB_PER_CARD = 95000 // 8
-"""Host memory (bytes) and huge pages (MiB) per card, an eighth of what published manifests for
-eight cards request."""
+"""Host memory per card, an eighth of what published manifests for eight cards request."""
+HUGE_PAGES_MIB_PER_CARD = 12 * 1024
+"""Huge pages per card, as deploy/kubernetes requests them. Published manifests request 95000 MiB
+for eight cards, rounded up here to whole GiB per card."""
 
 
 def visible_modules(machine: Machine) -> tuple[int, ...] | None:
@@ -74,10 +75,10 @@ def host_findings(machine: Machine, num_cards: int) -> list[Finding]:
             Finding(
                 WARN,
                 "huge pages",
-                f"{pages} MiB of huge pages are reserved, published deployments have {wanted_mib} "
-                f"MiB for {_cards(num_cards)}",
+                f"{pages} MiB of huge pages are reserved, deployments reserve {wanted_mib} MiB "
+                f"for {_cards(num_cards)}",
                 "reserve 2 MiB pages on the host: sysctl vm.nr_hugepages="
-                f"{-(-wanted_mib // 2)}, or hugepages-2Mi in Kubernetes",
+                f"{wanted_mib // 2}, or hugepages-2Mi in Kubernetes",
             )
         )
     return findings or [Finding(OK, "host memory", f"{bytes_text(free)} are free")]

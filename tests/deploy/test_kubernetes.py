@@ -18,6 +18,7 @@ from config.loading.parser import server_parser
 from config.model.model_config import ModelConfig
 from config.parallel import ParallelConfig
 from engine.reports.plan import Target, make_plan
+from hpu.doctor.environment import HUGE_PAGES_MIB_PER_CARD
 
 FILES = sorted(KUBERNETES.rglob("*.yaml"))
 RESOURCES = [
@@ -286,7 +287,7 @@ def test_a_pod_requests_cards_with_group_and_node_selector(path: Path, template:
     ]
     # Kubernetes requires requests equal to limits for extended resources and huge pages.
     assert resources["requests"] == resources["limits"]
-    assert "hugepages-2Mi" in resources["limits"]
+    assert resources["limits"]["hugepages-2Mi"] == f"{HUGE_PAGES_MIB_PER_CARD * cards // 1024}Gi"
     flags = given(container)
     assert cards == int(flags.get("tensor-parallel-size", 1 if cards == 1 else cards))
     assert pod["enableServiceLinks"] is False

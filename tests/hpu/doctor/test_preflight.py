@@ -325,7 +325,8 @@ def test_few_huge_pages_are_a_warning(gaudi: GaudiMachine) -> None:
     (found,) = [f for f in preflight(gaudi.seen()).findings if f.level != OK]
 
     assert (found.level, found.about) == (WARN, "huge pages")
-    assert "20 MiB of huge pages are reserved, published deployments have 11875 MiB" in found.what
+    assert "20 MiB of huge pages are reserved, deployments reserve 12288 MiB" in found.what
+    assert found.do.startswith("reserve 2 MiB pages on the host: sysctl vm.nr_hugepages=6144,")
 
 
 @pytest.mark.parametrize(
