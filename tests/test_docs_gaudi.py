@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from demo import demo_gguf
 from doc_blocks import PAGES, blocks_of, commands_of, output_of
+from gaudi_machine import GaudiMachine
 
+from config.engine import EngineConfig
 from config.loading.vendor_variables import vendor_variables
+from engine.reports.doctor import as_text, diagnose
 from hpu.selftest.base import all_checks
 from server.app.reference import SELFTEST, with_checks
 from server.cli.main import main
@@ -82,6 +85,20 @@ def test_a_command_prints_what_its_page_shows(
     for part in filter(None, OMITTED.split(shown)):
         _, found, rest = rest.partition(part)
         assert found == part, f"{block}: the command does not print {part!r}"
+
+
+def test_the_report_of_a_card_is_the_doctors(tmp_path: Path) -> None:
+    (shown,) = (
+        block.text
+        for block in blocks_of(DOCS / "gaudi.md")
+        if block.text.startswith("...\ngaudi\n")
+    )
+    machine = GaudiMachine(tmp_path, cards=1).seen()
+
+    report = as_text(diagnose(machine, EngineConfig("demo"), str(tmp_path)))
+
+    for part in filter(None, OMITTED.split(shown)):
+        assert part.strip() in report
 
 
 def test_the_variables_of_the_pages_exist() -> None:
