@@ -45,6 +45,8 @@ function draw() {
   for (const id of FIGURES) byId(id).textContent = shown[id] ?? (byId(id).tagName === "OUTPUT" ? "–" : "");
   byId("kv-bar").value = facts?.load.blocks_total ? facts.load.blocks_used / facts.load.blocks_total : 0;
   for (const link of document.querySelectorAll("[data-docs]")) link.hidden = facts !== null && !facts.has_docs;
+  // The CPU has neither prepared shapes nor graphs.
+  for (const part of document.querySelectorAll("[data-buckets]")) part.hidden = facts?.device === "cpu";
   byId("restarts").hidden = !facts?.restarts.length;
   byId("restart-list").replaceChildren(...[...(facts?.restarts ?? [])].reverse().map(restart));
   drawCourse(facts);

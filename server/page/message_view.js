@@ -109,8 +109,10 @@ export class AnswerView {
 }
 
 function note(answer) {
-  if (answer.end === "stop" && isEmpty(answer)) return "The model answered with an empty text.";
-  return NOTES[answer.end]?.(answer) ?? "";
+  const ignored = answer.ignored && `The server knows no such field and ignored: ${answer.ignored}. See Other fields in Settings.`;
+  const isBlank = answer.end === "stop" && isEmpty(answer);
+  const end = isBlank ? "The model answered with an empty text." : NOTES[answer.end]?.(answer);
+  return [ignored, end].filter(Boolean).join(" ");
 }
 
 function folded(name) {

@@ -2,7 +2,7 @@
 
 import { events, request } from "./api.js";
 
-export const newAnswer = () => ({ role: "assistant", content: "", reasoning: "", tool_calls: [], end: "", stats: null });
+export const newAnswer = () => ({ role: "assistant", content: "", reasoning: "", tool_calls: [], end: "", ignored: "", stats: null });
 
 export const isEmpty = (answer) => !(answer.content || answer.reasoning || answer.tool_calls.length);
 
@@ -11,6 +11,7 @@ export async function stream(body, answer, signal, changed) {
   const sent = performance.now();
   const options = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   const response = await request("v1/chat/completions", { ...body, ...options }, signal);
+  answer.ignored = response.headers.get("x-gaudiserve-ignored-fields") ?? "";
   for await (const event of events(response)) {
     const choice = event.choices?.[0];
     if (choice) {

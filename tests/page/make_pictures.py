@@ -79,7 +79,9 @@ def main() -> None:
     """Write the screenshots to docs/."""
     # A script writes the answer, so the name must not belong to a real model.
     names = ("your-model",)
-    with serving(context=8192, reasoning_parser="qwen3", served_model_names=names) as server:
+    with serving(
+        context=8192, device="cpu", reasoning_parser="qwen3", served_model_names=names
+    ) as server:
         server.answer(THINKS + MARKDOWN, pace_s=0.03)
         with chromium() as browser:
             page = opened(browser, server.url, DESK, "light")

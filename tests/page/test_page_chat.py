@@ -262,6 +262,33 @@ def test_adapters_can_be_chosen_and_the_choice_is_remembered(
         assert sent[0]["model"] == "chess"
 
 
+def test_a_field_that_the_server_ignored_is_named_below_the_answer(page: Page) -> None:
+    settle(page, other_fields='{"top_pp": 0.5}')
+    ask(page, "Hi")
+    note = page.locator(".message.assistant .note")
+    expect(note).to_have_text(
+        "The server knows no such field and ignored: top_pp. See Other fields in Settings."
+    )
+
+    settle(page, other_fields='{"top_p": 0.5}')
+    ask(page, "Hi")
+
+    expect(note.last).to_be_hidden()
+
+
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_the_buttons_of_a_conversation_say_what_they_copy(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    with window(browser, width) as page:
+        open_page(page, server.url)
+
+        for name in ("curl", "Python"):
+            button = page.locator(f"#copy-{name.lower()}")
+            expect(button).to_have_text(f"Copy as {name}", use_inner_text=True)
+            expect(button).to_be_in_viewport(ratio=0.99)
+
+
 def test_text_is_shown_in_a_dialog_if_the_clipboard_fails(page: Page) -> None:
     for name in ("curl", "python"):
         expect(page.locator(f"#copy-{name}")).to_be_disabled()

@@ -154,6 +154,21 @@ def test_the_reason_of_a_restart_is_shown_during_and_after_the_restart(
     expect(page.locator("#trouble")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", HEIGHTS)
+def test_the_notice_of_a_restart_does_not_move_the_chat(
+    browser: Browser, server: PageServer, width: int
+) -> None:
+    with window(browser, width) as page:
+        open_page(page, server.url)
+        ask(page, "Hi")
+        before = page.locator("#messages").bounding_box()
+
+        server.client.lost = Failure("the engine was killed")
+
+        expect(page.locator("#trouble")).to_be_in_viewport(ratio=0.99)
+        assert page.locator("#messages").bounding_box() == before
+
+
 def test_the_page_clears_its_figures_when_the_server_is_gone(browser: Browser) -> None:
     with window(browser) as page:
         with serving() as server:

@@ -50,6 +50,19 @@ def test_the_figures_have_units_and_legends(
         expect(page.locator("#recent tr")).to_have_count(60)
 
 
+def test_a_cpu_has_no_figures_of_buckets_and_graphs(browser: Browser) -> None:
+    with serving(device="cpu") as server, window(browser) as page:
+        open_page(page, server.url)
+        page.click("#to-server")
+
+        expect(page.locator("#kv")).to_be_visible()
+        for name in ("hits", "padding", "graphs", "shapes-title", "prefill"):
+            expect(page.locator(f"#{name}")).to_be_hidden()
+        page.click("#glossary summary")
+        expect(page.locator("#term-kv")).to_be_visible()
+        expect(page.locator("#term-bucket")).to_be_hidden()
+
+
 @pytest.mark.parametrize("width", HEIGHTS)
 def test_bars_are_spaced_and_the_newest_is_in_view(
     browser: Browser, server: PageServer, width: int

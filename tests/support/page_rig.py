@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import msgspec
 from http_rig import THINKING_TEMPLATE, Rig, TalkingClient, on_port
 from scripted_client import ScriptedQueue
 
@@ -115,9 +116,11 @@ class PageServer:
 
 
 @contextlib.contextmanager
-def serving(*, context: int = 100_000, **config: Any) -> Iterator[PageServer]:
+def serving(*, context: int = 100_000, device: str = "hpu", **config: Any) -> Iterator[PageServer]:
     """A server whose model thinks and calls tools, until the end of the block."""
     client = PageClient(max_model_len=context)
+    assert client.ready is not None
+    client.ready = msgspec.structs.replace(client.ready, device=device)
     found: list[PageServer] = []
     config = {"chat_template": THINKING_TEMPLATE, "tool_call_parser": "hermes", **config}
 
