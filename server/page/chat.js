@@ -1,18 +1,19 @@
 // The chat: one conversation at a time, and the answer that is being streamed into it.
 
-import { ApiError, hasKey } from "./api.js";
 import { hint, putContent, setStreaming, setUpComposer, showFailure, takeContent } from "./composer.js";
+import { newChat, pendingCall } from "./conversation.js";
 import { drawList, setUpList } from "./conversation_list.js";
 import { byId, paced } from "./dom.js";
 import { cancelEdit, isEditing, startEdit, takeEdit } from "./editing.js";
 import { setUpExport } from "./export.js";
+import { clearWhenReady, fail, words } from "./failures.js";
 import { count, shorten } from "./format.js";
 import { AnswerView, questionView, textOf } from "./message_view.js";
 import { setUpModelChoice } from "./model_choice.js";
 import { repeats } from "./repetition.js";
-import { chatBody, completeCalls, fitToContext } from "./request_body.js";
+import { chatBody, fitToContext } from "./request_body.js";
 import { follow, setUpScrolling, toEnd } from "./scrolling.js";
-import { onServer, refresh, refuseKey, server, trouble } from "./server_state.js";
+import { onServer, refresh, server, trouble } from "./server_state.js";
 import { settings, setUpSettings } from "./settings.js";
 import { deleteConversation, MAX_CHARACTERS, restoreConversation, saveConversation } from "./storage.js";
 import { isEmpty, newAnswer, stream } from "./stream.js";
@@ -28,21 +29,13 @@ let closedFor = null;
 let chat = newChat();
 // The AbortController of the answer that is being written.
 let writing = null;
-// Whether the failure in view is cleared when the server is ready.
-let isUntilReady = false;
-
-function newChat() {
-  // Other origins than https and localhost have no randomUUID.
-  const id = [...crypto.getRandomValues(new Uint8Array(8))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "New chat", updated: 0, messages: [] };
-}
 
 function draw() {
   const { messages } = chat;
   byId("messages").replaceChildren(...(messages.length ? messages.map(view) : [welcome(ask)]));
   byId("title").textContent = messages.length ? chat.title : "";
   for (const id of ["copy-curl", "copy-python", "export"]) byId(id).disabled = !messages.length;
-  byId("question").placeholder = pendingCall() ? `Result of ${pendingCall().function.name}` : "Message";
+  byId("question").placeholder = pendingCall(chat) ? `Result of ${pendingCall(chat).function.name}` : "Message";
   drawList(chat.id);
 }
 
@@ -51,14 +44,6 @@ function view(message, index) {
   const answer = new AnswerView(message, index === chat.messages.length - 1 ? retry : null);
   answer.update(false);
   return answer.root;
-}
-
-// The first tool call of the last answer without a result: the next message is its result.
-function pendingCall() {
-  const results = chat.messages.filter((message) => message.role === "tool").map((message) => message.tool_call_id);
-  const last = chat.messages.findLast((message) => message.role === "assistant");
-  const isAnswered = chat.messages.at(-1)?.role === "user";
-  return isAnswered || !last ? undefined : completeCalls(last).find((call) => !results.includes(call.id));
 }
 
 function ask(content) {
@@ -72,10 +57,10 @@ function ask(content) {
 
 // If no answer comes, the conversation is as `before`.
 function append(content, before) {
-  const call = pendingCall();
+  const call = pendingCall(chat);
   if (!chat.messages.length && !chat.isNamed) chat.title = shorten(textOf({ content }), MAX_TITLE) || "Picture";
   chat.messages.push(call ? { role: "tool", tool_call_id: call.id, content } : { role: "user", content });
-  if (pendingCall()) return draw();
+  if (pendingCall(chat)) return draw();
   return write(before, content);
 }
 
@@ -170,27 +155,9 @@ async function write(before, content) {
   byId("announcement").textContent = failure ? "" : answer.content;
 }
 
-function fail(text) {
-  isUntilReady = server.status !== "ready";
-  showFailure(text);
-}
-
-function clearWhenReady() {
-  if (!isUntilReady || server.status !== "ready") return;
-  isUntilReady = false;
-  showFailure("");
-}
-
 function endWriting() {
   writing = null;
   setStreaming(false);
-}
-
-function words(error) {
-  // Anything else is a fault of this page; its message helps whoever reports it.
-  if (!(error instanceof ApiError)) return error.message;
-  if (error.status === 401) refuseKey(hasKey());
-  return (error.status === 503 && server.status === "starting" && trouble()) || error.message;
 }
 
 function keep(kept) {
