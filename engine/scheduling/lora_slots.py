@@ -252,12 +252,13 @@ class LoRASlots(RequestResource):
 
     @property
     def running(self) -> dict[str, int]:
-        """Running requests by adapter name; adapters without running requests are omitted."""
+        """Running requests by adapter name, without zeros. If an adapter has several names, all its
+        requests count under one name."""
         return {e.info.name: e.num_running for e in self._entries.values() if e.num_running}
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Waiting requests by adapter name; adapters without waiting requests are omitted."""
+        """Waiting requests by adapter name, counted like `running`."""
         counts = {e.info.name: e.num_requests - e.num_running for e in self._entries.values()}
         return {name: count for name, count in counts.items() if count}
 
