@@ -16,6 +16,7 @@ from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import folder_shapes
 from config.checkpoint.shapes import check_shapes, model_shapes
 from config.checkpoint.weight_maps.text_part import UNLOADED
+from config.engine import EngineConfig
 from config.errors import ConfigError, checkpoint_errors
 from config.model.model_config import ModelConfig, check_limits
 from config.model.read_config import read_model_config
@@ -72,6 +73,20 @@ def model_facts(
     else:
         check_limits(facts)
     return replace(complete(facts), path=model)
+
+
+def engine_facts(
+    engine: EngineConfig, complete: Callable[[ModelConfig], ModelConfig] = lambda facts: facts
+) -> ModelConfig:
+    """`model_facts` for the model and the settings of `engine`."""
+    return model_facts(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+        hf_overrides=engine.hf_overrides,
+        complete=complete,
+    )
 
 
 def _of_gguf(path: Path, hf_overrides: str) -> ModelConfig:

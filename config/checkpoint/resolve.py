@@ -10,6 +10,7 @@ from config.checkpoint.hf_overrides import parse_overrides, with_overrides
 from config.checkpoint.hub import download_model
 from config.checkpoint.model_name import is_hub_id, no_such_model
 from config.checkpoint.safetensors_files import incomplete
+from config.engine import DUMMY, EngineConfig
 from config.errors import ConfigError, checkpoint_errors
 from config.loading.env import cache_home
 from config.model.read_config import read_model_config
@@ -80,6 +81,25 @@ def resolve(
     else:
         raise no_such_model(model)
     return with_overrides(str(folder), hf_overrides, cache_dir)
+
+
+def engine_folder(
+    engine: EngineConfig, *, check: Callable[[str], object], report: Report, progress: bool = True
+) -> str:
+    """`resolve` for the model and the settings of `engine`."""
+    return resolve(
+        engine.model,
+        revision=engine.revision,
+        cache_dir=engine.cache_dir,
+        download_dir=engine.download_dir,
+        progress=progress,
+        dtype=engine.dtype,
+        keep_blocks=engine.quantization == "gguf",
+        has_weights=engine.load_format != DUMMY,
+        hf_overrides=engine.hf_overrides,
+        report=report,
+        check=check,
+    )
 
 
 def _checked(folder: Path, has_weights: bool, check: Callable[[str], object]) -> Path:

@@ -79,11 +79,10 @@ class LoRASlots(RequestResource):
         """Start serving an adapter; an adapter that is served already under this name, with the
         same files, is accepted. Raises UserError."""
         self._check_enabled()
-        before = self._by_name.get(info.name)
-        if before and before.content == info.content:
-            # Another engine may have failed to load it, or several front ends load it again.
-            return
-        if before:
+        if info.name in self._by_name:
+            if self._by_name[info.name].content == info.content:
+                # Another engine may have failed to load it, or several front ends load it again.
+                return
             raise UserError(
                 f"the adapter {info.name} is loaded already, with other files: unload it first",
                 param="lora_name",

@@ -448,7 +448,7 @@ class LayerBuilder:
                     spec.clamped_swiglu or config.hidden_act,
                     has_bias=spec.expert_bias,
                 ),
-                method=self._moe_method(f"{path}.experts"),
+                method=self._moe_method(f"{path}.experts", moe, spec),
                 group=self._expert_group if distributes_experts else self._group,
                 is_distributed=distributes_experts,
                 **options,
@@ -459,9 +459,8 @@ class LayerBuilder:
             scales_input=spec.scales_input,
         )
 
-    def _moe_method(self, path: str) -> MoEMethod:
-        config, moe, spec = self._config, self._config.moe, self._spec.moe
-        assert moe is not None and spec is not None
+    def _moe_method(self, path: str, moe: MoEConfig, spec: MoESpec) -> MoEMethod:
+        config = self._config
         if self._quantization is None:
             return UNQUANTIZED_MOE
         ranks = 1 if self._expert_group.size > 1 else self._group.size

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -373,23 +373,35 @@ def _build(config: ModelConfig, dtype: torch.dtype, *, max_layers: int) -> Any:
     if not getattr(kind, "_supports_attention_backend", False):
         raise _refusal(config, "does not call attention through transformers' interface")
     register()
+    options = {"dtype": dtype, "attn_implementation": IMPLEMENTATION}
+    causal = empty_model(lambda: kind, fields, options, named=_named(config), file=file)
+    # With a pad token, some models search the tokens for padding, which would wait for the
+    # device.
+    causal.config.pad_token_id = None
+    return causal
+
+
+def empty_model(
+    find_class: Callable[[], Any], fields: Json, options: Json, *, named: str, file: Path
+) -> Any:
+    """PreTrainedModel on the meta device, for inference, from the `fields` of a config.json
+    `file`. `options`: arguments of the class; `named`: the model in an error. Raises ConfigError if
+    transformers cannot build the model."""
     try:
+        kind = find_class()
         theirs = kind.config_class.from_dict(fields)
         with torch.device(META):
-            causal = kind._from_config(theirs, dtype=dtype, attn_implementation=IMPLEMENTATION)
+            model = kind._from_config(theirs, **options)
     except Exception as error:
         # Third-party code reads a third-party file: any field may be wrong in any way.
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"{_named(config)} and transformers {transformers.__version__} cannot build it from "
-            f"{file} ({type(error).__name__}: {text:.300})"
+            f"{named} and transformers {transformers.__version__} cannot build it from {file} "
+            f"({type(error).__name__}: {text:.300})"
         ) from error
-    for parameter in causal.parameters():
+    for parameter in model.parameters():
         parameter.requires_grad_(False)
-    # With a pad token, some models search the tokens for padding, which would wait for the
-    # device.
-    causal.config.pad_token_id = None
-    return causal.eval()
+    return model.eval()
 
 
 def _config_fields(file: Path) -> Json:

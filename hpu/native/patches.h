@@ -56,66 +56,21 @@ void lay_out(const Patches& of, int64_t first, int64_t count, int64_t head, cons
   }
 }
 
-// Attention of up to 32 queries of `size` elements (a multiple of 32) over the visible keys from `first`
-// to `end`; writes the outputs to `means` in float32, in rows of `size`.
-void attend_keys(const Rows& x, int64_t count, int64_t size, const Laid& laid, int64_t first,
-                 int64_t end, const Seen& seen, float scale, float* means) {
-#ifdef __AMX_BF16__
-  if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
-#endif
-  const bf16 *keys = laid.keys, *values = laid.values(size);
-  alignas(64) float scores[QUERIES * KEYS];
-  alignas(64) Input powers[QUERIES * KEYS];
-  Softmax rows;
-  std::fill(rows.top, rows.top + QUERIES, -INFINITY);
-  std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
-  for (int64_t k = first; k < end; k += KEYS) {
-    const int64_t width = std::min<int64_t>(KEYS, (end - k + 31) / 32 * 32);
-    product(x, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
-    const Seen here{seen.begin - k, seen.end - k, seen.step};
-    const bool all = here.begin + (count - 1) * here.step <= 0 && here.end >= width;
-    const auto kernel = all ? weigh<true> : weigh<false>;
-    for (int64_t r = 0; r < count; r += 16) {
-      alignas(64) float shares[16];
-      if (!kernel(scores, here, r, width, scale, rows, powers, shares) || k == first) continue;
-      for (int64_t i = 0; i < 16 * size; i += 16) {
-        float* mean = means + r * size + i;
-        store(mean, mul(load(mean), set1(shares[i / size])));
-      }
-    }
-    // The tile-load intrinsic does not tell the compiler which memory it reads.
-    asm volatile("" ::"r"(powers), "r"(means) : "memory");
-    product({powers, KEYS}, count, values + k * PANEL, laid.span * PANEL, size, width, means, size,
-            k > first);
-  }
-#ifdef __AMX_BF16__
-  if (has_tiles) _tile_release();
-#endif
-  for (int64_t r = 0; r < count; ++r) {
-    const Lanes share = set1(1.0f / reduce_add(load(rows.sums + r * 16)));
-    for (int64_t d = 0; d < size; d += 16)
-      store(means + r * size + d, mul(load(means + r * size + d), share));
-  }
-}
-
 // Attention of the patches `begin` to `end` of a part, for one head.
 void attend_part(const Patches& of, int64_t part, int64_t head, int64_t begin, int64_t end,
                  const Laid& laid) {
   const int64_t first = of.ends[part], count = of.ends[part + 1] - first, size = padded(of.size);
   alignas(64) bf16 queries[QUERIES * MOST_HEAD];
-  alignas(64) float means[QUERIES * MOST_HEAD];
-  alignas(64) bf16 rounded[MOST_HEAD];
+  alignas(64) bf16 found[QUERIES * MOST_HEAD];
   thread_local Scratch kept;
   for (; begin < end; begin += QUERIES) {
     const int64_t rows = std::min<int64_t>(end - begin, QUERIES);
     for (int64_t r = 0; r < rows; ++r) rotated(of, first + begin + r, 0, head, queries + r * size);
     const Rows x = rows_of(queries, size, rows, size, kept);
-    attend_keys(x, rows, size, laid, 0, count, {0, count, 0}, of.scale * TO_POWERS, means);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t d = 0; d < size; d += 16) store(rounded + d, load(means + r * size + d));
-      std::memcpy(of.out + ((first + begin + r) * of.heads + head) * of.size, rounded,
+    attend_keys(x, rows, size, laid, 0, count, {0, count, 0}, of.scale * TO_POWERS, found, size);
+    for (int64_t r = 0; r < rows; ++r)
+      std::memcpy(of.out + ((first + begin + r) * of.heads + head) * of.size, found + r * size,
                   of.size * sizeof(bf16));
-    }
   }
 }
 

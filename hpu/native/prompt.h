@@ -217,39 +217,28 @@ inline bool weigh(const float* scores, const Seen& of, int64_t first, int64_t wi
   return any(moved);
 }
 
-// Attention of up to 32 new tokens of a prompt from `begin` on, for one query head, over all visible
-// keys.
-void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
-                  int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
-  const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
-  const int64_t count = std::clamp<int64_t>(of.query_lens[prompt] - begin, 0, QUERIES);
-  const int64_t padded = std::min<int64_t>(of.length - begin, QUERIES);
-  bf16* to = out + (prompt * of.length + begin) * query + head * size;
-  for (int64_t r = count; r < padded; ++r) std::memset(to + r * query, 0, size * sizeof(bf16));
-  if (count == 0) return;
+// Attention of up to 32 queries of `size` elements (a multiple of 32) over the visible keys from `first`
+// to `end`; writes the outputs to `to`, in rows of `apart` elements.
+void attend_keys(const Rows& x, int64_t count, int64_t size, const Laid& laid, int64_t first,
+                 int64_t end, const Seen& seen, float scale, bf16* to, int64_t apart) {
 #ifdef __AMX_BF16__
   if (has_tiles) configure(std::min<int64_t>(count, 16), count > 16 ? count - 16 : count);
 #endif
-  thread_local Scratch kept;
-  const Rows x = rows_of(heads + (prompt * of.length + begin) * all + head * size, all, count, size, kept);
   const bf16 *keys = laid.keys, *values = laid.values(size);
-  const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
-  const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
-  const float scale = m.scale * TO_POWERS;
   alignas(64) float scores[QUERIES * KEYS], means[QUERIES * MOST_HEAD];
   alignas(64) Input powers[QUERIES * KEYS];
   Softmax rows;
   std::fill(rows.top, rows.top + QUERIES, -INFINITY);
   std::fill(rows.sums, rows.sums + QUERIES * 16, 0.0f);
-  for (int64_t k = first; k < own + count; k += KEYS) {
-    const int64_t width = std::min<int64_t>(KEYS, (own + count - k + 31) / 32 * 32);
+  for (int64_t k = first; k < end; k += KEYS) {
+    const int64_t width = std::min<int64_t>(KEYS, (end - k + 31) / 32 * 32);
     product(x, count, keys + k * size, PANEL * size, width, size, scores, KEYS, false);
-    const Seen of_rows{layer.window ? own + 1 - layer.window - k : -QUERIES, own + 1 - k};
-    const bool all = of_rows.begin + count <= 1 && of_rows.end >= width;
+    const Seen here{seen.begin - k, seen.end - k, seen.step};
+    const bool all = here.begin + (count - 1) * here.step <= 0 && here.end >= width;
     const auto kernel = all ? weigh<true> : weigh<false>;
     for (int64_t r = 0; r < count; r += 16) {
       alignas(64) float shares[16];
-      if (!kernel(scores, of_rows, r, width, scale, rows, powers, shares) || k == first) continue;
+      if (!kernel(scores, here, r, width, scale, rows, powers, shares) || k == first) continue;
       for (int64_t i = 0; i < 16 * size; i += 16) {
         float* mean = means + r * size + i;
         store(mean, mul(load(mean), set1(shares[i / size])));
@@ -266,8 +255,26 @@ void attend_block(const Model& m, const Layer& layer, const Prompts& of, const L
   for (int64_t r = 0; r < count; ++r) {
     const Lanes share = set1(1.0f / reduce_add(load(rows.sums + r * 16)));
     for (int64_t d = 0; d < size; d += 16)
-      store(to + r * query + d, mul(load(means + r * size + d), share));
+      store(to + r * apart + d, mul(load(means + r * size + d), share));
   }
+}
+
+// Attention of up to 32 new tokens of a prompt from `begin` on, for one query head, over all visible
+// keys.
+void attend_block(const Model& m, const Layer& layer, const Prompts& of, const Laid& laid,
+                  int64_t prompt, int64_t head, int64_t begin, const bf16* heads, bf16* out) {
+  const int64_t size = m.head_dim, all = (m.heads + 2 * m.kv_heads) * size, query = m.heads * size;
+  const int64_t count = std::clamp<int64_t>(of.query_lens[prompt] - begin, 0, QUERIES);
+  const int64_t padded = std::min<int64_t>(of.length - begin, QUERIES);
+  bf16* to = out + (prompt * of.length + begin) * query + head * size;
+  for (int64_t r = count; r < padded; ++r) std::memset(to + r * query, 0, size * sizeof(bf16));
+  if (count == 0) return;
+  thread_local Scratch kept;
+  const Rows x = rows_of(heads + (prompt * of.length + begin) * all + head * size, all, count, size, kept);
+  const int64_t own = of.context_lens[prompt] + begin;  // position of the first row
+  const int64_t first = layer.window ? std::max<int64_t>(0, own - layer.window + 1) / 32 * 32 : 0;
+  const Seen seen{layer.window ? own + 1 - layer.window : -QUERIES, own + 1};
+  attend_keys(x, count, size, laid, first, own + count, seen, m.scale * TO_POWERS, to, query);
 }
 
 // Attention of all new tokens of all prompts: `heads` (tokens, heads + 2 * kv_heads, head_dim), rotated

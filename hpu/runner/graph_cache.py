@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from hpu.distributed.agreement import ALONE, Agreement
 from hpu.layers.metadata import AttentionInputs
 from hpu.protocol import Bucket
 from hpu.runner.counters import Counters, phase_name
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import AnyInputs
 from hpu.runner.piecewise_forward import PiecewiseForward
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 Forward = Callable[[Tensor, AttentionInputs], Tensor]
 
 
-def _forward_flat(forward: Forward, inputs: InputBuffers[Any], *tensors: Tensor) -> Tensor:
+def _forward_flat(forward: Forward, inputs: AnyInputs, *tensors: Tensor) -> Tensor:
     """Run `forward` on tensors shaped like `inputs.graph_inputs`. A module-level function, because
     a graph with a reference to its cache would live until the garbage collector runs."""
     split = inputs.split(*tensors)
@@ -81,7 +80,7 @@ class GraphCache:
         """Whether the bucket has a graph."""
         return bucket in self._graphs
 
-    def run(self, inputs: InputBuffers[Any], req_indices: Sequence[int] = ()) -> Tensor:
+    def run(self, inputs: AnyInputs, req_indices: Sequence[int] = ()) -> Tensor:
         """Hidden states (B, Q, hidden) of the uploaded inputs; the next run may overwrite them.
         `req_indices`: requests to name in log lines."""
         graph = self._graphs.get(inputs.bucket)
@@ -94,7 +93,7 @@ class GraphCache:
         self._backend.expect(batch * query, batch)
         return self._run_plain(inputs)
 
-    def capture(self, inputs: InputBuffers[Any]) -> int | None:
+    def capture(self, inputs: AnyInputs) -> int | None:
         """Capture the bucket. Returns the bytes of its graph, or None if memory is full or the
         compiler rejects the graph, on any rank; then no rank keeps a graph."""
         free, _ = self._backend.memory()
@@ -123,7 +122,7 @@ class GraphCache:
         self.bytes += taken
         self._counters.add("graph_bytes", taken)
 
-    def _capture(self, inputs: InputBuffers[Any]) -> Graph | None:
+    def _capture(self, inputs: AnyInputs) -> Graph | None:
         try:
             if isinstance(self._forward, PiecewiseForward):
                 graph: Graph = self._forward.capture(inputs)
@@ -140,14 +139,14 @@ class GraphCache:
             return None
         return graph
 
-    def _run_plain(self, inputs: InputBuffers[Any]) -> Tensor:
+    def _run_plain(self, inputs: AnyInputs) -> Tensor:
         """Run without a graph. If buckets are captured, run exactly the function that is captured,
         so that a lazy device compiles it only once."""
         if self.captures:
             return _forward_flat(self._forward, inputs, *inputs.graph_inputs)
         return self._forward(inputs.tokens, inputs.context)
 
-    def _run_first(self, inputs: InputBuffers[Any], req_indices: Sequence[int]) -> Tensor:
+    def _run_first(self, inputs: AnyInputs, req_indices: Sequence[int]) -> Tensor:
         """Run a bucket without a graph for the first time; may capture it."""
         self._seen.add(inputs.bucket)
         if self.stage == "serving":

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -352,6 +352,9 @@ class InputBuffers(Generic[A_co]):
         tensors = layout.tensors(uploaded if layout.feeds_model else {}, *self._own)
         return _InputSet(host, device, layout.arrays(arrays), uploaded, tensors)
 
+
+AnyInputs = InputBuffers[Any]
+"""Inputs of a launch of any runner."""
 
 LaunchInputs = InputBuffers[LaunchArrays]
 """Inputs of a launch over a KV cache."""

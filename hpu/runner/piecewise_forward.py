@@ -2,30 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from hpu.backends.base import Backend, Graph
 from hpu.layers.metadata import AttentionInputs
+from hpu.models.decoder import Decoder
 from hpu.offload.weight_streamer import WeightStreamer
-from hpu.runner.input_buffers import InputBuffers
+from hpu.runner.input_buffers import AnyInputs
 
 Part = Callable[[Tensor, AttentionInputs], Tensor]
 
 
-class PartedModel(Protocol):
-    """A model that can run a range of its layers."""
-
-    def part(self, first: int, end: int, tokens: Tensor, inputs: AttentionInputs) -> Tensor: ...
-
-
-def _first_flat(part: Part, inputs: InputBuffers[Any], *tensors: Tensor) -> Tensor:
+def _first_flat(part: Part, inputs: AnyInputs, *tensors: Tensor) -> Tensor:
     split = inputs.split(*tensors)
     return part(split.tokens, split.context)
 
 
-def _next_flat(part: Part, inputs: InputBuffers[Any], hidden: Tensor, *tensors: Tensor) -> Tensor:
+def _next_flat(part: Part, inputs: AnyInputs, hidden: Tensor, *tensors: Tensor) -> Tensor:
     return part(hidden, inputs.split(*tensors).context)
 
 
@@ -33,13 +28,11 @@ class PiecewiseForward:
     """Piecewise forward pass of a model. While a part runs, the weights of the next offloaded layer
     are copied to the device. Each part may be a graph; copies are started between parts."""
 
-    def __init__(
-        self, model: PartedModel, num_layers: int, ring: WeightStreamer, backend: Backend
-    ) -> None:
+    def __init__(self, model: Decoder, ring: WeightStreamer, backend: Backend) -> None:
         """`ring`: the offloaded layers, which must include the first layer."""
         self._ring = ring
         self._backend = backend
-        ends = [*ring.indices[1:], num_layers]
+        ends = [*ring.indices[1:], len(model.layers)]
         self._parts: list[Part] = [
             partial(model.part, first, end) for first, end in zip(ring.indices, ends, strict=True)
         ]
@@ -65,7 +58,7 @@ class PiecewiseForward:
         assert hidden is not None, "at least one part"
         return hidden
 
-    def capture(self, inputs: InputBuffers[Any]) -> "PartedGraph":
+    def capture(self, inputs: AnyInputs) -> "PartedGraph":
         """Capture a graph per part, for the shapes of `inputs`."""
         graphs: list[Graph] = []
         tensors = inputs.capture_inputs()

@@ -19,6 +19,7 @@ from config.speculation.base import SpeculationMethod
 from hpu.backends.base import Backend
 from hpu.layers.metadata import PrefillAttentionInputs
 from hpu.protocol import Bucket
+from hpu.runner.batch_state import BatchState
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.base import AcceptanceCounts, Tokens
 from hpu.spec_decode.device_search import TextSearch
@@ -113,19 +114,17 @@ class DeviceDrafter(Protocol):
 
 
 class DeviceSpeculation:
-    """Speculation state of `max_num_reqs` requests on the device: known tokens, drafts, and
-    verification of drafts."""
+    """Speculation state of all requests on the device: known tokens, drafts, and verification of
+    drafts."""
 
     def __init__(
         self,
         method: SpeculationMethod,
         backend: Backend,
+        batch_state: BatchState,
         counts: AcceptanceCounts,
         *,
-        max_num_reqs: int,
         max_model_len: int,
-        block_size: int,
-        pad_block: int,
         search: TextSearch,
         drafter: DeviceDrafter | None = None,
         plans_drafts: bool = False,
@@ -144,7 +143,7 @@ class DeviceSpeculation:
         self.counts = counts
         self._backend = backend
         self._max_len = max_model_len
-        self._scratch = max_num_reqs
+        max_num_reqs = self._scratch = batch_state.max_num_reqs
         # One dimension: in-place writes through views would copy the whole tensor.
         size = (max_num_reqs + 1) * max_model_len
         # Keeps the zero fills, also of `search`, out of the recipe of a new request.
@@ -159,7 +158,7 @@ class DeviceSpeculation:
         """Requests whose outputs the search must not keep."""
         self._host: list[Tensor] = []
         """Host tensors of pending uploads, kept until `take_host_tensors`."""
-        places = _Places(block_size, pad_block)
+        places = _Places(batch_state.block_size, batch_state.pad_block)
         compiled = backend.compiled
         self._search = search
         self._prepare = compiled(_Prepare(search, max_model_len, places))

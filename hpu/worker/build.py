@@ -28,7 +28,7 @@ from hpu.models.pooling import PoolingModel
 from hpu.multimodal.images import TEXT_ONLY, ImageFeature, ImageLimits, Images, TowerLaunches
 from hpu.offload.host_blocks import staging_bytes
 from hpu.protocol import DECODE, PREFILL, SINGLE_RANK, Bucket, Ranks
-from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
+from hpu.quantization.kv_cache import KVCacheFormat
 from hpu.runner.batch_state import BatchState
 from hpu.runner.counters import Counters
 from hpu.runner.drafting.hidden_cache import HiddenCache
@@ -268,7 +268,7 @@ def make_runner(
     forward: Forward = images.merged(body)
     if loaded.weight_ring is not None:
         assert isinstance(body, Decoder), "other models keep their weights on the device"
-        forward = PiecewiseForward(body, len(body.layers), loaded.weight_ring, backend)
+        forward = PiecewiseForward(body, loaded.weight_ring, backend)
     forward = keeping_hidden(loaded, draft_caches, forward)
     graphs = GraphCache(
         loaded.lora.forward_of(forward),
@@ -382,7 +382,7 @@ def _make_cache(loaded: LoadedModel, num_blocks: int) -> KVCache:
         block_size=loaded.block_size,
         dtype=loaded.kv_cache_dtype,
         num_rings=loaded.num_rings,
-        clean=zero_non_finite if loaded.kv_cache_format is None else loaded.kv_cache_format.clean,
+        clean=loaded.clean_cache_rows,
     )
 
 

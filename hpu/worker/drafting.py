@@ -12,7 +12,6 @@ from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import LaunchFeature
 from hpu.layers.metadata import AttentionInputs
 from hpu.models.base import CausalLM
-from hpu.quantization.kv_cache import zero_non_finite
 from hpu.runner.batch_state import BatchState
 from hpu.runner.captured_functions import CapturedFunctions
 from hpu.runner.draft_buffers import DraftLayout, PlannedDraftInputs, SampledTokenInputs
@@ -36,8 +35,10 @@ from hpu.worker.load import LoadedModel
 
 
 class DraftCaches(NamedTuple):
-    """A drafter's caches, indexed by the target's blocks."""
+    """A drafter and its caches, indexed by the target's blocks."""
 
+    drafter: LoadedModel
+    model: CausalLM
     kv: KVCache
     hidden: HiddenCache | None
     """Hidden states of the target; None if the drafter does not read them."""
@@ -61,7 +62,7 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
         num_blocks=num_blocks,
         block_size=drafter.block_size,
         dtype=drafter.kv_cache_dtype,
-        clean=zero_non_finite if drafter.kv_cache_format is None else drafter.kv_cache_format.clean,
+        clean=drafter.clean_cache_rows,
     )
     hidden = None
     if model.hidden_width:
@@ -72,7 +73,7 @@ def make_draft_caches(loaded: LoadedModel, num_blocks: int) -> DraftCaches | Non
             width=model.hidden_width,
             dtype=drafter.dtype,
         )
-    return DraftCaches(kv, hidden)
+    return DraftCaches(drafter, model, kv, hidden)
 
 
 def keeping_hidden(loaded: LoadedModel, caches: DraftCaches | None, forward: Forward) -> Forward:
@@ -182,11 +183,9 @@ def make_model_runner(
     speculation = DeviceSpeculation(
         method,
         loaded.backend,
+        batch_state,
         counts,
-        max_num_reqs=batch_state.max_num_reqs,
         max_model_len=loaded.max_model_len,
-        block_size=loaded.block_size,
-        pad_block=batch_state.pad_block,
         search=search,
         drafter=drafter,
         plans_drafts=plans_drafts,
@@ -204,7 +203,7 @@ def _host_runner(
     stage = loaded.link.stage
     if not stage.is_last:
         return PlannedDraftRunner(parts)
-    drafter = _draft_runner(loaded.drafter, method, caches, parts)
+    drafter = _draft_runner(method, caches, parts)
     speculation = Speculation(
         select_proposer(method, drafter),
         parts.batch_state,
@@ -217,20 +216,16 @@ def _host_runner(
 
 
 def _draft_runner(
-    drafter: LoadedModel | None,
-    method: SpeculationMethod,
-    caches: DraftCaches | None,
-    parts: RunnerParts,
+    method: SpeculationMethod, caches: DraftCaches | None, parts: RunnerParts
 ) -> DraftRunner | None:
-    if drafter is None or caches is None:
+    if caches is None:
         return None
-    assert isinstance(drafter.model, CausalLM), "a drafter generates"
+    drafter = caches.drafter
     return select_model_drafter(method).runner(
-        drafter.model,
+        caches.model,
         drafter.backend,
-        parts.batch_state,
+        parts,
         caches.kv,
-        parts.sampler.greedy,
         Agreement(drafter.groups.stage_host),
         max_model_len=drafter.max_model_len,
         max_prefill_tokens=drafter.token_budget,
@@ -244,13 +239,12 @@ def _device_drafter(
     caches: DraftCaches | None,
     parts: RunnerParts,
 ) -> DeviceModelDrafter | None:
-    drafter = loaded.drafter
-    if drafter is None or caches is None:
+    if caches is None:
         return None
-    assert isinstance(drafter.model, CausalLM), "a drafter generates"
+    drafter = caches.drafter
     functions = CapturedFunctions(loaded.backend, parts.graphs, parts.agreement, "drafting")
     return select_model_drafter(method).device_drafter(
-        drafter.model,
+        caches.model,
         loaded.backend,
         functions,
         parts.sampler.fused_greedy,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from config.buckets import BucketConfig
 from config.checkpoint.safetensors_files import folder_shapes, weight_files
@@ -58,7 +58,7 @@ from hpu.multimodal.select import build_tower, served_facts
 from hpu.offload.weight_streamer import WeightStreamer
 from hpu.protocol import Bucket, BucketLimits, WarmupProgress
 from hpu.quantization.inc import IncCompressor
-from hpu.quantization.kv_cache import KVCacheFormat
+from hpu.quantization.kv_cache import KVCacheFormat, zero_non_finite
 from hpu.quantization.registry import process_weights, select_patcher, select_quantization
 from hpu.runner.kv_cache import cache_sizes, reads_contiguously
 from hpu.worker.memory import KVCacheDemand, check_configured
@@ -124,6 +124,11 @@ class LoadedModel:
         if self.patcher is not None and self.patcher.quantizes_cache(self.modules[0]):
             return torch.float8_e4m3fn
         return self.dtype if self.kv_cache_format is None else self.kv_cache_format.dtype
+
+    @property
+    def clean_cache_rows(self) -> Callable[[Tensor], Tensor]:
+        """Replaces non-finite values in rows of the KV cache by zeros."""
+        return zero_non_finite if self.kv_cache_format is None else self.kv_cache_format.clean
 
     def finish(self) -> None:
         """Write the patcher's measurements, if any."""

@@ -30,6 +30,17 @@ usage: gaudiserve buckets show [flags]   print a strategy's table, and its paddi
 """
 
 
+def add_graph_seconds(group: argparse._ArgumentGroup) -> None:
+    """Add `--seconds-per-graph` of `buckets` and `plan` to a group of flags."""
+    group.add_argument(
+        "--seconds-per-graph",
+        type=number(above=0),
+        default=SECONDS_PER_GRAPH,
+        metavar="X",
+        help=f"Seconds of warm-up per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
+    )
+
+
 def buckets_parser(action: str) -> FlagParser:
     """Parser with the flags of `show` or `fit` and the flags of `serve`."""
     does = {
@@ -49,13 +60,7 @@ def buckets_parser(action: str) -> FlagParser:
         metavar="FILE",
         help="Lengths of requests: JSONL, a /metrics page, or a request log",
     )
-    group.add_argument(
-        "--seconds-per-graph",
-        type=number(above=0),
-        default=SECONDS_PER_GRAPH,
-        metavar="X",
-        help=f"Seconds of warm-up per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
-    )
+    add_graph_seconds(group)
     if action == "show":
         group.add_argument(
             "--plot", metavar="FILE", help="SVG file to write a plot of the buckets to"

@@ -4,16 +4,16 @@ import argparse
 import json
 from functools import partial
 
-from config.checkpoint.facts import model_facts
+from config.checkpoint.facts import engine_facts
 from config.errors import ConfigError
 from config.loading.env import environment
 from config.loading.parser import FlagParser, number
 from config.loading.sources import load
 from config.setting import is_count
-from engine.reports.buckets import SECONDS_PER_GRAPH
 from engine.reports.doctor import this_machine
 from engine.reports.plan import Target, as_json, as_text, make_plan, with_sizes
 from engine.reports.presets import card_generation
+from server.cli.buckets import add_graph_seconds
 from server.cli.flags import command_parser, log_notes
 
 
@@ -66,13 +66,7 @@ def plan_parser() -> FlagParser:
         metavar="N,N",
         help="Sequence lengths to report [512, 2000, 8000, 32000 and the full context]",
     )
-    group.add_argument(
-        "--seconds-per-graph",
-        type=number(above=0),
-        default=SECONDS_PER_GRAPH,
-        metavar="X",
-        help=f"Seconds of warm-up per graph, for the estimate [{SECONDS_PER_GRAPH:g}]",
-    )
+    add_graph_seconds(group)
     group.add_argument("--json", action="store_true", help="Print JSON")
     return parser
 
@@ -92,14 +86,7 @@ def main(argv: list[str]) -> int:
         lengths=_lengths(args.lengths),
         seconds_per_graph=args.seconds_per_graph,
     )
-    model_config = model_facts(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        hf_overrides=engine.hf_overrides,
-        complete=partial(with_sizes, model_impl=engine.model_impl),
-    )
+    model_config = engine_facts(engine, partial(with_sizes, model_impl=engine.model_impl))
     plan = make_plan(model_config, engine, target)
     print(json.dumps(as_json(plan), indent=2) if args.json else as_text(plan))
     return 0 if plan.is_served else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from config.checkpoint.facts import model_facts
+from config.checkpoint.facts import engine_facts
 from config.errors import CheckpointError, ConfigError, counted
 from config.loading.env import PREFIX, chosen_device, environment
 from config.loading.flags import FLAGS
@@ -124,14 +124,7 @@ def _is_of_this_machine(source: str) -> bool:
 
 def _preset(loaded: Loaded, device: str, num_cards: int) -> Preset:
     engine = loaded.engine
-    model_config = model_facts(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        hf_overrides=engine.hf_overrides,
-        complete=partial(with_sizes, model_impl=engine.model_impl),
-    )
+    model_config = engine_facts(engine, partial(with_sizes, model_impl=engine.model_impl))
     given = _given(loaded).keys() & set(KEYS)
     return make_preset(model_config, engine, Target(device=device), num_cards, given)
 

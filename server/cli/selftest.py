@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from config.checkpoint.facts import model_facts
+from config.checkpoint.facts import engine_facts
 from config.errors import ConfigError
 from config.loading.env import environment
 from config.loading.parser import FlagParser
@@ -76,17 +76,7 @@ def main(argv: list[str]) -> int:
 def _models(loaded: Loaded) -> tuple[ModelConfig, ...]:
     """The model given by the user, whose sizes are used to check the kernels; empty if none is
     given."""
-    engine = loaded.engine
-    if loaded.sources["model"][1] == DEFAULT:
-        return ()
-    model_config = model_facts(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        hf_overrides=engine.hf_overrides,
-    )
-    return (model_config,)
+    return () if loaded.sources["model"][1] == DEFAULT else (engine_facts(loaded.engine),)
 
 
 def row(result: CheckResult) -> str:

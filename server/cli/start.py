@@ -12,9 +12,9 @@ from pathlib import Path
 
 from config import log
 from config.checkpoint.model_name import default_names
-from config.checkpoint.resolve import resolve
+from config.checkpoint.resolve import engine_folder
 from config.checkpoint.tokenizer_bounds import check_tokenizer_file
-from config.engine import DUMMY, EngineConfig
+from config.engine import EngineConfig
 from config.errors import (
     CheckpointError,
     ConfigError,
@@ -96,20 +96,10 @@ def _check_model(engine: EngineConfig, folder: str) -> None:
 def resolve_checkpoint(engine: EngineConfig, server: ServerConfig, report: Report) -> str:
     """Download and convert the checkpoint; returns its folder. Raises ConfigError."""
     check_adapter_paths(engine.lora)
-    folder = resolve(
-        engine.model,
-        revision=engine.revision,
-        cache_dir=engine.cache_dir,
-        download_dir=engine.download_dir,
-        dtype=engine.dtype,
-        keep_blocks=engine.quantization == "gguf",
-        has_weights=engine.load_format != DUMMY,
-        hf_overrides=engine.hf_overrides,
-        # Without a terminal, the API server logs the progress.
-        progress=sys.stderr.isatty(),
-        report=report,
-        check=partial(_check_model, engine),
-    )
+    # Without a terminal, the API server logs the progress.
+    progress = sys.stderr.isatty()
+    check = partial(_check_model, engine)
+    folder = engine_folder(engine, check=check, report=report, progress=progress)
     with _naming(engine.model, folder):
         check_checkpoint(engine, folder)
     check_adapters(engine.lora, folder, engine.download_dir)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 BUDGET_S = 0.004
 """CPU time for parsing per iteration. uvloop reads all ready sockets in an iteration, up to 256 KiB
@@ -12,12 +12,8 @@ PIECE_BYTES = 8_192
 """Maximum input that is parsed without checking the time: 2 ms with 1-byte chunks."""
 
 
-class Connection(Protocol):
-    """A connection with input that waits for parsing."""
-
-    def parse_next(self) -> bool:
-        """Parse the next piece of the input; returns whether more input waits."""
-        ...
+ParseNext = Callable[[], bool]
+"""Parses the next piece of a connection's input; returns whether more input waits."""
 
 
 class InputPacer:
@@ -28,7 +24,7 @@ class InputPacer:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Memory of the waiting input."""
-        self._waiting: dict[str, deque[tuple[Connection, int]]] = {}
+        self._waiting: dict[str, deque[tuple[ParseNext, int]]] = {}
         """Client -> its connections with the size of their input. Clients are in the order of their
         turns. The memory of an input is freed when all of it is parsed."""
         self._end_s = 0.0
@@ -42,11 +38,11 @@ class InputPacer:
             self._start_iteration(now_s)
         return now_s < self._end_s
 
-    def wait(self, client: str, connection: Connection, num_bytes: int) -> None:
-        """Call `connection.parse_next` in later iterations until all `num_bytes` of its input are
-        parsed."""
+    def wait(self, client: str, parse_next: ParseNext, num_bytes: int) -> None:
+        """Call `parse_next` in later iterations until all `num_bytes` of the input of a connection
+        are parsed."""
         self.num_bytes += num_bytes
-        self._waiting.setdefault(client, deque()).append((connection, num_bytes))
+        self._waiting.setdefault(client, deque()).append((parse_next, num_bytes))
 
     def _start_iteration(self, now_s: float) -> None:
         self._is_scheduled = True
@@ -58,9 +54,9 @@ class InputPacer:
         while self._waiting and self.has_time():
             client = next(iter(self._waiting))
             connections = self._waiting.pop(client)
-            connection, num_bytes = connections.popleft()
-            if connection.parse_next():
-                connections.append((connection, num_bytes))
+            parse_next, num_bytes = connections.popleft()
+            if parse_next():
+                connections.append((parse_next, num_bytes))
             else:
                 self.num_bytes -= num_bytes
             if connections:

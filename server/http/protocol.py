@@ -278,7 +278,7 @@ class HttpProtocol(HttpToolsProtocol):
         # A connection with waiting input is not idle.
         self._unset_keepalive_if_required()
         self._input_flow.input_waits()
-        pacer.wait(self._peer(), self, num_bytes)
+        pacer.wait(self._peer(), self.parse_next, num_bytes)
 
     def _parse_piece(self) -> None:
         piece, self._input = self._input[:PIECE_BYTES], self._input[PIECE_BYTES:]

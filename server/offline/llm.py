@@ -11,8 +11,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from config.checkpoint.resolve import resolve
-from config.engine import DUMMY, EXTERNAL_LAUNCHER
+from config.checkpoint.resolve import engine_folder
+from config.engine import EXTERNAL_LAUNCHER
 from config.errors import UserError
 from config.loading.env import chosen_device, disable_autoload
 from config.loading.sources import Loaded
@@ -104,18 +104,8 @@ class LLM:
         if chosen_device(engine.device) == "hpu":
             disable_autoload()
         check_device(engine.device)
-        path = resolve(
-            engine.model,
-            revision=engine.revision,
-            cache_dir=engine.cache_dir,
-            download_dir=engine.download_dir,
-            dtype=engine.dtype,
-            keep_blocks=engine.quantization == "gguf",
-            has_weights=engine.load_format != DUMMY,
-            hf_overrides=engine.hf_overrides,
-            report=lines.report,
-            check=partial(check_model_config, engine),
-        )
+        check = partial(check_model_config, engine)
+        path = engine_folder(engine, check=check, report=lines.report)
         check_checkpoint(engine, path)
         self._tokenizer: Tokenizer | None = None
         template: str | dict[str, str] | None = None

@@ -1,8 +1,8 @@
 """Truncation of long texts that reads only as much text as the first or last tokens need."""
 
 import re
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sized
+from typing import TypeVar
 
 INITIAL_CHARACTERS = 16
 """Characters read first per token, for the kept tokens and MARGIN_TOKENS. Ordinary text has 1 to 6
@@ -32,13 +32,7 @@ class TooManyTokens(Exception):
         self.index = index
 
 
-class Counted(Protocol):
-    """Any sequence of tokens: only its length is used."""
-
-    def __len__(self) -> int: ...
-
-
-Tokens = TypeVar("Tokens", bound=Counted)
+Tokens = TypeVar("Tokens", bound=Sized)
 
 
 def without_lone_surrogates(text: str) -> str:
@@ -74,7 +68,7 @@ def part_of(text: str, num_characters: int, *, from_end: bool) -> str:
     return text[: num_characters if end < 0 else end]
 
 
-def has_enough_tokens(tokens: Counted, part: str, text: str, num_tokens: int) -> bool:
+def has_enough_tokens(tokens: Sized, part: str, text: str, num_tokens: int) -> bool:
     """Whether `tokens`, the tokens of `part`, determine the first (or last) `num_tokens` tokens of
     `text`, or `part` already has the maximum length."""
     return (

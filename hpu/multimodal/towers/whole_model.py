@@ -9,10 +9,10 @@ import transformers
 from torch import nn
 
 from config.checkpoint.weight_maps.text_part import UNLOADED
-from config.errors import ConfigError
 from config.model.json_fields import read_json
 from config.model.model_config import ModelConfig
 from config.model.multimodal.vision import VisionFacts
+from hpu.models.transformers_fallback import empty_model
 
 LANGUAGE_MODELS = (
     *("language_model", "text_model", "lm_head"),
@@ -30,21 +30,13 @@ def build_whole(config: ModelConfig, facts: VisionFacts, dtype: torch.dtype) -> 
     # Towers are not quantized.
     fields.pop("quantization_config", None)
     fields.pop("compression_config", None)
-    try:
-        kind: Any = getattr(transformers, facts.architecture)
-        theirs = kind.config_class.from_dict(fields)
-        with torch.device("meta"):
-            whole = kind._from_config(theirs, dtype=dtype)
-    except Exception as error:
-        # Third-party code reads a third-party file: any field may be wrong in any way.
-        text = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"{config.path} is a {facts.architecture}, and transformers {transformers.__version__} "
-            f"cannot build it from {file} ({type(error).__name__}: {text:.300})"
-        ) from error
-    for parameter in whole.parameters():
-        parameter.requires_grad_(False)
-    return whole.eval()
+    return empty_model(
+        lambda: getattr(transformers, facts.architecture),
+        fields,
+        {"dtype": dtype},
+        named=f"{config.path} is a {facts.architecture},",
+        file=file,
+    )
 
 
 def drop_language_model(whole: Any) -> None:

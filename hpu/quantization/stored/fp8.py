@@ -21,6 +21,7 @@ from hpu.quantization.stored.weights import (
     StoredMoEMethod,
     StoredWeight,
     each_expert,
+    register,
 )
 
 CHECKPOINT_MAX = 448.0
@@ -103,9 +104,7 @@ class Fp8LinearMethod(StoredMethod):
             scale = self._range.input_scale(parts["input_scale"].max().reshape(1))
             tensors["input_scale"] = scale
             tensors["input_multiplier"] = 1 / scale
-        for name, tensor in tensors.items():
-            on_device = tensor.contiguous().to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        register(layer, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -183,9 +182,7 @@ class Fp8MoEMethod(StoredMoEMethod):
                 tensors[f"{prefix}input_scale"] = stored if prefix == W2 else stored.max()
         if self._is_static:
             tensors["input_multiplier"] = 1 / tensors[f"{W13}input_scale"]
-        for name, tensor in tensors.items():
-            on_device = tensor.to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        register(layer, tensors)
         layer.moe_op = VllmMixtureOfExpertsOpFP8PerChannel(layer, self._range, self._is_static)
 
 
@@ -271,9 +268,7 @@ class Fp8BlockLinearMethod(StoredMethod):
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)
         values, scales = self._range.fitted(parts["values"], parts["scales"])
-        for name, tensor in (("qweight", values), ("scales", scales)):
-            on_device = tensor.to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        register(layer, {"qweight": values, "scales": scales})
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         operands = layer.get_parameter("qweight"), layer.get_parameter("scales")
@@ -304,9 +299,8 @@ class Fp8BlockMoEMethod(StoredMoEMethod):
                 fitted = self._range.fitted(own["values"], own["scales"])
                 own["values"].copy_(fitted[0])
                 own["scales"].copy_(fitted[1])
-            for name, tensor in (("qweight", parts["values"]), ("scales", parts["scales"])):
-                parameter = nn.Parameter(tensor.to(layer.device), requires_grad=False)
-                layer.register_parameter(prefix + name, parameter)
+            tensors = {"qweight": parts["values"], "scales": parts["scales"]}
+            register(layer, {prefix + name: tensor for name, tensor in tensors.items()})
         layer.moe_op = self._experts.expanding_op(
             layer,
             ["qweight", "scales"],

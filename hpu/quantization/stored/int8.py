@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from config.model.quantization.base import Role
@@ -18,7 +18,6 @@ from hpu.quantization.stored.weights import (
     StoredMethod,
     StoredMoEMethod,
     StoredWeight,
-    each_expert,
 )
 from hpu.quantization.unquantized import UNQUANTIZED
 
@@ -33,14 +32,7 @@ class Int8LinearMethod(StoredMethod):
         self._names = _names(weight)
 
     def process_weights(self, layer: LinearLayer) -> None:
-        parts = self._weight.take_parameters(layer)
-        tensors = _converted(self._weight, parts)
-        if tensors is None:
-            self._use_dequantized(layer, parts)
-            return
-        for name, tensor in tensors.items():
-            on_device = tensor.to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        self._convert(layer, _converted)
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.weight is not None:
@@ -61,21 +53,8 @@ class Int8MoEMethod(StoredMoEMethod):
         self._end_slice = end_slice
 
     def process_weights(self, layer: ExpertsLayer) -> None:
-        named_weights = self._experts.named_weights
-        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in named_weights}
-        tensors: dict[str, list[Tensor]] = {}
-        for prefix, weight in named_weights:
-            for own in each_expert(parts[prefix]):
-                converted = _converted(weight, own)
-                if converted is None:
-                    self._use_dequantized(layer, parts)
-                    return
-                for name, tensor in converted.items():
-                    tensors.setdefault(prefix + name, []).append(tensor)
-        del parts
-        for name in list(tensors):
-            on_device = torch.stack(tensors.pop(name)).to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        if not self._convert(layer, _converted):
+            return
         names = _names(self._experts.w13)
         layer.moe_op = self._experts.expanding_op(
             layer,

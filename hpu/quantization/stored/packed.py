@@ -31,11 +31,8 @@ class PackedLinearMethod(StoredMethod):
     """LinearMethod whose weight becomes a QuantizedWeight. Inputs are reordered so that the inputs
     of a group are adjacent. If ranks divide groups, each group is padded with zeros to the size of
     the largest group, rounded up to GROUP_SIZE. The weight is dequantized instead if the outputs
-    differ in their groups, or if padding would take more memory than the dequantized weight."""
-
-    def __init__(self, weight: StoredWeight) -> None:
-        """`weight` must satisfy `can_pack`."""
-        super().__init__(weight)
+    differ in their groups, or if padding would take more memory than the dequantized weight. The
+    weight must satisfy `can_pack`."""
 
     def process_weights(self, layer: LinearLayer) -> None:
         parts = self._weight.take_parameters(layer)

@@ -2,9 +2,10 @@
 vendor's operator in each launch."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from config.model.quantization.base import Role
 from hpu.model_loader.quantized_weights import from_pairs
@@ -15,7 +16,6 @@ from hpu.quantization.stored.weights import (
     StoredMethod,
     StoredMoEMethod,
     StoredWeight,
-    each_expert,
 )
 
 PER_INT32 = 8
@@ -25,21 +25,10 @@ class Uint4LinearMethod(StoredMethod):
     """LinearMethod with torch.ops.hpu.convert_from_uint4 (HabanaAI/gaudi-pytorch-bridge). Weights
     are int32 (in, out / 8), with the first output in the lowest bits; scales (groups, out); zero
     points int32 (groups, out / 8) in the same packing. All tensors are parameters: constants would
-    require a separate recipe for each layer."""
-
-    def __init__(self, weight: StoredWeight) -> None:
-        """`weight` must satisfy `can_convert`."""
-        super().__init__(weight)
+    require a separate recipe for each layer. The weight must satisfy `can_convert`."""
 
     def process_weights(self, layer: LinearLayer) -> None:
-        parts = self._weight.take_parameters(layer)
-        tensors = _converted(self._weight, parts, layer.dtype)
-        if tensors is None:
-            self._use_dequantized(layer, parts)
-            return
-        for name, tensor in tensors.items():
-            on_device = tensor.to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        self._convert(layer, partial(_converted, dtype=layer.dtype))
 
     def apply(self, layer: LinearLayer, x: Tensor, bias: Tensor | None) -> Tensor:
         if layer.weight is not None:
@@ -87,21 +76,8 @@ class Uint4MoEMethod(StoredMoEMethod):
         self._end_slice = end_slice
 
     def process_weights(self, layer: ExpertsLayer) -> None:
-        named_weights = self._experts.named_weights
-        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in named_weights}
-        tensors: dict[str, list[Tensor]] = {}
-        for prefix, weight in named_weights:
-            for own in each_expert(parts[prefix]):
-                converted = _converted(weight, own, layer.dtype)
-                if converted is None:
-                    self._use_dequantized(layer, parts)
-                    return
-                for name, tensor in converted.items():
-                    tensors.setdefault(prefix + name, []).append(tensor)
-        del parts
-        for name in list(tensors):
-            on_device = torch.stack(tensors.pop(name)).to(layer.device)
-            layer.register_parameter(name, nn.Parameter(on_device, requires_grad=False))
+        if not self._convert(layer, partial(_converted, dtype=layer.dtype)):
+            return
         names = ["qweight", "scales", "qzeros"]
         if self._experts.w13.scheme.desc_act:
             names.append("g_idx")

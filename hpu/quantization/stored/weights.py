@@ -115,6 +115,17 @@ class StoredWeight:
         )
 
 
+Convert = Callable[[StoredWeight, Mapping[Role, Tensor]], dict[str, Tensor] | None]
+"""(weight, its parts) -> parameters of a layer by name; None if the weight must be dequantized."""
+
+
+def register(layer: ParameterLayer, tensors: Mapping[str, Tensor]) -> None:
+    """Register `tensors` as parameters of `layer`, on its device."""
+    for name, tensor in tensors.items():
+        parameter = nn.Parameter(tensor.to(layer.device), requires_grad=False)
+        layer.register_parameter(name, parameter)
+
+
 class StoredMethod:
     """Base class of the methods for StoredWeight: creates the parameters that loading fills, and
     handles weights that have to be dequantized."""
@@ -125,6 +136,16 @@ class StoredMethod:
     def create_weights(self, layer: LinearLayer, in_features: int, out_features: int) -> None:
         layer.weight = None
         self._weight.create_parameters(layer)
+
+    def _convert(self, layer: LinearLayer, convert: Convert) -> None:
+        """Replace the parameters by the result of `convert` for the weight's parts. Dequantize the
+        weight if the result is None."""
+        parts = self._weight.take_parameters(layer)
+        tensors = convert(self._weight, parts)
+        if tensors is None:
+            self._use_dequantized(layer, parts)
+        else:
+            register(layer, tensors)
 
     def _use_dequantized(self, layer: LinearLayer, parts: Mapping[Role, Tensor]) -> None:
         """Set the weight of `layer` to the dequantized `parts`, in the layer's dtype."""
@@ -192,6 +213,25 @@ class StoredMoEMethod:
 
     def apply(self, layer: ExpertsLayer, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return UNQUANTIZED_MOE.apply(layer, hidden, ids, weights)
+
+    def _convert(self, layer: ExpertsLayer, convert: Convert) -> bool:
+        """Replace the parameters by the stacked results of `convert` for the parts of each expert.
+        Dequantize all experts, and return False, if a result is None."""
+        named_weights = self._experts.named_weights
+        parts = {prefix: weight.take_parameters(layer, prefix) for prefix, weight in named_weights}
+        tensors: dict[str, list[Tensor]] = {}
+        for prefix, weight in named_weights:
+            for own in each_expert(parts[prefix]):
+                converted = convert(weight, own)
+                if converted is None:
+                    self._use_dequantized(layer, parts)
+                    return False
+                for name, tensor in converted.items():
+                    tensors.setdefault(prefix + name, []).append(tensor)
+        del parts
+        for name in list(tensors):
+            register(layer, {name: torch.stack(tensors.pop(name))})
+        return True
 
     def _use_dequantized(
         self, layer: ExpertsLayer, parts: Mapping[str, Mapping[Role, Tensor]]

@@ -1,7 +1,7 @@
 """DraftRunner and its subclasses: launches of a drafter over the blocks of the target's requests,
 on a device that shares the host's memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from hpu.distributed.agreement import Agreement
 from hpu.launch_inputs import DecodeArrays, LaunchArrays, PrefillArrays
 from hpu.models.base import CausalLM
 from hpu.protocol import DECODE, PREFILL, Launch
-from hpu.runner.batch_state import BatchState
 from hpu.runner.drafting.hidden_cache import HiddenCache
 from hpu.runner.input_buffers import DecodeLayout, InputBufferPool, LaunchInputs, PrefillLayout
 from hpu.runner.kv_cache import KVCache
+from hpu.runner.model_runner import RunnerParts
 from hpu.spec_decode.draft_head import DraftHead
 from hpu.spec_decode.hidden_heads import HiddenHead
 from hpu.spec_decode.launch_costs import LaunchCosts, measure
@@ -33,9 +33,8 @@ class DraftRunner:
         self,
         model: CausalLM,
         backend: Backend,
-        batch_state: BatchState,
+        target: RunnerParts,
         cache: KVCache,
-        greedy: Callable[[Tensor], Tensor],
         agreement: Agreement,
         *,
         max_model_len: int,
@@ -45,17 +44,17 @@ class DraftRunner:
         """Build the runner from its components.
 
         Args:
-            batch_state, hidden_cache: state and hidden states of the target.
-            greedy: maps (M, V) logits to (M,) tokens, like the target's sampler.
+            target: runner parts of the target: its requests, and the sampler that chooses drafts.
+            hidden_cache: hidden states of the target.
             agreement: of the ranks, so that all ranks use the same measurements.
             max_prefill_tokens: maximum number of tokens of a prefill.
         """
-        self.block_size = batch_state.block_size
+        self.block_size = target.batch_state.block_size
         self.max_model_len = max_model_len
         self._model = model
-        self._state = batch_state.follower()
+        self._state = target.batch_state.follower()
         self._cache = cache
-        self._greedy = greedy
+        self._greedy = target.sampler.greedy
         self._agreement = agreement
         self._max_prefill_tokens = max_prefill_tokens
         self._hidden_cache = hidden_cache

@@ -10,6 +10,7 @@ import torch
 from config.speculation.base import SpeculationMethod
 from config.speculation.suffix import SuffixLimits
 from hpu.backends.cpu import CpuBackend
+from hpu.runner.batch_state import BatchState
 from hpu.sampling.draft_rows import NO_TOKEN
 from hpu.spec_decode.base import AcceptanceCounts
 from hpu.spec_decode.device import DeviceSpeculation
@@ -126,11 +127,9 @@ def test_outputs_of_private_requests_are_not_kept(is_private: bool) -> None:
     speculation = DeviceSpeculation(
         method,
         backend,
+        BatchState(REQUESTS, LENGTH, block_size=4, pad_block=0),
         AcceptanceCounts(lambda name, value: None),
-        max_num_reqs=REQUESTS,
         max_model_len=LENGTH,
-        block_size=4,
-        pad_block=0,
         search=search,
     )
 

@@ -46,7 +46,7 @@ async def test_clients_and_their_connections_take_turns() -> None:
 
     assert pacer.has_time()
     for name, count in (("a1", 3), ("a2", 2), ("b1", 2)):
-        pacer.wait(name[0], Pieces(name, count, parsed), 10)
+        pacer.wait(name[0], Pieces(name, count, parsed).parse_next, 10)
     num_waiting = pacer.num_bytes
     await asyncio.sleep(0.05)
 
@@ -68,7 +68,7 @@ async def test_an_iteration_parses_up_to_its_budget_and_then_others_run(
     monkeypatch.setattr(time, "thread_time", lambda: now_s)
     pacer, parsed, seen = InputPacer(), list[str](), []
     assert pacer.has_time()
-    pacer.wait("a", Slow("a", 9, parsed), 1)
+    pacer.wait("a", Slow("a", 9, parsed).parse_next, 1)
     while len(parsed) < 9:
         await asyncio.sleep(0)
         seen.append((len(parsed), pacer.has_time()))
