@@ -220,7 +220,8 @@ class CompiledTemplate:
         return self._shows_tools
 
     def needs_generic_tools(self, messages: list[Message], given: dict[str, Any]) -> bool:
-        """Whether the request has tools, calls or results that the template does not render."""
+        """Whether to write tools as text: the template shows no tools, and the request has tools,
+        or calls or results without `tool_calls` in the template."""
         if not given["tools"] and (self._renders_calls or not has_tool_messages(messages)):
             return False
         return not self.shows_tools()
