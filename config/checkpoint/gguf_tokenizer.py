@@ -220,7 +220,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
 
 
 def _wordpiece(file: GgufFile) -> dict[str, Any]:
-    """WordPiece tokenizer of BERT. GGUF files mark the start of a word with a space instead of
+    """WordPiece tokenizer of BERT. GGUF files mark the start of a word with U+2581 instead of
     marking continuations with ##."""
     tokens = _tokens(file)
     vocab: dict[str, int] = {}

@@ -181,7 +181,7 @@ class QuantizationConfig:
 
     @property
     def schemes(self) -> tuple[WeightScheme, ...]:
-        """All schemes that modules may use."""
+        """Schemes of the overrides and rules. `stacked` is not included."""
         own = (scheme for scheme in self.overrides.schemes if scheme is not None)
         return (*own, *(rule.scheme for rule in self.rules))
 
