@@ -152,6 +152,9 @@ def is_started(command: Command) -> bool:
     """Whether the tests of the documents start this command."""
     if command.program == "gaudiserve":
         return command.words[1] not in PARSED
+    # A file below /etc changes the machine.
+    if "> /etc/" in command.text:
+        return False
     # An exported variable belongs to the next program.
     return command.program not in (*NOT_STARTED, "export")
 
