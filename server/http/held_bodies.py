@@ -117,18 +117,20 @@ class HeldBodies:
             turn = loop.create_future()
             self._waiting[turn] = client, num_bytes, max_bytes
             try:
-                await asyncio.wait_for(turn, MAX_WAIT_S)
-            except asyncio.TimeoutError:
-                raise Overloaded(
-                    f"the bodies of running requests take {self._num_bytes} bytes and this body "
-                    f"takes {num_bytes}, at most {max_bytes} are allowed"
-                ) from None
+                # `wait_for` may raise TimeoutError (from Python 3.12), or not raise CancelledError
+                # (before 3.12), if `turn` is done in the same iteration.
+                await asyncio.wait([turn], timeout=MAX_WAIT_S)
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
+                if turn.done():
                     on_freed(num_bytes)
                 raise
             finally:
                 self._waiting.pop(turn, None)
+            if not turn.done():
+                raise Overloaded(
+                    f"the bodies of running requests take {self._num_bytes} bytes and this body "
+                    f"takes {num_bytes}, at most {max_bytes} are allowed"
+                )
         return HeldBody(num_bytes, on_freed)
 
     def _take(self, body: tuple[str, int, int], num_clients: int) -> bool:
@@ -151,6 +153,6 @@ class HeldBodies:
         """Account for the waiting bodies for which there is memory, and end their waits."""
         num_clients = self._num_clients()
         for turn, body in list(self._waiting.items()):
-            if not turn.done() and self._take(body, num_clients):
+            if self._take(body, num_clients):
                 del self._waiting[turn]
                 turn.set_result(None)

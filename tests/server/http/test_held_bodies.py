@@ -1,6 +1,7 @@
 """Memory of decoded bodies: clients share it."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -80,8 +81,25 @@ async def test_a_cancelled_wait_leaves_no_bytes(is_admitted: bool) -> None:
     waiting.cancel()
     await asyncio.wait([waiting])
 
-    if not waiting.cancelled():
-        waiting.result().free()
-    del waiting
+    assert waiting.cancelled()
     await settle()
+    assert bodies.num_bytes == 0
+
+
+async def test_a_wait_that_ends_when_memory_is_freed_loses_no_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000)
+    waiting: asyncio.Future[HeldBody] = asyncio.ensure_future(bodies.hold(1_000, 1_000))
+    await settle()
+
+    # The timeout and the admission run in the same iteration of the event loop.
+    time.sleep(0.06)  # noqa: ASYNC251 - it must block
+    first.free()
+    await asyncio.wait([waiting])
+
+    if waiting.exception() is None:
+        waiting.result().free()
     assert bodies.num_bytes == 0
