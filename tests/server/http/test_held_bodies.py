@@ -103,3 +103,52 @@ async def test_a_wait_that_ends_when_memory_is_freed_loses_no_bytes(
     if waiting.exception() is None:
         waiting.result().free()
     assert bodies.num_bytes == 0
+
+
+async def test_bodies_freed_at_once_offer_their_memory_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bodies = HeldBodies()
+    held = [await bodies.hold(10, 1_000) for _ in range(100)]
+    waiting = [asyncio.ensure_future(bodies.hold(10, 1_000)) for _ in range(500)]
+    await settle()
+    num_offers = 0
+    take = HeldBodies._take
+
+    def counted(bodies: HeldBodies, body: tuple[str, int, int], num_clients: int) -> bool:
+        nonlocal num_offers
+        num_offers += 1
+        return take(bodies, body, num_clients)
+
+    monkeypatch.setattr(HeldBodies, "_take", counted)
+
+    for body in held:
+        body.free()
+    await settle()
+
+    assert [body.done() for body in waiting] == [True] * 100 + [False] * 400
+    assert num_offers == 500
+    for body in waiting:
+        body.cancel()
+    await asyncio.wait(waiting)
+
+
+async def test_the_waiting_bodies_of_a_client_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAITING", 2)
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000, "a")
+    waiting = [asyncio.ensure_future(bodies.hold(600, 1_000, client)) for client in "aab"]
+    await settle()
+
+    with pytest.raises(Overloaded, match="2 bodies of this client wait for memory, at most 2"):
+        await bodies.hold(600, 1_000, "a")
+
+    first.free()
+    await settle()
+    assert [body.done() for body in waiting] == [True, False, False]
+    waiting[0].result().free()
+    for body in waiting[1:]:
+        body.cancel()
+    await asyncio.wait(waiting)
+    await settle()
+    assert bodies.num_bytes == 0
