@@ -85,7 +85,8 @@ def isolation(limits: compilation.Limits) -> str:
         f"| bodies that are received at once | {body.MAX_BUFFERED_BODIES} times the largest size "
         f"in total, then 503; {body.MAX_SMALL_BODIES * body.LARGE_BODY_BYTES // MIB} MiB more for "
         f"bodies of at most {body.LARGE_BODY_BYTES // MIB} MiB; more only for",
-        f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503",
+        f"further bodies wait up to {held_bodies.MAX_WAIT_S:g} s, then 503, and at most "
+        f"{held_bodies.MAX_WAITING:,} of a client wait",
         f"| connections that receive stored streams | {stored.MAX_FOLLOWERS_PER_RESPONSE} for a "
         f"response, {stored.MAX_FOLLOWERS_PER_CLIENT} for a client, then 503 |",
         f"| {json_decoder.MAX_VALUES:,}, of them {json_decoder.MAX_OBJECTS:,} strings",

@@ -4,7 +4,7 @@ freed."""
 import asyncio
 import contextlib
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from config.errors import Overloaded
@@ -21,6 +21,9 @@ MAX_VALUES_BYTES = VALUE_BYTES * MAX_VALUES + (OBJECT_BYTES + KEY_BYTES) * MAX_O
 brackets inside strings."""
 MAX_WAIT_S = 30.0
 """Maximum time that a body waits until other bodies free memory."""
+MAX_WAITING = 4_096
+"""Maximum number of bodies of a client that wait. Freed memory is offered to each of them, which
+takes 1 ms for this number."""
 
 
 def decoded_bytes(data: bytes) -> int:
@@ -89,6 +92,10 @@ class HeldBodies:
         self._freed: deque[tuple[str, int]] = deque()
         self._waiting: dict[asyncio.Future[None], tuple[str, int, int]] = {}
         """Bodies that wait, in the order of their arrival: client, size and limit."""
+        self._num_waiting = Counter[str]()
+        """Number of waiting bodies of each client that has any."""
+        self._is_scheduled = False
+        """Whether `_admit` will run."""
 
     @property
     def num_bytes(self) -> int:
@@ -104,31 +111,44 @@ class HeldBodies:
     async def hold(self, num_bytes: int, max_bytes: int, client: str = "") -> HeldBody:
         """Wait until a body of `num_bytes` fits into `max_bytes` together with all other bodies, or
         into the share of `client`, or until there is no other body, and account for it. Raises
-        Overloaded after MAX_WAIT_S."""
+        Overloaded after MAX_WAIT_S, and at once if MAX_WAITING bodies of the client wait."""
         loop = asyncio.get_running_loop()
 
         def on_freed(freed: int) -> None:
             self._freed.append((client, freed))
-            if self._waiting:
+            # Many bodies may be freed in the same iteration of the event loop.
+            if self._waiting and not self._is_scheduled:
+                self._is_scheduled = True
                 with contextlib.suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(self._admit)
 
         if not self._take((client, num_bytes, max_bytes), self._num_clients(client)):
+            if self._num_waiting[client] >= MAX_WAITING:
+                raise Overloaded(
+                    f"{self._num_waiting[client]} bodies of this client wait for memory, at most "
+                    f"{MAX_WAITING} are allowed"
+                )
             turn = loop.create_future()
             self._waiting[turn] = client, num_bytes, max_bytes
+            self._num_waiting[client] += 1
             try:
-                await asyncio.wait_for(turn, MAX_WAIT_S)
-            except asyncio.TimeoutError:
-                raise Overloaded(
-                    f"the bodies of running requests take {self._num_bytes} bytes and this body "
-                    f"takes {num_bytes}, at most {max_bytes} are allowed"
-                ) from None
+                # `wait_for` may raise TimeoutError (from Python 3.12), or not raise CancelledError
+                # (before 3.12), if `turn` is done in the same iteration.
+                await asyncio.wait([turn], timeout=MAX_WAIT_S)
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
+                if turn.done():
                     on_freed(num_bytes)
                 raise
             finally:
                 self._waiting.pop(turn, None)
+                self._num_waiting[client] -= 1
+                if not self._num_waiting[client]:
+                    del self._num_waiting[client]
+            if not turn.done():
+                raise Overloaded(
+                    f"the bodies of running requests take {self._num_bytes} bytes and this body "
+                    f"takes {num_bytes}, at most {max_bytes} are allowed"
+                )
         return HeldBody(num_bytes, on_freed)
 
     def _take(self, body: tuple[str, int, int], num_clients: int) -> bool:
@@ -145,12 +165,14 @@ class HeldBodies:
 
     def _num_clients(self, *more: str) -> int:
         """Number of clients with bodies and of `more`."""
-        return len({*more, *self._of_client, *(body[0] for body in self._waiting.values())})
+        return len({*more, *self._of_client, *self._num_waiting})
 
     def _admit(self) -> None:
         """Account for the waiting bodies for which there is memory, and end their waits."""
+        # Cleared first: what threads free from now on is for the next call.
+        self._is_scheduled = False
         num_clients = self._num_clients()
         for turn, body in list(self._waiting.items()):
-            if not turn.done() and self._take(body, num_clients):
+            if self._take(body, num_clients):
                 del self._waiting[turn]
                 turn.set_result(None)

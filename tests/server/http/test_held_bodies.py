@@ -1,6 +1,7 @@
 """Memory of decoded bodies: clients share it."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -80,8 +81,74 @@ async def test_a_cancelled_wait_leaves_no_bytes(is_admitted: bool) -> None:
     waiting.cancel()
     await asyncio.wait([waiting])
 
-    if not waiting.cancelled():
+    assert waiting.cancelled()
+    await settle()
+    assert bodies.num_bytes == 0
+
+
+async def test_a_wait_that_ends_when_memory_is_freed_loses_no_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAIT_S", 0.05)
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000)
+    waiting: asyncio.Future[HeldBody] = asyncio.ensure_future(bodies.hold(1_000, 1_000))
+    await settle()
+
+    # The timeout and the admission run in the same iteration of the event loop.
+    time.sleep(0.06)  # noqa: ASYNC251 - it must block
+    first.free()
+    await asyncio.wait([waiting])
+
+    if waiting.exception() is None:
         waiting.result().free()
-    del waiting
+    assert bodies.num_bytes == 0
+
+
+async def test_bodies_freed_at_once_offer_their_memory_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bodies = HeldBodies()
+    held = [await bodies.hold(10, 1_000) for _ in range(100)]
+    waiting = [asyncio.ensure_future(bodies.hold(10, 1_000)) for _ in range(500)]
+    await settle()
+    num_offers = 0
+    take = HeldBodies._take
+
+    def counted(bodies: HeldBodies, body: tuple[str, int, int], num_clients: int) -> bool:
+        nonlocal num_offers
+        num_offers += 1
+        return take(bodies, body, num_clients)
+
+    monkeypatch.setattr(HeldBodies, "_take", counted)
+
+    for body in held:
+        body.free()
+    await settle()
+
+    assert [body.done() for body in waiting] == [True] * 100 + [False] * 400
+    assert num_offers == 500
+    for body in waiting:
+        body.cancel()
+    await asyncio.wait(waiting)
+
+
+async def test_the_waiting_bodies_of_a_client_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_bodies, "MAX_WAITING", 2)
+    bodies = HeldBodies()
+    first = await bodies.hold(1_000, 1_000, "a")
+    waiting = [asyncio.ensure_future(bodies.hold(600, 1_000, client)) for client in "aab"]
+    await settle()
+
+    with pytest.raises(Overloaded, match="2 bodies of this client wait for memory, at most 2"):
+        await bodies.hold(600, 1_000, "a")
+
+    first.free()
+    await settle()
+    assert [body.done() for body in waiting] == [True, False, False]
+    waiting[0].result().free()
+    for body in waiting[1:]:
+        body.cancel()
+    await asyncio.wait(waiting)
     await settle()
     assert bodies.num_bytes == 0
