@@ -8,7 +8,8 @@ import json
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from config.checkpoint.demo import NAMES
@@ -21,6 +22,7 @@ from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
 from server.cli.private_server import PrivateServer
+from server.cli.repetition import MAX_PERIOD, MIN_REPEATS, repeats
 from server.cli.selftest import served
 
 DESCRIPTION = """\
@@ -186,7 +188,7 @@ class _Terminal:
         # Not KeyboardInterrupt, which can be raised anywhere in the event loop.
         self._loop.add_signal_handler(signal.SIGINT, stop.set)
         try:
-            self._loop.run_until_complete(self._print_until(stop, answer))
+            cut = self._loop.run_until_complete(self._print_until(stop, answer))
         except HttpFailure as error:
             self._messages.pop()
             if answer:
@@ -196,34 +198,54 @@ class _Terminal:
         finally:
             self._loop.remove_signal_handler(signal.SIGINT)
         print()
+        if cut:
+            print(f"({cut})", file=sys.stderr)
         self._messages.append({"role": "assistant", "content": "".join(answer)})
         return True
 
-    async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> None:
+    async def _print_until(self, stop: asyncio.Event, answer: list[str]) -> str:
+        """Like `_print_answer`, until `stop` is set."""
         printing = asyncio.ensure_future(self._print_answer(answer))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait((printing, stopping), return_when=asyncio.FIRST_COMPLETED)
         if printing.done():
             stopping.cancel()
-            printing.result()
-        else:
-            printing.cancel()
-            await asyncio.wait((printing,))
+            return printing.result()
+        printing.cancel()
+        await asyncio.wait((printing,))
+        return ""
 
-    async def _print_answer(self, answer: list[str]) -> None:
+    async def _print_answer(self, answer: list[str]) -> str:
+        """Print the answer as it arrives; returns why it was cut, empty for a complete answer."""
         body = {"model": self._model, "messages": self._messages}
-        body |= {"stream": True, "max_tokens": await self._max_tokens(body)}
-        thinks = False
-        async for delta in self._deltas(body):
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            if bool(thought) != thinks and self._is_terminal:
-                print(DIM if thought else NORMAL, end="")
-            thinks = bool(thought)
-            content = delta.get("content") or ""
-            answer.append(content)
-            print(thought or content, end="", flush=True)
+        max_tokens = await self._max_tokens(body)
+        body |= {"stream": True, "max_tokens": max_tokens}
+        thinks, cut = False, ""
+        # The end of the answer or of the thoughts, whichever is printed.
+        tail = ""
+        async with aclosing(self._choices(body)) as choices:
+            async for choice in choices:
+                delta = choice["delta"]
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                if bool(thought) != thinks:
+                    tail = ""
+                    if self._is_terminal:
+                        print(DIM if thought else NORMAL, end="")
+                thinks = bool(thought)
+                content = delta.get("content") or ""
+                answer.append(content)
+                print(thought or content, end="", flush=True)
+                tail = (tail + (thought or content))[-MIN_REPEATS * MAX_PERIOD :]
+                if choice.get("finish_reason") == "length":
+                    is_flag = max_tokens == self._arguments.max_tokens
+                    limit = "--max-tokens" if is_flag else "the context is full"
+                    cut = f"ended at {max_tokens} tokens: {limit}"
+                elif repeats(tail):
+                    cut = "ended: the answer repeats itself"
+                    break
         if thinks and self._is_terminal:
             print(NORMAL, end="")
+        return cut
 
     async def _max_tokens(self, body: dict[str, Any]) -> int:
         wanted: int = self._arguments.max_tokens
@@ -236,13 +258,15 @@ class _Terminal:
         # If no tokens are left, the server returns the error.
         return min(wanted, max(1, left))
 
-    async def _deltas(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async for data in self._client.events(PATH, body):
-            event = json.loads(data)
-            if error := event.get("error"):
-                raise HttpFailure(str(error.get("message", error)))
-            for choice in event["choices"]:
-                yield choice["delta"]
+    async def _choices(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        # Closed at once if the caller stops early, so that the server stops as well.
+        async with aclosing(self._client.events(PATH, body)) as events:
+            async for data in events:
+                event = json.loads(data)
+                if error := event.get("error"):
+                    raise HttpFailure(str(error.get("message", error)))
+                for choice in event["choices"]:
+                    yield choice
 
 
 def _draw(stage: str) -> None:

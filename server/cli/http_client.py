@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -173,7 +173,7 @@ class HttpClient:
                 )
         return b"".join(pieces)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
         """The `data:` of each server-sent event as it arrives, without [DONE]. Raises HttpFailure,
         and MissingDone for a stream without [DONE]."""
         connection, head = await self._send("POST", path, body)
