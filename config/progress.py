@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 """Interval between progress lines."""
-STARTING = "starting"
+STARTING = "importing modules and reading the checkpoint"
 """Progress before the first stage is known."""
 
 DOWNLOADING = "downloading the model"
@@ -65,7 +65,7 @@ class ProgressReporter:
         is_stalled = waited_s >= INTERVAL_S / 2
         if has_bar and not is_stalled:
             return None
-        line = f"{self._prefix}{text}" if self._prefix and text != STARTING else capitalized(text)
+        line = f"{self._prefix}{text}" if self._prefix else capitalized(text)
         return f"{line}, unchanged for {duration(waited_s)}" if is_stalled else line
 
 

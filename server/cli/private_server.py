@@ -16,6 +16,8 @@ from server.cli.http_client import UNIX, HttpClient, HttpFailure
 
 POLL_S = 0.1
 STOP_S = 10.0
+NOT_LISTENING = "The server is starting: importing modules"
+"""Stage before the server answers."""
 WITH_REASON = (1, 2)
 """Exit statuses of a server that has printed the reason."""
 
@@ -53,7 +55,8 @@ class PrivateServer:
     async def wait_ready(
         self, client: HttpClient, on_stage: Callable[[str], None] = lambda stage: None
     ) -> None:
-        """Wait until the server is ready. `on_stage` is called with the current start-up stage.
+        """Wait until the server is ready. `on_stage` is called with the current start-up stage, as
+        `The server is starting: loading the weights`.
         Raises ReasonPrinted or EngineDied if the server exits."""
         while True:
             if self.exit_code is not None:
@@ -63,8 +66,8 @@ class PrivateServer:
             try:
                 answer = await client.ask("GET", "/ready")
             except HttpFailure:
-                # The server is not listening yet.
                 answer = None
+                on_stage(NOT_LISTENING)
             if answer is not None and answer.status == 200:
                 return
             if answer is not None:
@@ -80,6 +83,6 @@ class PrivateServer:
 def _message(content: bytes) -> str:
     try:
         body = msgspec.json.decode(content)
-        return str(body["error"]["message"])
+        return str(body["error"]["message"]).rstrip(".")
     except (msgspec.DecodeError, LookupError, TypeError):
         return ""
