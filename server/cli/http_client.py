@@ -116,7 +116,10 @@ class HttpClient:
         self._host = url.hostname
         self._port = port or (443 if self._tls else 80)
         path = url.path.rstrip("/")
-        self._prefix = path.removesuffix("/v1")
+        # The URL of a route is accepted as well as the base URL of OpenAI's clients.
+        for route in ("/chat/completions", "/completions", "/v1"):
+            path = path.removesuffix(route)
+        self._prefix = path
         self._headers = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         fields = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         for name, value in {**fields, **headers}.items():
