@@ -95,13 +95,14 @@ class ProgressLines:
         self._has_bar = total_bytes > 0 and sys.stderr.isatty()
 
     def show(self, text: Callable[[], str]) -> None:
-        """Show the result of `text`, which is called from the thread."""
+        """Show the result of `text`, which is called from the thread; empty: show nothing."""
         self._text, self._has_bar = text, False
 
     def _run(self) -> None:
         reporter = ProgressReporter(time.monotonic(), self._prefix)
         while not self._ended.wait(INTERVAL_S):
-            line = reporter.line(self._text(), time.monotonic(), has_bar=self._has_bar)
+            text = self._text()
+            line = text and reporter.line(text, time.monotonic(), has_bar=self._has_bar)
             if line and logging.root.hasHandlers():
                 logger.info("%s", line)
             elif line:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import re
 import signal
@@ -15,13 +14,12 @@ from typing import Any
 from config.checkpoint.demo import NAMES
 from config.errors import CommandFailed
 from config.loading.parser import FlagParser
-from config.loading.sources import DEFAULT, Loaded, load
+from config.loading.sources import Loaded, load
 from config.loading.values import nearest
-from config.progress import ProgressLines
 from server.cli.bench.openai import first_model
 from server.cli.flags import command_parser
 from server.cli.http_client import HttpClient, HttpFailure, add_base_url, key_for
-from server.cli.private_server import PrivateServer
+from server.cli.private_server import PrivateServer, quiet
 from server.cli.repetition import MAX_PERIOD, MIN_REPEATS, repeats
 from server.cli.selftest import served
 
@@ -41,7 +39,6 @@ NAMES_OF_COMMANDS = ("/clear", "/system", HELP, *LEAVE)
 COMMANDS = ", ".join(("/clear", "/system TEXT", HELP, *LEAVE))
 COMMAND = re.compile(r"/[a-z]+")
 """Form of a command's first word. A message can match too, such as a path /usr."""
-CLEAR_LINE = "\r\x1b[K"
 
 
 def chat_parser() -> FlagParser:
@@ -77,20 +74,13 @@ def main(argv: list[str]) -> int:
     server = None
     if loaded.arguments.base_url is None:
         loaded = served(loaded, loaded, chat_parser())
-        server = PrivateServer(loaded.engine, _quiet(loaded))
+        server = PrivateServer(loaded.engine, quiet(loaded))
     try:
         return _Terminal(loop, loaded, server).run()
     finally:
         loop.close()
         if server is not None:
             server.close()
-
-
-def _quiet(loaded: Loaded) -> Any:
-    """Server settings that log only errors, unless the user set a log level."""
-    if loaded.sources["log-level"][1] != DEFAULT:
-        return loaded.server
-    return dataclasses.replace(loaded.server, log_level="error")
 
 
 def unknown_command(text: str) -> str:
@@ -164,14 +154,7 @@ class _Terminal:
 
     async def _open(self) -> None:
         if self._server is not None:
-            if sys.stderr.isatty():
-                await self._server.wait_ready(self._client, _draw)
-                _draw("")
-            else:
-                with ProgressLines(prefix="") as lines:
-                    await self._server.wait_ready(
-                        self._client, lambda stage: lines.show(lambda: stage)
-                    )
+            await self._server.show_until_ready(self._client)
         if self._model is None:
             self._model = await first_model(self._client)
 
@@ -267,8 +250,3 @@ class _Terminal:
                     raise HttpFailure(str(error.get("message", error)))
                 for choice in event["choices"]:
                     yield choice
-
-
-def _draw(stage: str) -> None:
-    """Replace the last line of the terminal by `stage`."""
-    print(f"{CLEAR_LINE}{stage}", end="", file=sys.stderr, flush=True)
